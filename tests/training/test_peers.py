@@ -168,7 +168,7 @@ def test_a_stranger_who_connects_is_no_process_of_the_run():
                 pass
     with socket.create_connection(address, timeout=10):
         time.sleep(2.5)  # a silent one
-    assert watch._first is None
+    assert watch._first_failure is None
 
 
 STRANGERS = """
