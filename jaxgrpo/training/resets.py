@@ -124,8 +124,8 @@ def kl_metrics(blueprint: Blueprint) -> tuple[str, ...]:
 
     A step that reads base_logp and no reference_logp measures from the base, which is never reset.
     """
-    own = ("kl",) if _reads_reference(blueprint.objective) else ()
-    return (*own, *_kl_of_steps(blueprint.chain))
+    loss_metrics = ("kl",) if _reads_reference(blueprint.objective) else ()
+    return (*loss_metrics, *_kl_of_steps(blueprint.chain))
 
 
 def is_due(
@@ -172,12 +172,12 @@ def _reads_reference(objective: Objective) -> bool:
 
 
 def _kl_of_steps(chain: AdvantageTransform) -> tuple[str, ...]:
-    found = []
+    names = []
     for name, step in chain.steps or ((chain.name, chain),):
         inner = _kl_of_steps(step) if step.steps else ("kl",)
         if "reference_logp" in step.needs:
-            found += [f"{name}/{metric}" for metric in inner]
-    return tuple(found)
+            names += [f"{name}/{metric}" for metric in inner]
+    return tuple(names)
 
 
 def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:

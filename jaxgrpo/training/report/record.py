@@ -48,13 +48,13 @@ class Record:
     @property
     def evaluations(self) -> list[tuple[int, dict[str, float]]]:
         """(step, metrics without "eval/") of each evaluation."""
-        found = []
+        evaluations = []
         for line in self.lines:
             measured = evaluation_of(line).items()
             values = {name: float(value) for name, value in measured if is_number(value)}
             if values:
-                found.append((line["step"], values))
-        return found
+                evaluations.append((line["step"], values))
+        return evaluations
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) where the metric is a finite number."""
@@ -87,7 +87,7 @@ def read_run(folder: Place, status: str | None = None) -> Record:
     mend = "is not TOML ({reason}): put back the run's own file"
     config = _read(folder / "config.toml", tomllib.loads, mend)
     lines = read_metrics(folder)
-    state, given = alarms.replay(lines)
+    state, warnings = alarms.replay(lines)
     mend = "is no JSON object ({reason}): remove it"
     summary = _read(folder / "summary.json", json.loads, mend)
     return Record(
@@ -97,7 +97,7 @@ def read_run(folder: Place, status: str | None = None) -> Record:
         lines=lines,
         summary=summary,
         samples=read_samples(folder),
-        warnings=given,
+        warnings=warnings,
         active=state.active,
     )
 
@@ -180,8 +180,8 @@ def _read(file: Place, parse: Callable[[str], Any], problem: str) -> dict[str, A
 
 
 def _status(folder: Place, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    held = mirror.is_held(str(folder)) if storage.is_url(folder) else _is_held(folder / LOCK)
-    if held:
+    is_running = mirror.is_held(str(folder)) if storage.is_url(folder) else _is_held(folder / LOCK)
+    if is_running:
         return UNDER_WAY
     last = lines[-1]["step"] if lines else 0
     return FINISHED if summary.get("step") == last else STOPPED
