@@ -307,10 +307,8 @@ def export(
         source_step = checkpoints.latest() if number is None else number
         meta = checkpoints.meta(source_step) if source_step in checkpoints.steps() else {}
         model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
-        blank_params = jax.tree.map(
-            lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes)
-        )
-        abstract_state = {"step": np.zeros((), np.int32), "trainable": blank_params}
+        zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes))
+        abstract_state = {"step": np.zeros((), np.int32), "trainable": zeros}
         state, _ = checkpoints.restore(abstract_state, number, partial=True)
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]

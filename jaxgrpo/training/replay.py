@@ -333,20 +333,16 @@ def of_files(
 
     Raises: InputError where a file has other rewards, or lacks a field.
     """
-    for path, file_rewards, file_fields in zip(
-        replay.files, replay.rewards, replay.fields, strict=True
-    ):
-        if file_rewards != set(rewards):
+    for path, names, columns in zip(replay.files, replay.rewards, replay.fields, strict=True):
+        if names != set(rewards):
             raise InputError(
-                f"{path}: holds rewards called {', '.join(sorted(file_rewards))}, but the config's "
-                f"are called {', '.join(sorted(rewards))}: give these the names, by `name` in "
-                "rewards"
+                f"{path}: holds rewards called {', '.join(sorted(names))}, but the config's are "
+                f"called {', '.join(sorted(rewards))}: give these the names, by `name` in rewards"
             )
-        if missing := sorted(set(fields) - file_fields):
+        if missing := sorted(set(fields) - columns):
             raise InputError(
                 f"{path}: the method reads the fields {', '.join(missing)}, which are not there; "
-                f"it holds {', '.join(sorted(file_fields)) or 'none'}: "
-                f"write fields.{missing[0]} too"
+                f"it holds {', '.join(sorted(columns)) or 'none'}: write fields.{missing[0]} too"
             )
 
     def load_step(step: Any) -> Rollouts:
@@ -354,26 +350,22 @@ def of_files(
 
     def select(state: TrainState) -> tuple[Prompts, TrainState]:
         names = [field.name for field in dataclasses.fields(Prompts) if field.name != "step"]
-        file_rollouts = load_step(state.step)
-        prompt_fields: dict[str, Any] = {name: getattr(file_rollouts, name) for name in names}
-        return put_prompts(mesh, Prompts(**prompt_fields, step=sharding.to_host(state.step))), state
+        rollouts = load_step(state.step)
+        arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
+        return put_prompts(mesh, Prompts(**arrays, step=sharding.to_host(state.step))), state
 
     def sample(params: Params, prompts: Prompts, key: Array) -> Rollouts:
         names = ("completion_tokens", "token_mask", "behavior_logp", "truncated", "policy_version")
-        file_rollouts = load_step(prompts.step)
-        completion_fields: dict[str, Any] = {name: getattr(file_rollouts, name) for name in names}
-        return Rollouts(
-            **vars(prompts), **put_prompts(mesh, completion_fields), rewards={}, fields={}
-        )
+        rollouts = load_step(prompts.step)
+        arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
+        return Rollouts(**vars(prompts), **put_prompts(mesh, arrays), rewards={}, fields={})
 
     def reward(
         state: TrainState, rollouts: Rollouts, early: Sequence[Any] = ()
     ) -> tuple[TrainState, Rollouts, RewardLog]:
-        file_rollouts = load_step(rollouts.step)
-        method_fields = {name: file_rollouts.fields[name] for name in sorted(fields)}
-        placed: dict[str, Any] = put_prompts(
-            mesh, {"rewards": file_rollouts.rewards, "fields": method_fields}
-        )
+        source = load_step(rollouts.step)
+        values = {name: source.fields[name] for name in sorted(fields)}
+        placed: dict[str, Any] = put_prompts(mesh, {"rewards": source.rewards, "fields": values})
         return state, dataclasses.replace(rollouts, **placed), RewardLog({}, {}, {}, {})
 
     return Origin(sequential(), select, sample, reward, None, None)

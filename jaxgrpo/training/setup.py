@@ -48,7 +48,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
+from jaxgrpo.training.replay import Origin, Replay, SavedRollouts, origin_of, read_files
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -226,16 +226,11 @@ def setup(
     model_setup = Found(*(disk_inputs[name] for name in Found._fields))
     row = None if disk_inputs["replay"] else disk_inputs["rows"][0]
     run_rewards = inputs.resolve_rewards(config, rewards, row)
-    blueprint, steps = share(
-        "method", lambda: method_of(config, model_setup, run_rewards, advantage, share)
-    )
+    method = functools.partial(method_of, config, model_setup, run_rewards, advantage, share)
+    blueprint, steps = share("method", method)
     memory.refuse_too_large(memory.of_run(config, blueprint), model_setup.mesh)
     origin = origin_of(config, disk_inputs, blueprint, steps, run_rewards)
-    names = tuple(reward.name for reward in run_rewards)
-    start = origin.policy, len(disk_inputs["rows"]), config.train.seed, names
-    state_of = state_of or functools.partial(
-        _read_state, config, model_setup, start, origin.leftover
-    )
+    state_of = state_of or functools.partial(_read_state, config, disk_inputs, origin, run_rewards)
     return Setup(
         config=inputs.at_time(config, disk_inputs["chat"].time),
         **disk_inputs,
@@ -252,12 +247,19 @@ def setup(
 
 
 def _read_state(
-    config: Config, model_setup: Found, start: Any, leftover: Rollouts | None, blueprint: Blueprint
+    config: Config,
+    disk_inputs: Mapping[str, Any],
+    origin: Origin,
+    rewards: Sequence[Reward],
+    blueprint: Blueprint,
 ) -> TrainState:
-    """The first state, with the weights of the model. Args: start: as of `first_state`."""
-    dtype, layout = held_dtype(model_setup.model), param_layout(blueprint)
-    params = parameters.read_start(config, model_setup.folder, model_setup.model, dtype, layout)
-    return parameters.first_state(blueprint, params, *start, leftover=leftover)
+    """The first state, with the weights of the model."""
+    model, seed = disk_inputs["model"], config.train.seed
+    names = tuple(reward.name for reward in rewards)
+    start = origin.policy, len(disk_inputs["rows"]), seed, names
+    dtype, layout = held_dtype(model), param_layout(blueprint)
+    params = parameters.read_start(config, disk_inputs["folder"], model, dtype, layout)
+    return parameters.first_state(blueprint, params, *start, leftover=origin.leftover)
 
 
 class Found(NamedTuple):
