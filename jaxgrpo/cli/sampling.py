@@ -345,12 +345,12 @@ def _begun_at(out: str) -> str | None:
 
 def _facts(config: Config, questions: Questions) -> dict[str, Any]:
     """What samples depend on beside the options, as JSON values."""
-    given = fingerprints.given_by(config)
+    given = fingerprints.config_facts(config)
     keys = {name: value for name, value in given.items() if name.startswith(ACT)}
     model = fingerprints.checksum([json.dumps(keys.pop("model.path")).encode()])
     return {
         "the model": f"crc32 {model}",
-        "--prompts": fingerprints.data_of(questions.rows, questions.encoded),
+        "--prompts": fingerprints.describe_rows(questions.rows, questions.encoded),
         **keys,
     }
 

@@ -215,10 +215,10 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     """(state after this line, the warnings that begin with it)."""
     if line["step"] > 0:
         state = state._replace(recent=(*state.recent, line)[-_REMEMBERED_STEPS:])
-    rewards = (*state.rewards_after, *known([line], "reward"))
+    rewards = (*state.rewards_after, *finite_values([line], "reward"))
     state = state._replace(rewards_after=rewards[:WINDOW])
     holds = _thresholds(state)
-    if known([line], "eval/accuracy"):
+    if finite_values([line], "eval/accuracy"):
         # A first evaluation at a later step is not the base's: the run began without any.
         first = state.first or (line if line["step"] == 0 else None)
         best = state.best or line
@@ -237,7 +237,7 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     return state._replace(active=active), new_alarms
 
 
-def broken(line: Line) -> str | None:
+def weights_problem(line: Line) -> str | None:
     """What says that the weights behind this step are of no use any more; None if nothing does."""
     growth = line["weights/growth"]
     if growth <= GROWTH:
@@ -275,7 +275,7 @@ def _thresholds(state: State) -> dict[str, str]:
             prefix, _, suffix = rule.metric.partition("*")
             star = metric.removeprefix(prefix).removesuffix(suffix)
             name = f"{rule.name} {star}" if "*" in rule.metric else rule.name
-            values = known(state.recent[-rule.steps :], metric)
+            values = finite_values(state.recent[-rule.steps :], metric)
             if len(values) < rule.steps:  # too little is known to begin or to end
                 if name in state.active:
                     holds[name] = ""
@@ -300,7 +300,7 @@ def _names(pattern: str, lines: Sequence[Line]) -> list[str]:
 def _evaluation(state: State, best: Line, line: Line) -> dict[str, str]:
     """The text of the fall of eval/accuracy below its best while reward rises, if it is one."""
     metric = "eval/accuracy"
-    rise = _rise(state.rewards_after, known(state.recent[-WINDOW:], "reward"))
+    rise = _rise(state.rewards_after, finite_values(state.recent[-WINDOW:], "reward"))
     if line[metric] > best[metric] - EVALUATION_FALL or rise is None:
         return {}
     return {
@@ -319,7 +319,7 @@ def _coverage(first: Line, line: Line) -> dict[str, str]:
         if fnmatch.fnmatch(name, "eval/pass@*/low") and name.replace("/low", "/high") in line
     ]
     metric = f"eval/pass@{TRIES if TRIES in sizes else max(sizes, default=TRIES)}"
-    ends = [*known([line], f"{metric}/high"), *known([first], f"{metric}/low")]
+    ends = [*finite_values([line], f"{metric}/high"), *finite_values([first], f"{metric}/low")]
     if len(ends) < 2 or ends[0] >= ends[1]:
         return {}
     return {
@@ -340,6 +340,6 @@ def _rise(old_rewards: Sequence[float], new_rewards: Sequence[float]) -> float |
     return difference if difference > DEVIATIONS * math.sqrt(sum(errors)) else None
 
 
-def known(lines: Sequence[Line], metric: str) -> list[float]:
+def finite_values(lines: Sequence[Line], metric: str) -> list[float]:
     """The values of a metric in these lines, where they are finite numbers."""
     return [float(line[metric]) for line in lines if is_number(line.get(metric))]

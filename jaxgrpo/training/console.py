@@ -71,7 +71,11 @@ class Display:
     """
 
     def __init__(
-        self, steps: int, done: int, active: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        steps: int,
+        finished_steps: int,
+        active: bool,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.console: Console = Console(quiet=not active, highlight=False)
         self.bar: Progress = Progress(
@@ -83,7 +87,7 @@ class Display:
             disable=not active,
             transient=True,
         )
-        self._task = self.bar.add_task("training", total=steps, completed=done)
+        self._task = self.bar.add_task("training", total=steps, completed=finished_steps)
         self._due = FIRST  # seconds of a phase at which the next line about it is due
         self._clock, self._last = clock, clock()  # when the last line was printed
         self._compiled = process.Programs.compiled()  # programs that a line has told of
@@ -217,7 +221,7 @@ def show(console: Console, record: Record) -> None:
         console.print(table)
 
 
-def summary_of(record: Record) -> dict[str, Any]:
+def summarize(record: Record) -> dict[str, Any]:
     """What `show` prints, as numbers: all evaluations, and every value of the curves."""
     curves = {metric: record.series(metric) for metric in METRICS}
     return {

@@ -32,18 +32,18 @@ LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracki
 """Keys, and a table, that may differ between machines: what is found there is compared instead."""
 
 
-def given_by(config: Config) -> dict[str, Any]:
+def config_facts(config: Config) -> dict[str, Any]:
     """What has to be alike before anything is set up: the config, own code and the base model."""
     facts = configs.flat(configs.tables_of(config))
     local = tuple(f"{key}." for key in LOCAL)
     facts = {name: value for name, value in facts.items() if not f"{name}.".startswith(local)}
     base = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
     adapter = [] if config.lora.path is None else adapters.files_of(config.lora.path)
-    model_facts = {"model.path": base, "lora.path": code_of(adapter)}
-    return {**facts, **model_facts, "own code": code_of(config.own_files)}
+    model_facts = {"model.path": base, "lora.path": file_checksums(adapter)}
+    return {**facts, **model_facts, "own code": file_checksums(config.own_files)}
 
 
-def code_of(files: Iterable[Path]) -> dict[str, str]:
+def file_checksums(files: Iterable[Path]) -> dict[str, str]:
     """Name -> checksum of files, as own code; what is missing is refused where it is loaded.
 
     A second file of a name gets a number.
@@ -58,24 +58,24 @@ def code_of(files: Iterable[Path]) -> dict[str, str]:
     return checksums
 
 
-def rows_of(disk_inputs: Mapping[str, Any]) -> dict[str, str]:
+def row_facts(disk_inputs: Mapping[str, Any]) -> dict[str, str]:
     """Which rows a run reads, to train and to evaluate on; and the rollouts that it replays.
 
     Args:
       disk_inputs: fields of `setup.Setup` that are read from disk.
     """
     held_out, replay = disk_inputs["held_out"], disk_inputs["replay"]
-    facts = {"data.path": data_of(disk_inputs["rows"], disk_inputs["encoded"])}
+    facts = {"data.path": describe_rows(disk_inputs["rows"], disk_inputs["encoded"])}
     if disk_inputs["mixture"]:
         facts["data.path"] += f", mixed as {tuple(disk_inputs['mixture'])}"
     if held_out:
-        facts["eval.data"] = data_of(held_out.rows, held_out.encoded)
+        facts["eval.data"] = describe_rows(held_out.rows, held_out.encoded)
     if replay:
         facts["rollouts"] = ", ".join(replay.checksums)
     return facts
 
 
-def inputs_of(config: Config, disk_inputs: Mapping[str, Any]) -> dict[str, Any]:
+def input_facts(config: Config, disk_inputs: Mapping[str, Any]) -> dict[str, Any]:
     """What a run reads and a later start of it has to read again: kind of INPUTS -> JSON value.
 
     Rows and prompts of a replay are left out: replay.json holds the checksums of its files.
@@ -98,10 +98,10 @@ def inputs_of(config: Config, disk_inputs: Mapping[str, Any]) -> dict[str, Any]:
         tokenizer[name] = _json_checksum({**fields, "chat_template": None})
     adapter = [] if config.lora.path is None else adapters.files_of(config.lora.path)
     facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
-    facts |= {"base": {**base, **code_of(adapter)}, "code": code_of(config.own_files)}
+    facts |= {"base": {**base, **file_checksums(adapter)}, "code": file_checksums(config.own_files)}
     if disk_inputs["replay"] is None:
         tokens = (part for ids in disk_inputs["encoded"] for part in (b"|", ids.tobytes()))
-        facts |= {"rows": data_of(disk_inputs["rows"]), "prompts": checksum(tokens)}
+        facts |= {"rows": describe_rows(disk_inputs["rows"]), "prompts": checksum(tokens)}
     return facts
 
 
@@ -111,7 +111,7 @@ def refuse_changes(
     """Refuses to continue a run that reads something else, unless run.allow_changes says so.
 
     Args:
-      old_inputs, new_inputs: `inputs_of` the run at its newest checkpoint and at this start.
+      old_inputs, new_inputs: `input_facts` of the run at its newest checkpoint, and at this start.
 
     Raises: InputError that names all that differ.
     """
@@ -156,14 +156,16 @@ def _paths(config: Config) -> str:
     return ", ".join(part.path for part in path) if isinstance(path, tuple) else str(path)
 
 
-def data_of(rows: Sequence[Mapping[str, Any]], encoded: Sequence[np.ndarray] | None = None) -> str:
+def describe_rows(
+    rows: Sequence[Mapping[str, Any]], encoded: Sequence[np.ndarray] | None = None
+) -> str:
     """Number and checksum of rows, in their order, and of their prompts' tokens, if given."""
     tokens = [b""] * len(rows) if encoded is None else (ids.tobytes() for ids in encoded)
     parts = (part for row, ids in zip(rows, tokens, strict=True) for part in (_row_bytes(row), ids))
     return f"{len(rows)} rows, crc32 {checksum(parts)}"
 
 
-def asked_by(config: Config, held_out: PromptData) -> dict[str, Any]:
+def evaluation_facts(config: Config, held_out: PromptData) -> dict[str, Any]:
     """What evaluations ask and how they judge: numbers of other questions cannot be compared.
 
     The rows and not the name of the file; the scorer and its code; samples and the other keys of
@@ -183,8 +185,8 @@ def asked_by(config: Config, held_out: PromptData) -> dict[str, Any]:
     return {
         **decisive_keys,
         "eval.kl_to_base": config.measures_kl_to_base,
-        "eval.data": data_of(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
-        "eval.scorer": [short_name(use), *code_of(files).values()],
+        "eval.data": describe_rows(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
+        "eval.scorer": [short_name(use), *file_checksums(files).values()],
     }
 
 
@@ -219,7 +221,7 @@ def _json_value(value: Any) -> Any:
     return _ADDRESS.sub("", repr(value))
 
 
-def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
+def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str = REMEDY) -> None:
     """Raises: InputError, in every process, naming the first fact that one of them has otherwise.
 
     Called by all processes; of a single one nothing is asked.

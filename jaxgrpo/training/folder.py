@@ -122,7 +122,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [entry for _, entry in _complete_lines(file)]
 
 
-def evaluation_of(line: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of an evaluation in a line, or a step's values, without "eval/"."""
     return {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
 
@@ -351,7 +351,7 @@ class RunFolder(Closing):
     def base(self) -> dict[str, Any]:
         """The evaluation of the base, in the line of step 0; {} where there is none."""
         lines = read_metrics(self.path)
-        return evaluation_of(lines[0]) if lines and lines[0]["step"] == 0 else {}
+        return evaluation_metrics(lines[0]) if lines and lines[0]["step"] == 0 else {}
 
     def replace_evaluations(self, until: int, evaluations: Mapping[int, Mapping[str, Any]]) -> None:
         """Puts evaluations of other questions aside, and writes new ones into the lines of steps.
@@ -367,10 +367,10 @@ class RunFolder(Closing):
         prefix = f"eval_until_{until}/"
         lines = {entry["step"]: entry for entry in read_metrics(self.path)}
         for step, line in lines.items():
-            evaluation = evaluation_of(line)
+            evaluation = evaluation_metrics(line)
             new_line = {name: value for name, value in line.items() if not name.startswith("eval/")}
             is_aside = any(name.startswith(prefix) for name in line)
-            is_aside |= evaluation == plain(evaluation_of(evaluations.get(step, {})))
+            is_aside |= evaluation == plain(evaluation_metrics(evaluations.get(step, {})))
             if not is_aside:  # by a start before this one
                 new_line |= {f"{prefix}{name}": value for name, value in evaluation.items()}
             lines[step] = new_line

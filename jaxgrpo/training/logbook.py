@@ -47,15 +47,15 @@ class Logbook(Closing):
     Every process calls it alike; only the first one writes, prints and warns.
 
     Args:
-      folder: rewound to `done`.
-      done: finished steps.
+      folder: rewound to `finished_steps`.
+      finished_steps: of the run, before this start.
     Raises: InputError where a tracker that the config asks for cannot start.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display, done: int):
+    def __init__(self, config: Config, folder: RunFolder, display: Display, finished_steps: int):
         self._config, self._folder, self._display = config, folder, display
         self._active = process.is_main()
-        self._trackers = self._start_trackers(done) if self._active else []
+        self._trackers = self._start_trackers(finished_steps) if self._active else []
         lines = read_metrics(folder.path) if self._active else []
         self._state, self._alarms = alarms.replay(lines)
         self._report = _Report(folder, display) if self._active and config.run.report else None
@@ -88,7 +88,7 @@ class Logbook(Closing):
         if self._report and report_every and number and number % report_every == 0:
             self._report.refresh()
 
-    def evaluated_again(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
+    def replace_evaluations(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
         """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
         self._folder.replace_evaluations(until, lines)
         if not self._active:
@@ -199,15 +199,15 @@ class TensorBoard:
 
     Args:
       folder: the run's.
-      done: finished steps; what an earlier process wrote after them is hidden by the reader.
+      finished_steps: before this start; the reader hides what an earlier process wrote after them.
     """
 
-    def __init__(self, folder: Path, done: int = 0):
+    def __init__(self, folder: Path, finished_steps: int = 0):
         self._folder = folder / "tensorboard"
         # Made of descriptors when they are loaded, so that no checker of types finds their names.
         self._events = importlib.import_module("tensorboardX.proto.event_pb2")
         self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
-        self._open(done)
+        self._open(finished_steps)
 
     def _open(self, finished_steps: int) -> None:
         from tensorboardX import FileWriter

@@ -33,7 +33,7 @@ from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, memory, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import RunFolder, evaluation_of, plain, read_metrics, read_samples
+from jaxgrpo.training.folder import RunFolder, evaluation_metrics, plain, read_metrics, read_samples
 from jaxgrpo.training.inputs import answers_line, at_time, dropped_line, gold_problem, with_logged
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_of, export
@@ -137,7 +137,7 @@ def take(
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
-        fingerprints.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
+        fingerprints.refuse_unless_alike(lambda: fingerprints.config_facts(config))
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.decided(folder.config)
         config, last_config = refuse_other_config(folder.place, text, config)
@@ -215,10 +215,8 @@ def set_up(
     inputs: dict[str, Any] = {}
 
     def check(disk_inputs: Mapping[str, Any]) -> None:
-        fingerprints.refuse_unless_alike(
-            lambda: fingerprints.rows_of(disk_inputs), fingerprints.REMEDY
-        )
-        inputs.update(fingerprints.inputs_of(config, disk_inputs))
+        fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(disk_inputs))
+        inputs.update(fingerprints.input_facts(config, disk_inputs))
         if meta:
             adapters = parameters.identity_of(disk_inputs["folder"], disk_inputs["model"])
             parameters.refuse_others(config, meta, adapters)
@@ -315,7 +313,7 @@ class _Loop:
         last, progress = self.config.train.steps, self.progress
         self._forget_other_best()
         if self.evaluate and self.run.held_out:
-            facts = fingerprints.asked_by(self.config, self.run.held_out)
+            facts = fingerprints.evaluation_facts(self.config, self.run.held_out)
             self._evaluate_base(self.evaluate, facts, state, finished_steps)
         for number in range(finished_steps + 1, last + 1):
             # The first step compiles.
@@ -381,8 +379,8 @@ class _Loop:
             lines = {0: values}
             if step == config.train.steps:
                 lines[step] = self._measure(evaluate, run.sync(state), state, step)
-            self.log.evaluated_again(step, lines)
-        progress.base = {"asked": facts, "metrics": plain(evaluation_of(values))}
+            self.log.replace_evaluations(step, lines)
+        progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
@@ -405,7 +403,7 @@ class _Loop:
             "time/tokens_per_second": speed,
         }
         if self.evaluate and process.is_main():
-            measured = list(filter(None, map(evaluation_of, read_metrics(self.folder.path))))
+            measured = list(filter(None, map(evaluation_metrics, read_metrics(self.folder.path))))
             base = progress.base["metrics"] if progress.base else None
             summary |= {"base": base, "trained": measured[-1]}
         if progress.best:

@@ -38,7 +38,7 @@ from jaxgrpo.rewards import RewardFunction, name_of
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
-from jaxgrpo.training.folder import evaluation_of, read_metrics
+from jaxgrpo.training.folder import evaluation_metrics, read_metrics
 from jaxgrpo.training.inputs import (
     at_time,
     eval_source,
@@ -345,7 +345,7 @@ def _cast(model: Model, params: Params, dtype: str) -> tuple[Model, Params]:
 def _evaluation(folder: Place, step: int) -> dict[str, Any]:
     """What was evaluated at a step of a run."""
     lines = [line for line in read_metrics(folder) if line["step"] == step]
-    values = {name: value for line in lines for name, value in evaluation_of(line).items()}
+    values = {name: value for line in lines for name, value in evaluation_metrics(line).items()}
     return {name: value for name, value in values.items() if value is not None}
 
 

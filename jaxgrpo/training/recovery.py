@@ -66,7 +66,7 @@ class Keeper:
     checkpoints: Checkpoints
     display: Display
     progress: Progress
-    inputs: dict[str, Any]  # fingerprints.inputs_of the run
+    inputs: dict[str, Any]  # fingerprints.input_facts of the run
     replays: bool = False  # saved rollouts
     adapters: dict[str, Any] | None = None  # parameters.identity_of the run
 
@@ -163,7 +163,8 @@ class Keeper:
         """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
         progress, limit = self.progress, self.config.train.stop_after_not_finite
         progress.not_finite = progress.not_finite + 1 if alarms.is_not_finite(values) else 0
-        problem, last_good_step = alarms.broken(values), number - max(1, progress.not_finite)
+        problem = alarms.weights_problem(values)
+        last_good_step = number - max(1, progress.not_finite)
         if problem is None and 0 < limit <= progress.not_finite:
             problem = (
                 f"gradient, log-probs or entropy are not finite, {limit} steps in a row "

@@ -17,7 +17,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.losses import Objective
-from jaxgrpo.training.folder import evaluation_of
+from jaxgrpo.training.folder import evaluation_metrics
 from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
@@ -107,7 +107,7 @@ def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
 
     A step without an evaluation changes nothing; nor does one whose value is not finite.
     """
-    metric, measured = config.reference.reset_metric, evaluation_of(values)
+    metric, measured = config.reference.reset_metric, evaluation_metrics(values)
     if not config.reference.reset_patience or not measured:
         return resets
     refuse_unknown_best(metric, measured, "reference.reset_metric")

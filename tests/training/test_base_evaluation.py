@@ -14,8 +14,8 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop, memory, recovery
-from jaxgrpo.training.fingerprints import asked_by
-from jaxgrpo.training.folder import evaluation_of
+from jaxgrpo.training.fingerprints import evaluation_facts
+from jaxgrpo.training.folder import evaluation_metrics
 from jaxgrpo.training.policy import base_of
 from jaxgrpo.training.setup import setup
 
@@ -30,13 +30,13 @@ def train(folder, steps: int, resume: str | None = None, **changes: Any) -> loop
 @pytest.mark.slow
 def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_base(tmp_path, capsys):
     straight = train(tmp_path / "s", 3, **EVAL)
-    base = evaluation_of(straight.metrics[0])
+    base = evaluation_metrics(straight.metrics[0])
     train(tmp_path / "r", 2)
     run = train(tmp_path / "r", 3, "auto", **EVAL)
     assert run.summary["base"] == base  # and not the evaluation after step 2 or 3
     assert run.summary["trained"] == straight.summary["trained"]
     assert [line["step"] for line in run.metrics] == [0, 1, 2, 3]
-    assert evaluation_of(run.metrics[0]) == base
+    assert evaluation_metrics(run.metrics[0]) == base
     assert "evaluation until step 2: the base's was not saved; the base is evaluated again" in said(
         capsys
     )
@@ -45,9 +45,9 @@ def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_bas
     again = train(tmp_path / "r", 3, "auto", **fewer)
     first, last = again.metrics[0], again.metrics[-1]
     assert "evaluation until step 3: eval.samples changed; the base is evaluated" in said(capsys)
-    assert again.summary["base"] == evaluation_of(first)
-    assert again.summary["trained"] == evaluation_of(last)
-    assert "pass@4" not in evaluation_of(first)
+    assert again.summary["base"] == evaluation_metrics(first)
+    assert again.summary["trained"] == evaluation_metrics(last)
+    assert "pass@4" not in evaluation_metrics(first)
     assert first["eval_until_3/pass@4"] == base["pass@4"]
     assert last["eval_until_3/pass@4"] == straight.summary["trained"]["pass@4"]
     assert first["eval/accuracy"] == base["accuracy"]  # greedy, of the same prompts
@@ -89,7 +89,7 @@ def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_n
     def asked(row: Any = "1+1=", **changes: Any) -> dict[str, Any]:
         data = PromptData([{"prompt": row}] * 3, [np.array([1, 2])] * 3, 0)
         keys = {"eval.data": "task:arithmetic:test", "eval.scorer": f"{scorer}:right", **changes}
-        return asked_by(small_run.config(tmp_path / "r", **keys), data)
+        return evaluation_facts(small_run.config(tmp_path / "r", **keys), data)
 
     first = asked()
     assert asked(**{"eval.data": "task:arithmetic:train", "eval.every": 2}) == first

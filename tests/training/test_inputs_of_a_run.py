@@ -201,11 +201,13 @@ def test_other_tokens_of_the_same_rows_are_refused_alone(tmp_path):
     ],
 )
 def test_rows_are_told_apart_by_values_of_any_type(values):
-    first, second = (fingerprints.data_of([{"prompt": "a", "more": [value]}]) for value in values)
+    first, second = (
+        fingerprints.describe_rows([{"prompt": "a", "more": [value]}]) for value in values
+    )
     assert first != second
-    assert first == fingerprints.data_of([{"prompt": "a", "more": [values[0]]}])
+    assert first == fingerprints.describe_rows([{"prompt": "a", "more": [values[0]]}])
 
 
 def test_objects_are_not_told_apart_by_their_place_in_memory():
-    one, other = (fingerprints.data_of([{"prompt": "a", "more": object()}]) for _ in range(2))
+    one, other = (fingerprints.describe_rows([{"prompt": "a", "more": object()}]) for _ in range(2))
     assert one == other

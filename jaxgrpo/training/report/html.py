@@ -115,7 +115,7 @@ def report(run: str | Path, text: bool = False, as_json: bool = False) -> int | 
     screen = Console(highlight=False)
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     if as_json:
-        return console.Document(console.summary_of(read_run(folder)))
+        return console.Document(console.summarize(read_run(folder)))
     if text:
         console.show(screen, read_run(folder))
     else:

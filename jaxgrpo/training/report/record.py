@@ -16,7 +16,7 @@ from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import interval_of
 from jaxgrpo.training import alarms
-from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
+from jaxgrpo.training.folder import LOCK, evaluation_metrics, is_number, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
@@ -50,7 +50,7 @@ class Record:
         """(step, metrics without "eval/") of each evaluation."""
         evaluations = []
         for line in self.lines:
-            measured = evaluation_of(line).items()
+            measured = evaluation_metrics(line).items()
             values = {name: float(value) for name, value in measured if is_number(value)}
             if values:
                 evaluations.append((line["step"], values))
@@ -59,7 +59,7 @@ class Record:
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) where the metric is a finite number."""
         lines = [line for line in self.lines if is_number(line.get(metric))]
-        return [line["step"] for line in lines], alarms.known(lines, metric)
+        return [line["step"] for line in lines], alarms.finite_values(lines, metric)
 
     def last(self, metric: str) -> float | None:
         """Its last finite value."""
