@@ -68,7 +68,7 @@ def describe(config: Config) -> dict[str, Any]:
     Raises: InputError as `main`.
     """
     folder, stored = find_config(config, whole=False)
-    keys, chosen = config.model, parameters.chosen_config(config, stored)
+    keys, chosen = config.model, parameters.model_config_for_run(config, stored)
     model, base = decoder.build(chosen), decoder.build(lora.without(chosen))
     has_weights = any(folder.glob("*.safetensors*"))
     dtypes = folders.read_dtypes(folder, base) if has_weights else None
@@ -224,7 +224,7 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
     optimizer = make_optimizer(
         trained(model, model.axes), updates=config.train.updates, **vars(keys)
     )
-    held, moments = memory.of_training(model, mesh, optimizer)
+    held, moments = memory.training_bytes(model, mesh, optimizer)
     computed, of_model = memory.parameters(model, mesh), model.config
     number = jnp.dtype(dtype_of(config.rollout.kv_cache_dtype, of_model)).itemsize
     heads = of_model.num_kv_heads // sizes.tensor

@@ -104,7 +104,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         folder.rewind(saved)
         folder.write_config(configs.to_toml(run.config))
         stack.enter_context(process.stop_signals(config.run.stop_grace))
-        adapters = parameters.identity_of(run.folder, run.model)
+        adapters = parameters.adapter_identity(run.folder, run.model)
         meta = {"inputs": inputs} | ({} if adapters is None else {"lora": adapters})
         last, line = config.train.steps, {}
         for number in range((saved or 0) + 1, last + 1):
@@ -202,8 +202,8 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     run = setup(config, rewards={REWARD: _ones})
     first = sharding.to_host(batches_of(run)(0))
     planned = memory.plan(run.update_program, run.blueprint, run.state)
-    process_takes = memory.of_process(run.mesh, parameters.copied_to_save(config, run.state))
-    needed = memory.of_run(config, run.blueprint)._replace(
+    process_takes = memory.process_bytes(run.mesh, parameters.save_copy_bytes(config, run.state))
+    needed = memory.run_memory(config, run.blueprint)._replace(
         sampler=0, decode=0, update=planned, process=process_takes
     )
     prompt, answer = (
@@ -215,7 +215,7 @@ def _show(console: Console, config: Config, resume: bool) -> None:
         console,
         {
             "model": config.model.path,
-            **needed.lines(memory.of_device(run.mesh)),
+            **needed.lines(memory.device_bytes(run.mesh)),
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{config.train.steps * config.rollout.prompts_per_step}",
             "chat template": run.chat.name,

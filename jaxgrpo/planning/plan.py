@@ -103,7 +103,7 @@ def model_of(config: Config) -> ModelConfig:
             f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
             "folder with the model's config.json, or its fields in the table [model.config]"
         )
-    return parameters.chosen_config(config, stored)
+    return parameters.model_config_for_run(config, stored)
 
 
 def mesh_of(config: Config, topology: Topology) -> Mesh:
@@ -180,7 +180,7 @@ def needed(problem: str) -> int | None:
 
 def parts_of(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
-    counted = memory.of_run(run.config, run.blueprint)
+    counted = memory.run_memory(run.config, run.blueprint)
     remat = decoder.remat_of(run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform)
     return {
         "parameters": counted.parameters,
@@ -189,7 +189,7 @@ def parts_of(run: Run) -> dict[str, int]:
         "other policies": counted.copies,
         "sampler's weights, logits": counted.sampler,
         "caches and samples": counted.decode,
-        **memory.of_update(run.blueprint, remat),
+        **memory.update_bytes(run.blueprint, remat),
     }
 
 

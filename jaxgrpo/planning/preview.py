@@ -42,11 +42,11 @@ def dry_run(config: Config, resume: bool = False) -> None:
     config, meta = (config, {}) if before is None else (before.config, before.meta)
     run = _set_up(config, meta, {}) if mesh is None else _planned(config, meta, mesh)
     geometry = run.blueprint.geometry
-    needed = memory.of_run(config, run.blueprint)
+    needed = memory.run_memory(config, run.blueprint)
     needed = needed._replace(update=_of_update(run, compiles=mesh is None))
     if mesh is None:
-        copied = parameters.copied_to_save(config, run.state)
-        needed = needed._replace(process=memory.of_process(run.mesh, copied))
+        copied = parameters.save_copy_bytes(config, run.state)
+        needed = needed._replace(process=memory.process_bytes(run.mesh, copied))
     unread = families.unread(run.model.config)
     facts(
         console,
@@ -58,7 +58,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "mesh": _mesh(run.mesh, run.blueprint.samples_on),
             **({} if mesh is None else {"  planned": _not_built(mesh)}),
             "parameters": _parameters(run),
-            **needed.lines(memory.of_device(run.mesh)),
+            **needed.lines(memory.device_bytes(run.mesh)),
             "disk": disk_line(config, run.state, run.model),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{setup.samples_of(config)} completions of at most "
@@ -140,7 +140,7 @@ def planned_mesh(config: Config) -> Mesh | None:
     if config.plan.topology:
         devices = topologies.stand_ins(config.plan.topology, config.plan.slices)
     else:
-        device, limit = here[0], memory.of_device(sharding.make_mesh(devices=here))
+        device, limit = here[0], memory.device_bytes(sharding.make_mesh(devices=here))
         kind = device.platform, device.device_kind, limit
         devices = [topologies.StandIn(place, *kind) for place in range(number)]
     shape = sharding.mesh_shape(*axes, len(devices))
@@ -218,7 +218,7 @@ def _of_update(run: setup.Setup, compiles: bool) -> int:
         return memory.plan(run.update_program, run.blueprint, run.state)
     platform = run.mesh.devices.flat[0].platform
     remat = decoder.remat_of(run.config.train.remat, platform)
-    return sum(memory.of_update(run.blueprint, remat).values())
+    return sum(memory.update_bytes(run.blueprint, remat).values())
 
 
 def _not_built(mesh: Mesh) -> str:

@@ -61,7 +61,7 @@ def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     """The run of a config on a mesh, whose devices need not be here.
 
     Args:
-      model: as `parameters.chosen_config` returns it.
+      model: as `parameters.model_config_for_run` returns it.
 
     Raises: InputError where the model, the method, the sizes and the mesh do not fit together.
     """
@@ -84,7 +84,7 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
         own, frozen[WEIGHTS] = lora.split(params)
     held = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), own)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    copies = {name: jax.tree.map(copy.copy, own) for name in memory.kept_policies(blueprint)}
+    copies = {name: jax.tree.map(copy.copy, own) for name in memory.method_policies(blueprint)}
     moments = jax.eval_shape(blueprint.optimizer.init, held)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)

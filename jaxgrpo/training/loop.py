@@ -218,8 +218,8 @@ def set_up(
         fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(disk_inputs))
         inputs.update(fingerprints.input_facts(config, disk_inputs))
         if meta:
-            adapters = parameters.identity_of(disk_inputs["folder"], disk_inputs["model"])
-            parameters.refuse_others(config, meta, adapters)
+            adapters = parameters.adapter_identity(disk_inputs["folder"], disk_inputs["model"])
+            parameters.refuse_changed_adapters(config, meta, adapters)
             # Version 0.1.0 saved no inputs: unknown.
             saved_inputs = meta.get("inputs", inputs)
             process.decided(lambda: fingerprints.refuse_changes(config, saved_inputs, inputs))
@@ -251,7 +251,7 @@ def _record(run: Setup, folder: RunFolder) -> None:
 def _replay_and_adapters(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
     """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
     held before, if there are any, as `set_up` has compared."""
-    adapters = meta.get("lora") or parameters.identity_of(run.folder, run.model)
+    adapters = meta.get("lora") or parameters.adapter_identity(run.folder, run.model)
     return bool(run.replay), adapters
 
 

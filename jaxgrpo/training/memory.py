@@ -66,16 +66,16 @@ class Memory(NamedTuple):
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
     frozen: int = 0  # weights under adapters, which all policies share
-    process: int = 0  # of a CPU: what the process takes beside its arrays (`of_process`)
+    process: int = 0  # of a CPU: what the process takes beside its arrays (`process_bytes`)
 
     @property
-    def kept(self) -> int:
+    def persistent(self) -> int:
         """From one step to the next."""
         return self.parameters + self.frozen + self.optimizer + self.copies
 
     @property
     def peak(self) -> int:
-        return self.process + self.kept + max(self.sampler + self.decode, self.update)
+        return self.process + self.persistent + max(self.sampler + self.decode, self.update)
 
     def lines(self, limit: int) -> dict[str, str]:
         """What to print: name -> bytes in words."""
@@ -92,22 +92,22 @@ class Memory(NamedTuple):
         }
 
 
-def of_run(config: Config, blueprint: Blueprint) -> Memory:
+def run_memory(config: Config, blueprint: Blueprint) -> Memory:
     """The memory of a run, but for the update's working memory."""
-    return count(blueprint, policies_of(config, blueprint))
+    return count(blueprint, copied_policies(config, blueprint))
 
 
-def policies_of(config: Config, blueprint: Blueprint) -> list[str]:
+def copied_policies(config: Config, blueprint: Blueprint) -> list[str]:
     """The policies of which a run holds a copy beside the trained one: those of its method, and
     the base that its evaluations measure the KL to, where no other holds it (`policy.base_of`)."""
-    policies = kept_policies(blueprint)
+    policies = method_policies(blueprint)
     has_fresh_adapters = blueprint.model.config.lora is not None and config.lora.path is None
     holds_base = bool({"base", *(() if may_reset(config) else ("reference",))} & {*policies})
     holds_base = (holds_base or has_fresh_adapters) and not blueprint.has_two_meshes
     return policies + ([EVAL_BASE] if config.measures_kl_to_base and not holds_base else [])
 
 
-def kept_policies(blueprint: Blueprint) -> list[str]:
+def method_policies(blueprint: Blueprint) -> list[str]:
     """The policies that a method reads beside the trained one: "reference", "base"."""
     needs = blueprint.chain.needs | blueprint.objective.needs
     scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
@@ -118,11 +118,11 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     """The memory of a run on each of its devices, but for the update's working memory.
 
     Args:
-      copies: `policies_of` the run.
+      copies: `copied_policies` of the run.
     """
     model = blueprint.model
     copy_bytes = _bytes(trained(model, model.shapes), trained_layout(blueprint))
-    parameter_bytes, optimizer = of_training(model, blueprint.mesh, blueprint.optimizer)
+    parameter_bytes, optimizer = training_bytes(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
     prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
     decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
@@ -137,7 +137,7 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     )
 
 
-def of_training(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
+def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
     """Bytes of the parameters that are trained, and of the optimizer's state.
 
     Args:
@@ -157,7 +157,7 @@ def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
         return blueprint
     memory, geometry = count(blueprint, copies), blueprint.geometry
     model, mesh = blueprint.model, blueprint.samples_on
-    free = free_beside(mesh, memory.kept + weights_to_sample(blueprint))
+    free = free_beside(mesh, memory.persistent + weights_to_sample(blueprint))
     prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
     slots = fitting_slots(model, blueprint.sampling, mesh, *prompt_sizes, free)
     return blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
@@ -169,18 +169,18 @@ def with_fitting_tokens(
     """The blueprint with fewer tokens in a micro-batch, where the activations of those that it has
     by default do not fit; never fewer than the longest sample takes.
 
-    Beside them is what else an update takes (`of_update`), and what the run keeps.
+    Beside them is what else an update takes (`update_bytes`), and what the run keeps.
     """
     memory, mesh = count(blueprint, copies), blueprint.mesh
-    parts = of_update(blueprint, remat)
+    parts = update_bytes(blueprint, remat)
     bytes_per_token = parts.pop("activations") / blueprint.geometry.tokens
-    room = int(free_beside(mesh, memory.kept + sum(parts.values())) / bytes_per_token)
+    room = int(free_beside(mesh, memory.persistent + sum(parts.values())) / bytes_per_token)
     sizes, minibatches = blueprint.geometry[:4], blueprint.geometry.minibatches
     geometry = packing.geometry_of(sizes, mesh, None, minibatches, room)
     return blueprint._replace(geometry=geometry)
 
 
-def of_update(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
+def update_bytes(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
     """Working memory of an update on each device, by formula: what for -> bytes.
 
     gradients: of a micro-batch and their sum, in the dtype that is trained
@@ -191,7 +191,7 @@ def of_update(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
     """
     model, mesh, tokens = blueprint.model, blueprint.mesh, blueprint.geometry.tokens
     config, tensor = model.config, mesh.shape["tensor"]
-    parameter_bytes, _ = of_training(model, mesh, blueprint.optimizer)
+    parameter_bytes, _ = training_bytes(model, mesh, blueprint.optimizer)
     narrow = config.dtype != held_dtype(model)
     numbers = config.hidden_size * config.vocab_size // tensor
     gathered = numbers * jnp.dtype(config.dtype).itemsize
@@ -264,7 +264,7 @@ def update_arguments(blueprint: Blueprint, state: TrainState) -> tuple[Any, ...]
 
 def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     """Raises: InputError where a device has less memory than the run takes."""
-    limit = of_device(mesh)
+    limit = device_bytes(mesh)
     if memory.peak <= limit:
         return
     parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
@@ -280,7 +280,7 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     )
 
 
-def of_device(mesh: Mesh) -> int:
+def device_bytes(mesh: Mesh) -> int:
     """The bytes of memory that a device of the mesh gives; CPU devices share the machine's.
 
     Raises: InputError for devices that are not here and not in `core.chips.CHIPS`.
@@ -312,12 +312,12 @@ def shown(count: int) -> str:
 
 
 def weights_to_sample(blueprint: Blueprint) -> int:
-    """`read_weights` of a run."""
+    """`sampler_weight_bytes` of a run."""
     dtype, sampling_mesh = held_dtype(blueprint.model), blueprint.samples_on
-    return read_weights(blueprint.model, blueprint.mesh, dtype, sampling_mesh)
+    return sampler_weight_bytes(blueprint.model, blueprint.mesh, dtype, sampling_mesh)
 
 
-def read_weights(
+def sampler_weight_bytes(
     model: Model, mesh: Mesh, trained_dtype: str, sampling_mesh: Mesh | None = None
 ) -> int:
     """Bytes of the weights that only the sampler reads: in the model's dtype and laid out for it
@@ -351,12 +351,12 @@ def sync_bytes(blueprint: Blueprint) -> int:
     model, received = blueprint.model, dict.fromkeys(blueprint.mesh.devices.flat, 0)
     layouts = param_layout(blueprint), sampling_layout(blueprint)
     for leaf, *leaf_layouts in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
-        for device, number in brought(leaf.shape, *leaf_layouts).items():
+        for device, number in moved_entries(leaf.shape, *leaf_layouts).items():
             received[device] += number * np.dtype(leaf.dtype).itemsize
     return max(received.values())
 
 
-def brought(shape: tuple[int, ...], source: Sharding, target: Sharding) -> dict[Any, int]:
+def moved_entries(shape: tuple[int, ...], source: Sharding, target: Sharding) -> dict[Any, int]:
     """device -> entries of an array that it has in the layout `target` and not in `source`."""
     entries = {}
     source_indices, target_indices = (
@@ -374,17 +374,17 @@ def parameters(model: Model, mesh: AnyMesh) -> int:
     return _bytes(model.shapes, sharding.param_shardings(mesh, model.axes, model.shapes))
 
 
-def of_process(mesh: Mesh, copied: int) -> int:
+def process_bytes(mesh: Mesh, copy_bytes: int) -> int:
     """Bytes of the memory of each CPU device that this process takes beside the arrays of a run:
     what it has taken so far for libraries, rows, programs and compiling them, COMPILING for those
-    to come, and the copy of a state that is being saved (`parameters.copied_to_save`). 0 on other
+    to come, and the copy of a state that is being saved (`parameters.save_copy_bytes`). 0 on other
     devices, and where the system does not tell."""
     if mesh.devices.flat[0].platform != "cpu" or not STATUS.exists():
         return 0
     (most,) = re.findall(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
     beside_arrays = max(0, 1024 * int(most) - sum(shard.data.nbytes for shard in shards))
-    return (beside_arrays + COMPILING + copied) // len(mesh.local_devices)
+    return (beside_arrays + COMPILING + copy_bytes) // len(mesh.local_devices)
 
 
 def give_back(mesh: Mesh) -> None:
@@ -402,7 +402,7 @@ def give_back(mesh: Mesh) -> None:
 
 def free_beside(mesh: Mesh, used_bytes: int) -> int:
     """Bytes of each device that may be used beside what is taken already."""
-    return max(0, int(SHARE * of_device(mesh)) - used_bytes)
+    return max(0, int(SHARE * device_bytes(mesh)) - used_bytes)
 
 
 def on_device(tree: Any) -> int:

@@ -28,7 +28,7 @@ from jaxgrpo.training import memory
 from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
 
-def chosen_config(
+def model_config_for_run(
     config: Config, stored: ModelConfig, without_text: tuple[tuple[int, int], ...] = ()
 ) -> ModelConfig:
     """The stored model as a config asks for it: dtype, head, adapters.
@@ -121,7 +121,7 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=trainable,
-        frozen=frozen | {name: copy(trainable) for name in memory.kept_policies(blueprint)},
+        frozen=frozen | {name: copy(trainable) for name in memory.method_policies(blueprint)},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(trainable),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
@@ -138,7 +138,7 @@ def without_weights(state: TrainState) -> TrainState:
     return dataclasses.replace(state, frozen=frozen)
 
 
-def copied_to_save(config: Config, state: TrainState) -> int:
+def save_copy_bytes(config: Config, state: TrainState) -> int:
     """Bytes of the copy of a state that lies in memory while the next step is taken, until it is
     written as a checkpoint; 0 where only the last step writes one."""
     if config.checkpoint.every >= config.train.steps:
@@ -152,7 +152,7 @@ def with_weights(restored: TrainState, first: TrainState) -> TrainState:
     return dataclasses.replace(restored, frozen=restored.frozen | weights)
 
 
-def identity_of(folder: Path, model: Model) -> dict[str, Any] | None:
+def adapter_identity(folder: Path, model: Model) -> dict[str, Any] | None:
     """What a checkpoint holds about a run's adapters, as JSON values; None: it has none.
 
     Their settings, and what tells the weights in `folder` from others.
@@ -173,11 +173,13 @@ def saved_adapters(meta: Mapping[str, Any]) -> LoraConfig | None:
     return LoraConfig(**meta["lora"]["settings"]) if "lora" in meta else None
 
 
-def refuse_others(config: Config, meta: Mapping[str, Any], identity: dict[str, Any] | None) -> None:
+def refuse_changed_adapters(
+    config: Config, meta: Mapping[str, Any], identity: dict[str, Any] | None
+) -> None:
     """Refuses to go on from a checkpoint over other weights, or with other settings.
 
     Args:
-      identity: `identity_of` the run.
+      identity: `adapter_identity` of the run.
     """
     saved = meta.get("lora")
     if saved == identity:

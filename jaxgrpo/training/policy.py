@@ -190,9 +190,9 @@ def _policy(config: Config, model_setup: Found | Setup, has_base: bool = False) 
     parameter_bytes = memory.parameters(model, mesh)
     if isinstance(model_setup, Setup):
         sampler_bytes = memory.weights_to_sample(model_setup.blueprint)
-        persistent_bytes = memory.of_run(config, model_setup.blueprint).kept
+        persistent_bytes = memory.run_memory(config, model_setup.blueprint).persistent
     else:
-        sampler_bytes = memory.read_weights(model, mesh, model.config.dtype)
+        sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
         persistent_bytes = 2 * parameter_bytes if has_base else parameter_bytes
     used_bytes = persistent_bytes + sampler_bytes
     settings = sampling_settings(config, model_setup)
@@ -313,7 +313,7 @@ def export(
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]
     if model.config.lora is not None:
-        parameters.refuse_others(config, meta, parameters.identity_of(home, model))
+        parameters.refuse_changed_adapters(config, meta, parameters.adapter_identity(home, model))
         base = lora.base_of(model)
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))

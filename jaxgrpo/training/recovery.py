@@ -68,7 +68,7 @@ class Keeper:
     progress: Progress
     inputs: dict[str, Any]  # fingerprints.input_facts of the run
     replays: bool = False  # saved rollouts
-    adapters: dict[str, Any] | None = None  # parameters.identity_of the run
+    adapters: dict[str, Any] | None = None  # parameters.adapter_identity of the run
 
     def kept(self) -> str:
         """What of the run is saved, in a line."""

@@ -228,7 +228,7 @@ def setup(
     run_rewards = inputs.resolve_rewards(config, rewards, row)
     method = functools.partial(method_of, config, model_setup, run_rewards, advantage, share)
     blueprint, steps = share("method", method)
-    memory.refuse_too_large(memory.of_run(config, blueprint), model_setup.mesh)
+    memory.refuse_too_large(memory.run_memory(config, blueprint), model_setup.mesh)
     origin = origin_of(config, disk_inputs, blueprint, steps, run_rewards)
     state_of = state_of or functools.partial(_read_state, config, disk_inputs, origin, run_rewards)
     return Setup(
@@ -288,7 +288,7 @@ def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> 
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)
     without_text = folders.tokens_without_text(tokenizer, ends, size)
-    model_config = parameters.chosen_config(config, stored, without_text)
+    model_config = parameters.model_config_for_run(config, stored, without_text)
     remat = _remat(config, mesh)
     model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=remat)
     return Found(mesh, folder, tokenizer, model)
@@ -363,7 +363,7 @@ def method_of(
             mesh=mesh,
         ),
     )
-    policies = memory.policies_of(config, blueprint)
+    policies = memory.copied_policies(config, blueprint)
     if config.train.tokens_per_micro_batch is None:
         blueprint = memory.with_fitting_tokens(blueprint, policies, _remat(config, mesh))
     blueprint = memory.with_slots(blueprint, policies)

@@ -60,7 +60,7 @@ def both(method: str, mesh: str) -> tuple[setup.Setup, Run]:
     kept = {"model": {"path": base()}, "mesh": MESHES[mesh], "rollout.slots": 8}
     config = planned.config(**kept, **small, **METHODS[method])
     real = setup.setup(config)
-    model = parameters.chosen_config(config, folders.read_config(config.model.path))
+    model = parameters.model_config_for_run(config, folders.read_config(config.model.path))
     return real, programs.run_of(config, model, plan.mesh_of(config, here()))
 
 

@@ -119,11 +119,11 @@ def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_
     asked = {**EVAL, "eval.kl_to_base": True, **lora}
     run = setup(small_run.config(tmp_path / "r", **asked))
     base = base_of(run)
-    names = memory.policies_of(run.config, run.blueprint)
+    names = memory.copied_policies(run.config, run.blueprint)
     held = {id(leaf) for leaf in jax.tree.leaves(run.state.frozen)}
     sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]
     assert names == ([] if lora else [memory.EVAL_BASE])
-    assert memory.of_run(run.config, run.blueprint).copies == (0 if lora else sum(sizes))
+    assert memory.run_memory(run.config, run.blueprint).copies == (0 if lora else sum(sizes))
     assert all((id(leaf) in held) == bool(lora) for leaf in jax.tree.leaves(base.params))
     stored = folders.read_params(Path(small_run.base()), base.model)
     jax.tree.map(np.testing.assert_array_equal, base.params, stored)
