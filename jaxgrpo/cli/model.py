@@ -67,7 +67,7 @@ def describe(config: Config) -> dict[str, Any]:
 
     Raises: InputError as `main`.
     """
-    folder, stored = find_config(config, whole=False)
+    folder, stored = find_config(config, fetch_weights=False)
     keys, chosen = config.model, parameters.model_config_for_run(config, stored)
     model, base = decoder.build(chosen), decoder.build(lora.without(chosen))
     has_weights = any(folder.glob("*.safetensors*"))

@@ -33,7 +33,7 @@ from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import Closing, plain, write_atomically
 from jaxgrpo.training.inputs import at_time
-from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, key_of
+from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, seed_key
 
 ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
@@ -80,7 +80,7 @@ def sample(
     drawn: dict[str, Any] = {"rounds": ROUNDS, "temperature": temperature}
     ask = make_asker(policy, questions, samples, **drawn)
     with telling(console, "sampling"):
-        answers = ask(policy.read_params(), key_of(config), 0)
+        answers = ask(policy.read_params(), seed_key(config), 0)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
 
 
@@ -126,7 +126,7 @@ def write_samples(
         if done == len(texts):
             said = "are there already; to sample them again: --overwrite"
         else:
-            said = _ask(console, policy, questions, batches, key_of(config), done, samples, file)
+            said = _ask(console, policy, questions, batches, seed_key(config), done, samples, file)
     if process.is_main():
         said = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {said}"
         console.print(said, soft_wrap=True, markup=False)

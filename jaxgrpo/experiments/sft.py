@@ -100,7 +100,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         saved, meta = loop.newest_checkpoint(checkpoints, folder, before.checkpoint.every)
         run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _ones}})
         batch = batches_of(run)
-        state = run.state if saved is None else loop.restored(run, checkpoints, saved)
+        state = run.state if saved is None else loop.restore_state(run, checkpoints, saved)
         folder.rewind(saved)
         folder.write_config(configs.to_toml(run.config))
         stack.enter_context(process.stop_signals(config.run.stop_grace))

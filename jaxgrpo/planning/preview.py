@@ -61,7 +61,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             **needed.lines(memory.device_bytes(run.mesh)),
             "disk": disk_line(config, run.state, run.model),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
-            f"{setup.samples_of(config)} completions of at most "
+            f"{setup.samples_per_step(config)} completions of at most "
             f"{geometry.max_completion_tokens} tokens, "
             f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "

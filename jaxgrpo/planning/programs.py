@@ -69,9 +69,9 @@ def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = inputs.resolve_rewards(config, None, None)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
-    found = setup.Found(mesh, Path(config.model.path), None, built)
-    sampling = setup.settings_of(config, (0,), 0)
-    blueprint, steps = setup.method_of(config, found, rewards, sampling=sampling)
+    found = setup.ModelSetup(mesh, Path(config.model.path), None, built)
+    sampling = setup.make_sampling_settings(config, (0,), 0)
+    blueprint, steps = setup.build_method(config, found, rewards, sampling=sampling)
     return Run(config, blueprint, steps, abstract_state(blueprint))
 
 

@@ -39,17 +39,18 @@ from jaxgrpo.update.forward import Blueprint
 SHOWN = 80  # characters of an answer
 
 
-def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
+def find_config(config: Config, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:
     """The folder of a config's model, and what its config.json says; a family of one's own is
     registered.
 
     Args:
-      whole: fetch the weights too, if it is a name on the hub.
+      fetch_weights: whether to fetch them too, if the model is a name on the hub.
 
     Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
     keys = config.model
-    folder, family = folders.find_folder(keys.path, keys.revision, whole), own_family(config)
+    folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
+    family = own_family(config)
     stored = folders.read_config(folder, family, keys.ignore)
     if keys.config:
         user_config = families.model_config(keys.config, "model.config", family, keys.ignore)

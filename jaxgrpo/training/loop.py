@@ -36,7 +36,7 @@ from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, evaluation_metrics, plain, read_metrics, read_samples
 from jaxgrpo.training.inputs import answers_line, at_time, dropped_line, gold_problem, with_logged
 from jaxgrpo.training.logbook import Logbook
-from jaxgrpo.training.policy import base_params, evaluator_of, export
+from jaxgrpo.training.policy import base_params, evaluator_for_run, export
 from jaxgrpo.training.recovery import Keeper, Progress
 from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
@@ -114,7 +114,7 @@ def train(
     line = process.start(config.mesh.platform)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
     options |= {"rollouts": rollouts, "on_step": on_step, "profile": profile}
-    return take(config, evaluator_of, resume=resume == "auto", opening=line, **options)
+    return take(config, evaluator_for_run, resume=resume == "auto", opening=line, **options)
 
 
 def take(
@@ -145,7 +145,7 @@ def take(
         step, meta = newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
         run, inputs = set_up(config, meta, setup_options)
         problem = _check_rewards(run, folder)
-        run = run if step is None else run._replace(state=restored(run, checkpoints, step))
+        run = run if step is None else run._replace(state=restore_state(run, checkpoints, step))
         state, finished_steps = run.state, int(sharding.to_host(run.state.step))
         aside_folder = folder.rewind(None if step is None else finished_steps)
         _record(run, folder)
@@ -154,9 +154,9 @@ def take(
         _open(run, display, opening, problem, aside_folder)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        facts = (Progress.of(meta), inputs, *_replay_and_adapters(run, meta))
+        facts = (Progress.from_meta(meta), inputs, *_replay_and_adapters(run, meta))
         keeper = Keeper(config, folder, checkpoints, display, *facts)
-        watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
+        watch = stack.enter_context(Watchdog(display.under_way, keeper.saved_line, *limits))
         log = stack.enter_context(Logbook(config, folder, display, finished_steps))
         evaluate = evaluator(run) if config.eval.data is not None else None
         loop = _Loop(run, keeper, display, log, evaluate, watch, on_step, profile)
@@ -255,7 +255,7 @@ def _replay_and_adapters(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dic
     return bool(run.replay), adapters
 
 
-def restored(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
+def restore_state(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
     """The state that was saved at a step."""
     first = parameters.without_weights(run.state)
     # The first state makes room, and keeps its shapes: a device holds one, not two.
@@ -331,7 +331,7 @@ class _Loop:
             if stop and number < last:
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.place}; go on "
-                    f"with: {self.keeper.going_on()}"
+                    f"with: {self.keeper.resume_command()}"
                 )
         return state
 

@@ -98,8 +98,8 @@ def run_memory(config: Config, blueprint: Blueprint) -> Memory:
 
 
 def copied_policies(config: Config, blueprint: Blueprint) -> list[str]:
-    """The policies of which a run holds a copy beside the trained one: those of its method, and
-    the base that its evaluations measure the KL to, where no other holds it (`policy.base_of`)."""
+    """The policies of which a run holds a copy beside the trained one: those of its method, and the
+    base that its evaluations measure the KL to, where no other holds it (`policy.find_base`)."""
     policies = method_policies(blueprint)
     has_fresh_adapters = blueprint.model.config.lora is not None and config.lora.path is None
     holds_base = bool({"base", *(() if may_reset(config) else ("reference",))} & {*policies})

@@ -54,7 +54,7 @@ class Failure(NamedTuple):
     code: int
     text: str
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """What another process prints."""
         if self.code == LOST:
             return f"{self.text}; this process ends with it, the last checkpoint stands"
@@ -253,7 +253,7 @@ class Peers:
         own_failure = self._own_failure[0] if self._own_failure else None
         text = own_failure.text if own_failure else ""
         if first.process != self.index and first.text != text:
-            text = f"{first.said()}\n{text}"
+            text = f"{first.describe()}\n{text}"
         _end(own_failure.code if own_failure and not self._is_effect else first.code, text)
 
 

@@ -50,7 +50,7 @@ from jaxgrpo.training.inputs import (
 from jaxgrpo.training.report.record import accuracy_first, with_interval
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import (
-    Found,
+    ModelSetup,
     Setup,
     find_model,
     sampling_settings,
@@ -141,7 +141,7 @@ def _fitting(config: Config, named_keys: Collection[str]) -> dict[str, int]:
     are more tokens than its model has positions."""
     limits = {key: getattr(config.rollout, key.partition(".")[2]) for key in LIMITS}
     free_limits = {key: limit for key, limit in limits.items() if key not in named_keys}
-    positions = find_config(config, whole=False)[1].longest
+    positions = find_config(config, fetch_weights=False)[1].longest
     if not free_limits or sum(limits.values()) <= positions:
         return {}
     room = positions - sum(limits[key] for key in limits.keys() - free_limits.keys())
@@ -168,12 +168,12 @@ def find_policy(
     return _policy(config, model_setup, has_base), prompts
 
 
-def name_of_judge(scorer: str | RewardFunction | None) -> str | None:
+def judge_name(scorer: str | RewardFunction | None) -> str | None:
     """How a config names what judges: a function from Python is python:NAME."""
     return python_name(name_of(scorer)) if callable(scorer) else scorer
 
 
-def judge_of(config: Config, scorer: str | RewardFunction | None = None) -> Reward:
+def resolve_judge(config: Config, scorer: str | RewardFunction | None = None) -> Reward:
     """What judges the answers: a function from Python, or what the config names.
 
     Args:
@@ -184,7 +184,9 @@ def judge_of(config: Config, scorer: str | RewardFunction | None = None) -> Rewa
     return resolve_scorer(config)
 
 
-def _policy(config: Config, model_setup: Found | Setup, has_base: bool = False) -> StoredPolicy:
+def _policy(
+    config: Config, model_setup: ModelSetup | Setup, has_base: bool = False
+) -> StoredPolicy:
     mesh = sharding.sampling_mesh(model_setup.mesh, config.mesh.sampling_tensor)
     model = _model_on_mesh(model_setup, mesh)
     parameter_bytes = memory.parameters(model, mesh)
@@ -208,14 +210,14 @@ def _policy(config: Config, model_setup: Found | Setup, has_base: bool = False) 
     )
 
 
-def _model_on_mesh(model_setup: Found | Setup, mesh: Mesh) -> Model:
+def _model_on_mesh(model_setup: ModelSetup | Setup, mesh: Mesh) -> Model:
     """The model whose activations are laid out on a mesh."""
     if mesh == model_setup.mesh:
         return model_setup.model
     return decoder.build(model_setup.model.config, constrain=sharding.constrain(mesh))
 
 
-def key_of(config: Config) -> Any:
+def seed_key(config: Config) -> Any:
     """The key data of a config's seed."""
     return jax.random.key_data(jax.random.key(config.train.seed))
 
@@ -233,7 +235,7 @@ def load_base(config: Config, mesh: Mesh) -> Base:
     return Base(base, parameters.read_start(config, model_setup.folder, base, layout=layout))
 
 
-def base_of(run: Setup) -> Base:
+def find_base(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read from disk."""
     blueprint, frozen = run.blueprint, run.state.frozen
     model = _model_on_mesh(run, blueprint.samples_on)
@@ -262,14 +264,14 @@ def base_params(run: Setup) -> Params:
     return _policy(run.config, run).read_params()
 
 
-def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
+def evaluator_for_run(run: Setup, share: Share = alone) -> Evaluate:
     """The evaluation that a run's config asks for; `share` as of `setup`."""
 
     def make() -> Evaluate:
         config = run.config
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
         questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
-        base = base_of(run) if config.measures_kl_to_base else None
+        base = find_base(run) if config.measures_kl_to_base else None
         return make_evaluator(config, _policy(config, run), questions, base)
 
     return share("evaluator", make)

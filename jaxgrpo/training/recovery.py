@@ -42,7 +42,7 @@ class Progress:
     not_finite: int = 0  # steps in a row that computed something that is not finite
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> Progress:
+    def from_meta(cls, meta: Mapping[str, Any]) -> Progress:
         """From what a checkpoint holds beside its state; {} at the start of a run."""
         best = tuple(meta["best"]) if meta.get("best") else None
         resets = Resets(**meta.get("resets", {}))
@@ -70,14 +70,14 @@ class Keeper:
     replays: bool = False  # saved rollouts
     adapters: dict[str, Any] | None = None  # parameters.adapter_identity of the run
 
-    def kept(self) -> str:
+    def saved_line(self) -> str:
         """What of the run is saved, in a line."""
         # Nothing is asked of a bucket here: a watchdog says this, of a run that may wait for one.
         at, place = self.checkpoints, self.folder.place
         step = at.newest if storage.is_url(place) else at.latest()
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
-    def going_on(self) -> str:
+    def resume_command(self) -> str:
         """The command that goes on with this run."""
         if self.replays:
             return "the same jaxgrpo replay, and --resume auto"
@@ -152,10 +152,10 @@ class Keeper:
             if state is not None:
                 self._save(number - 1, state)
             self.checkpoints.wait()
-            saved_line = self.kept()
+            saved_line = self.saved_line()
             raise process.RewardFailed(
                 f"{error}\nthe run ended in step {number}; {saved_line}; mend the reward, then go "
-                f"on with: {self.going_on()}; where its file has changed, add "
+                f"on with: {self.resume_command()}; where its file has changed, add "
                 "--set run.allow_changes='[\"code\"]'"
             ) from error
 

@@ -67,7 +67,7 @@ class Replay(NamedTuple):
     load: Callable[[int], Rollouts]  # file -> host arrays in the sizes of the config
 
 
-def config_of(
+def replay_config(
     files: SavedRollouts, config: str | None = None, overrides: Sequence[str] = ()
 ) -> Config:
     """The config of `jaxgrpo replay`: one step per file, and a run folder of its own.
@@ -78,7 +78,7 @@ def config_of(
 
     Raises: InputError where `config` is None and the files are not those of one run.
     """
-    paths = paths_of(files)
+    paths = rollout_paths(files)
     if config is None:
         homes = {path.absolute().parent.parent / "config.toml" for path in paths}
         home = homes.pop()
@@ -101,7 +101,7 @@ def config_of(
     return configs.config_of(base_config, unset_defaults)
 
 
-def paths_of(files: SavedRollouts) -> tuple[Path, ...]:
+def rollout_paths(files: SavedRollouts) -> tuple[Path, ...]:
     """Files of rollouts as paths. Raises: InputError if there is none."""
     paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not paths:
@@ -123,7 +123,7 @@ def read_files(
 
     Raises: InputError on a file that is wrong or does not fit the config.
     """
-    paths = paths_of(files)
+    paths = rollout_paths(files)
     if config.rollout.refill is not None:
         raise InputError(
             "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
@@ -277,7 +277,7 @@ class Origin(NamedTuple):
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
 
 
-def origin_of(
+def make_origin(
     config: Config,
     disk_inputs: Mapping[str, Any],
     blueprint: Blueprint,
@@ -300,7 +300,7 @@ def origin_of(
     if disk_inputs["replay"]:
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        origin = of_files(disk_inputs["replay"], mesh, names, needs)
+        origin = origin_from_files(disk_inputs["replay"], mesh, names, needs)
         fields = disk_inputs["replay"].load(0).fields
         methods.trace_chain(config, blueprint.chain, rewards, len(rows), fields)
         return origin
@@ -320,7 +320,7 @@ def origin_of(
     return Origin(policy, select, steps.sample, reward, leftover, answers)
 
 
-def of_files(
+def origin_from_files(
     replay: Replay, mesh: Mesh, rewards: Collection[str], fields: Collection[str]
 ) -> Origin:
     """Saved rollouts: each function returns its part of what the file of the step holds.

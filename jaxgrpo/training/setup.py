@@ -48,7 +48,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.replay import Origin, Replay, SavedRollouts, origin_of, read_files
+from jaxgrpo.training.replay import Origin, Replay, SavedRollouts, make_origin, read_files
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -223,13 +223,13 @@ def setup(
     """
     disk_inputs = share("inputs", lambda: _read_inputs(config, dataset, rollouts, mesh))
     check(disk_inputs)
-    model_setup = Found(*(disk_inputs[name] for name in Found._fields))
+    model_setup = ModelSetup(*(disk_inputs[name] for name in ModelSetup._fields))
     row = None if disk_inputs["replay"] else disk_inputs["rows"][0]
     run_rewards = inputs.resolve_rewards(config, rewards, row)
-    method = functools.partial(method_of, config, model_setup, run_rewards, advantage, share)
+    method = functools.partial(build_method, config, model_setup, run_rewards, advantage, share)
     blueprint, steps = share("method", method)
     memory.refuse_too_large(memory.run_memory(config, blueprint), model_setup.mesh)
-    origin = origin_of(config, disk_inputs, blueprint, steps, run_rewards)
+    origin = make_origin(config, disk_inputs, blueprint, steps, run_rewards)
     state_of = state_of or functools.partial(_read_state, config, disk_inputs, origin, run_rewards)
     return Setup(
         config=inputs.at_time(config, disk_inputs["chat"].time),
@@ -262,7 +262,7 @@ def _read_state(
     return parameters.first_state(blueprint, params, *start, leftover=origin.leftover)
 
 
-class Found(NamedTuple):
+class ModelSetup(NamedTuple):
     """The model that a config names, without weights, on the devices that it names."""
 
     mesh: Mesh
@@ -271,11 +271,11 @@ class Found(NamedTuple):
     model: Model
 
 
-def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> Found:
+def find_model(config: Config, mesh: Mesh | None = None, fetch_weights: bool = True) -> ModelSetup:
     """The model of a config, on a mesh of its own by default.
 
     Args:
-      whole: as of `inputs.find_config`.
+      fetch_weights: as of `inputs.find_config`.
 
     Raises: InputError where there is no such model, a file of it cannot be read, or it has no
     positions for prompt and completion.
@@ -283,7 +283,7 @@ def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> 
     if mesh is None:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    folder, stored = inputs.find_config(config, whole)
+    folder, stored = inputs.find_config(config, fetch_weights)
     inputs.check_length(config, stored)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)
@@ -291,7 +291,7 @@ def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> 
     model_config = parameters.model_config_for_run(config, stored, without_text)
     remat = _remat(config, mesh)
     model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=remat)
-    return Found(mesh, folder, tokenizer, model)
+    return ModelSetup(mesh, folder, tokenizer, model)
 
 
 def _read_inputs(
@@ -302,7 +302,7 @@ def _read_inputs(
 ) -> dict[str, Any]:
     """The fields of Setup that are read from disk. Each run reads the weights itself: its update
     overwrites them."""
-    model_setup = find_model(config, mesh, whole=mesh is None)
+    model_setup = find_model(config, mesh, fetch_weights=mesh is None)
     vocab_size = model_setup.model.config.vocab_size
     chat = inputs.make_chat(config, model_setup.tokenizer, vocab_size)
     replay = None
@@ -320,9 +320,9 @@ def _read_inputs(
     return {**model_setup._asdict(), **prompts._asdict(), **run_inputs}
 
 
-def method_of(
+def build_method(
     config: Config,
-    model_setup: Found,
+    model_setup: ModelSetup,
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.alone,
@@ -397,12 +397,12 @@ def _remat(config: Config, mesh: Mesh) -> decoder.Remat:
     return decoder.remat_of(config.train.remat, mesh.devices.flat[0].platform)
 
 
-def samples_of(config: Config) -> int:
+def samples_per_step(config: Config) -> int:
     """Samples of a step."""
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 
-def sampling_settings(config: Config, model_setup: Found | Setup) -> SamplingSettings:
+def sampling_settings(config: Config, model_setup: ModelSetup | Setup) -> SamplingSettings:
     """How a config samples from a model.
 
     Raises: InputError where no token ends a sample.
@@ -417,7 +417,7 @@ def sampling_settings(config: Config, model_setup: Found | Setup) -> SamplingSet
     pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
     if pad is None or pad >= size:
         pad = ends[0]
-    return settings_of(
+    return make_sampling_settings(
         config,
         ends,
         pad,
@@ -425,7 +425,7 @@ def sampling_settings(config: Config, model_setup: Found | Setup) -> SamplingSet
     )
 
 
-def settings_of(
+def make_sampling_settings(
     config: Config, ends: tuple[int, ...], pad: int, strings: StopStrings | None = None
 ) -> SamplingSettings:
     """How a config samples from a model whose tokens `ends` end a sample."""
@@ -458,7 +458,7 @@ class Shared:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def of(self, config: Config) -> step.Share:
+    def for_config(self, config: Config) -> step.Share:
         """A function (name in DEPENDS, make) that makes the thing, or returns the one it kept."""
         flat = configs.flat(configs.tables_of(config))
         if config.optimizer.schedule == "constant":  # the number of steps is in no program

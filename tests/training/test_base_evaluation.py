@@ -16,7 +16,7 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop, memory, recovery
 from jaxgrpo.training.fingerprints import evaluation_facts
 from jaxgrpo.training.folder import evaluation_metrics
-from jaxgrpo.training.policy import base_of
+from jaxgrpo.training.policy import find_base
 from jaxgrpo.training.setup import setup
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
@@ -74,7 +74,7 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
 
 
 def test_a_checkpoint_without_the_new_entries_leaves_them_unknown():
-    progress = recovery.Progress.of({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
+    progress = recovery.Progress.from_meta({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
     assert progress.best == (2, 0.5)
     assert progress.best_metric is None
     assert progress.base is None
@@ -118,7 +118,7 @@ def test_the_kl_to_the_base_is_measured_unless_the_config_holds_the_model(tmp_pa
 def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_path, lora):
     asked = {**EVAL, "eval.kl_to_base": True, **lora}
     run = setup(small_run.config(tmp_path / "r", **asked))
-    base = base_of(run)
+    base = find_base(run)
     names = memory.copied_policies(run.config, run.blueprint)
     held = {id(leaf) for leaf in jax.tree.leaves(run.state.frozen)}
     sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]

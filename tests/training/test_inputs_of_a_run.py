@@ -37,7 +37,7 @@ def files_are_read_again(monkeypatch):
     set_up, shared = loop.setup, Shared()
 
     def read_again(config, **given):
-        share = shared.of(config)
+        share = shared.for_config(config)
         own = lambda name, make: make() if name == "inputs" else share(name, make)  # noqa: E731
         return set_up(config, share=own, **given)
 

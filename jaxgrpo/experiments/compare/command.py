@@ -31,7 +31,7 @@ from jaxgrpo.training import loop, process
 from jaxgrpo.training.console import Document, telling
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.inputs import at_time, load_rows, local_time, resolve_rewards
-from jaxgrpo.training.policy import evaluator_of, read_run
+from jaxgrpo.training.policy import evaluator_for_run, read_run
 from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared
 
@@ -213,11 +213,11 @@ class Runner:
             self._seed = case.seed
         config = case.config
         config = at_time(config, config.data.template_time or begun)
-        share = self._shared.of(config)
+        share = self._shared.for_config(config)
         with contextlib.chdir("."):  # a reward may change the folder that the next run begins in
             loop.take(
                 config,
-                lambda run: self._remembering(evaluator_of(run, share), case.path),
+                lambda run: self._remembering(evaluator_for_run(run, share), case.path),
                 resume=True,
                 shown=shown,
                 share=share,
