@@ -122,7 +122,7 @@ def write_samples(
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         begun = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
-        done = process.decided(lambda: begun(facts, overwrite=overwrite))
+        done = process.broadcast(lambda: begun(facts, overwrite=overwrite))
         if done == len(texts):
             said = "are there already; to sample them again: --overwrite"
         else:
@@ -330,7 +330,7 @@ def _at_first_time(config: Config, out: str, overwrite: bool) -> Config:
     process.start(config.mesh.platform)
     if overwrite or config.data.template_time:
         return config
-    return at_time(config, process.decided(lambda: _begun_at(out)))
+    return at_time(config, process.broadcast(lambda: _begun_at(out)))
 
 
 def _begun_at(out: str) -> str | None:

@@ -94,7 +94,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        text = process.decided(folder.config)
+        text = process.broadcast(folder.config)
         config, before = loop.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         saved, meta = loop.newest_checkpoint(checkpoints, folder, before.checkpoint.every)

@@ -121,7 +121,7 @@ class Checkpoints(Closing):
           step: None takes the newest step whose files are intact and says which were not.
         Raises: InputError where there is no such step, or its files are damaged.
         """
-        intact_step = process.decided(lambda: self._intact(step))
+        intact_step = process.broadcast(lambda: self._intact(step))
         file = self._manifest(intact_step)
         fingerprints.refuse_unless_alike(
             lambda: {f"step {intact_step}": _fingerprint(file) if file.exists() else "none"},
@@ -251,7 +251,7 @@ class Checkpoints(Closing):
                 f"{self.folder}: step {step} cannot be saved after step {self.newest}: "
                 "steps go forward; restore an older step to go on from it"
             )
-        existing_steps = process.decided(self.steps) if self.newest is None else []
+        existing_steps = process.broadcast(self.steps) if self.newest is None else []
         if existing_steps:
             raise InputError(
                 f"{self.folder} already holds steps {existing_steps}: "

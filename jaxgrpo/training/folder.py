@@ -28,7 +28,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
-from jaxgrpo.training.process import decided
+from jaxgrpo.training.process import broadcast
 
 SAMPLE_KEYS = (
     "step",  # the step it was drawn for, as in metrics.jsonl
@@ -232,7 +232,7 @@ class RunFolder(Closing):
         self.checkpoints: Place = self.place / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
-        decided(lambda: self._take(resume))
+        broadcast(lambda: self._take(resume))
 
     def _take(self, resume: bool) -> None:
         refuse_unusable(self.place, resume)

@@ -180,7 +180,7 @@ def make_chat(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
     keys = config.data
     template, options = keys.chat_template, keys.chat_template_kwargs
     settings = (template, keys.system, options, config.model.path)
-    time = keys.template_time or process.decided(local_time)
+    time = keys.template_time or process.broadcast(local_time)
     chat = conversations.make_chat(tokenizer, *settings, time)
     if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template

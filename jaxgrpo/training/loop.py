@@ -139,7 +139,7 @@ def take(
     with contextlib.ExitStack() as stack:
         fingerprints.refuse_unless_alike(lambda: fingerprints.config_facts(config))
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        text = process.decided(folder.config)
+        text = process.broadcast(folder.config)
         config, last_config = refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         step, meta = newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
@@ -188,7 +188,7 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
-    process.decided(lambda: parameters.refuse_unwritable(config, place))
+    process.broadcast(lambda: parameters.refuse_unwritable(config, place))
     return config, last_config
 
 
@@ -196,8 +196,8 @@ def newest_checkpoint(
     checkpoints: Checkpoints, folder: RunFolder, save_every: int
 ) -> tuple[int | None, dict[str, Any]]:
     """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
-    if process.decided(checkpoints.latest) is None:
-        process.decided(lambda: folder.refuse_to_forget(save_every))
+    if process.broadcast(checkpoints.latest) is None:
+        process.broadcast(lambda: folder.refuse_to_forget(save_every))
         return None, {}
     step = checkpoints.choose()
     return step, checkpoints.meta(step)
@@ -222,7 +222,7 @@ def set_up(
             parameters.refuse_changed_adapters(config, meta, adapters)
             # Version 0.1.0 saved no inputs: unknown.
             saved_inputs = meta.get("inputs", inputs)
-            process.decided(lambda: fingerprints.refuse_changes(config, saved_inputs, inputs))
+            process.broadcast(lambda: fingerprints.refuse_changes(config, saved_inputs, inputs))
 
     return setup(config, check=check, **setup_options), inputs
 
@@ -234,7 +234,7 @@ def _check_rewards(run: Setup, folder: RunFolder) -> str | None:
       are in its files: that they are those of the folder is what can be tried.
     """
     has_begun = lambda: folder.config() is not None  # noqa: E731
-    process.decided(lambda: refuse_other_files(folder.replay(), has_begun(), run.replay))
+    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), run.replay))
     if run.replay:
         return None
     return gold_problem(run.rewards, run.try_rewards())
@@ -355,7 +355,7 @@ class _Loop:
         saved_base = progress.base or {"asked": {}, "metrics": {}}
         saved_facts, metrics = saved_base["asked"], saved_base["metrics"]
         # A start with other questions may have been killed before it saved a step.
-        if saved_facts == facts and process.decided(self.folder.base) == plain(metrics):
+        if saved_facts == facts and process.broadcast(self.folder.base) == plain(metrics):
             return
         if step == 0:
             values = self._measure(evaluate, run.sync(state), state, 0)

@@ -189,7 +189,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def decided(decide: Callable[[], Any]) -> Any:
+def broadcast(decide: Callable[[], Any]) -> Any:
     """What `decide` returns in process 0, in every process. It is called there alone.
 
     Called by all processes: two that decide by what each finds on its own disk may do different

@@ -261,7 +261,7 @@ def _take_all(
     Raises: process.StopRequested after a stop signal, once the run under way has saved its state.
     """
     taker = _Taker(experiment, say, how_to_continue)
-    taker.begun = process.decided(lambda: _first_time(cases) or local_time())
+    taker.begun = process.broadcast(lambda: _first_time(cases) or local_time())
     for stage in _stages(experiment, cases):
         taker.take(stage, complete)
     counted = {case.path for case in taker.taken}
@@ -275,7 +275,7 @@ def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case
         return
     tuning = [case for case in cases if case.seed in experiment.tuning_seeds]
     yield tuning
-    best = process.decided(lambda: _best_rates(experiment, tuning))
+    best = process.broadcast(lambda: _best_rates(experiment, tuning))
     judged = (case for case in cases if case.seed in experiment.seeds)
     yield [case for case in judged if case.rate == best[case.arm]]
 
