@@ -89,11 +89,11 @@ class Display:
         )
         self._task = self.bar.add_task("training", total=steps, completed=finished_steps)
         self._due = FIRST  # seconds of a phase at which the next line about it is due
-        self._clock, self._last = clock, clock()  # when the last line was printed
+        self._clock, self._last_line = clock, clock()  # when the last line was printed
         self._compiled = process.Programs.compiled()  # programs that a line has told of
 
     def say(self, text: str | Text) -> None:
-        self._last = self._clock()
+        self._last_line = self._clock()
         try:
             # It may hold what a model wrote. A log breaks no line between a name and its number.
             self.console.print(text, markup=False, soft_wrap=True)
@@ -114,7 +114,7 @@ class Display:
         due = seconds >= self._due
         if due:
             self._due *= 2
-        if due or (not self.console.is_terminal and self._clock() - self._last >= SILENCE):
+        if due or (not self.console.is_terminal and self._clock() - self._last_line >= SILENCE):
             number = process.Programs.compiled() - self._compiled
             self._compiled += number
             now = f"; {process.compiling_line(number)}" if number else ""

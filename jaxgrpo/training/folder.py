@@ -281,7 +281,7 @@ class RunFolder(Closing):
         except FileNotFoundError:
             return True
 
-    def refuse_to_forget(self, every: int) -> None:
+    def refuse_to_forget(self, save_every: int) -> None:
         """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
 
         A run that was killed before its first checkpoint was complete may start again: it logs the
@@ -289,7 +289,7 @@ class RunFolder(Closing):
         more than two saves apart, would lose what it measured.
 
         Args:
-          every: checkpoint.every of its last start.
+          save_every: checkpoint.every of its last start.
         """
         logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
         if not logged:
@@ -297,7 +297,7 @@ class RunFolder(Closing):
         # A bucket has no empty folders: one that is gone looks like one not yet begun.
         is_missing = not storage.is_url(self.place) and not self.checkpoints.is_dir()
         has_ended = (self.path / "summary.json").exists()
-        if is_missing or has_ended or max(logged) > 2 * every:
+        if is_missing or has_ended or max(logged) > 2 * save_every:
             raise InputError(
                 f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
                 f"from ({self.checkpoints} {'does not exist' if is_missing else 'holds none'}); "
@@ -368,12 +368,12 @@ class RunFolder(Closing):
         lines = {entry["step"]: entry for entry in read_metrics(self.path)}
         for step, line in lines.items():
             evaluation = evaluation_metrics(line)
-            new_line = {name: value for name, value in line.items() if not name.startswith("eval/")}
+            entry = {name: value for name, value in line.items() if not name.startswith("eval/")}
             is_aside = any(name.startswith(prefix) for name in line)
             is_aside |= evaluation == plain(evaluation_metrics(evaluations.get(step, {})))
             if not is_aside:  # by a start before this one
-                new_line |= {f"{prefix}{name}": value for name, value in evaluation.items()}
-            lines[step] = new_line
+                entry |= {f"{prefix}{name}": value for name, value in evaluation.items()}
+            lines[step] = entry
         for step, values in evaluations.items():
             lines[step] = {**lines.get(step, {}), **values}
         texts = [_line(step, lines[step]) for step in sorted(lines)]

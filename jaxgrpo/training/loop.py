@@ -339,8 +339,9 @@ class _Loop:
         """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
         progress, metric = self.progress, self.config.checkpoint.keep_best
         if progress.best and progress.best_metric != metric:
-            step, by = progress.best[0], progress.best_metric or "a metric that was not saved"
-            self.display.say(f"step {step} was the best by {by}: it is kept no longer")
+            step = progress.best[0]
+            old_metric = progress.best_metric or "a metric that was not saved"
+            self.display.say(f"step {step} was the best by {old_metric}: it is kept no longer")
             progress.best = None
         progress.best_metric = metric
 
@@ -494,5 +495,5 @@ class _Clock:
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
 
 
-def _due(number: int, every: int) -> bool:
-    return bool(every) and number % every == 0
+def _due(number: int, interval: int) -> bool:
+    return bool(interval) and number % interval == 0

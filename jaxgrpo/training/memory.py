@@ -327,7 +327,7 @@ def sampler_weight_bytes(
     adapters alone are cast (`update.step.Steps.sync`).
 
     Args:
-      mesh, trained_dtype: that the parameters given to the sampler have.
+      mesh, trained_dtype: where the parameters given to the sampler lie, and their dtype.
       sampling_mesh: None: `mesh`.
     """
     target_mesh = mesh if sampling_mesh is None else sampling_mesh

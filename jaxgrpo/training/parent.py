@@ -50,9 +50,9 @@ class _Shared:
     stacks = 2  # the descriptor that stacks of threads are written to
 
     @classmethod
-    def write(cls, grace: float, over: bool) -> None:
+    def write(cls, grace: float, is_over: bool) -> None:
         if cls.memory is not None:
-            cls.layout.pack_into(cls.memory, 0, grace, over)
+            cls.layout.pack_into(cls.memory, 0, grace, is_over)
 
     @classmethod
     def read(cls) -> tuple[float, bool]:
@@ -62,12 +62,12 @@ class _Shared:
 
 def allow(grace: float) -> None:
     """Says how many seconds this process has from now on to end after a stop signal."""
-    _Shared.write(grace, over=False)
+    _Shared.write(grace, is_over=False)
 
 
 def finished() -> None:
     """Says that the command is over, so that an exit code of 0 means what it says."""
-    _Shared.write(math.inf, over=True)
+    _Shared.write(math.inf, is_over=True)
 
 
 def stacks() -> int:
@@ -189,9 +189,9 @@ class _Waiting:
         return 128 + number
 
     def _code(self, status: int) -> int:
-        code, over = os.waitstatus_to_exitcode(status), _Shared.read()[1]
+        code, is_over = os.waitstatus_to_exitcode(status), _Shared.read()[1]
         _print_stacks()
-        if code == 0 and not over:
+        if code == 0 and not is_over:
             text = (
                 "error: the process ended with exit code 0 before its command was over: code that "
                 "it called, a reward for example, has ended it, as os._exit(0) does; what was "

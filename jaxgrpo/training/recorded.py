@@ -220,9 +220,9 @@ def _device_dtype(dtype: np.dtype) -> Any:
 def _wrong_values(arrays: Arrays, vocab_size: int | None) -> Iterator[str]:
     mask = arrays["prompt_mask"]
     length = mask.sum(-1)
-    right = (mask == (np.arange(mask.shape[1]) < length[:, None])).all(-1) & (length > 0)
-    if not right.all():
-        place = int(np.argmin(right))
+    is_right_padded = (mask == (np.arange(mask.shape[1]) < length[:, None])).all(-1) & (length > 0)
+    if not is_right_padded.all():
+        place = int(np.argmin(is_right_padded))
         yield (
             f"prompt_mask[{place}]: is {_mask_text(mask[place])}, expected 1 or more True, then "
             "only False: prompts are padded on the right"

@@ -73,8 +73,8 @@ class Keeper:
     def saved_line(self) -> str:
         """What of the run is saved, in a line."""
         # Nothing is asked of a bucket here: a watchdog says this, of a run that may wait for one.
-        at, place = self.checkpoints, self.folder.place
-        step = at.newest if storage.is_url(place) else at.latest()
+        checkpoints, place = self.checkpoints, self.folder.place
+        step = checkpoints.newest if storage.is_url(place) else checkpoints.latest()
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
     def resume_command(self) -> str:
@@ -98,8 +98,8 @@ class Keeper:
         # That may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, state)
-            first = (self.folder.catch_up, self.folder.publish)
-            save_error = _first_error(*first, save, *([checkpoints.wait] if must else []))
+            preparations = (self.folder.catch_up, self.folder.publish)
+            save_error = _first_error(*preparations, save, *([checkpoints.wait] if must else []))
             problem = save_error or (None if must else problem)
         if checkpoints.newest != newest_before:
             self.progress.unsaved = 0

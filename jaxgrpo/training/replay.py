@@ -171,8 +171,10 @@ def _shared_policies(config: Config, path: Path) -> float:
     if not home.is_file():
         return np.inf
     with contextlib.suppress(InputError):
-        ours, theirs = (_decisive_keys(run_config) for run_config in (config, configs.load(home)))
-        names = {name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)}
+        run_keys, file_keys = (_decisive_keys(source) for source in (config, configs.load(home)))
+        names = {
+            name for name in {*run_keys, *file_keys} if run_keys.get(name) != file_keys.get(name)
+        }
         at_start = any(name.startswith(OF_THE_START) for name in names)
         return 0 if at_start else 1 if names else np.inf
     return 0

@@ -52,7 +52,7 @@ class Watchdog:
         # The stop signal, and when it must have ended.
         self._stop_request: tuple[int, float] | None = None
         self._stop_time = 0.0  # when that came
-        self._over = False
+        self._is_over = False
         self._bell, self._rope = os.pipe()
         self._old_descriptor: int | None = None  # the descriptor that signals were written to
         self._hook = threading.excepthook
@@ -69,7 +69,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over = True
+        self._is_over = True
         threading.excepthook = self._hook
         if self._old_descriptor is not None:
             signal.set_wakeup_fd(self._old_descriptor, warn_on_full_buffer=False)
@@ -86,7 +86,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            while not self._over:
+            while not self._is_over:
                 self._listen()
                 self._wind()
                 self._look(time.monotonic())

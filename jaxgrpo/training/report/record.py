@@ -79,9 +79,9 @@ def read_run(folder: Place, status: str | None = None) -> Record:
     Raises: InputError where the folder holds no run, or a line before the last cannot be read.
     """
     if not (folder / "config.toml").is_file() and not (folder / "metrics.jsonl").is_file():
-        what = "there is no such folder" if not folder.is_dir() else "it holds no run"
+        reason = "there is no such folder" if not folder.is_dir() else "it holds no run"
         raise InputError(
-            f"{folder}: {what}; give the folder that run.dir names, with its config.toml and "
+            f"{folder}: {reason}; give the folder that run.dir names, with its config.toml and "
             "metrics.jsonl"
         )
     mend = "is not TOML ({reason}): put back the run's own file"
