@@ -38,11 +38,11 @@ from jaxgrpo.training.policy import (
     config_for,
     find_policy,
     is_run,
-    judge_of,
-    key_of,
+    judge_name,
     load_base,
-    name_of_judge,
     read_run,
+    resolve_judge,
+    seed_key,
 )
 
 
@@ -72,7 +72,7 @@ def evaluate(
     Raises: InputError before anything is sampled, if something cannot be used.
     """
     source, rows = (data, None) if isinstance(data, str) else (None, data)
-    judge = name_of_judge(scorer)
+    judge = judge_name(scorer)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
     config = config_for(target, {**overrides, **_eval_changes(eval_keys)})
     _, evaluation = _measure(Console(highlight=False), target, config, rows, scorer, base)
@@ -127,11 +127,11 @@ def _measure(
     _refuse_unjudged(target, config, rows)
     base_config = _base_config(target, config, base)
     policy, held_out = find_policy(console, config, rows, has_base=base_config is not None)
-    questions = make_questions(config, held_out, judge_of(config, scorer))
+    questions = make_questions(config, held_out, resolve_judge(config, scorer))
     anchor = load_base(base_config, policy.mesh) if base_config else None
     run = make_evaluator(config, policy, questions, anchor)
     with telling(console, "evaluation"):
-        return questions, run(policy.read_params(), key_of(config), 0)
+        return questions, run(policy.read_params(), seed_key(config), 0)
 
 
 def _eval_changes(eval_keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def describe(config: Config) -> dict[str, Any]:
 
     Raises: InputError as `main`.
     """
-    folder, stored = find_config(config, whole=False)
-    keys, model_config = config.model, parameters.chosen_config(config, stored)
+    folder, stored = find_config(config, fetch_weights=False)
+    keys, model_config = config.model, parameters.model_config_for_run(config, stored)
     model, base = decoder.build(model_config), decoder.build(lora.base_config(model_config))
     has_weights = any(folder.glob("*.safetensors*"))
     dtypes = folders.read_dtypes(folder, base) if has_weights else None
@@ -224,7 +224,7 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
     optimizer = make_optimizer(
         trained(model, model.axes), updates=config.train.updates, **vars(keys)
     )
-    trained_bytes, moment_bytes = memory.of_training(model, mesh, optimizer)
+    trained_bytes, moment_bytes = memory.training_bytes(model, mesh, optimizer)
     computed_bytes, model_config = memory.parameters(model, mesh), model.config
     number = jnp.dtype(cache_dtype(config.rollout.kv_cache_dtype, model_config)).itemsize
     heads = model_config.num_kv_heads // sizes.tensor

@@ -33,7 +33,7 @@ from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import Closing, plain, write_atomically
 from jaxgrpo.training.inputs import at_time
-from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, key_of
+from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, seed_key
 
 ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
@@ -80,7 +80,7 @@ def sample(
     settings: dict[str, Any] = {"rounds": ROUNDS, "temperature": temperature}
     ask = make_asker(policy, questions, samples, **settings)
     with telling(console, "sampling"):
-        answers = ask(policy.read_params(), key_of(config), 0)
+        answers = ask(policy.read_params(), seed_key(config), 0)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
 
 
@@ -122,12 +122,12 @@ def write_samples(
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
-        finished_prompts = process.decided(lambda: resume(facts, overwrite=overwrite))
+        finished_prompts = process.broadcast(lambda: resume(facts, overwrite=overwrite))
         if finished_prompts == len(texts):
             message = "are there already; to sample them again: --overwrite"
         else:
             message = _ask(
-                console, policy, questions, batches, key_of(config), finished_prompts, samples, file
+                console, policy, questions, batches, seed_key(config), finished_prompts, samples, file
             )
     if process.is_main():
         message = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {message}"
@@ -341,7 +341,7 @@ def _at_first_time(config: Config, out: str, overwrite: bool) -> Config:
     process.start(config.mesh.platform)
     if overwrite or config.data.template_time:
         return config
-    return at_time(config, process.decided(lambda: _begun_at(out)))
+    return at_time(config, process.broadcast(lambda: _begun_at(out)))
 
 
 def _begun_at(out: str) -> str | None:
@@ -356,12 +356,12 @@ def _begun_at(out: str) -> str | None:
 
 def _facts(config: Config, questions: Questions) -> dict[str, Any]:
     """What samples depend on beside the options, as JSON values."""
-    settings = fingerprints.given_by(config)
+    settings = fingerprints.config_facts(config)
     keys = {name: value for name, value in settings.items() if name.startswith(ACT)}
     model = fingerprints.checksum([json.dumps(keys.pop("model.path")).encode()])
     return {
         "the model": f"crc32 {model}",
-        "--prompts": fingerprints.data_of(questions.rows, questions.encoded),
+        "--prompts": fingerprints.describe_rows(questions.rows, questions.encoded),
         **keys,
     }
 

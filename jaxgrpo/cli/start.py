@@ -90,7 +90,7 @@ def replay(
     """Trains on saved rollouts. Returns the exit code."""
     from jaxgrpo.training import loop, replay
 
-    loop.train(replay.config_of(files, config, overrides), resume=resume, rollouts=files)
+    loop.train(replay.replay_config(files, config, overrides), resume=resume, rollouts=files)
     return 0
 
 

@@ -94,7 +94,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        text = process.decided(folder.config)
+        text = process.broadcast(folder.config)
         config, saved_config = loop.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         saved_step, meta = loop.newest_checkpoint(
@@ -102,11 +102,11 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         )
         run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
         batch = make_answer_batches(run)
-        state = run.state if saved_step is None else loop.restored(run, checkpoints, saved_step)
+        state = run.state if saved_step is None else loop.restore_state(run, checkpoints, saved_step)
         folder.rewind(saved_step)
         folder.write_config(configs.to_toml(run.config))
         stack.enter_context(process.stop_signals(config.run.stop_grace))
-        adapters = parameters.identity_of(run.folder, run.model)
+        adapters = parameters.adapter_identity(run.folder, run.model)
         meta = {"inputs": inputs} | ({} if adapters is None else {"lora": adapters})
         last, line = config.train.steps, {}
         for number in range((saved_step or 0) + 1, last + 1):
@@ -204,8 +204,8 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     run = setup(config, rewards={REWARD: _reward_answer})
     first = sharding.to_host(make_answer_batches(run)(0))
     update_bytes = memory.plan(run.update_program, run.blueprint, run.state)
-    process_bytes = memory.of_process(run.mesh, parameters.copied_to_save(config, run.state))
-    usage = memory.of_run(config, run.blueprint)._replace(
+    process_bytes = memory.process_bytes(run.mesh, parameters.save_copy_bytes(config, run.state))
+    usage = memory.run_memory(config, run.blueprint)._replace(
         sampler=0, decode=0, update=update_bytes, process=process_bytes
     )
     prompt, answer = (
@@ -217,7 +217,7 @@ def _show(console: Console, config: Config, resume: bool) -> None:
         console,
         {
             "model": config.model.path,
-            **usage.lines(memory.of_device(run.mesh)),
+            **usage.lines(memory.device_bytes(run.mesh)),
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{config.train.steps * config.rollout.prompts_per_step}",
             "chat template": run.chat.name,

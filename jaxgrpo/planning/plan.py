@@ -103,7 +103,7 @@ def read_model_config(config: Config) -> ModelConfig:
             f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
             "folder with the model's config.json, or its fields in the table [model.config]"
         )
-    return parameters.chosen_config(config, stored)
+    return parameters.model_config_for_run(config, stored)
 
 
 def mesh_on_topology(config: Config, topology: Topology) -> Mesh:
@@ -180,7 +180,7 @@ def needed(problem: str) -> int | None:
 
 def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
-    sizes = memory.of_run(run.config, run.blueprint)
+    sizes = memory.run_memory(run.config, run.blueprint)
     remat = decoder.choose_remat(
         run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform
     )
@@ -191,7 +191,7 @@ def memory_parts(run: Run) -> dict[str, int]:
         "other policies": sizes.copies,
         "sampler's weights, logits": sizes.sampler,
         "caches and samples": sizes.decode,
-        **memory.of_update(run.blueprint, remat),
+        **memory.update_bytes(run.blueprint, remat),
     }
 
 

@@ -42,11 +42,11 @@ def dry_run(config: Config, resume: bool = False) -> None:
     config, meta = (config, {}) if earlier_run is None else (earlier_run.config, earlier_run.meta)
     run = _set_up(config, meta, {}) if mesh is None else _planned(config, meta, mesh)
     geometry = run.blueprint.geometry
-    needed = memory.of_run(config, run.blueprint)
+    needed = memory.run_memory(config, run.blueprint)
     needed = needed._replace(update=_update_bytes(run, compiles=mesh is None))
     if mesh is None:
-        copied = parameters.copied_to_save(config, run.state)
-        needed = needed._replace(process=memory.of_process(run.mesh, copied))
+        copied = parameters.save_copy_bytes(config, run.state)
+        needed = needed._replace(process=memory.process_bytes(run.mesh, copied))
     unread = families.unread(run.model.config)
     facts(
         console,
@@ -58,10 +58,10 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "mesh": _mesh(run.mesh, run.blueprint.samples_on),
             **({} if mesh is None else {"  planned": _not_built(mesh)}),
             "parameters": _parameters(run),
-            **needed.lines(memory.of_device(run.mesh)),
+            **needed.lines(memory.device_bytes(run.mesh)),
             "disk": disk_line(config, run.state, run.model),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
-            f"{setup.samples_of(config)} completions of at most "
+            f"{setup.samples_per_step(config)} completions of at most "
             f"{geometry.max_completion_tokens} tokens, "
             f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
@@ -140,7 +140,7 @@ def planned_mesh(config: Config) -> Mesh | None:
     if config.plan.topology:
         devices = topologies.stand_ins(config.plan.topology, config.plan.slices)
     else:
-        device, limit = real_devices[0], memory.of_device(sharding.make_mesh(devices=real_devices))
+        device, limit = real_devices[0], memory.device_bytes(sharding.make_mesh(devices=real_devices))
         kind = device.platform, device.device_kind, limit
         devices = [topologies.StandIn(place, *kind) for place in range(number)]
     shape = sharding.mesh_shape(*axes, len(devices))
@@ -220,7 +220,7 @@ def _update_bytes(run: setup.Setup, compiles: bool) -> int:
         return memory.plan(run.update_program, run.blueprint, run.state)
     platform = run.mesh.devices.flat[0].platform
     remat = decoder.choose_remat(run.config.train.remat, platform)
-    return sum(memory.of_update(run.blueprint, remat).values())
+    return sum(memory.update_bytes(run.blueprint, remat).values())
 
 
 def _not_built(mesh: Mesh) -> str:

@@ -61,7 +61,7 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     """The run of a config on a mesh, whose devices need not be here.
 
     Args:
-      model: as `parameters.chosen_config` returns it.
+      model: as `parameters.model_config_for_run` returns it.
 
     Raises: InputError where the model, the method, the sizes and the mesh do not fit together.
     """
@@ -69,9 +69,9 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = inputs.resolve_rewards(config, None, None)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
-    model_on_mesh = setup.Found(mesh, Path(config.model.path), None, built)
-    sampling = setup.settings_of(config, (0,), 0)
-    blueprint, steps = setup.method_of(config, model_on_mesh, rewards, sampling=sampling)
+    model_on_mesh = setup.ModelSetup(mesh, Path(config.model.path), None, built)
+    sampling = setup.make_sampling_settings(config, (0,), 0)
+    blueprint, steps = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
     return Run(config, blueprint, steps, abstract_state(blueprint))
 
 
@@ -84,7 +84,7 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
         trainable, frozen[WEIGHTS] = lora.split(params)
     master = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), trainable)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    copies = {name: jax.tree.map(copy.copy, trainable) for name in memory.kept_policies(blueprint)}
+    copies = {name: jax.tree.map(copy.copy, trainable) for name in memory.method_policies(blueprint)}
     moments = jax.eval_shape(blueprint.optimizer.init, master)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)

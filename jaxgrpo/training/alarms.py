@@ -190,7 +190,7 @@ GROWTH = 10.0
 """A run ends if one update makes the norm of the weights more than so many times as large."""
 
 NAMES = (*(rule.name for rule in RULES), EVALUATION, COVERAGE)
-_KEPT = max(WINDOW, *(rule.steps for rule in RULES))
+_REMEMBERED_STEPS = max(WINDOW, *(rule.steps for rule in RULES))
 
 
 class Alarm(NamedTuple):
@@ -214,11 +214,11 @@ class State(NamedTuple):
 def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     """(state after this line, the warnings that begin with it)."""
     if line["step"] > 0:
-        state = state._replace(recent=(*state.recent, line)[-_KEPT:])
-    rewards = (*state.rewards_after, *known([line], "reward"))
+        state = state._replace(recent=(*state.recent, line)[-_REMEMBERED_STEPS:])
+    rewards = (*state.rewards_after, *finite_values([line], "reward"))
     state = state._replace(rewards_after=rewards[:WINDOW])
     holds = _thresholds(state)
-    if known([line], "eval/accuracy"):
+    if finite_values([line], "eval/accuracy"):
         # A first evaluation at a later step is not the base's: the run began without any.
         first = state.first or (line if line["step"] == 0 else None)
         best = state.best or line
@@ -229,22 +229,22 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
         holds |= dict.fromkeys(state.active & {EVALUATION, COVERAGE}, "")
     hidden = {name for rule in RULES if rule.name in holds for name in rule.hides}
     active = frozenset(holds.keys() - hidden)
-    begun = tuple(
+    new_alarms = tuple(
         Alarm(name, line["step"], text)
         for name, text in holds.items()
         if name in active - state.active
     )
-    return state._replace(active=active), begun
+    return state._replace(active=active), new_alarms
 
 
-def broken(line: Line) -> str | None:
+def weights_problem(line: Line) -> str | None:
     """What says that the weights behind this step are of no use any more; None if nothing does."""
-    grown = line["weights/growth"]
-    if grown <= GROWTH:
+    growth = line["weights/growth"]
+    if growth <= GROWTH:
         return None
     norm = f"weights/norm = {line['weights/norm']:.3g}"
-    if math.isfinite(grown):
-        return f"one update made the weights {grown:.3g} times as large ({norm})"
+    if math.isfinite(growth):
+        return f"one update made the weights {growth:.3g} times as large ({norm})"
     return f"an update left weights that are not finite ({norm})"
 
 
@@ -257,8 +257,8 @@ def replay(lines: Iterable[Line]) -> tuple[State, list[Alarm]]:
     """(state after the last line, all warnings in their order)."""
     state, alarms = State(), []
     for line in lines:
-        state, begun = see(state, line)
-        alarms += begun
+        state, new_alarms = see(state, line)
+        alarms += new_alarms
     return state, alarms
 
 
@@ -272,10 +272,10 @@ def _thresholds(state: State) -> dict[str, str]:
     holds = {}
     for rule in RULES:
         for metric in _names(rule.metric, state.recent):
-            before, _, behind = rule.metric.partition("*")
-            star = metric.removeprefix(before).removesuffix(behind)
+            prefix, _, suffix = rule.metric.partition("*")
+            star = metric.removeprefix(prefix).removesuffix(suffix)
             name = f"{rule.name} {star}" if "*" in rule.metric else rule.name
-            values = known(state.recent[-rule.steps :], metric)
+            values = finite_values(state.recent[-rule.steps :], metric)
             if len(values) < rule.steps:  # too little is known to begin or to end
                 if name in state.active:
                     holds[name] = ""
@@ -284,10 +284,10 @@ def _thresholds(state: State) -> dict[str, str]:
             limit = rule.above * (CLEARS if name in state.active else 1)
             # Metrics are float32: a tenth of them is 0.1000000015.
             if value > limit and not math.isclose(value, limit, rel_tol=1e-6):
-                over = f" over {rule.steps} steps" if rule.steps > 1 else ""
+                span = f" over {rule.steps} steps" if rule.steps > 1 else ""
                 says = rule.says.format(value=value, star=star)
-                seen = f"{metric} = {value:.3g}, above {rule.above:g}{over}"
-                holds[name] = f"{says} ({seen}): {rule.remedy}"
+                reading = f"{metric} = {value:.3g}, above {rule.above:g}{span}"
+                holds[name] = f"{says} ({reading}): {rule.remedy}"
     return holds
 
 
@@ -300,7 +300,7 @@ def _names(pattern: str, lines: Sequence[Line]) -> list[str]:
 def _evaluation(state: State, best: Line, line: Line) -> dict[str, str]:
     """The text of the fall of eval/accuracy below its best while reward rises, if it is one."""
     metric = "eval/accuracy"
-    rise = _rise(state.rewards_after, known(state.recent[-WINDOW:], "reward"))
+    rise = _rise(state.rewards_after, finite_values(state.recent[-WINDOW:], "reward"))
     if line[metric] > best[metric] - EVALUATION_FALL or rise is None:
         return {}
     return {
@@ -319,7 +319,7 @@ def _coverage(first: Line, line: Line) -> dict[str, str]:
         if fnmatch.fnmatch(name, "eval/pass@*/low") and name.replace("/low", "/high") in line
     ]
     metric = f"eval/pass@{TRIES if TRIES in sizes else max(sizes, default=TRIES)}"
-    ends = [*known([line], f"{metric}/high"), *known([first], f"{metric}/low")]
+    ends = [*finite_values([line], f"{metric}/high"), *finite_values([first], f"{metric}/low")]
     if len(ends) < 2 or ends[0] >= ends[1]:
         return {}
     return {
@@ -331,15 +331,15 @@ def _coverage(first: Line, line: Line) -> dict[str, str]:
     }
 
 
-def _rise(before: Sequence[float], after: Sequence[float]) -> float | None:
+def _rise(old_rewards: Sequence[float], new_rewards: Sequence[float]) -> float | None:
     """The difference of the means; None unless it is more than DEVIATIONS standard errors."""
-    if min(len(before), len(after)) < 3:
+    if min(len(old_rewards), len(new_rewards)) < 3:
         return None
-    difference = statistics.fmean(after) - statistics.fmean(before)
-    errors = (statistics.variance(values) / len(values) for values in (before, after))
+    difference = statistics.fmean(new_rewards) - statistics.fmean(old_rewards)
+    errors = (statistics.variance(values) / len(values) for values in (old_rewards, new_rewards))
     return difference if difference > DEVIATIONS * math.sqrt(sum(errors)) else None
 
 
-def known(lines: Sequence[Line], metric: str) -> list[float]:
+def finite_values(lines: Sequence[Line], metric: str) -> list[float]:
     """The values of a metric in these lines, where they are finite numbers."""
     return [float(line[metric]) for line in lines if is_number(line.get(metric))]

@@ -41,7 +41,7 @@ FORMAT = 1  # of the files of a step
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class _Raised(logging.Filter):
+class _TracebackFilter(logging.Filter):
     """Leaves out the tracebacks that Orbax's threads log: what fails is raised, in one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -50,17 +50,17 @@ class _Raised(logging.Filter):
         return not failed and "OCDBT" not in error  # the database that Orbax writes to
 
 
-RAISED = _Raised()
+TRACEBACK_FILTER = _TracebackFilter()
 
 
 def _leave_out_late_writes() -> None:
     """A write that Orbax has given up may end later: it finds its event loop closed and says so."""
-    before = sys.unraisablehook
-    if getattr(before, "__name__", "") != "unless_late":
+    previous_hook = sys.unraisablehook
+    if getattr(previous_hook, "__name__", "") != "unless_late":
 
         def unless_late(unraisable: Any) -> None:
             if "Event loop is closed" not in str(unraisable.exc_value):
-                before(unraisable)
+                previous_hook(unraisable)
 
         sys.unraisablehook = unless_late
 
@@ -84,13 +84,13 @@ class Checkpoints(Closing):
         self._refuse_files_in_the_way()
         self.keep = keep
         for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(RAISED)
+            logging.getLogger(name).addFilter(TRACEBACK_FILTER)
         _leave_out_late_writes()
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.newest: int | None = None  # what this object saved or restored last
-        self._chosen: int | None = None  # what `choose` returned, until it is restored
+        self._checked_step: int | None = None  # what `choose` returned: `restore` trusts it
         self.best: int | None = None  # a step that stays beside the newest ones
 
     def close(self) -> None:
@@ -121,14 +121,14 @@ class Checkpoints(Closing):
           step: None takes the newest step whose files are intact and says which were not.
         Raises: InputError where there is no such step, or its files are damaged.
         """
-        chosen = process.decided(lambda: self._intact(step))
-        file = self._manifest(chosen)
+        intact_step = process.broadcast(lambda: self._intact(step))
+        file = self._manifest(intact_step)
         fingerprints.refuse_unless_alike(
-            lambda: {f"step {chosen}": _fingerprint(file) if file.exists() else "none"},
+            lambda: {f"step {intact_step}": _fingerprint(file) if file.exists() else "none"},
             "put run.dir on a file system that all processes share",
         )
-        self._chosen = chosen
-        return chosen
+        self._checked_step = intact_step
+        return intact_step
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of a step. Raises: InputError as `restore`."""
@@ -155,8 +155,8 @@ class Checkpoints(Closing):
         leaves = _named_leaves(state)
         table = {name: _description(leaf) for name, leaf in leaves.items()}
         try:
-            whole = {"format": FORMAT, "step": step, "leaves": table, "meta": meta}
-            text = json.dumps(whole, indent=1)
+            document = {"format": FORMAT, "step": step, "leaves": table, "meta": meta}
+            text = json.dumps(document, indent=1)
         except TypeError as error:
             raise ValueError(f"meta of step {step} must hold JSON values only: {error}") from error
         home = self.folder / str(step)
@@ -169,12 +169,12 @@ class Checkpoints(Closing):
     def _begin(self, home: Place, text: str, leaves: Mapping[str, Any]) -> None:
         """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
-            for other in self._folders():
-                if not self._manifest(other).exists() or other > (self.newest or 0):
-                    self._remove(other)
+            for existing_step in self._folders():
+                if not self._manifest(existing_step).exists() or existing_step > (self.newest or 0):
+                    self._remove(existing_step)
             home.mkdir(parents=True)
             write_atomically(home / "meta.json", text)
-        arrays = {name: _saved(leaf) for name, leaf in leaves.items() if leaf.size}
+        arrays = {name: _leaf_to_save(leaf) for name, leaf in leaves.items() if leaf.size}
         self._orbax.save(home / "state", args=ocp.args.StandardSave(arrays))
 
     def wait(self) -> None:
@@ -198,30 +198,36 @@ class Checkpoints(Closing):
           or dtypes differ from what is asked for.
         """
         self.wait()
-        is_chosen = step is not None and step == self._chosen  # and need not be checked again
-        chosen, self._chosen = step if is_chosen else self.choose(step), None
-        home = self.folder / str(chosen)
+        is_checked = step is not None and step == self._checked_step
+        intact_step, self._checked_step = step if is_checked else self.choose(step), None
+        home = self.folder / str(intact_step)
         stored = _read_meta(home)
-        wanted = _named_leaves(abstract)
-        kept = {n: leaf for n, leaf in stored["leaves"].items() if n in wanted or not partial}
-        _refuse_unless_equal(home, kept, wanted)
-        targets = {name: _target(name, leaf) for name, leaf in wanted.items() if leaf.size}
+        abstract_leaves = _named_leaves(abstract)
+        stored_leaves = {
+            n: leaf for n, leaf in stored["leaves"].items() if n in abstract_leaves or not partial
+        }
+        _refuse_unless_equal(home, stored_leaves, abstract_leaves)
+        targets = {
+            name: _restore_target(name, leaf) for name, leaf in abstract_leaves.items() if leaf.size
+        }
         # A reader of its own: the one that saves reads whole trees only.
-        how = ocp.checkpoint_utils.construct_restore_args(targets)
-        asked = ocp.args.PyTreeRestore(targets, restore_args=how, partial_restore=True)
+        leaf_arguments = ocp.checkpoint_utils.construct_restore_args(targets)
+        arguments = ocp.args.PyTreeRestore(
+            targets, restore_args=leaf_arguments, partial_restore=True
+        )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            arrays = reader.restore(home / "state", args=asked)
-        leaves = [_placed(arrays.get(name), leaf) for name, leaf in wanted.items()]
-        self.newest = chosen
+            arrays = reader.restore(home / "state", args=arguments)
+        leaves = [_place_leaf(arrays.get(name), leaf) for name, leaf in abstract_leaves.items()]
+        self.newest = intact_step
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), stored["meta"]
 
     def _folders(self) -> list[int]:
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(path.name) for path in found if is_step(path.name) and path.is_dir())
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(int(path.name) for path in paths if is_step(path.name) and path.is_dir())
 
     def _refuse_files_in_the_way(self) -> None:
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        if files := sorted(p.name for p in found if is_step(p.name) and not p.is_dir()):
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        if files := sorted(p.name for p in paths if is_step(p.name) and not p.is_dir()):
             raise InputError(
                 f"{self.folder / files[0]} is a file where the folder of a step belongs: move it "
                 "away, or set run.dir to another folder"
@@ -245,10 +251,10 @@ class Checkpoints(Closing):
                 f"{self.folder}: step {step} cannot be saved after step {self.newest}: "
                 "steps go forward; restore an older step to go on from it"
             )
-        there = process.decided(self.steps) if self.newest is None else []
-        if there:
+        existing_steps = process.broadcast(self.steps) if self.newest is None else []
+        if existing_steps:
             raise InputError(
-                f"{self.folder} already holds steps {there}: "
+                f"{self.folder} already holds steps {existing_steps}: "
                 "go on with that run by --resume auto, or set run.dir to another folder"
             )
 
@@ -258,8 +264,8 @@ class Checkpoints(Closing):
         try:
             self._orbax.wait_until_finished()
             if jax.process_index() == 0:
-                found = storage.files_of(home).items()
-                files = {name: _fingerprint(p) for name, p in found if p.name != "manifest.json"}
+                entries = storage.files_of(home).items()
+                files = {name: _fingerprint(p) for name, p in entries if p.name != "manifest.json"}
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
                 for old in self.steps()[: -self.keep]:
                     if old != best:
@@ -297,8 +303,8 @@ class Checkpoints(Closing):
             problems.append(f"step {candidate} is damaged: {problem}")
             if step is None:
                 logger.warning("%s; trying the step before it", problems[-1])
-        others = "choose another step" if step is not None else "start again in another run.dir"
-        raise InputError(f"{self.folder}: {'; '.join(problems)}: {others}")
+        remedy = "choose another step" if step is not None else "start again in another run.dir"
+        raise InputError(f"{self.folder}: {'; '.join(problems)}: {remedy}")
 
 
 def damage(home: Place) -> str | None:
@@ -314,18 +320,20 @@ def damage(home: Place) -> str | None:
         path = home / name
         if not path.is_file():
             return f"{path} is missing"
-        found = _fingerprint(path)
-        if found != [size, crc]:
-            return f"{path} was written as {size} bytes, crc32 {crc}, and is {found[0]}, {found[1]}"
+        actual = _fingerprint(path)
+        if actual != [size, crc]:
+            return (
+                f"{path} was written as {size} bytes, crc32 {crc}, and is {actual[0]}, {actual[1]}"
+            )
     return None
 
 
-def refuse_other_step(folder: Place, named: int, found: int) -> None:
+def refuse_other_step(folder: Place, named_step: int, stored_step: int) -> None:
     """Raises: InputError where the folder of a step holds another one, as a renamed one does."""
-    if named != found:
+    if named_step != stored_step:
         raise InputError(
-            f"{folder / str(named)} holds step {found} and not {named}: give it its own name back, "
-            "or remove it"
+            f"{folder / str(named_step)} holds step {stored_step} and not {named_step}: "
+            "give it its own name back, or remove it"
         )
 
 
@@ -373,7 +381,7 @@ def _description(leaf: Any) -> list[Any]:
     return [str(leaf.dtype), list(leaf.shape)]
 
 
-def _saved(leaf: Any) -> Any:
+def _leaf_to_save(leaf: Any) -> Any:
     """What Orbax is given. It copies what it is given before `save` returns.
 
     On several processes it refuses a device array that each of them has of its own, such as a step
@@ -384,7 +392,7 @@ def _saved(leaf: Any) -> Any:
     return leaf
 
 
-def _target(name: str, leaf: Any) -> Any:
+def _restore_target(name: str, leaf: Any) -> Any:
     """What Orbax is asked for."""
     if isinstance(leaf, np.ndarray):
         return leaf
@@ -393,7 +401,7 @@ def _target(name: str, leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _placed(array: Any, leaf: Any) -> Any:
+def _place_leaf(array: Any, leaf: Any) -> Any:
     """What the caller gets: Orbax's array; one without entries, which Orbax cannot store, again."""
     if array is not None:
         return array
@@ -401,18 +409,20 @@ def _placed(array: Any, leaf: Any) -> Any:
     return empty if isinstance(leaf, np.ndarray) else jax.device_put(empty, leaf.sharding)
 
 
-def _refuse_unless_equal(home: Place, stored: dict[str, list[Any]], wanted: dict[str, Any]) -> None:
+def _refuse_unless_equal(
+    home: Place, stored: dict[str, list[Any]], abstract_leaves: dict[str, Any]
+) -> None:
     """Raises InputError naming the first leaf whose name, dtype or shape differs."""
-    asked = {name: _description(leaf) for name, leaf in wanted.items()}
-    wrong = [name for name in sorted(stored | asked) if stored.get(name) != asked.get(name)]
+    expected = {name: _description(leaf) for name, leaf in abstract_leaves.items()}
+    wrong = [name for name in sorted(stored | expected) if stored.get(name) != expected.get(name)]
     if wrong:
-        sides = (table.get(wrong[0], ["nothing"]) for table in (stored, asked))
-        there, here = (" ".join(map(str, entry)) for entry in sides)
+        sides = (table.get(wrong[0], ["nothing"]) for table in (stored, expected))
+        stored_text, expected_text = (" ".join(map(str, entry)) for entry in sides)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise InputError(
-            f"{home}: {wrong[0]} is stored as {there} and asked for as {here}{more}: use the "
-            "model, dtype, optimizer and number of rows that the run began with, or set run.dir to "
-            "another folder"
+            f"{home}: {wrong[0]} is stored as {stored_text} and asked for as {expected_text}"
+            f"{more}: use the model, dtype, optimizer and number of rows that the run began with, "
+            "or set run.dir to another folder"
         )
 
 

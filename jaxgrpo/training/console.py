@@ -71,7 +71,11 @@ class Display:
     """
 
     def __init__(
-        self, steps: int, done: int, active: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        steps: int,
+        finished_steps: int,
+        active: bool,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.console: Console = Console(quiet=not active, highlight=False)
         self.bar: Progress = Progress(
@@ -83,13 +87,13 @@ class Display:
             disable=not active,
             transient=True,
         )
-        self._task = self.bar.add_task("training", total=steps, completed=done)
+        self._task = self.bar.add_task("training", total=steps, completed=finished_steps)
         self._due = FIRST  # seconds of a phase at which the next line about it is due
-        self._clock, self._last = clock, clock()  # when the last line was printed
+        self._clock, self._last_line = clock, clock()  # when the last line was printed
         self._compiled = process.Programs.compiled()  # programs that a line has told of
 
     def say(self, text: str | Text) -> None:
-        self._last = self._clock()
+        self._last_line = self._clock()
         try:
             # It may hold what a model wrote. A log breaks no line between a name and its number.
             self.console.print(text, markup=False, soft_wrap=True)
@@ -110,7 +114,7 @@ class Display:
         due = seconds >= self._due
         if due:
             self._due *= 2
-        if due or (not self.console.is_terminal and self._clock() - self._last >= SILENCE):
+        if due or (not self.console.is_terminal and self._clock() - self._last_line >= SILENCE):
             number = process.Programs.compiled() - self._compiled
             self._compiled += number
             now = f"; {process.compiling_line(number)}" if number else ""
@@ -118,9 +122,9 @@ class Display:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         low, high = metrics["accuracy/low"], metrics["accuracy/high"]
-        shown = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
-        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
-        self.say(f"evaluated at step {step}: {', '.join(shown)}")
+        parts = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
+        parts += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
+        self.say(f"evaluated at step {step}: {', '.join(parts)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """What matters first: is there reward, is there signal, does it move."""
@@ -133,9 +137,9 @@ class Display:
 
 
 @contextlib.contextmanager
-def telling(console: Console, what: str) -> Iterator[None]:
+def telling(console: Console, activity: str) -> Iterator[None]:
     """Says, while something takes long, what it is and what is compiled for it, as a log needs."""
-    display, over, began = (
+    display, is_over, began = (
         Display(0, 0, active=process.is_main()),
         threading.Event(),
         time.monotonic(),
@@ -143,15 +147,15 @@ def telling(console: Console, what: str) -> Iterator[None]:
     display.console = console
 
     def tell() -> None:
-        while not over.wait(TICK):
-            display.under_way(what, time.monotonic() - began)
+        while not is_over.wait(TICK):
+            display.under_way(activity, time.monotonic() - began)
 
     thread = threading.Thread(target=tell, name="jaxgrpo-telling", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 
@@ -195,15 +199,15 @@ def show_config(console: Console, text: str) -> None:
 
 def show(console: Console, record: Record) -> None:
     """The step of the run, its warnings, evaluations and curves."""
-    of = f" of {record.steps}" if record.steps else ""
-    console.print(Text(f"{record.name}: {record.status}, step {record.step}{of}", style="bold"))
+    out_of = f" of {record.steps}" if record.steps else ""
+    console.print(Text(f"{record.name}: {record.status}, step {record.step}{out_of}", style="bold"))
     for alarm in record.warnings:
         console.print(warning(alarm.step, alarm.text), soft_wrap=True)
     if record.evaluations:
         columns = [(f"step {step}", values) for step, values in record.evaluations]
         (_, base), (_, now) = ends = columns[0], columns[-1]
-        both = (name for name in base.keys() & now.keys() if not is_end(name))
-        rows = sorted(both, key=accuracy_first)
+        shared_names = (name for name in base.keys() & now.keys() if not is_end(name))
+        rows = sorted(shared_names, key=accuracy_first)
         title = "evaluation, with 95% intervals over prompts"
         console.print(comparison(title, ends, rows, intervals=True))
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
@@ -217,7 +221,7 @@ def show(console: Console, record: Record) -> None:
         console.print(table)
 
 
-def summary_of(record: Record) -> dict[str, Any]:
+def summarize(record: Record) -> dict[str, Any]:
     """What `show` prints, as numbers: all evaluations, and every value of the curves."""
     curves = {metric: record.series(metric) for metric in METRICS}
     return {

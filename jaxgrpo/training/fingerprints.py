@@ -32,94 +32,98 @@ LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracki
 """Keys, and a table, that may differ between machines: what is found there is compared instead."""
 
 
-def given_by(config: Config) -> dict[str, Any]:
+def config_facts(config: Config) -> dict[str, Any]:
     """What has to be alike before anything is set up: the config, own code and the base model."""
     facts = configs.flat(configs.to_tables(config))
     local = tuple(f"{key}." for key in LOCAL)
     facts = {name: value for name, value in facts.items() if not f"{name}.".startswith(local)}
     base = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
     adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
-    found = {"model.path": base, "lora.path": code_of(adapter)}
-    return {**facts, **found, "own code": code_of(config.own_files)}
+    model_facts = {"model.path": base, "lora.path": file_checksums(adapter)}
+    return {**facts, **model_facts, "own code": file_checksums(config.own_files)}
 
 
-def code_of(files: Iterable[Path]) -> dict[str, str]:
+def file_checksums(files: Iterable[Path]) -> dict[str, str]:
     """Name -> checksum of files, as own code; what is missing is refused where it is loaded.
 
     A second file of a name gets a number.
     """
-    found: dict[str, str] = {}
+    checksums: dict[str, str] = {}
     for file in filter(Path.is_file, files):
         name, number = file.name, 1
-        while name in found:
+        while name in checksums:
             number += 1
             name = f"{file.name} ({number})"
-        found[name] = checksum([file.read_bytes()])
-    return found
+        checksums[name] = checksum([file.read_bytes()])
+    return checksums
 
 
-def rows_of(read: Mapping[str, Any]) -> dict[str, str]:
+def row_facts(disk_inputs: Mapping[str, Any]) -> dict[str, str]:
     """Which rows a run reads, to train and to evaluate on; and the rollouts that it replays.
 
     Args:
-      read: fields of `setup.Setup` that are read from disk.
+      disk_inputs: fields of `setup.Setup` that are read from disk.
     """
-    held_out, replay = read["held_out"], read["replay"]
-    facts = {"data.path": data_of(read["rows"], read["encoded"])}
-    if read["mixture"]:
-        facts["data.path"] += f", mixed as {tuple(read['mixture'])}"
+    held_out, replay = disk_inputs["held_out"], disk_inputs["replay"]
+    facts = {"data.path": describe_rows(disk_inputs["rows"], disk_inputs["encoded"])}
+    if disk_inputs["mixture"]:
+        facts["data.path"] += f", mixed as {tuple(disk_inputs['mixture'])}"
     if held_out:
-        facts["eval.data"] = data_of(held_out.rows, held_out.encoded)
+        facts["eval.data"] = describe_rows(held_out.rows, held_out.encoded)
     if replay:
         facts["rollouts"] = ", ".join(replay.checksums)
     return facts
 
 
-def inputs_of(config: Config, read: Mapping[str, Any]) -> dict[str, Any]:
+def input_facts(config: Config, disk_inputs: Mapping[str, Any]) -> dict[str, Any]:
     """What a run reads and a later start of it has to read again: kind of INPUTS -> JSON value.
 
     Rows and prompts of a replay are left out: replay.json holds the checksums of its files.
 
     Args:
-      read: fields of `setup.Setup` that are read from disk.
+      disk_inputs: fields of `setup.Setup` that are read from disk.
     """
-    base, chat = folders.fingerprint(read["folder"]), read["chat"]
+    base, chat = folders.fingerprint(disk_inputs["folder"]), disk_inputs["chat"]
     template: dict[str, Any] = {
         name: base.pop(name) for name in list(base) if "chat_template" in name
     }
     for name in texts.CHAT_TEMPLATES:  # what is used of them is compared
         template.pop(name, None)
-    template[f"data.chat_template = {config.data.chat_template}"] = _checksum_of(chat.template)
+    template[f"data.chat_template = {config.data.chat_template}"] = _json_checksum(chat.template)
     tokenizer: dict[str, Any] = {
         name: base.pop(name) for name in texts.TOKENIZER_FILES if name in base
     }
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
-        fields = json.loads((read["folder"] / name).read_text(encoding="utf-8"))
-        tokenizer[name] = _checksum_of({**fields, "chat_template": None})
+        fields = json.loads((disk_inputs["folder"] / name).read_text(encoding="utf-8"))
+        tokenizer[name] = _json_checksum({**fields, "chat_template": None})
     adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
     facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
-    facts |= {"base": {**base, **code_of(adapter)}, "code": code_of(config.own_files)}
-    if read["replay"] is None:
-        tokens = (part for ids in read["encoded"] for part in (b"|", ids.tobytes()))
-        facts |= {"rows": data_of(read["rows"]), "prompts": checksum(tokens)}
+    facts |= {"base": {**base, **file_checksums(adapter)}, "code": file_checksums(config.own_files)}
+    if disk_inputs["replay"] is None:
+        tokens = (part for ids in disk_inputs["encoded"] for part in (b"|", ids.tobytes()))
+        facts |= {"rows": describe_rows(disk_inputs["rows"]), "prompts": checksum(tokens)}
     return facts
 
 
-def refuse_changes(config: Config, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_changes(
+    config: Config, old_inputs: Mapping[str, Any], new_inputs: Mapping[str, Any]
+) -> None:
     """Refuses to continue a run that reads something else, unless run.allow_changes says so.
 
     Args:
-      before, now: `inputs_of` the run at its newest checkpoint and at this start.
+      old_inputs, new_inputs: `input_facts` of the run at its newest checkpoint, and at this start.
 
     Raises: InputError that names all that differ.
     """
-    both = [kind for kind in INPUTS if kind in before and kind in now]
-    changed = [kind for kind in both if before[kind] != now[kind]]
+    shared_kinds = [kind for kind in INPUTS if kind in old_inputs and kind in new_inputs]
+    changed = [kind for kind in shared_kinds if old_inputs[kind] != new_inputs[kind]]
     if changed != ["prompts"]:  # they change with what makes them
         changed = [kind for kind in changed if kind != "prompts"]
     refused = [kind for kind in changed if kind not in config.run.allow_changes]
     if refused:
-        lines = "".join(f"\n  {kind}: {_change(config, kind, before, now)}" for kind in refused)
+        lines = "".join(
+            f"\n  {kind}: {_change(config, kind, old_inputs, new_inputs)}" for kind in refused
+        )
         allowed = json.dumps([*config.run.allow_changes, *refused])
         raise InputError(
             f"{config.run.dir}: the run reads something else than at its newest checkpoint:{lines}"
@@ -128,9 +132,11 @@ def refuse_changes(config: Config, before: Mapping[str, Any], now: Mapping[str, 
         )
 
 
-def _change(config: Config, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _change(
+    config: Config, kind: str, old_inputs: Mapping[str, Any], new_inputs: Mapping[str, Any]
+) -> str:
     """What changed, for a message."""
-    old, new = before[kind], now[kind]
+    old, new = old_inputs[kind], new_inputs[kind]
     if kind == "rows":
         path = f"data.path = {_paths(config)}, unless given from Python"
         return f"{old} -> {new}, in their order ({path})"
@@ -150,31 +156,37 @@ def _paths(config: Config) -> str:
     return ", ".join(part.path for part in path) if isinstance(path, tuple) else str(path)
 
 
-def data_of(rows: Sequence[Mapping[str, Any]], encoded: Sequence[np.ndarray] | None = None) -> str:
+def describe_rows(
+    rows: Sequence[Mapping[str, Any]], encoded: Sequence[np.ndarray] | None = None
+) -> str:
     """Number and checksum of rows, in their order, and of their prompts' tokens, if given."""
     tokens = [b""] * len(rows) if encoded is None else (ids.tobytes() for ids in encoded)
-    parts = (part for row, ids in zip(rows, tokens, strict=True) for part in (_written(row), ids))
+    parts = (part for row, ids in zip(rows, tokens, strict=True) for part in (_row_bytes(row), ids))
     return f"{len(rows)} rows, crc32 {checksum(parts)}"
 
 
-def asked_by(config: Config, held_out: PromptData) -> dict[str, Any]:
+def evaluation_facts(config: Config, held_out: PromptData) -> dict[str, Any]:
     """What evaluations ask and how they judge: numbers of other questions cannot be compared.
 
     The rows and not the name of the file; the scorer and its code; samples and the other keys of
     `eval` that act on a number.
     """
-    asked = config.eval
-    use = asked.scorer or config.rewards[0].use
-    keys = configs.flat({"eval": configs.to_tables(config)["eval"]})
-    where = ("data", "subset", "split", "prompts", "scorer", "every")
-    kept = {name: value for name, value in keys.items() if name.removeprefix("eval.") not in where}
+    keys = config.eval
+    use = keys.scorer or config.rewards[0].use
+    table = configs.flat({"eval": configs.to_tables(config)["eval"]})
+    excluded_keys = ("data", "subset", "split", "prompts", "scorer", "every")
+    decisive_keys = {
+        name: value
+        for name, value in table.items()
+        if name.removeprefix("eval.") not in excluded_keys
+    }
     file = find_source(use)
     files = [] if file is None else with_imports([config.folder / file])
     return {
-        **kept,
+        **decisive_keys,
         "eval.kl_to_base": config.measures_kl_to_base,
-        "eval.data": data_of(held_out.rows[: asked.prompts], held_out.encoded[: asked.prompts]),
-        "eval.scorer": [short_name(use), *code_of(files).values()],
+        "eval.data": describe_rows(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
+        "eval.scorer": [short_name(use), *file_checksums(files).values()],
     }
 
 
@@ -186,19 +198,19 @@ def checksum(parts: Iterable[bytes]) -> str:
     return f"{crc:08x}"
 
 
-def _checksum_of(value: Any) -> str:
+def _json_checksum(value: Any) -> str:
     return checksum([json.dumps(value).encode()])
 
 
-def _written(row: Mapping[str, Any]) -> bytes:
+def _row_bytes(row: Mapping[str, Any]) -> bytes:
     """A row as bytes, the same in every process."""
     try:
-        return json.dumps(row, default=_plain).encode()
+        return json.dumps(row, default=_json_value).encode()
     except TypeError:  # a key within it is no text
         return _ADDRESS.sub("", repr(row)).encode("utf-8", "backslashreplace")
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """A value that JSON does not know: an array, an image, a date."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -209,7 +221,7 @@ def _plain(value: Any) -> Any:
     return _ADDRESS.sub("", repr(value))
 
 
-def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
+def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str = REMEDY) -> None:
     """Raises: InputError, in every process, naming the first fact that one of them has otherwise.
 
     Called by all processes; of a single one nothing is asked.
@@ -223,16 +235,23 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> 
     from jaxgrpo.rollout.judging import gather_json
 
     try:
-        mine = dict(facts())
+        local_facts = dict(facts())
     except InputError as error:  # raised by one alone it would leave the others waiting
-        mine = {"problem": str(error)}
-    everyone = gather_json(mine)
-    first = everyone[0]
-    for number, other in enumerate(everyone):
-        names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
+        local_facts = {"problem": str(error)}
+    all_facts = gather_json(local_facts)
+    main_facts = all_facts[0]
+    for number, process_facts in enumerate(all_facts):
+        names = sorted(
+            n
+            for n in main_facts.keys() | process_facts.keys()
+            if main_facts.get(n) != process_facts.get(n)
+        )
         if names:
-            here, there = (side.get(names[0], "nothing") for side in (first, other))
+            main_value, process_value = (
+                side.get(names[0], "nothing") for side in (main_facts, process_facts)
+            )
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise InputError(
-                f"{names[0]}: process {number} has {there}, process 0 has {here}{more}: {remedy}"
+                f"{names[0]}: process {number} has {process_value}, process 0 has "
+                f"{main_value}{more}: {remedy}"
             )

@@ -28,7 +28,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
-from jaxgrpo.training.process import decided
+from jaxgrpo.training.process import broadcast
 
 SAMPLE_KEYS = (
     "step",  # the step it was drawn for, as in metrics.jsonl
@@ -122,7 +122,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [entry for _, entry in _complete_lines(file)]
 
 
-def evaluation_of(line: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of an evaluation in a line, or a step's values, without "eval/"."""
     return {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
 
@@ -190,19 +190,19 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
         return
     folder = Path(path)
     where = f"run.dir = {str(path)[:SHOWN]}"
-    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
-    if not there.is_dir():
-        place = "is a file" if there == folder else f"is under {there}, which is a file"
+    ancestor = next(filter(os.path.lexists, (folder, *folder.absolute().parents)))
+    if not ancestor.is_dir():
+        place = "is a file" if ancestor == folder else f"is under {ancestor}, which is a file"
         raise InputError(f"{where} {place}: give a folder")
     longest = max(len(os.fsencode(part)) for part in folder.absolute().parts)
-    limit = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
+    limit = os.pathconf(ancestor, "PC_NAME_MAX"), os.pathconf(ancestor, "PC_PATH_MAX")
     if longest > limit[0] or len(os.fsencode(folder.absolute())) + INSIDE > limit[1]:
         raise InputError(f"{where}... is longer than the system allows: give a shorter path")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{where}: {there} cannot be written: give a folder that can")
-    found = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
-    if found and not resume:
-        holds = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise InputError(f"{where}: {ancestor} cannot be written: give a folder that can")
+    names = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
+    if names and not resume:
+        holds = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         raise InputError(
             f"{where} is not empty (it holds {holds}): "
             "go on with that run by --resume auto, or set run.dir to another folder"
@@ -228,11 +228,11 @@ class RunFolder(Closing):
         self.place: Place = storage.place(path)  # absolute: a reward may change directory
         self.path: Path = mirror.folder_of(os.fspath(path)) if in_bucket else Path(self.place)
         self._mirror: mirror.Mirror | None = None
-        self._waiting = b""  # lines of metrics that the disk did not take
+        self._unwritten_lines = b""  # lines of metrics that the disk did not take
         self.checkpoints: Place = self.place / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
-        decided(lambda: self._take(resume))
+        broadcast(lambda: self._take(resume))
 
     def _take(self, resume: bool) -> None:
         refuse_unusable(self.place, resume)
@@ -281,7 +281,7 @@ class RunFolder(Closing):
         except FileNotFoundError:
             return True
 
-    def refuse_to_forget(self, every: int) -> None:
+    def refuse_to_forget(self, save_every: int) -> None:
         """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
 
         A run that was killed before its first checkpoint was complete may start again: it logs the
@@ -289,20 +289,20 @@ class RunFolder(Closing):
         more than two saves apart, would lose what it measured.
 
         Args:
-          every: checkpoint.every of its last start.
+          save_every: checkpoint.every of its last start.
         """
         logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
         if not logged:
             return
         # A bucket has no empty folders: one that is gone looks like one not yet begun.
-        gone = not storage.is_url(self.place) and not self.checkpoints.is_dir()
-        ended = (self.path / "summary.json").exists()
-        if gone or ended or max(logged) > 2 * every:
+        is_missing = not storage.is_url(self.place) and not self.checkpoints.is_dir()
+        has_ended = (self.path / "summary.json").exists()
+        if is_missing or has_ended or max(logged) > 2 * save_every:
             raise InputError(
                 f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
-                f"from ({self.checkpoints} {'does not exist' if gone else 'holds none'}); starting "
-                "at step 1 would erase them: put the checkpoints back, or start again without "
-                "--resume and with another run.dir, or after moving or deleting this folder"
+                f"from ({self.checkpoints} {'does not exist' if is_missing else 'holds none'}); "
+                "starting at step 1 would erase them: put the checkpoints back, or start again "
+                "without --resume and with another run.dir, or after moving or deleting this folder"
             )
 
     def rewind(self, step: int | None) -> Path | None:
@@ -329,15 +329,15 @@ class RunFolder(Closing):
         files = [self.path / "samples" / name for name in names]
         rollouts = (self.path / "rollouts").glob("*.safetensors")
         files += [file for file in rollouts if file.stem.isdecimal() and int(file.stem) > last]
-        aside = self._folder_aside(f"before_{max(last, 0) + 1}") if later or files else None
-        if aside is not None:
-            write_atomically(aside / metrics.name, later)
+        aside_folder = self._folder_aside(f"before_{max(last, 0) + 1}") if later or files else None
+        if aside_folder is not None:
+            write_atomically(aside_folder / metrics.name, later)
             for file in files:
-                (aside / file.parent.name).mkdir(exist_ok=True)
-                file.rename(aside / file.parent.name / file.name)
+                (aside_folder / file.parent.name).mkdir(exist_ok=True)
+                file.rename(aside_folder / file.parent.name / file.name)
         if metrics.exists():
             write_atomically(metrics, earlier)
-        return aside
+        return aside_folder
 
     def _folder_aside(self, name: str) -> Path:
         """A new folder, whose name gets a number where it is taken."""
@@ -351,7 +351,7 @@ class RunFolder(Closing):
     def base(self) -> dict[str, Any]:
         """The evaluation of the base, in the line of step 0; {} where there is none."""
         lines = read_metrics(self.path)
-        return evaluation_of(lines[0]) if lines and lines[0]["step"] == 0 else {}
+        return evaluation_metrics(lines[0]) if lines and lines[0]["step"] == 0 else {}
 
     def replace_evaluations(self, until: int, evaluations: Mapping[int, Mapping[str, Any]]) -> None:
         """Puts evaluations of other questions aside, and writes new ones into the lines of steps.
@@ -364,16 +364,16 @@ class RunFolder(Closing):
         """
         if not self._writes:
             return
-        aside = f"eval_until_{until}/"
+        prefix = f"eval_until_{until}/"
         lines = {entry["step"]: entry for entry in read_metrics(self.path)}
         for step, line in lines.items():
-            before = evaluation_of(line)
-            kept = {name: value for name, value in line.items() if not name.startswith("eval/")}
-            done = any(name.startswith(aside) for name in line)
-            done |= before == plain(evaluation_of(evaluations.get(step, {})))
-            if not done:  # by a start before this one
-                kept |= {f"{aside}{name}": value for name, value in before.items()}
-            lines[step] = kept
+            evaluation = evaluation_metrics(line)
+            entry = {name: value for name, value in line.items() if not name.startswith("eval/")}
+            is_aside = any(name.startswith(prefix) for name in line)
+            is_aside |= evaluation == plain(evaluation_metrics(evaluations.get(step, {})))
+            if not is_aside:  # by a start before this one
+                entry |= {f"{prefix}{name}": value for name, value in evaluation.items()}
+            lines[step] = entry
         for step, values in evaluations.items():
             lines[step] = {**lines.get(step, {}), **values}
         texts = [_line(step, lines[step]) for step in sorted(lines)]
@@ -386,23 +386,23 @@ class RunFolder(Closing):
         Raises: OSError as `catch_up`, which then has this line to write too.
         """
         if self._writes:
-            self._waiting += _line(step, metrics).encode("ascii")
+            self._unwritten_lines += _line(step, metrics).encode("ascii")
             self.catch_up()
 
     def catch_up(self) -> None:
         """Appends the lines that wait. Raises: OSError where the disk takes them not or in part."""
-        if not self._waiting:
+        if not self._unwritten_lines:
             return
         file = self.path / "metrics.jsonl"
         size = file.stat().st_size if file.exists() else 0
         try:
             with open(file, "ab", opener=storage.open_file) as end:
-                end.write(self._waiting)
+                end.write(self._unwritten_lines)
         except OSError as error:
             if file.exists():
                 os.truncate(file, size)  # the next line must not continue half a line
             raise OSError(error.errno, f"{file} could not be written: {error.strerror}") from error
-        self._waiting = b""
+        self._unwritten_lines = b""
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/step_N.jsonl, whole or not at all, keys in the order of SAMPLE_KEYS.

@@ -39,27 +39,29 @@ from jaxgrpo.update.forward import Blueprint
 SHOWN = 80  # characters of an answer
 
 
-def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
+def find_config(config: Config, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:
     """The folder of a config's model, and what its config.json says; a family of one's own is
     registered.
 
     Args:
-      whole: fetch the weights too, if it is a name on the hub.
+      fetch_weights: whether to fetch them too, if the model is a name on the hub.
 
     Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
     keys = config.model
-    folder, own = folders.find_folder(keys.path, keys.revision, whole), own_family(config)
-    stored = folders.read_config(folder, own, keys.ignore)
+    folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
+    family = own_family(config)
+    stored = folders.read_config(folder, family, keys.ignore)
     if keys.config:
-        said = families.model_config(keys.config, "model.config", own, keys.ignore)
-        names = [field.name for field in dataclasses.fields(said)]
-        odd = [
-            f"{name} = {getattr(said, name)!r}, there {getattr(stored, name)!r}"
+        user_config = families.model_config(keys.config, "model.config", family, keys.ignore)
+        names = [field.name for field in dataclasses.fields(user_config)]
+        differences = [
+            f"{name} = {getattr(user_config, name)!r}, there {getattr(stored, name)!r}"
             for name in names
-            if name not in families.RUN_FIELDS and getattr(said, name) != getattr(stored, name)
+            if name not in families.RUN_FIELDS
+            and getattr(user_config, name) != getattr(stored, name)
         ]
-        refuse_all(f"model.config is not what the config.json of {keys.path} says:", odd)
+        refuse_all(f"model.config is not what the config.json of {keys.path} says:", differences)
     return folder, stored
 
 
@@ -78,22 +80,22 @@ def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
     rollout = config.rollout
     prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
     parts = [f"rollout.max_prompt_tokens = {prompt}", f"max_completion_tokens = {completion}"]
-    left = max(2, stored.longest - answer)
-    first = max(1, left * prompt // (prompt + completion))
+    room = max(2, stored.longest - answer)
+    prompt_room = max(1, room * prompt // (prompt + completion))
     remedy = (
-        f"make them shorter, as --set rollout.max_prompt_tokens={first} "
-        f"rollout.max_completion_tokens={left - first}"
+        f"make them shorter, as --set rollout.max_prompt_tokens={prompt_room} "
+        f"rollout.max_completion_tokens={room - prompt_room}"
     )
     if answer:
         parts.append(f"the longest answer with data.answer_prefix, {answer} tokens,")
         remedy = f"set data.max_answer_tokens, or {remedy}"
-    total, what = prompt + completion + answer, " and ".join(parts)
+    total, terms = prompt + completion + answer, " and ".join(parts)
     if total > stored.max_positions:
         raise InputError(
-            f"{what} are {total} tokens, but the config.json of {config.model.path} says "
+            f"{terms} are {total} tokens, but the config.json of {config.model.path} says "
             f"max_position_embeddings = {stored.max_positions}: {remedy}"
         )
-    sequences.check_length(stored, total, what, remedy)
+    sequences.check_length(stored, total, terms, remedy)
 
 
 def load_prompts(
@@ -142,15 +144,16 @@ def _load_mixture(
     config: Config, parts: Sequence[PartKeys]
 ) -> tuple[list[dict[str, Any]], Mixture]:
     """The rows of several sources, each read by its own keys where it has them."""
-    keys, read = config.data, {}
+    keys, rows_by_title = config.data, {}
     for index, part in enumerate(parts):
-        given = (part.path, part.subset, part.split, part.revision, f"data.path[{index}].path")
+        location = (part.path, part.subset, part.split, part.revision, f"data.path[{index}].path")
         prompt = keys.prompt if part.prompt is None else part.prompt
         answer = keys.answer if part.answer is None else part.answer
-        source = Source(*given, delimiter=keys.delimiter)
-        read[part.title] = _load_rows(source, prompt, answer)
+        source = Source(*location, delimiter=keys.delimiter)
+        rows_by_title[part.title] = _load_rows(source, prompt, answer)
     weights = tuple(part.weight for part in parts)
-    return prompts.join(read), Mixture(tuple(read), weights, tuple(map(len, read.values())))
+    sizes = tuple(map(len, rows_by_title.values()))
+    return prompts.join(rows_by_title), Mixture(tuple(rows_by_title), weights, sizes)
 
 
 def eval_source(config: Config) -> Source:
@@ -159,9 +162,9 @@ def eval_source(config: Config) -> Source:
     keys, training = config.eval, config.data
     if keys.data is None:
         raise InputError("eval.data: missing; there is nothing to evaluate on")
-    same = keys.data == training.path
-    subset = training.subset if same and keys.subset is None else keys.subset
-    revision = training.revision if same else None
+    is_same_source = keys.data == training.path
+    subset = training.subset if is_same_source and keys.subset is None else keys.subset
+    revision = training.revision if is_same_source else None
     return Source(
         *(keys.data, subset, keys.split, revision), key="eval.data", delimiter=training.delimiter
     )
@@ -176,9 +179,9 @@ def make_chat(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
     """
     keys = config.data
     template, options = keys.chat_template, keys.chat_template_kwargs
-    asked = (template, keys.system, options, config.model.path)
-    time = keys.template_time or process.decided(local_time)
-    chat = conversations.make_chat(tokenizer, *asked, time)
+    settings = (template, keys.system, options, config.model.path)
+    time = keys.template_time or process.broadcast(local_time)
+    chat = conversations.make_chat(tokenizer, *settings, time)
     if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template
     return chat._replace(vocab_size=vocab_size)
@@ -229,35 +232,35 @@ def load_answers(
 
 def answers_line(answers: Answers) -> str:
     """What to say of reference answers."""
-    after = f", after {answers.prefix!r}" if answers.prefix else ""
+    prefix = f", after {answers.prefix!r}" if answers.prefix else ""
     cut = f"; {answers.num_cut} of {len(answers.counts)} are longer" if answers.num_cut else ""
-    return f"at most {answers.counts.max()} tokens are scored behind each thought{after}{cut}"
+    return f"at most {answers.counts.max()} tokens are scored behind each thought{prefix}{cut}"
 
 
 def resolve_rewards(
     config: Config,
-    given: Rewards | None = None,
+    user_rewards: Rewards | None = None,
     row: Mapping[str, Any] | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards of a run, each with a name of its own.
 
     Args:
-      given: functions, or names as a config may use them, instead of the config's rewards,
+      user_rewards: functions, or names as a config may use them, instead of the config's rewards,
         each with weight 1. In a list they are called as their function is; a mapping names them.
       row: one of the data's, whose columns have to be all that the rewards ask for.
 
     Raises: InputError where two have one name, one does not exist or asks for a missing column.
     """
-    entries = [(one.title, one.use, one) for one in config.rewards]
-    if given is not None:
-        is_named = isinstance(given, Mapping)
-        named = given.items() if is_named else [(_name(use), use) for use in given]
-        entries = [(name, use, RewardKeys(use=name)) for name, use in named]  # all by default
+    entries = [(keys.title, keys.use, keys) for keys in config.rewards]
+    if user_rewards is not None:
+        is_named = isinstance(user_rewards, Mapping)
+        pairs = user_rewards.items() if is_named else [(_name(use), use) for use in user_rewards]
+        entries = [(name, use, RewardKeys(use=name)) for name, use in pairs]  # all by default
     counts = Counter(name for name, *_ in entries)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
         raise InputError(
-            f"rewards: {twice[0]!r} stands twice; give each a `name` of its own (from Python, "
+            f"rewards: {duplicates[0]!r} stands twice; give each a `name` of its own (from Python, "
             "rewards={name: function})"
         )
     rewards = tuple(
@@ -302,10 +305,10 @@ def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]
     Raises: RewardError where a reward logs under a name that the trainer uses.
     """
     logged = log.numbers()
-    taken = sorted(logged.keys() & (values.keys() | {"step"}))
-    if taken:
+    clashes = sorted(logged.keys() & (values.keys() | {"step"}))
+    if clashes:
         raise RewardError(
-            f"a reward calls log_metric({taken[0]!r}, ...), the name of a metric of the trainer: "
+            f"a reward calls log_metric({clashes[0]!r}, ...), the name of a metric of the trainer: "
             "give it another name"
         )
     return {**values, **logged}
@@ -344,11 +347,11 @@ def gold_problem(rewards: Sequence[Reward], previews: Mapping[str, Preview]) -> 
 
     A reward that weighs nothing, or did not score one of the two, has no say.
     """
-    both = [(one.weight, seen.gold, seen.empty) for one in rewards for seen in [previews[one.name]]]
+    trials = [(reward.weight, previews[reward.name]) for reward in rewards]
     gains = [
-        weight * (gold - empty)
-        for weight, gold, empty in both
-        if weight and gold is not None and empty is not None
+        weight * (trial.gold - trial.empty)
+        for weight, trial in trials
+        if weight and trial.gold is not None and trial.empty is not None
     ]
     if not gains or sum(gains) > 0:
         return None
@@ -372,13 +375,13 @@ def show_previews(
     answer = row.get("answer")
     text = repr(answer) if len(repr(answer)) <= SHOWN else repr(answer)[:SHOWN] + "…"
     lines = {}
-    for name, seen in previews.items():
-        reading = "" if seen.reading is None else f" (read as {seen.reading})"
-        gold = "" if answer is None else f"gold answer{reading}: {score(seen.gold)}, "
-        problem = "" if seen.problem is None else f"; {seen.problem}"
-        lines[f"  {name}"] = f"{gold}empty text: {score(seen.empty)}{problem}"
-    of = "which has no answer" if answer is None else f"whose answer is {text}"
-    console.print(f"rewards on row 0, {of}:", soft_wrap=True, markup=False)
+    for name, trial in previews.items():
+        reading = "" if trial.reading is None else f" (read as {trial.reading})"
+        gold = "" if answer is None else f"gold answer{reading}: {score(trial.gold)}, "
+        problem = "" if trial.problem is None else f"; {trial.problem}"
+        lines[f"  {name}"] = f"{gold}empty text: {score(trial.empty)}{problem}"
+    row_text = "which has no answer" if answer is None else f"whose answer is {text}"
+    console.print(f"rewards on row 0, {row_text}:", soft_wrap=True, markup=False)
     facts(console, lines)
     if problem := gold_problem(rewards, previews):
         console.print(problem, style="yellow", soft_wrap=True)

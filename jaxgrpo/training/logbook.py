@@ -47,17 +47,17 @@ class Logbook(Closing):
     Every process calls it alike; only the first one writes, prints and warns.
 
     Args:
-      folder: rewound to `done`.
-      done: finished steps.
+      folder: rewound to `finished_steps`.
+      finished_steps: of the run, before this start.
     Raises: InputError where a tracker that the config asks for cannot start.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display, done: int):
+    def __init__(self, config: Config, folder: RunFolder, display: Display, finished_steps: int):
         self._config, self._folder, self._display = config, folder, display
         self._active = process.is_main()
-        self._trackers = self._start_trackers(done) if self._active else []
+        self._trackers = self._start_trackers(finished_steps) if self._active else []
         lines = read_metrics(folder.path) if self._active else []
-        self._state, self._given = alarms.replay(lines)
+        self._state, self._alarms = alarms.replay(lines)
         self._report = _Report(folder, display) if self._active and config.run.report else None
         self._finished = False
         self._failing: set[str] = set()  # what the disk did not take last time
@@ -78,22 +78,22 @@ class Logbook(Closing):
         if not self._active:
             return
         for tracker in self._trackers:
-            what = type(tracker).__name__
-            self._attempt(what, number, lambda tracker=tracker: tracker.write(number, values))
-        self._state, begun = alarms.see(self._state, {"step": number, **values})
-        self._given += begun
-        for alarm in begun:
+            name = type(tracker).__name__
+            self._attempt(name, number, lambda tracker=tracker: tracker.write(number, values))
+        self._state, new_alarms = alarms.see(self._state, {"step": number, **values})
+        self._alarms += new_alarms
+        for alarm in new_alarms:
             self._display.say(warning(alarm.step, alarm.text))
-        every = self._config.run.report_every
-        if self._report and every and number and number % every == 0:
+        report_every = self._config.run.report_every
+        if self._report and report_every and number and number % report_every == 0:
             self._report.refresh()
 
-    def evaluated_again(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
+    def replace_evaluations(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
         """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
         self._folder.replace_evaluations(until, lines)
         if not self._active:
             return
-        self._state, self._given = alarms.replay(read_metrics(self._folder.path))
+        self._state, self._alarms = alarms.replay(read_metrics(self._folder.path))
         for number, values in lines.items():
             for tracker in self._trackers:
                 tracker.write(number, values)
@@ -115,39 +115,41 @@ class Logbook(Closing):
             write = self._folder.write_rollouts
             self._attempt("rollouts", number, lambda: write(number, content))
 
-    def _attempt(self, what: str, number: int, write: Callable[[], None]) -> None:
+    def _attempt(self, record_name: str, number: int, write: Callable[[], None]) -> None:
         """Writes; says in one line, once until it succeeds again, that the disk did not take it."""
         try:
             write()
         except OSError as error:
-            if what not in self._failing:
-                self._display.say(f"step {number}: {what} not written: {error.strerror or error}")
-            self._failing.add(what)
+            if record_name not in self._failing:
+                self._display.say(
+                    f"step {number}: {record_name} not written: {error.strerror or error}"
+                )
+            self._failing.add(record_name)
         else:
-            self._failing.discard(what)
+            self._failing.discard(record_name)
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the summary, with the count of each warning, and the last report."""
-        whole = {**summary, "warnings": alarms.count(self._given)}
-        self._folder.write_summary(whole)
+        full_summary = {**summary, "warnings": alarms.count(self._alarms)}
+        self._folder.write_summary(full_summary)
         if self._report:
             self._report.write(FINISHED)
         self._finished = True
-        return whole
+        return full_summary
 
-    def _start_trackers(self, done: int) -> list[Tracker]:
-        asked = self._config.tracking
+    def _start_trackers(self, finished_steps: int) -> list[Tracker]:
+        tracking = self._config.tracking
         path = self._folder.path
         trackers: list[Tracker] = []
-        if asked.wandb is not None:  # first: it is the one that may refuse
+        if tracking.wandb is not None:  # first: it is the one that may refuse
             tables = tomllib.loads(without_passwords(configs.to_toml(self._config)))
-            trackers.append(page := WandB(path, asked.wandb, tables))
+            trackers.append(page := WandB(path, tracking.wandb, tables))
             self._display.console.print(
                 f"Weights & Biases: {page.place}", markup=False, soft_wrap=True
             )
-        if asked.tensorboard and installed("tensorboardX"):
-            trackers.append(TensorBoard(path, done))
-        elif asked.tensorboard:
+        if tracking.tensorboard and installed("tensorboardX"):
+            trackers.append(TensorBoard(path, finished_steps))
+        elif tracking.tensorboard:
             self._display.say(
                 "no TensorBoard events: pip install tensorboardX for them, or set "
                 "tracking.tensorboard = false"
@@ -197,17 +199,17 @@ class TensorBoard:
 
     Args:
       folder: the run's.
-      done: finished steps; what an earlier process wrote after them is hidden by the reader.
+      finished_steps: before this start; the reader hides what an earlier process wrote after them.
     """
 
-    def __init__(self, folder: Path, done: int = 0):
+    def __init__(self, folder: Path, finished_steps: int = 0):
         self._folder = folder / "tensorboard"
         # Made of descriptors when they are loaded, so that no checker of types finds their names.
         self._events = importlib.import_module("tensorboardX.proto.event_pb2")
         self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
-        self._open(done)
+        self._open(finished_steps)
 
-    def _open(self, done: int) -> None:
+    def _open(self, finished_steps: int) -> None:
         from tensorboardX import FileWriter
 
         # Not its SummaryWriter, which writes eval/pass@4 as eval/pass_4.
@@ -215,13 +217,14 @@ class TensorBoard:
             str(self._folder),
             max_queue=QUEUE,
             flush_secs=FLUSH_SECONDS,
-            filename_suffix=f".{os.getpid()}.{done}",  # two starts in one second are two files
+            # Two starts in one second are two files.
+            filename_suffix=f".{os.getpid()}.{finished_steps}",
         )
         # It ends where the disk is full, and a queue that is read no more blocks once it is full.
         writer: Any = self._writer.event_writer
         self._thread = writer._worker
         # From this step on the reader drops what earlier files hold.
-        log, first = self._events.SessionLog, done + 1 if done else 0
+        log, first = self._events.SessionLog, finished_steps + 1 if finished_steps else 0
         begins = log(status=log.START)
         self._writer.add_event(self._events.Event(file_version="brain.Event:2"), step=first)
         self._writer.add_event(self._events.Event(session_log=begins), step=first)
@@ -231,7 +234,9 @@ class TensorBoard:
         if not self._thread.is_alive():
             self._open(step)
         value = self._summary.Value
-        scalars = [value(tag=name, simple_value=one) for name, one in numbers(metrics).items()]
+        scalars = [
+            value(tag=name, simple_value=number) for name, number in numbers(metrics).items()
+        ]
         self._writer.add_summary(self._summary(value=scalars), step)
 
     def close(self) -> None:
@@ -259,10 +264,10 @@ class WandB:
 
         # Nothing of ours goes through its console: the run's bar would be drawn twice.
         quiet = wandb.Settings(console="off", silent=True)
-        given = {"name": folder.name, **options}
+        run_options = {"name": folder.name, **options}
         try:
             self._run = wandb.init(
-                **given,
+                **run_options,
                 dir=str(folder),
                 config=dict(config),
                 id=_wandb_id(folder),

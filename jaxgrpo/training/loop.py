@@ -33,10 +33,10 @@ from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, memory, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import RunFolder, evaluation_of, plain, read_metrics, read_samples
+from jaxgrpo.training.folder import RunFolder, evaluation_metrics, plain, read_metrics, read_samples
 from jaxgrpo.training.inputs import answers_line, at_time, dropped_line, gold_problem, with_logged
 from jaxgrpo.training.logbook import Logbook
-from jaxgrpo.training.policy import base_params, evaluator_of, export
+from jaxgrpo.training.policy import base_params, evaluator_for_run, export
 from jaxgrpo.training.recovery import Keeper, Progress
 from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
@@ -112,10 +112,9 @@ def train(
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     config = make_config(config, overrides, rewards, advantage)
     line = process.start(config.mesh.platform)
-    given: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
-    given["rollouts"] = rollouts
-    watched: dict[str, Any] = {"on_step": on_step, "profile": profile}
-    return take(config, evaluator_of, resume=resume == "auto", opening=line, **watched, **given)
+    options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
+    options |= {"rollouts": rollouts, "on_step": on_step, "profile": profile}
+    return take(config, evaluator_for_run, resume=resume == "auto", opening=line, **options)
 
 
 def take(
@@ -127,41 +126,41 @@ def take(
     shown: bool = True,
     on_step: OnStep | None = None,
     profile: bool = False,
-    **given: Any,
+    **setup_options: Any,
 ) -> Run:
     """Runs the loop, from the first step or from the newest checkpoint.
 
     Args:
       evaluator: makes the evaluation, where the config has eval.data.
       opening, shown: a line to print first, and whether steps are shown in the terminal.
-      on_step, profile, given: as in `train`, and of `setup` beside the config.
+      on_step, profile, setup_options: as in `train`, and of `setup` beside the config.
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
-        fingerprints.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
+        fingerprints.refuse_unless_alike(lambda: fingerprints.config_facts(config))
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        text = process.decided(folder.config)
-        config, before = refuse_other_config(folder.place, text, config)
+        text = process.broadcast(folder.config)
+        config, last_config = refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        saved, meta = newest_checkpoint(checkpoints, folder, before.checkpoint.every)
-        run, inputs = set_up(config, meta, given)
-        problem = _tried(run, folder)
-        run = run if saved is None else run._replace(state=restored(run, checkpoints, saved))
-        state, done = run.state, int(sharding.to_host(run.state.step))
-        aside = folder.rewind(None if saved is None else done)
+        step, meta = newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
+        run, inputs = set_up(config, meta, setup_options)
+        problem = _check_rewards(run, folder)
+        run = run if step is None else run._replace(state=restore_state(run, checkpoints, step))
+        state, finished_steps = run.state, int(sharding.to_host(run.state.step))
+        aside_folder = folder.rewind(None if step is None else finished_steps)
         _record(run, folder)
-        display = Display(config.train.steps, done, active=shown and process.is_main())
+        display = Display(config.train.steps, finished_steps, active=shown and process.is_main())
         stack.enter_context(display.bar)
-        _open(run, display, opening, problem, aside)
+        _open(run, display, opening, problem, aside_folder)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        facts = (Progress.of(meta), inputs, *_kinds(run, meta))
+        facts = (Progress.from_meta(meta), inputs, *_replay_and_adapters(run, meta))
         keeper = Keeper(config, folder, checkpoints, display, *facts)
-        watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
-        log = stack.enter_context(Logbook(config, folder, display, done))
+        watch = stack.enter_context(Watchdog(display.under_way, keeper.saved_line, *limits))
+        log = stack.enter_context(Logbook(config, folder, display, finished_steps))
         evaluate = evaluator(run) if config.eval.data is not None else None
         loop = _Loop(run, keeper, display, log, evaluate, watch, on_step, profile)
-        state = loop.take_steps(state, done)
+        state = loop.take_steps(state, finished_steps)
         watch.phase("end of the run")
         checkpoints.wait()
         summary = loop.finish(state)
@@ -179,63 +178,63 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
 
     Returns: the config, with the time of the run's first start, and that of its last start.
     """
-    before = config if text is None else configs.from_dict(tomllib.loads(text))
-    if None in (config.data.template_time, before.data.template_time):
-        config = at_time(config, before.data.template_time)
-    difference = configs.resume_difference(before, config)
+    last_config = config if text is None else configs.from_dict(tomllib.loads(text))
+    if None in (config.data.template_time, last_config.data.template_time):
+        config = at_time(config, last_config.data.template_time)
+    difference = configs.resume_difference(last_config, config)
     if difference:
         raise InputError(
             f"{place}: the run began with another config; these keys may not change:\n  "
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
-    process.decided(lambda: parameters.refuse_unwritable(config, place))
-    return config, before
+    process.broadcast(lambda: parameters.refuse_unwritable(config, place))
+    return config, last_config
 
 
 def newest_checkpoint(
-    at: Checkpoints, folder: RunFolder, every: int
+    checkpoints: Checkpoints, folder: RunFolder, save_every: int
 ) -> tuple[int | None, dict[str, Any]]:
     """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
-    if process.decided(at.latest) is None:
-        process.decided(lambda: folder.refuse_to_forget(every))
+    if process.broadcast(checkpoints.latest) is None:
+        process.broadcast(lambda: folder.refuse_to_forget(save_every))
         return None, {}
-    step = at.choose()
-    return step, at.meta(step)
+    step = checkpoints.choose()
+    return step, checkpoints.meta(step)
 
 
 def set_up(
-    config: Config, meta: Mapping[str, Any], given: Mapping[str, Any]
+    config: Config, meta: Mapping[str, Any], setup_options: Mapping[str, Any]
 ) -> tuple[Setup, dict[str, Any]]:
     """A run, and what it reads: the same in all processes, and as its checkpoint says.
 
     Args:
       meta: what the checkpoint holds beside the state; {} where there is none.
-      given: of `setup`.
+      setup_options: of `setup`.
     """
     inputs: dict[str, Any] = {}
 
-    def check(read: Mapping[str, Any]) -> None:
-        fingerprints.refuse_unless_alike(lambda: fingerprints.rows_of(read), fingerprints.REMEDY)
-        inputs.update(fingerprints.inputs_of(config, read))
+    def check(disk_inputs: Mapping[str, Any]) -> None:
+        fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(disk_inputs))
+        inputs.update(fingerprints.input_facts(config, disk_inputs))
         if meta:
-            adapters = parameters.identity_of(read["folder"], read["model"])
-            parameters.refuse_others(config, meta, adapters)
+            adapters = parameters.adapter_identity(disk_inputs["folder"], disk_inputs["model"])
+            parameters.refuse_changed_adapters(config, meta, adapters)
             # Version 0.1.0 saved no inputs: unknown.
-            before = meta.get("inputs", inputs)
-            process.decided(lambda: fingerprints.refuse_changes(config, before, inputs))
+            saved_inputs = meta.get("inputs", inputs)
+            process.broadcast(lambda: fingerprints.refuse_changes(config, saved_inputs, inputs))
 
-    return setup(config, check=check, **given), inputs
+    return setup(config, check=check, **setup_options), inputs
 
 
-def _tried(run: Setup, folder: RunFolder) -> str | None:
+def _check_rewards(run: Setup, folder: RunFolder) -> str | None:
     """Calls every reward, so that one that cannot be called is found before the first samples.
 
     Returns: what to say of the gold answer; see `gold_problem`. None for a replay, whose rewards
       are in its files: that they are those of the folder is what can be tried.
     """
-    begun = lambda: folder.config() is not None  # noqa: E731
-    process.decided(lambda: refuse_other_files(folder.replay(), begun(), run.replay))
+    has_begun = lambda: folder.config() is not None  # noqa: E731
+    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), run.replay))
     if run.replay:
         return None
     return gold_problem(run.rewards, run.try_rewards())
@@ -249,14 +248,14 @@ def _record(run: Setup, folder: RunFolder) -> None:
     folder.copy_code(run.config.own_files)
 
 
-def _kinds(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
+def _replay_and_adapters(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
     """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
     held before, if there are any, as `set_up` has compared."""
-    adapters = meta.get("lora") or parameters.identity_of(run.folder, run.model)
+    adapters = meta.get("lora") or parameters.adapter_identity(run.folder, run.model)
     return bool(run.replay), adapters
 
 
-def restored(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
+def restore_state(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
     """The state that was saved at a step."""
     first = parameters.without_weights(run.state)
     # The first state makes room, and keeps its shapes: a device holds one, not two.
@@ -267,7 +266,7 @@ def restored(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
 
 
 def _open(
-    run: Setup, display: Display, opening: str, problem: str | None, aside: Path | None
+    run: Setup, display: Display, opening: str, problem: str | None, aside_folder: Path | None
 ) -> None:
     """Says what a run begins with: devices, its attention, prompts left out, answers, a problem,
     and where the lines and files are that it will write again.
@@ -281,14 +280,14 @@ def _open(
     if run.dropped:
         display.say(dropped_line(run.config, len(run.rows), run.dropped))
     if run.held_out and run.held_out.dropped:
-        kept, dropped = len(run.held_out.rows), run.held_out.dropped
-        display.say(f"eval.data: {dropped_line(run.config, kept, dropped)}")
+        num_rows, dropped = len(run.held_out.rows), run.held_out.dropped
+        display.say(f"eval.data: {dropped_line(run.config, num_rows, dropped)}")
     if run.answers:
         display.say(f"reference answers: {answers_line(run.answers)}")
     if problem:
         display.say(problem)
-    if aside is not None:
-        display.say(f"what was logged after the checkpoint is in {aside}")
+    if aside_folder is not None:
+        display.say(f"what was logged after the checkpoint is in {aside_folder}")
 
 
 @dataclasses.dataclass
@@ -309,16 +308,16 @@ class _Loop:
         self.folder, self.progress = self.keeper.folder, self.keeper.progress
         self.reset = make_resetter(self.config, self.run.blueprint)
 
-    def take_steps(self, state: TrainState, done: int) -> TrainState:
-        """Steps done + 1 to train.steps. Raises: StopRequested after a stop signal."""
+    def take_steps(self, state: TrainState, finished_steps: int) -> TrainState:
+        """Steps finished_steps + 1 to train.steps. Raises: StopRequested after a stop signal."""
         last, progress = self.config.train.steps, self.progress
         self._forget_other_best()
         if self.evaluate and self.run.held_out:
-            asked = fingerprints.asked_by(self.config, self.run.held_out)
-            self._evaluate_base(self.evaluate, asked, state, done)
-        for number in range(done + 1, last + 1):
+            facts = fingerprints.evaluation_facts(self.config, self.run.held_out)
+            self._evaluate_base(self.evaluate, facts, state, finished_steps)
+        for number in range(finished_steps + 1, last + 1):
             # The first step compiles.
-            traced = self.profile and number == min(done + 2, last)
+            traced = self.profile and number == min(finished_steps + 2, last)
             trace = jax.profiler.trace(self.folder.path / "profile") if traced else None
             with trace or contextlib.nullcontext():
                 state = self._step(state, number)
@@ -332,7 +331,7 @@ class _Loop:
             if stop and number < last:
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.place}; go on "
-                    f"with: {self.keeper.going_on()}"
+                    f"with: {self.keeper.resume_command()}"
                 )
         return state
 
@@ -340,48 +339,49 @@ class _Loop:
         """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
         progress, metric = self.progress, self.config.checkpoint.keep_best
         if progress.best and progress.best_metric != metric:
-            step, by = progress.best[0], progress.best_metric or "a metric that was not saved"
-            self.display.say(f"step {step} was the best by {by}: it is kept no longer")
+            step = progress.best[0]
+            old_metric = progress.best_metric or "a metric that was not saved"
+            self.display.say(f"step {step} was the best by {old_metric}: it is kept no longer")
             progress.best = None
         progress.best_metric = metric
 
     def _evaluate_base(
-        self, evaluate: Evaluate, asked: dict[str, Any], state: TrainState, done: int
+        self, evaluate: Evaluate, facts: dict[str, Any], state: TrainState, step: int
     ) -> None:
         """Evaluates the base before the first step, and again where something else is asked now.
 
         Raises: InputError where other questions would decide about resets of the reference.
         """
         run, progress, config = self.run, self.progress, self.config
-        before = progress.base or {"asked": {}, "metrics": {}}
-        known, metrics = before["asked"], before["metrics"]
+        saved_base = progress.base or {"asked": {}, "metrics": {}}
+        saved_facts, metrics = saved_base["asked"], saved_base["metrics"]
         # A start with other questions may have been killed before it saved a step.
-        if known == asked and process.decided(self.folder.base) == plain(metrics):
+        if saved_facts == facts and process.broadcast(self.folder.base) == plain(metrics):
             return
-        if done == 0:
-            values = self._evaluated(evaluate, run.sync(state), state, 0)
+        if step == 0:
+            values = self._measure(evaluate, run.sync(state), state, 0)
             progress.resets = see(config, progress.resets, values)
             self.log.step(0, values)
         else:
-            names = sorted(n for n in known | asked if known.get(n) != asked.get(n))
+            names = sorted(n for n in saved_facts | facts if saved_facts.get(n) != facts.get(n))
             changed = f"{', '.join(names)} changed" if names else "another base is logged"
-            changed = changed if known else "the base's was not saved"
-            if known and names and config.reference.reset_patience:
+            changed = changed if saved_facts else "the base's was not saved"
+            if saved_facts and names and config.reference.reset_patience:
                 raise InputError(
-                    f"{changed} after step {done}, and evaluations decide when the reference is "
+                    f"{changed} after step {step}, and evaluations decide when the reference is "
                     "reset: put back what the run began with, or set run.dir to another folder"
                 )
             self.display.say(
-                f"evaluation until step {done}: {changed}; the base is evaluated again, and "
-                f"earlier numbers are eval_until_{done}/... in metrics.jsonl"
+                f"evaluation until step {step}: {changed}; the base is evaluated again, and "
+                f"earlier numbers are eval_until_{step}/... in metrics.jsonl"
             )
             progress.best = None
-            values = self._evaluated(evaluate, base_params(run), state, 0)
+            values = self._measure(evaluate, base_params(run), state, 0)
             lines = {0: values}
-            if done == config.train.steps:
-                lines[done] = self._evaluated(evaluate, run.sync(state), state, done)
-            self.log.evaluated_again(done, lines)
-        progress.base = {"asked": asked, "metrics": plain(evaluation_of(values))}
+            if step == config.train.steps:
+                lines[step] = self._measure(evaluate, run.sync(state), state, step)
+            self.log.replace_evaluations(step, lines)
+        progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
@@ -404,7 +404,7 @@ class _Loop:
             "time/tokens_per_second": speed,
         }
         if self.evaluate and process.is_main():
-            measured = list(filter(None, map(evaluation_of, read_metrics(self.folder.path))))
+            measured = list(filter(None, map(evaluation_metrics, read_metrics(self.folder.path))))
             base = progress.base["metrics"] if progress.base else None
             summary |= {"base": base, "trained": measured[-1]}
         if progress.best:
@@ -419,9 +419,9 @@ class _Loop:
 
     def _step(self, state: TrainState, number: int) -> TrainState:
         clock = _Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
-        run, progress, before = self.run, self.progress, state
-        with self.keeper.saving(number, before):
-            state, (rollouts, said, collected) = run.collect(state, clock)
+        run, progress, first_state = self.run, self.progress, state
+        with self.keeper.saving(number, first_state):
+            state, (rollouts, reward_log, collected) = run.collect(state, clock)
         memory.give_back(run.mesh)
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
@@ -430,25 +430,25 @@ class _Loop:
             # Of all that was sampled, where `collect` and `prepare` count the same.
             metrics = merge(prepared.metrics, metrics) | collected
             values = finalise(sharding.to_host(metrics))
-        values = with_logged(values, said)
+        values = with_logged(values, reward_log)
         values["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
         values |= clock.seconds
         progress.tokens += values["num_tokens"]
         progress.seconds += values["time/step"]
         # Once per reward and run; rewards/NAME/errors counts the rest.
-        for name, message in said.messages.items():
+        for name, message in reward_log.messages.items():
             if name not in progress.reported:
                 progress.reported.add(name)
                 self.display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
         last = number == self.config.train.steps
         if self.evaluate and (last or _due(number, self.config.eval.every)):
-            values |= self._evaluated(self.evaluate, run.sync(state), state, number)
+            values |= self._measure(self.evaluate, run.sync(state), state, number)
         state, progress.resets = self.reset(state, progress.resets, number, values)
         values |= progress.resets.metrics(self.config)
         if number == 1 or _due(number, self.config.run.samples_every):
             weights = {reward.name: reward.weight for reward in run.rewards}
-            drawn = (run.tokenizer, run.rows, rollouts, prepared.advantage)
-            self.log.samples(number, sample_rows(*drawn, number, said.extra, run.mixture), weights)
+            data = (run.tokenizer, run.rows, rollouts, prepared.advantage, number, reward_log.extra)
+            self.log.samples(number, sample_rows(*data, run.mixture), weights)
         if _due(number, self.config.run.rollouts_every):
             self.log.rollouts(number, sharding.to_host(rollouts))
         self.display.step(number, values)
@@ -458,7 +458,7 @@ class _Loop:
             self.on_step(number, values)
         return state
 
-    def _evaluated(
+    def _measure(
         self, evaluate: Evaluate, params: Params, state: TrainState, number: int
     ) -> dict[str, float]:
         """The metrics of an evaluation of the policy after step `number`, as they are logged."""
@@ -478,15 +478,15 @@ class _Loop:
 
 
 class _Clock:
-    """Wall-clock seconds of the phases of a step, as metrics; `says` hears which one begins."""
+    """Wall-clock seconds of the phases of a step, as metrics; `on_phase` hears which one begins."""
 
-    def __init__(self, says: Callable[[str], None]) -> None:
-        self.says = says
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self.on_phase = on_phase
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self.says(phase)
+        self.on_phase(phase)
         began = time.monotonic()
         with jax.profiler.TraceAnnotation(phase):
             yield
@@ -495,5 +495,5 @@ class _Clock:
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
 
 
-def _due(number: int, every: int) -> bool:
-    return bool(every) and number % every == 0
+def _due(number: int, interval: int) -> bool:
+    return bool(interval) and number % interval == 0

@@ -66,16 +66,16 @@ class Memory(NamedTuple):
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
     frozen: int = 0  # weights under adapters, which all policies share
-    process: int = 0  # of a CPU: what the process takes beside its arrays (`of_process`)
+    process: int = 0  # of a CPU: what the process takes beside its arrays (`process_bytes`)
 
     @property
-    def kept(self) -> int:
+    def persistent(self) -> int:
         """From one step to the next."""
         return self.parameters + self.frozen + self.optimizer + self.copies
 
     @property
     def peak(self) -> int:
-        return self.process + self.kept + max(self.sampler + self.decode, self.update)
+        return self.process + self.persistent + max(self.sampler + self.decode, self.update)
 
     def lines(self, limit: int) -> dict[str, str]:
         """What to print: name -> bytes in words."""
@@ -92,22 +92,22 @@ class Memory(NamedTuple):
         }
 
 
-def of_run(config: Config, blueprint: Blueprint) -> Memory:
+def run_memory(config: Config, blueprint: Blueprint) -> Memory:
     """The memory of a run, but for the update's working memory."""
-    return count(blueprint, policies_of(config, blueprint))
+    return count(blueprint, copied_policies(config, blueprint))
 
 
-def policies_of(config: Config, blueprint: Blueprint) -> list[str]:
-    """The policies of which a run holds a copy beside the trained one: those of its method, and
-    the base that its evaluations measure the KL to, where no other holds it (`policy.base_of`)."""
-    kept = kept_policies(blueprint)
+def copied_policies(config: Config, blueprint: Blueprint) -> list[str]:
+    """The policies of which a run holds a copy beside the trained one: those of its method, and the
+    base that its evaluations measure the KL to, where no other holds it (`policy.find_base`)."""
+    policies = method_policies(blueprint)
     has_fresh_adapters = blueprint.model.config.lora is not None and config.lora.path is None
-    is_held = bool({"base", *(() if may_reset(config) else ("reference",))} & {*kept})
-    is_held = (is_held or has_fresh_adapters) and not blueprint.has_two_meshes
-    return kept + ([EVAL_BASE] if config.measures_kl_to_base and not is_held else [])
+    holds_base = bool({"base", *(() if may_reset(config) else ("reference",))} & {*policies})
+    holds_base = (holds_base or has_fresh_adapters) and not blueprint.has_two_meshes
+    return policies + ([EVAL_BASE] if config.measures_kl_to_base and not holds_base else [])
 
 
-def kept_policies(blueprint: Blueprint) -> list[str]:
+def method_policies(blueprint: Blueprint) -> list[str]:
     """The policies that a method reads beside the trained one: "reference", "base"."""
     needs = blueprint.chain.needs | blueprint.objective.needs
     scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
@@ -118,48 +118,48 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     """The memory of a run on each of its devices, but for the update's working memory.
 
     Args:
-      copies: `policies_of` the run.
+      copies: `copied_policies` of the run.
     """
     model = blueprint.model
-    own = _bytes(trained(model, model.shapes), trained_layout(blueprint))
-    held, optimizer = of_training(model, blueprint.mesh, blueprint.optimizer)
+    copy_bytes = _bytes(trained(model, model.shapes), trained_layout(blueprint))
+    parameter_bytes, optimizer = training_bytes(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
-    asked = (geometry.num_prompts, geometry.max_prompt_tokens)
-    decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *asked)
+    prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
+    decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     return Memory(
-        parameters=held,
+        parameters=parameter_bytes,
         optimizer=optimizer,
-        copies=len({*copies} - {EVAL_BASE}) * own + base,
+        copies=len({*copies} - {EVAL_BASE}) * copy_bytes + base,
         sampler=weights_to_sample(blueprint) + decoding.working,
         decode=decoding.state,
-        frozen=parameters(model, blueprint.mesh) - own if model.config.lora else 0,
+        frozen=parameters(model, blueprint.mesh) - copy_bytes if model.config.lora else 0,
     )
 
 
-def of_training(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
+def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
     """Bytes of the parameters that are trained, and of the optimizer's state.
 
     Args:
       optimizer: as of `make_optimizer`.
     """
-    held = jnp.dtype(held_dtype(model))
+    dtype = jnp.dtype(held_dtype(model))
     shapes, axes = (trained(model, tree) for tree in (model.shapes, model.axes))
-    own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held), shapes)
-    moments = jax.eval_shape(optimizer.init, own)
-    layout = sharding.param_shardings(mesh, axes, own)
-    return _bytes(own, layout), _bytes(moments, moments_layout(model, mesh, optimizer))
+    trained_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    moments = jax.eval_shape(optimizer.init, trained_shapes)
+    layout = sharding.param_shardings(mesh, axes, trained_shapes)
+    return _bytes(trained_shapes, layout), _bytes(moments, moments_layout(model, mesh, optimizer))
 
 
 def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
     """The blueprint with as many slots as fit beside what the run keeps, if it has no number."""
     if blueprint.sampling.slots:
         return blueprint
-    found, geometry = count(blueprint, copies), blueprint.geometry
+    memory, geometry = count(blueprint, copies), blueprint.geometry
     model, mesh = blueprint.model, blueprint.samples_on
-    free = free_beside(mesh, found.kept + weights_to_sample(blueprint))
-    asked = (geometry.num_prompts, geometry.max_prompt_tokens)
-    slots = fitting_slots(model, blueprint.sampling, mesh, *asked, free)
+    free = free_beside(mesh, memory.persistent + weights_to_sample(blueprint))
+    prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
+    slots = fitting_slots(model, blueprint.sampling, mesh, *prompt_sizes, free)
     return blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
 
 
@@ -169,18 +169,18 @@ def with_fitting_tokens(
     """The blueprint with fewer tokens in a micro-batch, where the activations of those that it has
     by default do not fit; never fewer than the longest sample takes.
 
-    Beside them is what else an update takes (`of_update`), and what the run keeps.
+    Beside them is what else an update takes (`update_bytes`), and what the run keeps.
     """
-    found, mesh = count(blueprint, copies), blueprint.mesh
-    parts = of_update(blueprint, remat)
-    each = parts.pop("activations") / blueprint.geometry.tokens
-    room = int(free_beside(mesh, found.kept + sum(parts.values())) / each)
+    memory, mesh = count(blueprint, copies), blueprint.mesh
+    parts = update_bytes(blueprint, remat)
+    bytes_per_token = parts.pop("activations") / blueprint.geometry.tokens
+    room = int(free_beside(mesh, memory.persistent + sum(parts.values())) / bytes_per_token)
     sizes, minibatches = blueprint.geometry[:4], blueprint.geometry.minibatches
     geometry = packing.make_geometry(sizes, mesh, None, minibatches, room)
     return blueprint._replace(geometry=geometry)
 
 
-def of_update(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
+def update_bytes(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
     """Working memory of an update on each device, by formula: what for -> bytes.
 
     gradients: of a micro-batch and their sum, in the dtype that is trained
@@ -191,13 +191,13 @@ def of_update(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
     """
     model, mesh, tokens = blueprint.model, blueprint.mesh, blueprint.geometry.tokens
     config, tensor = model.config, mesh.shape["tensor"]
-    held, _ = of_training(model, mesh, blueprint.optimizer)
+    parameter_bytes, _ = training_bytes(model, mesh, blueprint.optimizer)
     narrow = config.dtype != held_dtype(model)
     numbers = config.hidden_size * config.vocab_size // tensor
     gathered = numbers * jnp.dtype(config.dtype).itemsize
     chunk = chunk_tokens(config.vocab_size, tokens)
     return {
-        "gradients": 2 * held,
+        "gradients": 2 * parameter_bytes,
         "weights": parameters(model, mesh) if narrow and config.lora is None else 0,
         "head": gathered + (0 if config.lora else 4 * numbers),
         "logits": LOGITS * 4 * chunk * config.vocab_size // tensor,
@@ -219,13 +219,13 @@ def activations(config: ModelConfig, remat: decoder.Remat) -> int:
     hidden, wide = config.hidden_size, config.intermediate_size
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     numbers, size = 6 * hidden + 2 * heads + 4 * wide, jnp.dtype(config.dtype).itemsize
-    kept = {
+    layer_bytes = {
         "full": hidden * size,
         "attention": (hidden + config.num_heads * config.head_dim) * size,
         "dots": (2 * hidden + heads + 2 * wide) * size,
         "none": 4 * numbers,
     }
-    return config.num_layers * kept[remat] + 2 * numbers * 4
+    return config.num_layers * layer_bytes[remat] + 2 * numbers * 4
 
 
 def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
@@ -239,13 +239,13 @@ def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
     """
     *arguments, batch = update_arguments(blueprint, state)
     compiled = program.lower(*arguments, batch).compile()
-    found = compiled.memory_analysis()
-    if found is None:  # a platform that does not tell
+    analysis = compiled.memory_analysis()
+    if analysis is None:  # a platform that does not tell
         return 0
-    out = found.output_size_in_bytes - found.alias_size_in_bytes
-    whole = found.argument_size_in_bytes + found.temp_size_in_bytes + out
-    others = (blueprint.geometry.minibatches - 1) * on_device(batch)
-    return whole - on_device(arguments) + others
+    new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    program_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + new_outputs
+    other_batches = (blueprint.geometry.minibatches - 1) * on_device(batch)
+    return program_bytes - on_device(arguments) + other_batches
 
 
 def update_arguments(blueprint: Blueprint, state: TrainState) -> tuple[Any, ...]:
@@ -264,7 +264,7 @@ def update_arguments(blueprint: Blueprint, state: TrainState) -> tuple[Any, ...]
 
 def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     """Raises: InputError where a device has less memory than the run takes."""
-    limit = of_device(mesh)
+    limit = device_bytes(mesh)
     if memory.peak <= limit:
         return
     parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
@@ -280,7 +280,7 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     )
 
 
-def of_device(mesh: Mesh) -> int:
+def device_bytes(mesh: Mesh) -> int:
     """The bytes of memory that a device of the mesh gives; CPU devices share the machine's.
 
     Raises: InputError for devices that are not here and not in `core.chips.CHIPS`.
@@ -312,12 +312,14 @@ def shown(count: int) -> str:
 
 
 def weights_to_sample(blueprint: Blueprint) -> int:
-    """`read_weights` of a run."""
-    held, to = held_dtype(blueprint.model), blueprint.samples_on
-    return read_weights(blueprint.model, blueprint.mesh, held, to)
+    """`sampler_weight_bytes` of a run."""
+    dtype, sampling_mesh = held_dtype(blueprint.model), blueprint.samples_on
+    return sampler_weight_bytes(blueprint.model, blueprint.mesh, dtype, sampling_mesh)
 
 
-def read_weights(model: Model, mesh: Mesh, held: str, sampling_mesh: Mesh | None = None) -> int:
+def sampler_weight_bytes(
+    model: Model, mesh: Mesh, trained_dtype: str, sampling_mesh: Mesh | None = None
+) -> int:
     """Bytes of the weights that only the sampler reads: in the model's dtype and laid out for it
     where the trained ones are not, and each layer's apart, since layers are read one by one.
 
@@ -325,18 +327,18 @@ def read_weights(model: Model, mesh: Mesh, held: str, sampling_mesh: Mesh | None
     adapters alone are cast (`update.step.Steps.sync`).
 
     Args:
-      mesh, held: that the parameters given to the sampler are laid out on, and their dtype.
+      mesh, trained_dtype: where the parameters given to the sampler lie, and their dtype.
       sampling_mesh: None: `mesh`.
     """
-    to = mesh if sampling_mesh is None else sampling_mesh
-    layout, is_cast = layout_to_sample(model, to), model.config.dtype != held
-    everything = _bytes(model.shapes, layout)
-    of_layers = _bytes(model.shapes["blocks"], layout["blocks"])
-    if to != mesh:
-        return of_layers + everything
+    target_mesh = mesh if sampling_mesh is None else sampling_mesh
+    layout, is_cast = layout_to_sample(model, target_mesh), model.config.dtype != trained_dtype
+    all_weights = _bytes(model.shapes, layout)
+    layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
+    if target_mesh != mesh:
+        return layer_weights + all_weights
     if mesh.shape["fsdp"] > 1 or (is_cast and model.config.lora is None):
-        return everything
-    return of_layers + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
+        return all_weights
+    return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 
 
 def sync_bytes(blueprint: Blueprint) -> int:
@@ -346,23 +348,25 @@ def sync_bytes(blueprint: Blueprint) -> int:
     program may move parts in more than one hop: compiled for a TPU v5e it brings exactly this from
     fsdp 8 to tensor 4, and 1.4 times as much from fsdp 4 x tensor 2.
     """
-    model, found = blueprint.model, dict.fromkeys(blueprint.mesh.devices.flat, 0)
+    model, received = blueprint.model, dict.fromkeys(blueprint.mesh.devices.flat, 0)
     layouts = param_layout(blueprint), sampling_layout(blueprint)
-    for leaf, *two in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
-        for device, number in brought(leaf.shape, *two).items():
-            found[device] += number * np.dtype(leaf.dtype).itemsize
-    return max(found.values())
+    for leaf, *leaf_layouts in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
+        for device, number in moved_entries(leaf.shape, *leaf_layouts).items():
+            received[device] += number * np.dtype(leaf.dtype).itemsize
+    return max(received.values())
 
 
-def brought(shape: tuple[int, ...], held: Sharding, read: Sharding) -> dict[Any, int]:
-    """device -> entries of an array that it has in the layout `read` and not in `held`."""
-    found = {}
-    before, after = (one.devices_indices_map(shape) for one in (held, read))
-    for device, index in after.items():
-        sides = [*zip(shape, index, before[device], strict=True)]
-        wanted = math.prod(_common(size, one, one) for size, one, _ in sides)
-        found[device] = wanted - math.prod(_common(*side) for side in sides)
-    return found
+def moved_entries(shape: tuple[int, ...], source: Sharding, target: Sharding) -> dict[Any, int]:
+    """device -> entries of an array that it has in the layout `target` and not in `source`."""
+    entries = {}
+    source_indices, target_indices = (
+        layout.devices_indices_map(shape) for layout in (source, target)
+    )
+    for device, index in target_indices.items():
+        sides = [*zip(shape, index, source_indices[device], strict=True)]
+        target_size = math.prod(_common(size, part, part) for size, part, _ in sides)
+        entries[device] = target_size - math.prod(_common(*side) for side in sides)
+    return entries
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:
@@ -370,17 +374,17 @@ def parameters(model: Model, mesh: AnyMesh) -> int:
     return _bytes(model.shapes, sharding.param_shardings(mesh, model.axes, model.shapes))
 
 
-def of_process(mesh: Mesh, copied: int) -> int:
+def process_bytes(mesh: Mesh, copy_bytes: int) -> int:
     """Bytes of the memory of each CPU device that this process takes beside the arrays of a run:
     what it has taken so far for libraries, rows, programs and compiling them, COMPILING for those
-    to come, and the copy of a state that is being saved (`parameters.copied_to_save`). 0 on other
+    to come, and the copy of a state that is being saved (`parameters.save_copy_bytes`). 0 on other
     devices, and where the system does not tell."""
     if mesh.devices.flat[0].platform != "cpu" or not STATUS.exists():
         return 0
     (most,) = re.findall(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
-    taken = max(0, 1024 * int(most) - sum(shard.data.nbytes for shard in shards))
-    return (taken + COMPILING + copied) // len(mesh.local_devices)
+    beside_arrays = max(0, 1024 * int(most) - sum(shard.data.nbytes for shard in shards))
+    return (beside_arrays + COMPILING + copy_bytes) // len(mesh.local_devices)
 
 
 def give_back(mesh: Mesh) -> None:
@@ -396,29 +400,31 @@ def give_back(mesh: Mesh) -> None:
         trim(0)
 
 
-def free_beside(mesh: Mesh, taken: int) -> int:
+def free_beside(mesh: Mesh, used_bytes: int) -> int:
     """Bytes of each device that may be used beside what is taken already."""
-    return max(0, int(SHARE * of_device(mesh)) - taken)
+    return max(0, int(SHARE * device_bytes(mesh)) - used_bytes)
 
 
 def on_device(tree: Any) -> int:
     """Bytes on one device of arrays, or of shapes with shardings."""
 
-    def one(leaf: Any) -> int:
+    def leaf_bytes(leaf: Any) -> int:
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
 
-    return sum(map(one, jax.tree.leaves(tree)))
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
-def _common(size: int, one: slice, other: slice) -> int:
+def _common(size: int, left: slice, right: slice) -> int:
     """Entries of a dimension that are in both."""
-    (low, high, _), (start, stop, _) = one.indices(size), other.indices(size)
+    (low, high, _), (start, stop, _) = left.indices(size), right.indices(size)
     return max(0, min(high, stop) - max(low, start))
 
 
-def _bytes(shapes: Any, layout: Any) -> int:
+def _bytes(shapes: Any, layouts: Any) -> int:
     """Of a tree of shapes on one device, by a tree of shardings."""
     placed = jax.tree.map(
-        lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes, layout
+        lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout),
+        shapes,
+        layouts,
     )
     return on_device(placed)

@@ -28,7 +28,7 @@ from jaxgrpo.training import memory
 from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
 
-def chosen_config(
+def model_config_for_run(
     config: Config, stored: ModelConfig, without_text: tuple[tuple[int, int], ...] = ()
 ) -> ModelConfig:
     """The stored model as a config asks for it: dtype, head, adapters.
@@ -48,16 +48,16 @@ def chosen_config(
 
 
 def _adapters(config: Config, stored: ModelConfig) -> LoraConfig | None:
-    asked = config.lora
-    if asked.path is not None:
-        return adapters.read_config(asked.path, stored)
-    if not asked.rank:
+    keys = config.lora
+    if keys.path is not None:
+        return adapters.read_config(keys.path, stored)
+    if not keys.rank:
         return None
     return LoraConfig(
-        rank=asked.rank,
-        alpha=asked.alpha,
-        targets=adapters.targets_from_peft(asked.targets, stored),
-        use_rslora=asked.use_rslora,
+        rank=keys.rank,
+        alpha=keys.alpha,
+        targets=adapters.targets_from_peft(keys.targets, stored),
+        use_rslora=keys.use_rslora,
     )
 
 
@@ -75,15 +75,15 @@ def read_start(
         return folders.read_params(folder, model, dtype, layout)
     if config.lora.path is not None:
         return folders.read_adapted(folder, config.lora.path, model, dtype, layout)
-    of_adapters, of_weights = (None, None) if layout is None else lora.split(layout)
+    adapter_layout, weight_layout = (None, None) if layout is None else lora.split(layout)
 
     def draw(key: Any) -> Params:
-        own = lora.init(model, key)
-        return own if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), own)
+        params = lora.init(model, key)
+        return params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
     key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.ADAPTER_FOLD)
-    weights = folders.read_params(folder, lora.base_model(model), None, of_weights)
-    return lora.join(jax.jit(draw, out_shardings=of_adapters)(key), weights)
+    weights = folders.read_params(folder, lora.base_model(model), None, weight_layout)
+    return lora.join(jax.jit(draw, out_shardings=adapter_layout)(key), weights)
 
 
 def adapters_line(model: Model) -> str:
@@ -106,23 +106,23 @@ def first_state(
     leftover: Rollouts | None = None,
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
-    everywhere = sharding.replicated(blueprint.mesh)
+    replicated = sharding.replicated(blueprint.mesh)
     # Geometry and RolloutSpec begin with the same four sizes.
     spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
-    own, frozen = params, {}
+    trainable, frozen = params, {}
     if blueprint.model.config.lora is not None:
-        own, frozen[WEIGHTS] = lora.split(params)
+        trainable, frozen[WEIGHTS] = lora.split(params)
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
         out_shardings=trained_layout(blueprint),
     )
-    put = lambda value: sharding.put(value, everywhere)  # noqa: E731
+    put = lambda value: sharding.put(value, replicated)  # noqa: E731
     return TrainState(
         step=put(np.int32(0)),
-        trainable=own,
-        frozen=frozen | {name: copy(own) for name in memory.kept_policies(blueprint)},
-        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(own),
+        trainable=trainable,
+        frozen=frozen | {name: copy(trainable) for name in memory.method_policies(blueprint)},
+        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(trainable),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
@@ -138,7 +138,7 @@ def without_weights(state: TrainState) -> TrainState:
     return dataclasses.replace(state, frozen=frozen)
 
 
-def copied_to_save(config: Config, state: TrainState) -> int:
+def save_copy_bytes(config: Config, state: TrainState) -> int:
     """Bytes of the copy of a state that lies in memory while the next step is taken, until it is
     written as a checkpoint; 0 where only the last step writes one."""
     if config.checkpoint.every >= config.train.steps:
@@ -152,15 +152,15 @@ def with_weights(restored: TrainState, first: TrainState) -> TrainState:
     return dataclasses.replace(restored, frozen=restored.frozen | weights)
 
 
-def identity_of(folder: Path, model: Model) -> dict[str, Any] | None:
+def adapter_identity(folder: Path, model: Model) -> dict[str, Any] | None:
     """What a checkpoint holds about a run's adapters, as JSON values; None: it has none.
 
     Their settings, and what tells the weights in `folder` from others.
     """
     if model.config.lora is None:
         return None
-    found = folders.fingerprint(folder)
-    weights = {name: value for name, value in found.items() if name.endswith(".safetensors")}
+    fingerprint = folders.fingerprint(folder)
+    weights = {name: value for name, value in fingerprint.items() if name.endswith(".safetensors")}
     return {"settings": dataclasses.asdict(model.config.lora), "weights": weights}
 
 
@@ -173,16 +173,18 @@ def saved_adapters(meta: Mapping[str, Any]) -> LoraConfig | None:
     return LoraConfig(**meta["lora"]["settings"]) if "lora" in meta else None
 
 
-def refuse_others(config: Config, meta: Mapping[str, Any], now: dict[str, Any] | None) -> None:
+def refuse_changed_adapters(
+    config: Config, meta: Mapping[str, Any], identity: dict[str, Any] | None
+) -> None:
     """Refuses to go on from a checkpoint over other weights, or with other settings.
 
     Args:
-      now: `identity_of` the run.
+      identity: `adapter_identity` of the run.
     """
     saved = meta.get("lora")
-    if saved == now:
+    if saved == identity:
         return
-    if saved and now and saved["weights"] == now["weights"]:
+    if saved and identity and saved["weights"] == identity["weights"]:
         names = (f"{name} = {value}" for name, value in saved["settings"].items())
         raise InputError(f"lora: the run's adapters have {', '.join(names)}: set this back")
     raise InputError(

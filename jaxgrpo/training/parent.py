@@ -50,9 +50,9 @@ class _Shared:
     stacks = 2  # the descriptor that stacks of threads are written to
 
     @classmethod
-    def write(cls, grace: float, over: bool) -> None:
+    def write(cls, grace: float, is_over: bool) -> None:
         if cls.memory is not None:
-            cls.layout.pack_into(cls.memory, 0, grace, over)
+            cls.layout.pack_into(cls.memory, 0, grace, is_over)
 
     @classmethod
     def read(cls) -> tuple[float, bool]:
@@ -62,12 +62,12 @@ class _Shared:
 
 def allow(grace: float) -> None:
     """Says how many seconds this process has from now on to end after a stop signal."""
-    _Shared.write(grace, over=False)
+    _Shared.write(grace, is_over=False)
 
 
 def finished() -> None:
     """Says that the command is over, so that an exit code of 0 means what it says."""
-    _Shared.write(math.inf, over=True)
+    _Shared.write(math.inf, is_over=True)
 
 
 def stacks() -> int:
@@ -103,19 +103,19 @@ def run(command: Callable[[], int]) -> int:
     if sys.platform != "linux":
         return command()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    heard = {signal.SIGCHLD, signal.SIGCONT, *(n for n in STOP_SIGNALS if not is_nohup(n))}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    signals = {signal.SIGCHLD, signal.SIGCONT, *(n for n in STOP_SIGNALS if not is_nohup(n))}
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     _Shared.memory, _Shared.parent = mmap.mmap(-1, _Shared.layout.size), os.getpid()
     _Shared.stacks = os.memfd_create("stacks")
     allow(GRACE)
     child = os.fork()
     if child:
-        return _Waiting(child, heard).wait()
+        return _Waiting(child, signals).wait()
     end_with_parent()
     if os.getppid() != _Shared.parent:  # it was killed before the line above
         os._exit(128 + signal.SIGKILL)
     faulthandler.register(STACKS, file=_Shared.stacks)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     try:
         code = command()
     except KeyboardInterrupt:  # while the command is loaded
@@ -133,10 +133,10 @@ def forget_echo() -> None:
 
 
 class _Waiting:
-    """Waits for a child, with all signals in `heard` blocked."""
+    """Waits for a child, with all of `signals` blocked."""
 
-    def __init__(self, child: int, heard: Collection[int]):
-        self.child, self.heard = child, heard
+    def __init__(self, child: int, signals: Collection[int]):
+        self.child, self.signals = child, signals
         self.first: tuple[int, float] | None = None  # the first stop signal, and when it came
         self.is_urgent = False  # Ctrl-C has come again
         self.wakes = 0  # how often the child is still to be continued
@@ -145,7 +145,7 @@ class _Waiting:
         """Returns the exit code of the child."""
         while True:
             patient = self.first is None and not self.wakes
-            info = signal.sigtimedwait(self.heard, 3600.0 if patient else TICK)
+            info = signal.sigtimedwait(self.signals, 3600.0 if patient else TICK)
             if info is not None and info.si_signo != signal.SIGCHLD:
                 self._pass_on(info.si_signo, info.si_code == SI_KERNEL)
             if self.wakes:  # more than once: it may be about to stop, as rest_with_parent says
@@ -189,9 +189,9 @@ class _Waiting:
         return 128 + number
 
     def _code(self, status: int) -> int:
-        code, over = os.waitstatus_to_exitcode(status), _Shared.read()[1]
+        code, is_over = os.waitstatus_to_exitcode(status), _Shared.read()[1]
         _print_stacks()
-        if code == 0 and not over:
+        if code == 0 and not is_over:
             text = (
                 "error: the process ended with exit code 0 before its command was over: code that "
                 "it called, a reward for example, has ended it, as os._exit(0) does; what was "
@@ -245,20 +245,20 @@ def without_cuda_lines() -> Iterator[None]:
     if not _only_compiles():
         yield
         return
-    with tempfile.TemporaryFile() as written:
+    with tempfile.TemporaryFile() as capture:
         try:
             stderr = os.dup(2)
         except OSError:  # it is closed
             yield
             return
-        os.dup2(written.fileno(), 2)
+        os.dup2(capture.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            written.seek(0)
-            if lines := _NO_DRIVER.sub(b"", written.read()):
+            capture.seek(0)
+            if lines := _NO_DRIVER.sub(b"", capture.read()):
                 os.write(2, lines)
 
 

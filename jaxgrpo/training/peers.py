@@ -54,7 +54,7 @@ class Failure(NamedTuple):
     code: int
     text: str
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """What another process prints."""
         if self.code == LOST:
             return f"{self.text}; this process ends with it, the last checkpoint stands"
@@ -66,8 +66,8 @@ class _Link:
 
     def __init__(self, end: socket.socket, number: int | None):
         self.socket, self.number = end, number  # of the process at the other end; None: not known
-        self.heard, self.has_left, self.rest = time.monotonic(), False, b""
-        self.since = self.heard
+        self.last_heard, self.has_left, self.partial = time.monotonic(), False, b""
+        self.since = self.last_heard
         end.settimeout(TICK)
 
     def fileno(self) -> int:
@@ -85,10 +85,10 @@ class _Link:
             return []
         except OSError:
             return None
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        if self.number is None and len(self.rest) > TOKEN_BYTES:
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        if self.number is None and len(self.partial) > TOKEN_BYTES:
             return None
-        self.heard = time.monotonic()
+        self.last_heard = time.monotonic()
         try:
             messages = [dict(json.loads(line)) for line in lines]
         except (
@@ -123,11 +123,11 @@ class Peers:
         self.timeout: float = TIMEOUT
         self._token, self._listener, self._links = token, listener, links
         self._bell, self._rope = os.pipe()
-        self._first: Failure | None = None  # of the run, as far as is known here
-        self._own: tuple[Failure, float] | None = None  # of this process, told from then on
+        self._first_failure: Failure | None = None  # of the run, as far as is known here
+        self._own_failure: tuple[Failure, float] | None = None  # of this process, told from then on
         self._is_effect = False  # the failure of this process, perhaps of another's
-        self._lost: int | None = None  # a silent process, which closes no connection
-        self._told = 0.0  # when this process told others of a failure
+        self._lost_process: int | None = None  # a silent process, which closes no connection
+        self._sent_at = 0.0  # when this process told others of a failure
         self._leaves = False
         threading.Thread(target=self._watch, name="jaxgrpo-peers", daemon=True).start()
 
@@ -139,7 +139,7 @@ class Peers:
             waited for.
         """
         self._is_effect, wait = is_effect, PARTING if is_effect else 0.0
-        self._own = Failure(self.index, code, text[-LONGEST:]), time.monotonic() + wait
+        self._own_failure = Failure(self.index, code, text[-LONGEST:]), time.monotonic() + wait
         os.write(self._rope, b"\0")
         time.sleep(4 * PARTING)  # the thread ends the process
         _end(code, text)
@@ -156,15 +156,15 @@ class Peers:
             _end(1, f"the watch of the processes failed:\n{traceback.format_exc()}")
 
     def _exchange(self) -> None:
-        beaten, said = 0.0, False
+        last_beat, has_announced = 0.0, False
         while True:
             self._read(TICK / 2)
             now = time.monotonic()
-            if self._leaves and not said:
-                said = True
+            if self._leaves and not has_announced:
+                has_announced = True
                 self._send(left=True)
-            if now > beaten + TICK:
-                beaten = now
+            if now > last_beat + TICK:
+                last_beat = now
                 self._send(beat=True)
                 self._judge(now)
             self._settle(now)
@@ -187,7 +187,7 @@ class Peers:
         if self._listener in ready and self._listener is not None:
             with contextlib.suppress(OSError):  # it has gone already
                 self._links.append(_Link(self._listener.accept()[0], None))
-        for link in [one for one in self._links if one in ready]:
+        for link in [link for link in self._links if link in ready]:
             messages = link.receive()
             for message in messages or []:
                 self._take(link, message)
@@ -208,50 +208,53 @@ class Peers:
                 return
             link.number = message["process"]
         link.has_left |= "left" in message
-        if "failed" in message and self._first is None:
-            self._first = Failure(*message["failed"])
+        if "failed" in message and self._first_failure is None:
+            self._first_failure = Failure(*message["failed"])
 
     def _lose(self, link: _Link) -> None:
         """A connection has ended."""
         self._links.remove(link)
         link.socket.close()
         in_order = link.has_left or (self._leaves and self.index > 0)
-        if link.number is not None and not in_order and self._first is None:
-            gone = f"process {link.number} is gone: it was killed, or its machine is down"
-            self._first = Failure(link.number, LOST, gone)
+        if link.number is not None and not in_order and self._first_failure is None:
+            text = f"process {link.number} is gone: it was killed, or its machine is down"
+            self._first_failure = Failure(link.number, LOST, text)
 
     def _judge(self, now: float) -> None:
         for link in self._links:
-            is_silent = self.timeout and now - link.heard > self.timeout
-            if is_silent and link.number is not None and self._first is None:
+            is_silent = self.timeout and now - link.last_heard > self.timeout
+            if is_silent and link.number is not None and self._first_failure is None:
                 why = f"has not been heard of for {self.timeout:g} s (run.peer_timeout)"
                 cause = "it is frozen, or cannot be reached"
                 text = f"process {link.number} {why}: {cause}"
-                self._lost, self._first = link.number, Failure(link.number, LOST, text)
+                self._lost_process = link.number
+                self._first_failure = Failure(link.number, LOST, text)
 
     def _settle(self, now: float) -> None:
         """Tells others of a failure, and ends this process when they have heard of it."""
-        own = self._own[0] if self._own and now >= self._own[1] else None
-        if self.index == 0 and self._first is None:
-            self._first = own
-        tells = self._first if self.index == 0 else own
-        if tells and not self._told:
-            self._told = now
+        own_failure = (
+            self._own_failure[0] if self._own_failure and now >= self._own_failure[1] else None
+        )
+        if self.index == 0 and self._first_failure is None:
+            self._first_failure = own_failure
+        tells = self._first_failure if self.index == 0 else own_failure
+        if tells and not self._sent_at:
+            self._sent_at = now
             self._send(failed=tells)
         if self.index == 0:
-            waits = any(link.number not in (None, self._lost) for link in self._links)
+            waits = any(link.number not in (None, self._lost_process) for link in self._links)
         else:  # process 0 answers with the first failure of all
-            waits = self._first is None and bool(self._links)
-        first = self._first or own
-        if first and not (waits and now < self._told + PARTING):
+            waits = self._first_failure is None and bool(self._links)
+        first = self._first_failure or own_failure
+        if first and not (waits and now < self._sent_at + PARTING):
             self._finish(first)
 
     def _finish(self, first: Failure) -> NoReturn:
-        own = self._own[0] if self._own else None
-        text = own.text if own else ""
+        own_failure = self._own_failure[0] if self._own_failure else None
+        text = own_failure.text if own_failure else ""
         if first.process != self.index and first.text != text:
-            text = f"{first.said()}\n{text}"
-        _end(own.code if own and not self._is_effect else first.code, text)
+            text = f"{first.describe()}\n{text}"
+        _end(own_failure.code if own_failure and not self._is_effect else first.code, text)
 
 
 _watch: Peers | None = None
@@ -315,8 +318,8 @@ def fail(code: int, text: str, error: BaseException | None = None) -> None:
 def _may_be_effect(error: BaseException) -> bool:
     """Whether an exception may come from the loss of another process."""
     return any(
-        isinstance(one, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(one)
-        for one in _causes(error)
+        isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(cause)
+        for cause in _causes(error)
     )
 
 

@@ -38,7 +38,7 @@ from jaxgrpo.rewards import RewardFunction, name_of
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
-from jaxgrpo.training.folder import evaluation_of, read_metrics
+from jaxgrpo.training.folder import evaluation_metrics, read_metrics
 from jaxgrpo.training.inputs import (
     at_time,
     eval_source,
@@ -50,7 +50,7 @@ from jaxgrpo.training.inputs import (
 from jaxgrpo.training.report.record import accuracy_first, with_interval
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import (
-    Found,
+    ModelSetup,
     Setup,
     find_model,
     sampling_settings,
@@ -118,34 +118,34 @@ def config_for(
         tables["model"].pop("revision", None)
         tables.pop("lora", None)  # merged there
     elif Path(target).suffix == ".toml":
-        read = configs.load(target)
-        tables, source = configs.to_tables(read), read.source
+        file_config = configs.load(target)
+        tables, source = configs.to_tables(file_config), file_config.source
     else:
         tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
         source = None
-    kept = {name: value for name, value in (changes or {}).items() if value is not None}
+    replacements = {name: value for name, value in (changes or {}).items() if value is not None}
 
-    def config_with(**more: Any) -> Config:
-        config = make_config(tables, {**more, **kept})
+    def config_with(**limits: Any) -> Config:
+        config = make_config(tables, {**limits, **replacements})
         return configs.from_dict(configs.to_tables(config), overrides, source=source)
 
     config = config_with()
     if is_model:
-        named = {*kept, *(text.partition("=")[0].strip() for text in overrides)}
-        return config_with(**_fitting(config, named))
+        named_keys = {*replacements, *(text.partition("=")[0].strip() for text in overrides)}
+        return config_with(**_fitting(config, named_keys))
     return config
 
 
-def _fitting(config: Config, named: Collection[str]) -> dict[str, int]:
-    """The limits of prompt and completion that are not `named`, where those of the config are more
-    tokens than its model has positions."""
+def _fitting(config: Config, named_keys: Collection[str]) -> dict[str, int]:
+    """The limits of prompt and completion that are not in `named_keys`, where those of the config
+    are more tokens than its model has positions."""
     limits = {key: getattr(config.rollout, key.partition(".")[2]) for key in LIMITS}
-    free = {key: limit for key, limit in limits.items() if key not in named}
-    positions = find_config(config, whole=False)[1].longest
-    if not free or sum(limits.values()) <= positions:
+    free_limits = {key: limit for key, limit in limits.items() if key not in named_keys}
+    positions = find_config(config, fetch_weights=False)[1].longest
+    if not free_limits or sum(limits.values()) <= positions:
         return {}
-    left = positions - sum(limits[key] for key in limits.keys() - free.keys())
-    return {key: max(1, min(limit, left // len(free))) for key, limit in free.items()}
+    room = positions - sum(limits[key] for key in limits.keys() - free_limits.keys())
+    return {key: max(1, min(limit, room // len(free_limits))) for key, limit in free_limits.items()}
 
 
 def find_policy(
@@ -161,19 +161,19 @@ def find_policy(
     line = process.start(config.mesh.platform)
     if process.is_main():
         console.print(line, soft_wrap=True)
-    found = find_model(config)
-    chat = make_chat(config, found.tokenizer, found.model.config.vocab_size)
+    model_setup = find_model(config)
+    chat = make_chat(config, model_setup.tokenizer, model_setup.model.config.vocab_size)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
     config = at_time(config, chat.time)
-    return _policy(config, found, has_base), prompts
+    return _policy(config, model_setup, has_base), prompts
 
 
-def name_of_judge(scorer: str | RewardFunction | None) -> str | None:
+def judge_name(scorer: str | RewardFunction | None) -> str | None:
     """How a config names what judges: a function from Python is python:NAME."""
     return python_name(name_of(scorer)) if callable(scorer) else scorer
 
 
-def judge_of(config: Config, scorer: str | RewardFunction | None = None) -> Reward:
+def resolve_judge(config: Config, scorer: str | RewardFunction | None = None) -> Reward:
     """What judges the answers: a function from Python, or what the config names.
 
     Args:
@@ -184,38 +184,40 @@ def judge_of(config: Config, scorer: str | RewardFunction | None = None) -> Rewa
     return resolve_scorer(config)
 
 
-def _policy(config: Config, found: Found | Setup, has_base: bool = False) -> StoredPolicy:
-    mesh = sharding.sampling_mesh(found.mesh, config.mesh.sampling_tensor)
-    model = _on(found, mesh)
-    one = memory.parameters(model, mesh)
-    if isinstance(found, Setup):
-        read = memory.weights_to_sample(found.blueprint)
-        kept = memory.of_run(config, found.blueprint).kept
+def _policy(
+    config: Config, model_setup: ModelSetup | Setup, has_base: bool = False
+) -> StoredPolicy:
+    mesh = sharding.sampling_mesh(model_setup.mesh, config.mesh.sampling_tensor)
+    model = _model_on_mesh(model_setup, mesh)
+    parameter_bytes = memory.parameters(model, mesh)
+    if isinstance(model_setup, Setup):
+        sampler_bytes = memory.weights_to_sample(model_setup.blueprint)
+        persistent_bytes = memory.run_memory(config, model_setup.blueprint).persistent
     else:
-        read = memory.read_weights(model, mesh, model.config.dtype)
-        kept = 2 * one if has_base else one
-    taken = kept + read
-    settings = sampling_settings(config, found)
+        sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
+        persistent_bytes = 2 * parameter_bytes if has_base else parameter_bytes
+    used_bytes = persistent_bytes + sampler_bytes
+    settings = sampling_settings(config, model_setup)
     return StoredPolicy(
         model=model,
-        tokenizer=found.tokenizer,
+        tokenizer=model_setup.tokenizer,
         mesh=mesh,
         settings=settings._replace(calls=1),
         width=config.rollout.max_prompt_tokens,
-        free=memory.free_beside(mesh, taken),
+        free=memory.free_beside(mesh, used_bytes),
         config=config,
-        folder=found.folder,
+        folder=model_setup.folder,
     )
 
 
-def _on(found: Found | Setup, mesh: Mesh) -> Model:
+def _model_on_mesh(model_setup: ModelSetup | Setup, mesh: Mesh) -> Model:
     """The model whose activations are laid out on a mesh."""
-    if mesh == found.mesh:
-        return found.model
-    return decoder.build(found.model.config, constrain=sharding.constrain(mesh))
+    if mesh == model_setup.mesh:
+        return model_setup.model
+    return decoder.build(model_setup.model.config, constrain=sharding.constrain(mesh))
 
 
-def key_of(config: Config) -> Any:
+def seed_key(config: Config) -> Any:
     """The key data of a config's seed."""
     return jax.random.key_data(jax.random.key(config.train.seed))
 
@@ -225,33 +227,34 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 
     Fresh adapters add nothing; those of lora.path belong to it.
     """
-    found = find_model(config, mesh)
-    base = found.model
+    model_setup = find_model(config, mesh)
+    base = model_setup.model
     if base.config.lora is not None and config.lora.path is None:
         base = decoder.build(lora.base_config(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
-    return Base(base, parameters.read_start(config, found.folder, base, layout=layout))
+    return Base(base, parameters.read_start(config, model_setup.folder, base, layout=layout))
 
 
-def base_of(run: Setup) -> Base:
+def find_base(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read from disk."""
-    made, frozen = run.blueprint, run.state.frozen
-    model, layouts = _on(run, made.samples_on), [param_layout(made), sampling_layout(made)]
+    blueprint, frozen = run.blueprint, run.state.frozen
+    model = _model_on_mesh(run, blueprint.samples_on)
+    layouts = [param_layout(blueprint), sampling_layout(blueprint)]
     names = ("base",) if may_reset(run.config) else ("base", "reference")
     if name := next((name for name in names if name in frozen), None):
         params = full_params(frozen[name], frozen)
     elif WEIGHTS in frozen and run.config.lora.path is None:  # fresh adapters add nothing
         params, layouts = frozen[WEIGHTS], (lora.split(layouts[0])[1], lora.split(layouts[1])[1])
-        constrain = sharding.constrain(made.samples_on)
+        constrain = sharding.constrain(blueprint.samples_on)
         model = decoder.build(lora.base_config(model.config), constrain=constrain)
     else:
-        return load_base(run.config, made.samples_on)
-    if made.has_two_meshes:
-        params = jax.jit(functools.partial(_moved, layouts))(params)
+        return load_base(run.config, blueprint.samples_on)
+    if blueprint.has_two_meshes:
+        params = jax.jit(functools.partial(_move, layouts))(params)
     return Base(model, params)
 
 
-def _moved(layouts: Sequence[Params], params: Params) -> Params:
+def _move(layouts: Sequence[Params], params: Params) -> Params:
     """Parameters in the second layout instead of the first."""
     return jax.tree.map(moved, params, *layouts)
 
@@ -261,14 +264,14 @@ def base_params(run: Setup) -> Params:
     return _policy(run.config, run).read_params()
 
 
-def evaluator_of(run: Setup, share: Share = share_nothing) -> Evaluate:
+def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
     """The evaluation that a run's config asks for; `share` as of `setup`."""
 
     def make() -> Evaluate:
         config = run.config
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
         questions = make_questions(config, held_out, resolve_scorer(config, run.rewards))
-        base = base_of(run) if config.measures_kl_to_base else None
+        base = find_base(run) if config.measures_kl_to_base else None
         return make_evaluator(config, _policy(config, run), questions, base)
 
     return share("evaluator", make)
@@ -303,23 +306,23 @@ def export(
     # nor its data, rewards and method, which may have come from Python.
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         number = _number(folder, config, step, checkpoints)
-        at = checkpoints.latest() if number is None else number
-        meta = checkpoints.meta(at) if at in checkpoints.steps() else {}
+        source_step = checkpoints.latest() if number is None else number
+        meta = checkpoints.meta(source_step) if source_step in checkpoints.steps() else {}
         model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
-        own = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes))
-        wanted = {"step": np.zeros((), np.int32), "trainable": own}
-        state, _ = checkpoints.restore(wanted, number, partial=True)
+        zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes))
+        abstract_state = {"step": np.zeros((), np.int32), "trainable": zeros}
+        state, _ = checkpoints.restore(abstract_state, number, partial=True)
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]
     if model.config.lora is not None:
-        parameters.refuse_others(config, meta, parameters.identity_of(home, model))
+        parameters.refuse_changed_adapters(config, meta, parameters.adapter_identity(home, model))
         base = lora.base_model(model)
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
     if dtype is not None:
         model, params = _cast(model, params, dtype)
     card = model_card(config, number, _evaluation(folder, number))
-    with _here(out) as local:
+    with _local_folder(out) as local:
         folders.save_model(
             model, params, local, tokenizer, ends, card=card, overwrite=overwrite, base=home
         )
@@ -344,18 +347,18 @@ def _cast(model: Model, params: Params, dtype: str) -> tuple[Model, Params]:
 def _evaluation(folder: Place, step: int) -> dict[str, Any]:
     """What was evaluated at a step of a run."""
     lines = [line for line in read_metrics(folder) if line["step"] == step]
-    values = {name: value for line in lines for name, value in evaluation_of(line).items()}
+    values = {name: value for line in lines for name, value in evaluation_metrics(line).items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 @contextlib.contextmanager
-def _here(out: str | Place) -> Iterator[Path]:
+def _local_folder(out: str | Place) -> Iterator[Path]:
     """A folder of this host: `out`, or one whose files are copied there at the end."""
     if not storage.is_url(out):
         yield Path(out)
         return
-    with tempfile.TemporaryDirectory(prefix="jaxgrpo-export-") as made:
-        yield (local := Path(made, "model"))
+    with tempfile.TemporaryDirectory(prefix="jaxgrpo-export-") as temporary:
+        yield (local := Path(temporary, "model"))
         with refusing(f"{out} cannot be written ({{reason}})", OSError):
             storage.upload_folder(local, os.fspath(out))
 
@@ -418,13 +421,13 @@ def _number(folder: Place, config: Config, step: str | int, checkpoints: Checkpo
             return saved["best"][0]
         # Version 0.1.0 saved no name of a metric.
         lines = [line for line in read_metrics(folder) if line["step"] > 0]
-        kept = [line for line in lines if line.get(metric) is not None]
-        if not kept:
+        measured_lines = [line for line in lines if line.get(metric) is not None]
+        if not measured_lines:
             raise InputError(
                 f"{folder}: no best step was kept; set checkpoint.keep_best before training, "
                 "or name a step"
             )
-        return max(kept, key=lambda line: (line[metric], -line["step"]))["step"]
+        return max(measured_lines, key=lambda line: (line[metric], -line["step"]))["step"]
     if isinstance(step, int) or step.isdecimal():
         return int(step)
     raise InputError(f"--step {step}: use last, best or a number of steps")

@@ -167,9 +167,9 @@ def start(platform: str = "auto") -> str:
     gc.set_threshold(*_COLLECT_AFTER)
     _quiet_libtpu(os.environ)
     _join(os.environ)
-    found = _PLATFORM_NAMES.get(jax.default_backend(), jax.default_backend())
-    _check_platform(platform, found)
-    _keep_compilations(os.environ, found)
+    backend = _PLATFORM_NAMES.get(jax.default_backend(), jax.default_backend())
+    _check_platform(platform, backend)
+    _keep_compilations(os.environ, backend)
     Programs.listen()
     return f"jaxgrpo {jaxgrpo.__version__} on {devices_line()}, jax {jax.__version__}"
 
@@ -189,7 +189,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def decided(decide: Callable[[], Any]) -> Any:
+def broadcast(decide: Callable[[], Any]) -> Any:
     """What `decide` returns in process 0, in every process. It is called there alone.
 
     Called by all processes: two that decide by what each finds on its own disk may do different
@@ -231,14 +231,14 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
         return
     _Stop.number, _Stop.grace, _Stop.after = None, grace, after
     numbers = [number for number in STOP_SIGNALS if not parent.is_nohup(number)]
-    before = {number: signal.signal(number, _on_signal) for number in numbers}
+    previous_handlers = {number: signal.signal(number, _on_signal) for number in numbers}
     parent.allow(grace)
     try:
         yield
     finally:
         # After a stop signal nothing is hung any more, and the end may take its time.
         parent.allow(parent.GRACE if _Stop.number is None else math.inf)
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -248,12 +248,12 @@ def stop_requested(step: int) -> bool:
     Args:
       step: the number of the step, the same in every process; all have to call this.
     """
-    mine = _Stop.number is not None
+    is_stopping = _Stop.number is not None
     if jax.process_count() == 1:
-        return mine
+        return is_stopping
     from jax.experimental import multihost_utils
 
-    steps, stops = multihost_utils.process_allgather(np.array([step, mine], np.int32)).T
+    steps, stops = multihost_utils.process_allgather(np.array([step, is_stopping], np.int32)).T
     if steps.min() != steps.max():
         raise RuntimeError(f"the processes of this run are at different steps: {steps.tolist()}")
     return bool(stops.any())
@@ -327,16 +327,16 @@ def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | 
     Raises: InputError where only some of PROCESS_VARIABLES are set, or no numbers; in a pod of a
     Kubernetes job whose other pods cannot be found.
     """
-    given = {name: environment[name] for name in PROCESS_VARIABLES if environment.get(name)}
-    if not given:
+    variables = {name: environment[name] for name in PROCESS_VARIABLES if environment.get(name)}
+    if not variables:
         return {} if _cluster_size() > 1 else None
-    missing = [name for name in PROCESS_VARIABLES if name not in given]
+    missing = [name for name in PROCESS_VARIABLES if name not in variables]
     if missing:
         raise InputError(
-            f"{', '.join(given)} is set but {', '.join(missing)} is not: set all three in every "
-            "process, or none"
+            f"{', '.join(variables)} is set but {', '.join(missing)} is not: set all three in "
+            "every process, or none"
         )
-    address, *numbers = (given[name] for name in PROCESS_VARIABLES)
+    address, *numbers = (variables[name] for name in PROCESS_VARIABLES)
     if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
         raise InputError(
             f"JAX_NUM_PROCESSES = {numbers[0]} and JAX_PROCESS_ID = {numbers[1]}: expected whole "
@@ -388,10 +388,10 @@ def _join(environment: Mapping[str, str]) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # JAX would take SIGTERM for itself, and a process that waits for another never obey it.
         jax.config.update("jax_enable_preemption_service", False)
-        given: Any = arguments
-        with _waiting_for_others(given):
+        options: Any = arguments
+        with _waiting_for_others(options):
             jax.distributed.initialize(
-                **given,
+                **options,
                 initialization_timeout=_JOIN + 60,  # JAX would end the process with a stack of C++
                 heartbeat_timeout_seconds=_HEARTBEAT,
                 shutdown_timeout_seconds=_SHUTDOWN,
@@ -401,15 +401,15 @@ def _join(environment: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def _waiting_for_others(given: Mapping[str, Any]) -> Iterator[None]:
+def _waiting_for_others(options: Mapping[str, Any]) -> Iterator[None]:
     """Says every 30 s who is waited for, and ends this process after _JOIN seconds."""
-    here, over = threading.Event(), time.monotonic() + _JOIN
-    where = given.get("coordinator_address", "the address that the cluster gives")
+    has_joined, deadline = threading.Event(), time.monotonic() + _JOIN
+    address = options.get("coordinator_address", "the address that the cluster gives")
 
     def wait() -> None:
-        while not here.wait(30.0):
-            os.write(2, f"waiting for the other processes, process 0 at {where}\n".encode())
-            if time.monotonic() > over:
+        while not has_joined.wait(30.0):
+            os.write(2, f"waiting for the other processes, process 0 at {address}\n".encode())
+            if time.monotonic() > deadline:
                 os.write(2, f"error: they did not all come within {_JOIN} s\n".encode())
                 os._exit(peers.LOST)
 
@@ -417,7 +417,7 @@ def _waiting_for_others(given: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        here.set()
+        has_joined.set()
 
 
 def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:
@@ -434,8 +434,8 @@ def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
     Read back, such a program forgets the order of its collectives (XLA of JAX 0.10.2): devices wait
     in different ones, for ever.
     """
-    told = "JAX_ENABLE_COMPILATION_CACHE" in environment
-    if platform == "cpu" and jax.device_count() > 1 and not told:
+    is_set = "JAX_ENABLE_COMPILATION_CACHE" in environment
+    if platform == "cpu" and jax.device_count() > 1 and not is_set:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder(environment)))
@@ -443,16 +443,16 @@ def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _CACHE_MIN_SECONDS)
 
 
-def _check_platform(wanted: str, found: str) -> None:
-    if wanted not in ("auto", found):
+def _check_platform(platform: str, backend: str) -> None:
+    if platform not in ("auto", backend):
         remedy = (
             "unset JAX_PLATFORMS and start a new process"
-            if wanted == "cpu"
-            else f"install jaxgrpo[{'tpu' if wanted == 'tpu' else 'cuda12'}] and see that the "
-            f'devices are visible, or set mesh.platform = "{found}"'
+            if platform == "cpu"
+            else f"install jaxgrpo[{'tpu' if platform == 'tpu' else 'cuda12'}] and see that the "
+            f'devices are visible, or set mesh.platform = "{backend}"'
         )
-        raise InputError(f'mesh.platform = "{wanted}": JAX found {found} devices; {remedy}')
-    idle = idle_accelerator(os.environ) if wanted == "auto" and found == "cpu" else None
+        raise InputError(f'mesh.platform = "{platform}": JAX found {backend} devices; {remedy}')
+    idle = idle_accelerator(os.environ) if platform == "auto" and backend == "cpu" else None
     if idle:
         raise InputError(
             f'mesh.platform = "auto": {idle} is there, but this JAX has only the CPU; install '

@@ -57,9 +57,9 @@ def encode(rollouts: Rollouts, step: int) -> bytes:
     arrays = {name: getattr(host, name) for name in ARRAYS}
     arrays |= {f"{REWARDS}{name}": value for name, value in host.rewards.items()}
     arrays |= {f"{FIELDS}{name}": value for name, value in host.fields.items()}
-    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    said = {"format": FORMAT, "version": VERSION, "step": str(step)}
-    return _in_order(safetensors.save(whole, said))
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    metadata = {"format": FORMAT, "version": VERSION, "step": str(step)}
+    return _in_order(safetensors.save(contiguous, metadata))
 
 
 def _in_order(content: bytes) -> bytes:
@@ -98,20 +98,23 @@ def load(
     Raises: InputError naming the file, each wrong array, what it holds and what is expected.
     """
     path = Path(path)
-    found, step = _read(path)
+    raw_arrays, step = _read(path)
     # Each check relies on those before it.
     for check in (_wrong_names, _wrong_shapes):
-        refuse_all(f"{path}:", list(check(found)))
-    arrays, problems = _cast(found)
+        refuse_all(f"{path}:", list(check(raw_arrays)))
+    arrays, problems = _cast(raw_arrays)
     refuse_all(f"{path}:", problems or list(_wrong_values(arrays, vocab_size)))
     refuse_all(f"{path}:", list(_never_drawn(arrays, without_text)))
     mask = arrays["token_mask"]
     arrays["behavior_logp"] = np.where(mask, arrays["behavior_logp"], np.float32(0))
     arrays = {**_defaults(arrays, end_tokens), **arrays}
     named: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
-    before: Any = np.asarray(max(0, step - 1), np.int32)
+    finished_steps: Any = np.asarray(max(0, step - 1), np.int32)
     return Rollouts(
-        **named, rewards=_under(arrays, REWARDS), fields=_under(arrays, FIELDS), step=before
+        **named,
+        rewards=_with_prefix(arrays, REWARDS),
+        fields=_with_prefix(arrays, FIELDS),
+        step=finished_steps,
     )
 
 
@@ -132,32 +135,33 @@ def _opened(path: Path) -> Any:
 def _read(path: Path) -> tuple[Arrays, int]:
     """The arrays and the step of a file, as they are there."""
     with _opened(path) as file:
-        given = file.metadata() or {}
-        said = {"format": given.get("format"), "version": given.get("version")}
-        wanted = {"format": FORMAT, "version": VERSION}
-        if said != wanted:
+        metadata = file.metadata() or {}
+        file_format = {"format": metadata.get("format"), "version": metadata.get("version")}
+        expected = {"format": FORMAT, "version": VERSION}
+        if file_format != expected:
             raise InputError(
-                f"{path}: its metadata say {said}, expected {wanted}: save it with them, as "
-                "save_file(arrays, path, metadata={...}), if it is such a file (docs/rollouts.md)"
+                f"{path}: its metadata say {file_format}, expected {expected}: save it with them, "
+                "as save_file(arrays, path, metadata={...}), if it is such a file "
+                "(docs/rollouts.md)"
             )
-        step = given.get("step", "1")
+        step = metadata.get("step", "1")
         if not (step.isascii() and step.isdecimal() and len(step) < 10):
             raise InputError(f"{path}: metadata step = {step!r}: expected a number such as '10'")
         with refusing(f"{path}: an array cannot be read ({{kind}}: {{reason}})"):
             return {name: file.get_tensor(name) for name in file.keys()}, int(step)  # noqa: SIM118
 
 
-def _wrong_names(found: Arrays) -> Iterator[str]:
+def _wrong_names(arrays: Arrays) -> Iterator[str]:
     for name in ARRAYS:
-        if name not in found and name not in OPTIONAL:
+        if name not in arrays and name not in OPTIONAL:
             letters, dtype = ARRAYS[name]
             yield f"{name}: missing; expected {np.dtype(dtype)} [{', '.join(letters)}]"
-    if not _under(found, REWARDS):
+    if not _with_prefix(arrays, REWARDS):
         yield f"{REWARDS}NAME: missing; expected at least one, float32 [P, G]"
-    for name in found:
+    for name in arrays:
         if name not in ARRAYS and not name.startswith((REWARDS, FIELDS)):
-            known = suggest(name, [*ARRAYS, f"{REWARDS}NAME", f"{FIELDS}NAME"])
-            yield f"{name}: unknown array; {known}"
+            hint = suggest(name, [*ARRAYS, f"{REWARDS}NAME", f"{FIELDS}NAME"])
+            yield f"{name}: unknown array; {hint}"
         elif name in (REWARDS, FIELDS):
             yield f"{name}: a name is missing after the dot"
 
@@ -169,29 +173,29 @@ def _form(name: str) -> tuple[str, Any]:
     return ARRAYS.get(name, ("PG", np.float32))
 
 
-def _wrong_shapes(found: Arrays) -> Iterator[str]:
+def _wrong_shapes(arrays: Arrays) -> Iterator[str]:
     first = ("prompt_tokens", "completion_tokens")
     sizes: dict[str, int] = {}
-    for name in (*first, *(other for other in found if other not in first)):
-        shape, letters = found[name].shape, _form(name)[0]
-        whole = letters.rstrip("*")
-        fits = len(shape) >= 1 if whole != letters else len(shape) == len(letters)
-        if not fits or any(n != sizes.get(c, n) for c, n in zip(whole, shape, strict=False)):
-            said = [f"{c} = {sizes[c]}" if c in sizes else c for c in whole]
-            said += ["..."] if whole != letters else []
-            yield f"{name}: has shape {list(shape)}, expected [{', '.join(said)}]"
+    for name in (*first, *(name for name in arrays if name not in first)):
+        shape, letters = arrays[name].shape, _form(name)[0]
+        leading = letters.rstrip("*")
+        fits = len(shape) >= 1 if leading != letters else len(shape) == len(letters)
+        if not fits or any(n != sizes.get(c, n) for c, n in zip(leading, shape, strict=False)):
+            expected = [f"{c} = {sizes[c]}" if c in sizes else c for c in leading]
+            expected += ["..."] if leading != letters else []
+            yield f"{name}: has shape {list(shape)}, expected [{', '.join(expected)}]"
         elif 0 in shape and name in ARRAYS:
             yield f"{name}: has shape {list(shape)}, expected no size of 0"
         else:
-            sizes = {**dict(zip(whole, shape, strict=False)), **sizes}
+            sizes = {**dict(zip(leading, shape, strict=False)), **sizes}
 
 
-def _cast(found: Arrays) -> tuple[Arrays, list[str]]:
+def _cast(raw_arrays: Arrays) -> tuple[Arrays, list[str]]:
     """The arrays in the dtypes of the format, and what is wrong with those that do not fit."""
     arrays, problems = {}, []
-    for name, array in found.items():
-        wanted = _form(name)[1]
-        dtype: Any = _narrowed(array.dtype) if wanted is None else wanted
+    for name, array in raw_arrays.items():
+        fixed_dtype = _form(name)[1]
+        dtype: Any = _device_dtype(array.dtype) if fixed_dtype is None else fixed_dtype
         is_float = bool(jnp.issubdtype(array.dtype, np.floating))
         kinds = {np.int32: "iu", np.bool_: "biu", np.float32: "iu"}[dtype]
         if array.dtype.kind in kinds or (is_float and dtype is np.float32):
@@ -199,14 +203,14 @@ def _cast(found: Arrays) -> tuple[Arrays, list[str]]:
                 arrays[name] = array.astype(dtype)
             if dtype is np.float32 or (arrays[name].astype(array.dtype) == array).all():
                 continue
-        held = f"{array.dtype}"
+        contents = f"{array.dtype}"
         if array.dtype.kind in "iu":
-            held += f" from {array.min()} to {array.max()}"
-        problems.append(f"{name}: holds {held}, expected {KINDS[dtype]}")
+            contents += f" from {array.min()} to {array.max()}"
+        problems.append(f"{name}: holds {contents}, expected {KINDS[dtype]}")
     return arrays, problems
 
 
-def _narrowed(dtype: np.dtype) -> Any:
+def _device_dtype(dtype: np.dtype) -> Any:
     """The dtype of a field on the devices."""
     if dtype.kind == "b":
         return np.bool_
@@ -216,12 +220,12 @@ def _narrowed(dtype: np.dtype) -> Any:
 def _wrong_values(arrays: Arrays, vocab_size: int | None) -> Iterator[str]:
     mask = arrays["prompt_mask"]
     length = mask.sum(-1)
-    right = (mask == (np.arange(mask.shape[1]) < length[:, None])).all(-1) & (length > 0)
-    if not right.all():
-        place = int(np.argmin(right))
+    is_right_padded = (mask == (np.arange(mask.shape[1]) < length[:, None])).all(-1) & (length > 0)
+    if not is_right_padded.all():
+        place = int(np.argmin(is_right_padded))
         yield (
-            f"prompt_mask[{place}]: is {_shown(mask[place])}, expected 1 or more True, then only "
-            "False: prompts are padded on the right"
+            f"prompt_mask[{place}]: is {_mask_text(mask[place])}, expected 1 or more True, then "
+            "only False: prompts are padded on the right"
         )
     highest = np.inf if vocab_size is None else vocab_size - 1
     allowed = "0 or more" if vocab_size is None else f"0 to {highest}, the model's tokens"
@@ -230,8 +234,8 @@ def _wrong_values(arrays: Arrays, vocab_size: int | None) -> Iterator[str]:
             continue
         is_token = name.endswith("tokens")
         wrong = (arrays[name] < 0) | (is_token & (arrays[name] > highest))
-        said = f"{allowed} (padding too)" if is_token else "0 or more"
-        yield from _first(name, arrays[name], wrong, said)
+        expected = f"{allowed} (padding too)" if is_token else "0 or more"
+        yield from _first(name, arrays[name], wrong, expected)
     logp = arrays["behavior_logp"]
     wrong = arrays["token_mask"] & ~np.isfinite(logp)
     yield from _first("behavior_logp", logp, wrong, "a finite number where token_mask is True")
@@ -262,9 +266,9 @@ def _first(name: str, array: np.ndarray, wrong: np.ndarray, expected: str) -> It
         yield f"{name}{list(place)}: is {array[place]}, expected {expected}"
 
 
-def _shown(mask: np.ndarray) -> str:
+def _mask_text(mask: np.ndarray) -> str:
     """A mask as 0 and 1, cut if it is long."""
-    return "".join(str(int(one)) for one in mask[:40]) + ("..." if len(mask) > 40 else "")
+    return "".join(str(int(bit)) for bit in mask[:40]) + ("..." if len(mask) > 40 else "")
 
 
 def _defaults(arrays: Arrays, end_tokens: Sequence[int]) -> Arrays:
@@ -284,7 +288,7 @@ def _defaults(arrays: Arrays, end_tokens: Sequence[int]) -> Arrays:
     }
 
 
-def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, Any]:
+def _with_prefix(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, Any]:
     """The arrays whose names begin so, under the rest of their names."""
     return {
         name.removeprefix(prefix): array

@@ -42,7 +42,7 @@ class Progress:
     not_finite: int = 0  # steps in a row that computed something that is not finite
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> Progress:
+    def from_meta(cls, meta: Mapping[str, Any]) -> Progress:
         """From what a checkpoint holds beside its state; {} at the start of a run."""
         best = tuple(meta["best"]) if meta.get("best") else None
         resets = Resets(**meta.get("resets", {}))
@@ -66,18 +66,18 @@ class Keeper:
     checkpoints: Checkpoints
     display: Display
     progress: Progress
-    inputs: dict[str, Any]  # fingerprints.inputs_of the run
+    inputs: dict[str, Any]  # fingerprints.input_facts of the run
     replays: bool = False  # saved rollouts
-    adapters: dict[str, Any] | None = None  # parameters.identity_of the run
+    adapters: dict[str, Any] | None = None  # parameters.adapter_identity of the run
 
-    def kept(self) -> str:
+    def saved_line(self) -> str:
         """What of the run is saved, in a line."""
         # Nothing is asked of a bucket here: a watchdog says this, of a run that may wait for one.
-        at, place = self.checkpoints, self.folder.place
-        step = at.newest if storage.is_url(place) else at.latest()
+        checkpoints, place = self.checkpoints, self.folder.place
+        step = checkpoints.newest if storage.is_url(place) else checkpoints.latest()
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
-    def going_on(self) -> str:
+    def resume_command(self) -> str:
         """The command that goes on with this run."""
         if self.replays:
             return "the same jaxgrpo replay, and --resume auto"
@@ -92,26 +92,28 @@ class Keeper:
         Raises: process.NotSaved.
         """
         self.refuse_moved(number)
-        before, checkpoints = self.checkpoints.newest, self.checkpoints
+        newest_before, checkpoints = self.checkpoints.newest, self.checkpoints
         several = jax.process_count() > 1
-        problem = _error_of(checkpoints.wait)  # of the save before this one
+        problem = _first_error(checkpoints.wait)  # of the save before this one
         # That may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, state)
-            first = (self.folder.catch_up, self.folder.publish)
-            own = _error_of(*first, save, *([checkpoints.wait] if must else []))
-            problem = own or (None if must else problem)
-        if checkpoints.newest != before:
+            preparations = (self.folder.catch_up, self.folder.publish)
+            save_error = _first_error(*preparations, save, *([checkpoints.wait] if must else []))
+            problem = save_error or (None if must else problem)
+        if checkpoints.newest != newest_before:
             self.progress.unsaved = 0
         if problem is None:
             return
         self.progress.unsaved += 1
-        said = f"step {number}: {problem.strerror or problem}"
+        message = f"step {number}: {problem.strerror or problem}"
         if must or self.progress.unsaved > MAX_UNSAVED or several:
-            _error_of(checkpoints.wait)
-            raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
+            _first_error(checkpoints.wait)
+            raise process.NotSaved(f"{message}; make space and go on by --resume auto") from problem
         left = MAX_UNSAVED - self.progress.unsaved
-        self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
+        self.display.say(
+            f"{message}; the run goes on, and ends if this happens {left + 1} times more"
+        )
 
     def refuse_moved(self, number: int) -> None:
         """Raises: process.NotSaved where the run's folder was moved or deleted meanwhile."""
@@ -124,7 +126,7 @@ class Keeper:
 
     def publish(self) -> None:
         """The end of a run in a bucket: all that is not there yet. Raises: process.NotSaved."""
-        if error := _error_of(self.folder.publish):
+        if error := _first_error(self.folder.publish):
             raise process.NotSaved(
                 f"{error}; the files of the run are in {self.folder.path}; go on by --resume auto"
             ) from error
@@ -136,8 +138,8 @@ class Keeper:
         self.checkpoints.save(number, parameters.without_weights(state), meta)
 
     @contextlib.contextmanager
-    def saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:
-        """Saves the state before step `number`, if it is given, where a reward fails within.
+    def saving(self, number: int, state: TrainState | None = None) -> Iterator[None]:
+        """Saves `state`, that before step `number`, where a reward fails within; None: nothing.
 
         Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
         """
@@ -147,13 +149,13 @@ class Keeper:
             if number < 2:
                 raise
             self.refuse_moved(number)
-            if before is not None:
-                self._save(number - 1, before)
+            if state is not None:
+                self._save(number - 1, state)
             self.checkpoints.wait()
-            kept = self.kept()
+            saved_line = self.saved_line()
             raise process.RewardFailed(
-                f"{error}\nthe run ended in step {number}; {kept}; mend the reward, then go on "
-                f"with: {self.going_on()}; where its file has changed, add "
+                f"{error}\nthe run ended in step {number}; {saved_line}; mend the reward, then go "
+                f"on with: {self.resume_command()}; where its file has changed, add "
                 "--set run.allow_changes='[\"code\"]'"
             ) from error
 
@@ -161,7 +163,8 @@ class Keeper:
         """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
         progress, limit = self.progress, self.config.train.stop_after_not_finite
         progress.not_finite = progress.not_finite + 1 if alarms.is_not_finite(values) else 0
-        problem, good = alarms.broken(values), number - max(1, progress.not_finite)
+        problem = alarms.weights_problem(values)
+        last_good_step = number - max(1, progress.not_finite)
         if problem is None and 0 < limit <= progress.not_finite:
             problem = (
                 f"gradient, log-probs or entropy are not finite, {limit} steps in a row "
@@ -170,12 +173,14 @@ class Keeper:
         if problem is None:
             return
         self.checkpoints.wait()
-        kept = max((step for step in self.checkpoints.steps() if step <= good), default=None)
+        checkpoint = max(
+            (step for step in self.checkpoints.steps() if step <= last_good_step), default=None
+        )
         where = "no checkpoint is from before"
-        if kept is not None:
+        if checkpoint is not None:
             where = (
-                f"the last good checkpoint is of step {kept}, `jaxgrpo export {self.folder.place} "
-                f"OUT --step {kept}` writes its model"
+                f"the last good checkpoint is of step {checkpoint}, `jaxgrpo export "
+                f"{self.folder.place} OUT --step {checkpoint}` writes its model"
             )
         raise process.Diverged(
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
@@ -183,7 +188,7 @@ class Keeper:
         )
 
 
-def _error_of(*calls: Callable[[], None]) -> OSError | None:
+def _first_error(*calls: Callable[[], None]) -> OSError | None:
     """The OSError of the first call that raises one; those after it are then not made."""
     try:
         for call in calls:

@@ -67,7 +67,7 @@ class Replay(NamedTuple):
     load: Callable[[int], Rollouts]  # file -> host arrays in the sizes of the config
 
 
-def config_of(
+def replay_config(
     files: SavedRollouts, config: str | None = None, overrides: Sequence[str] = ()
 ) -> Config:
     """The config of `jaxgrpo replay`: one step per file, and a run folder of its own.
@@ -78,7 +78,7 @@ def config_of(
 
     Raises: InputError where `config` is None and the files are not those of one run.
     """
-    paths = paths_of(files)
+    paths = rollout_paths(files)
     if config is None:
         homes = {path.absolute().parent.parent / "config.toml" for path in paths}
         home = homes.pop()
@@ -86,27 +86,27 @@ def config_of(
             why = "they are of several runs" if homes else f"there is no {home}"
             raise InputError(f"replay {paths[0]}: which config? {why}: give --config CONFIG")
         config = str(home)
-    read = configs.load(config, overrides)
+    base_config = configs.load(config, overrides)
     defaults = {
         "train.steps": len(paths),
-        "run.dir": f"{read.run.dir.rstrip('/')}-replay",
+        "run.dir": f"{base_config.run.dir.rstrip('/')}-replay",
         "run.rollouts_every": 0,  # they are there already
     }
-    given = {text.partition("=")[0].strip() for text in overrides}
-    kept = {
+    set_keys = {text.partition("=")[0].strip() for text in overrides}
+    unset_defaults = {
         name: value
         for name, value in defaults.items()
-        if given.isdisjoint({name, name.partition(".")[0]})
+        if set_keys.isdisjoint({name, name.partition(".")[0]})
     }
-    return configs.make_config(read, kept)
+    return configs.make_config(base_config, unset_defaults)
 
 
-def paths_of(files: SavedRollouts) -> tuple[Path, ...]:
+def rollout_paths(files: SavedRollouts) -> tuple[Path, ...]:
     """Files of rollouts as paths. Raises: InputError if there is none."""
-    named = [files] if isinstance(files, (str, os.PathLike)) else list(files)
-    if not named:
+    paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    if not paths:
         raise InputError("rollouts: no file is given; give one or more (docs/rollouts.md)")
-    return tuple(Path(one).absolute() for one in named)
+    return tuple(Path(path).absolute() for path in paths)
 
 
 def read_files(
@@ -123,7 +123,7 @@ def read_files(
 
     Raises: InputError on a file that is wrong or does not fit the config.
     """
-    paths = paths_of(files)
+    paths = rollout_paths(files)
     if config.rollout.refill is not None:
         raise InputError(
             "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
@@ -150,14 +150,14 @@ def read_files(
     texts = tokenizer.batch_decode(encoded, clean_up_tokenization_spaces=False)
 
     @functools.lru_cache(maxsize=1)  # three functions of a step read it
-    def fitted(place: int) -> Rollouts:
-        rollouts = _fitted(config, paths[place], load(paths[place]), numbers)
+    def load_fitted(place: int) -> Rollouts:
+        rollouts = _fit_to_config(config, paths[place], load(paths[place]), numbers)
         version = rollouts.policy_version
         version = np.where(version < shared[place], version, -1).astype(np.int32)
         return dataclasses.replace(rollouts, policy_version=version)
 
     data = PromptData([{"prompt": text} for text in texts], encoded, 0)
-    return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, fitted)
+    return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, load_fitted)
 
 
 def _shared_policies(config: Config, path: Path) -> float:
@@ -171,14 +171,16 @@ def _shared_policies(config: Config, path: Path) -> float:
     if not home.is_file():
         return np.inf
     with contextlib.suppress(InputError):
-        ours, theirs = (_decisive(one) for one in (config, configs.load(home)))
-        names = {name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)}
+        run_keys, file_keys = (_decisive_keys(source) for source in (config, configs.load(home)))
+        names = {
+            name for name in {*run_keys, *file_keys} if run_keys.get(name) != file_keys.get(name)
+        }
         at_start = any(name.startswith(OF_THE_START) for name in names)
         return 0 if at_start else 1 if names else np.inf
     return 0
 
 
-def _decisive(config: Config) -> dict[str, Any]:
+def _decisive_keys(config: Config) -> dict[str, Any]:
     """The keys of a config that decide the weights of its policies, where rewards are given."""
     keys = configs.flat(configs.to_tables(config))
     if config.optimizer.schedule == "constant":
@@ -199,21 +201,21 @@ def _prompts(path: Path, rollouts: Any) -> list[tuple[tuple[int, bytes], np.ndar
 def _check_sizes(config: Config, path: Path, rollouts: Rollouts) -> None:
     """Raises InputError, with the keys to set, unless the rollouts are of the config's sizes."""
     count, samples, steps = rollouts.token_mask.shape
-    held = (count, samples, rollouts.prompt_mask.shape[1], steps)
-    asked = [getattr(config.rollout, name) for name in SIZES]
+    sizes = (count, samples, rollouts.prompt_mask.shape[1], steps)
+    limits = [getattr(config.rollout, name) for name in SIZES]
     wrong = [
         (name, size, limit)
-        for name, size, limit in zip(SIZES, held, asked, strict=True)
+        for name, size, limit in zip(SIZES, sizes, limits, strict=True)
         if (size > limit if name.startswith("max_") else size != limit)
     ]
     if wrong:
-        said = ", ".join(f"rollout.{name} = {limit}" for name, _, limit in wrong)
+        settings = ", ".join(f"rollout.{name} = {limit}" for name, _, limit in wrong)
         remedy = " ".join(f"rollout.{name}={size}" for name, size, _ in wrong)
-        shape = "{} prompts x {} samples, {} prompt and {} completion positions".format(*held)
-        raise InputError(f"{path}: holds {shape}, but {said}: give --set {remedy}")
+        shape = "{} prompts x {} samples, {} prompt and {} completion positions".format(*sizes)
+        raise InputError(f"{path}: holds {shape}, but {settings}: give --set {remedy}")
 
 
-def _fitted(config: Config, path: Path, rollouts: Any, numbers: Rows) -> Rollouts:
+def _fit_to_config(config: Config, path: Path, rollouts: Any, numbers: Rows) -> Rollouts:
     """The rollouts in the sizes of the config, with the rows of the replay."""
     _check_sizes(config, path, rollouts)
     width, steps = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
@@ -221,49 +223,49 @@ def _fitted(config: Config, path: Path, rollouts: Any, numbers: Rows) -> Rollout
     if not numbers.keys() >= set(keys):
         raise InputError(f"{path}: other prompts than when the run began: put the file back")
 
-    def padded(array: np.ndarray, size: int) -> np.ndarray:
+    def pad(array: np.ndarray, size: int) -> np.ndarray:
         pairs = [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])]
         return np.pad(array, pairs)
 
     tokens = ("completion_tokens", "token_mask", "behavior_logp")
-    whole = {name: padded(getattr(rollouts, name), steps) for name in tokens}
-    whole |= {n: padded(getattr(rollouts, n), width) for n in ("prompt_tokens", "prompt_mask")}
+    padded_arrays = {name: pad(getattr(rollouts, name), steps) for name in tokens}
+    padded_arrays |= {n: pad(getattr(rollouts, n), width) for n in ("prompt_tokens", "prompt_mask")}
     shape = rollouts.token_mask.shape
     fields = {
-        name: padded(value, steps) if value.shape == shape else value
+        name: pad(value, steps) if value.shape == shape else value
         for name, value in rollouts.fields.items()
     }
     row: Any = np.array([numbers[key] for key in keys], np.int32)
-    return dataclasses.replace(rollouts, **whole, fields=fields, row=row)
+    return dataclasses.replace(rollouts, **padded_arrays, fields=fields, row=row)
 
 
-def refuse_other_files(before: str | None, has_begun: bool, replay: Replay | None) -> None:
+def refuse_other_files(replay_json: str | None, has_begun: bool, replay: Replay | None) -> None:
     """A run goes on with the files that it began with, or with samples of its own.
 
     Args:
-      before: replay.json of the run folder; None: there is none.
+      replay_json: that of the run folder; None: there is none.
       has_begun: whether the folder holds a run.
     """
-    if not has_begun or (before is None and replay is None):
+    if not has_begun or (replay_json is None and replay is None):
         return
-    if before is None:
+    if replay_json is None:
         raise InputError(
             "the run in run.dir samples for itself: go on with it by `jaxgrpo train`, or set "
             "run.dir to another folder"
         )
-    known = json.loads(before)
-    if replay is None or list(replay.checksums) != known["crc32"]:
+    saved = json.loads(replay_json)
+    if replay is None or list(replay.checksums) != saved["crc32"]:
         raise InputError(
-            f"the run in run.dir replays {len(known['files'])} files of rollouts, from "
-            f"{known['files'][0]} to {known['files'][-1]}: go on with it by `jaxgrpo replay` and "
+            f"the run in run.dir replays {len(saved['files'])} files of rollouts, from "
+            f"{saved['files'][0]} to {saved['files'][-1]}: go on with it by `jaxgrpo replay` and "
             "the same files, or set run.dir to another folder"
         )
 
 
 def to_json(replay: Replay) -> str:
     """The text of replay.json: the files of a replay, in order, and their checksums."""
-    said = {"files": [str(path) for path in replay.files], "crc32": list(replay.checksums)}
-    return json.dumps(said, indent=2) + "\n"
+    content = {"files": [str(path) for path in replay.files], "crc32": list(replay.checksums)}
+    return json.dumps(content, indent=2) + "\n"
 
 
 class Origin(NamedTuple):
@@ -277,9 +279,9 @@ class Origin(NamedTuple):
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
 
 
-def origin_of(
+def make_origin(
     config: Config,
-    read: Mapping[str, Any],
+    disk_inputs: Mapping[str, Any],
     blueprint: Blueprint,
     steps: Steps,
     rewards: Sequence[Reward],
@@ -287,7 +289,7 @@ def origin_of(
     """The policy with its sampler and rewards; or the files of a replay.
 
     Args:
-      read: fields of `Setup` by name: what was read from disk.
+      disk_inputs: fields of `Setup` by name: what was read from disk.
 
     Raises: InputError where the method reads a field that nothing brings, and where files have
       other rewards than the run.
@@ -296,30 +298,31 @@ def origin_of(
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
-    tokenizer, rows, mesh = read["tokenizer"], read["rows"], blueprint.mesh
-    if read["replay"]:
+    tokenizer, rows, mesh = disk_inputs["tokenizer"], disk_inputs["rows"], blueprint.mesh
+    if disk_inputs["replay"]:
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        saved = of_files(read["replay"], mesh, names, needs)
-        brought = read["replay"].load(0).fields
-        methods.trace_chain(config, blueprint.chain, rewards, len(rows), brought)
-        return saved
+        origin = origin_from_files(disk_inputs["replay"], mesh, names, needs)
+        fields = disk_inputs["replay"].load(0).fields
+        methods.trace_chain(config, blueprint.chain, rewards, len(rows), fields)
+        return origin
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)
-    mixture, seed = read["mixture"], config.train.seed
+    mixture, seed = disk_inputs["mixture"], config.train.seed
     policy = methods.make_policy(config, rewards, mixture)
-    there = blueprint.samples_on  # until `prepare`, which brings the rollouts to the update's mesh
-    select = make_selector(there, policy, read["encoded"], geometry, seed, mixture)
+    # Until `prepare`, which brings the rollouts to the update's mesh.
+    sampling_mesh = blueprint.samples_on
+    select = make_selector(sampling_mesh, policy, disk_inputs["encoded"], geometry, seed, mixture)
     reward = make_rewarder(
-        there, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
+        sampling_mesh, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
     )
-    is_kept = config.rollout.refill is not None
-    leftover = refill.no_leftover(geometry, names, columns, answers) if is_kept else None
+    refills = config.rollout.refill is not None
+    leftover = refill.no_leftover(geometry, names, columns, answers) if refills else None
     return Origin(policy, select, steps.sample, reward, leftover, answers)
 
 
-def of_files(
+def origin_from_files(
     replay: Replay, mesh: Mesh, rewards: Collection[str], fields: Collection[str]
 ) -> Origin:
     """Saved rollouts: each function returns its part of what the file of the step holds.
@@ -332,39 +335,39 @@ def of_files(
 
     Raises: InputError where a file has other rewards, or lacks a field.
     """
-    for path, named, brought in zip(replay.files, replay.rewards, replay.fields, strict=True):
-        if named != set(rewards):
+    for path, names, columns in zip(replay.files, replay.rewards, replay.fields, strict=True):
+        if names != set(rewards):
             raise InputError(
-                f"{path}: holds rewards called {', '.join(sorted(named))}, but the config's are "
+                f"{path}: holds rewards called {', '.join(sorted(names))}, but the config's are "
                 f"called {', '.join(sorted(rewards))}: give these the names, by `name` in rewards"
             )
-        if missing := sorted(set(fields) - brought):
+        if missing := sorted(set(fields) - columns):
             raise InputError(
                 f"{path}: the method reads the fields {', '.join(missing)}, which are not there; "
-                f"it holds {', '.join(sorted(brought)) or 'none'}: write fields.{missing[0]} too"
+                f"it holds {', '.join(sorted(columns)) or 'none'}: write fields.{missing[0]} too"
             )
 
-    def saved(step: Any) -> Rollouts:
+    def load_step(step: Any) -> Rollouts:
         return replay.load(int(sharding.to_host(step)) % len(replay.files))
 
     def select(state: TrainState) -> tuple[Prompts, TrainState]:
         names = [field.name for field in dataclasses.fields(Prompts) if field.name != "step"]
-        one = saved(state.step)
-        own: dict[str, Any] = {name: getattr(one, name) for name in names}
-        return put_prompts(mesh, Prompts(**own, step=sharding.to_host(state.step))), state
+        rollouts = load_step(state.step)
+        arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
+        return put_prompts(mesh, Prompts(**arrays, step=sharding.to_host(state.step))), state
 
     def sample(params: Params, prompts: Prompts, key: Array) -> Rollouts:
         names = ("completion_tokens", "token_mask", "behavior_logp", "truncated", "policy_version")
-        one = saved(prompts.step)
-        own: dict[str, Any] = {name: getattr(one, name) for name in names}
-        return Rollouts(**vars(prompts), **put_prompts(mesh, own), rewards={}, fields={})
+        rollouts = load_step(prompts.step)
+        arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
+        return Rollouts(**vars(prompts), **put_prompts(mesh, arrays), rewards={}, fields={})
 
     def reward(
         state: TrainState, rollouts: Rollouts, early: Sequence[Any] = ()
     ) -> tuple[TrainState, Rollouts, RewardLog]:
-        one = saved(rollouts.step)
-        kept = {name: one.fields[name] for name in sorted(fields)}
-        placed: dict[str, Any] = put_prompts(mesh, {"rewards": one.rewards, "fields": kept})
+        source = load_step(rollouts.step)
+        values = {name: source.fields[name] for name in sorted(fields)}
+        placed: dict[str, Any] = put_prompts(mesh, {"rewards": source.rewards, "fields": values})
         return state, dataclasses.replace(rollouts, **placed), RewardLog({}, {}, {}, {})
 
     return Origin(sequential(), select, sample, reward, None, None)

@@ -17,7 +17,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.losses import Objective
-from jaxgrpo.training.folder import evaluation_of
+from jaxgrpo.training.folder import evaluation_metrics
 from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
@@ -107,7 +107,7 @@ def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
 
     A step without an evaluation changes nothing; nor does one whose value is not finite.
     """
-    metric, measured = config.reference.reset_metric, evaluation_of(values)
+    metric, measured = config.reference.reset_metric, evaluation_metrics(values)
     if not config.reference.reset_patience or not measured:
         return resets
     refuse_unknown_best(metric, measured, "reference.reset_metric")
@@ -124,8 +124,8 @@ def kl_metrics(blueprint: Blueprint) -> tuple[str, ...]:
 
     A step that reads base_logp and no reference_logp measures from the base, which is never reset.
     """
-    own = ("kl",) if _reads_reference(blueprint.objective) else ()
-    return (*own, *_kl_of_steps(blueprint.chain))
+    loss_metrics = ("kl",) if _reads_reference(blueprint.objective) else ()
+    return (*loss_metrics, *_kl_of_steps(blueprint.chain))
 
 
 def is_due(
@@ -172,12 +172,12 @@ def _reads_reference(objective: Objective) -> bool:
 
 
 def _kl_of_steps(chain: AdvantageTransform) -> tuple[str, ...]:
-    found = []
+    names = []
     for name, step in chain.steps or ((chain.name, chain),):
         inner = _kl_of_steps(step) if step.steps else ("kl",)
         if "reference_logp" in step.needs:
-            found += [f"{name}/{metric}" for metric in inner]
-    return tuple(found)
+            names += [f"{name}/{metric}" for metric in inner]
+    return tuple(names)
 
 
 def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:

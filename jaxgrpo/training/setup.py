@@ -48,7 +48,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
+from jaxgrpo.training.replay import Origin, Replay, SavedRollouts, make_origin, read_files
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -65,23 +65,23 @@ DIVIDED = {
 }
 """Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
 
-_SAMPLED = ("model", "lora", "mesh", "rollout")
-_INPUTS = ("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
-_LAID_OUT = ("train.tokens_per_micro_batch", "train.remat")
-_COUNTED = ("train.steps", "train.num_iterations", "train.minibatches")
-_STEPPED = ("loss", "optimizer", "train.on_no_live_sample")
-_UPDATED = (*_SAMPLED, *_STEPPED, *_COUNTED, *_LAID_OUT)
+_SAMPLING_KEYS = ("model", "lora", "mesh", "rollout")
+_INPUT_KEYS = ("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
+_LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat")
+_COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
+_STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")
+_UPDATE_KEYS = (*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS)
 DEPENDS: dict[str, tuple[str, ...]] = {
-    "inputs": _INPUTS,
-    "sampler": _SAMPLED,
-    "update": _UPDATED,
-    "method": (*_UPDATED, "recipe", "advantage", "rewards"),
-    "evaluator": (*_SAMPLED, *_INPUTS, "rewards", "train.tokens_per_micro_batch"),
+    "inputs": _INPUT_KEYS,
+    "sampler": _SAMPLING_KEYS,
+    "update": _UPDATE_KEYS,
+    "method": (*_UPDATE_KEYS, "recipe", "advantage", "rewards"),
+    "evaluator": (*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards", "train.tokens_per_micro_batch"),
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
 seed nor the run's folder matters to any of it."""
 
-_OF_STEPS = ("prepare", "live_groups", "update", "sync", "update_program")
+_STEP_FUNCTIONS = ("prepare", "live_groups", "update", "sync", "update_program")
 """Functions of step.Steps that `Setup` has."""
 
 CALLS = 100
@@ -141,7 +141,7 @@ class Setup(NamedTuple):
         def generate(state: TrainState) -> tuple[TrainState, Rollouts, RewardLog]:
             with phase("sample"):
                 prompts, state = self.select(state)
-                rollouts, early = self._sampled(params, prompts, state.key)
+                rollouts, early = self._sample_step(params, prompts, state.key)
                 jax.block_until_ready(rollouts.completion_tokens)
             with phase("reward"):
                 return self.reward(state, rollouts, early)
@@ -151,19 +151,19 @@ class Setup(NamedTuple):
                 live = self.live_groups(state, rollouts)
             return refill.Verdict(live, *self._summed_rewards(rollouts))
 
-        before, asked = state, self.config.rollout.refill
-        if asked is None:
-            state, rollouts, said = generate(state)
+        first_state, refill_keys = state, self.config.rollout.refill
+        if refill_keys is None:
+            state, rollouts, reward_log = generate(state)
             metrics: Metrics = {}
         else:
-            rounds = refill.max_rounds(asked["factor"])
-            state, chosen, said, metrics = refill.fill(state, generate, judge, rounds)
-            rollouts = put_prompts(self.mesh, chosen)
-        metrics |= prompt_metrics(self.policy, before, state, len(rollouts.row))
+            rounds = refill.max_rounds(refill_keys["factor"])
+            state, filled, reward_log, metrics = refill.fill(state, generate, judge, rounds)
+            rollouts = put_prompts(self.mesh, filled)
+        metrics |= prompt_metrics(self.policy, first_state, state, len(rollouts.row))
         if self.mixture is not None:
             row = sharding.to_host(rollouts.row)
             metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
-        return state, Collected(rollouts, said, metrics)
+        return state, Collected(rollouts, reward_log, metrics)
 
     def _summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
         """The weighted sum of each sample's rewards and whether it was scored, [P, G], on the
@@ -182,7 +182,7 @@ class Setup(NamedTuple):
             self.rewards, rows[0], self.tokenizer, settings.stop_tokens, state
         )
 
-    def _sampled(
+    def _sample_step(
         self, params: Params, prompts: Prompts, key: jax.Array
     ) -> tuple[Rollouts, list[Judged]]:
         """Samples, and where the engine can tell, what was judged before it ended."""
@@ -202,7 +202,7 @@ def setup(
     dataset: Rows | None = None,
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.share_nothing,
-    check: Callable[[Mapping[str, Any]], None] = lambda read: None,
+    check: Callable[[Mapping[str, Any]], None] = lambda disk_inputs: None,
     mesh: Mesh | None = None,
     state_of: Callable[[Blueprint], TrainState] | None = None,
 ) -> Setup:
@@ -221,19 +221,20 @@ def setup(
 
     Raises: InputError where parts do not fit one another.
     """
-    read = share("inputs", lambda: _read_inputs(config, dataset, rollouts, mesh))
-    check(read)
-    found = Found(*(read[name] for name in Found._fields))
-    chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else read["rows"][0])
-    blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
-    memory.refuse_too_large(memory.of_run(config, blueprint), found.mesh)
-    origin = origin_of(config, read, blueprint, steps, chosen)
-    begin = origin.policy, len(read["rows"]), config.train.seed, tuple(part.name for part in chosen)
-    state_of = state_of or functools.partial(_read_state, config, found, begin, origin.leftover)
+    disk_inputs = share("inputs", lambda: _read_inputs(config, dataset, rollouts, mesh))
+    check(disk_inputs)
+    model_setup = ModelSetup(*(disk_inputs[name] for name in ModelSetup._fields))
+    row = None if disk_inputs["replay"] else disk_inputs["rows"][0]
+    run_rewards = inputs.resolve_rewards(config, rewards, row)
+    method = functools.partial(build_method, config, model_setup, run_rewards, advantage, share)
+    blueprint, steps = share("method", method)
+    memory.refuse_too_large(memory.run_memory(config, blueprint), model_setup.mesh)
+    origin = make_origin(config, disk_inputs, blueprint, steps, run_rewards)
+    state_of = state_of or functools.partial(_read_state, config, disk_inputs, origin, run_rewards)
     return Setup(
-        config=inputs.at_time(config, read["chat"].time),
-        **read,
-        rewards=chosen,
+        config=inputs.at_time(config, disk_inputs["chat"].time),
+        **disk_inputs,
+        rewards=run_rewards,
         answers=origin.answers,
         blueprint=blueprint,
         state=state_of(blueprint),
@@ -241,20 +242,27 @@ def setup(
         select=origin.select,
         sample=origin.sample,
         reward=origin.reward,
-        **{name: getattr(steps, name) for name in _OF_STEPS},
+        **{name: getattr(steps, name) for name in _STEP_FUNCTIONS},
     )
 
 
 def _read_state(
-    config: Config, found: Found, begin: Any, leftover: Rollouts | None, blueprint: Blueprint
+    config: Config,
+    disk_inputs: Mapping[str, Any],
+    origin: Origin,
+    rewards: Sequence[Reward],
+    blueprint: Blueprint,
 ) -> TrainState:
-    """The first state, with the weights of the model. Args: begin: as of `first_state`."""
-    dtype, layout = held_dtype(found.model), param_layout(blueprint)
-    params = parameters.read_start(config, found.folder, found.model, dtype, layout)
-    return parameters.first_state(blueprint, params, *begin, leftover=leftover)
+    """The first state, with the weights of the model."""
+    model, seed = disk_inputs["model"], config.train.seed
+    names = tuple(reward.name for reward in rewards)
+    start = origin.policy, len(disk_inputs["rows"]), seed, names
+    dtype, layout = held_dtype(model), param_layout(blueprint)
+    params = parameters.read_start(config, disk_inputs["folder"], model, dtype, layout)
+    return parameters.first_state(blueprint, params, *start, leftover=origin.leftover)
 
 
-class Found(NamedTuple):
+class ModelSetup(NamedTuple):
     """The model that a config names, without weights, on the devices that it names."""
 
     mesh: Mesh
@@ -263,11 +271,11 @@ class Found(NamedTuple):
     model: Model
 
 
-def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> Found:
+def find_model(config: Config, mesh: Mesh | None = None, fetch_weights: bool = True) -> ModelSetup:
     """The model of a config, on a mesh of its own by default.
 
     Args:
-      whole: as of `inputs.find_config`.
+      fetch_weights: as of `inputs.find_config`.
 
     Raises: InputError where there is no such model, a file of it cannot be read, or it has no
     positions for prompt and completion.
@@ -275,15 +283,15 @@ def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> 
     if mesh is None:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    folder, stored = inputs.find_config(config, whole)
+    folder, stored = inputs.find_config(config, fetch_weights)
     inputs.check_length(config, stored)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)
     without_text = folders.tokens_without_text(tokenizer, ends, size)
-    chosen = parameters.chosen_config(config, stored, without_text)
+    model_config = parameters.model_config_for_run(config, stored, without_text)
     remat = _remat(config, mesh)
-    model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
-    return Found(mesh, folder, tokenizer, model)
+    model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=remat)
+    return ModelSetup(mesh, folder, tokenizer, model)
 
 
 def _read_inputs(
@@ -294,27 +302,27 @@ def _read_inputs(
 ) -> dict[str, Any]:
     """The fields of Setup that are read from disk. Each run reads the weights itself: its update
     overwrites them."""
-    found = find_model(config, mesh, whole=mesh is None)
-    vocab_size = found.model.config.vocab_size
-    chat = inputs.make_chat(config, found.tokenizer, vocab_size)
-    saved = None
+    model_setup = find_model(config, mesh, fetch_weights=mesh is None)
+    vocab_size = model_setup.model.config.vocab_size
+    chat = inputs.make_chat(config, model_setup.tokenizer, vocab_size)
+    replay = None
     if rollouts is None:
         prompts = inputs.load_prompts(config, chat, dataset)
     elif dataset is not None:
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
-        ends = folders.read_end_tokens(found.folder, found.tokenizer, vocab_size)
-        saved = read_files(config, rollouts, found.tokenizer, found.model.config, ends)
-        prompts = saved.data
+        ends = folders.read_end_tokens(model_setup.folder, model_setup.tokenizer, vocab_size)
+        replay = read_files(config, rollouts, model_setup.tokenizer, model_setup.model.config, ends)
+        prompts = replay.data
     source = inputs.eval_source(config) if config.eval.data else None
     held_out = inputs.load_prompts(config, chat, source) if source else None
-    given = {"chat": chat, "held_out": held_out, "replay": saved}
-    return {**found._asdict(), **prompts._asdict(), **given}
+    run_inputs = {"chat": chat, "held_out": held_out, "replay": replay}
+    return {**model_setup._asdict(), **prompts._asdict(), **run_inputs}
 
 
-def method_of(
+def build_method(
     config: Config,
-    found: Found,
+    model_setup: ModelSetup,
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.share_nothing,
@@ -325,7 +333,7 @@ def method_of(
     Args:
       sampling: how it samples; None: as the tokenizer of the model says.
     """
-    mesh, model = found.mesh, found.model
+    mesh, model = model_setup.mesh, model_setup.model
     sampling_mesh, geometry = _sampling_mesh(config, mesh), _geometry(config, mesh)
     recipe = methods.make_recipe(config, rewards, advantage)
     chain = methods.make_chain(config, recipe)
@@ -341,7 +349,7 @@ def method_of(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling or sampling_settings(config, found),
+        sampling=sampling or sampling_settings(config, model_setup),
         mesh=mesh,
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
@@ -355,10 +363,10 @@ def method_of(
             mesh=mesh,
         ),
     )
-    kept = memory.policies_of(config, blueprint)
+    policies = memory.copied_policies(config, blueprint)
     if config.train.tokens_per_micro_batch is None:
-        blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
-    blueprint = memory.with_slots(blueprint, kept)
+        blueprint = memory.with_fitting_tokens(blueprint, policies, _remat(config, mesh))
+    blueprint = memory.with_slots(blueprint, policies)
     return blueprint, step.build_steps(blueprint, share)
 
 
@@ -379,28 +387,28 @@ def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
     rollout, tensor = config.rollout, config.mesh.sampling_tensor
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
-    other = sharding.sampling_mesh(mesh, tensor)
+    sampling_mesh = sharding.sampling_mesh(mesh, tensor)
     where = f"mesh.sampling_tensor = {tensor}: rollout.prompts_per_step"
-    sharding.check_divides(other, where, rollout.prompts_per_step, "bins")
-    return other
+    sharding.check_divides(sampling_mesh, where, rollout.prompts_per_step, "bins")
+    return sampling_mesh
 
 
 def _remat(config: Config, mesh: Mesh) -> decoder.Remat:
     return decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
 
 
-def samples_of(config: Config) -> int:
+def samples_per_step(config: Config) -> int:
     """Samples of a step."""
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 
-def sampling_settings(config: Config, found: Found | Setup) -> SamplingSettings:
+def sampling_settings(config: Config, model_setup: ModelSetup | Setup) -> SamplingSettings:
     """How a config samples from a model.
 
     Raises: InputError where no token ends a sample.
     """
-    tokenizer, size = found.tokenizer, found.model.config.vocab_size
-    ends = folders.read_end_tokens(found.folder, tokenizer, size)
+    tokenizer, size = model_setup.tokenizer, model_setup.model.config.vocab_size
+    ends = folders.read_end_tokens(model_setup.folder, tokenizer, size)
     if not ends:
         raise InputError(
             f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
@@ -409,7 +417,7 @@ def sampling_settings(config: Config, found: Found | Setup) -> SamplingSettings:
     pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
     if pad is None or pad >= size:
         pad = ends[0]
-    return settings_of(
+    return make_sampling_settings(
         config,
         ends,
         pad,
@@ -417,7 +425,7 @@ def sampling_settings(config: Config, found: Found | Setup) -> SamplingSettings:
     )
 
 
-def settings_of(
+def make_sampling_settings(
     config: Config, ends: tuple[int, ...], pad: int, strings: StopStrings | None = None
 ) -> SamplingSettings:
     """How a config samples from a model whose tokens `ends` end a sample."""
@@ -448,9 +456,9 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
-    def of(self, config: Config) -> step.Share:
+    def for_config(self, config: Config) -> step.Share:
         """A function (name in DEPENDS, make) that makes the thing, or returns the one it kept."""
         flat = configs.flat(configs.to_tables(config))
         if config.optimizer.schedule == "constant":  # the number of steps is in no program
@@ -459,10 +467,10 @@ class Shared:
         def share(name: str, make: Callable[[], Any]) -> Any:
             keys = DEPENDS[name]
             tables = tuple(f"{key}." for key in keys)
-            chosen = {key: flat[key] for key in sorted(flat) if f"{key}.".startswith(tables)}
-            place = json.dumps([name, chosen], default=str)
-            if place not in self._made:
-                self._made[place] = make()
-            return self._made[place]
+            settings = {key: flat[key] for key in sorted(flat) if f"{key}.".startswith(tables)}
+            place = json.dumps([name, settings], default=str)
+            if place not in self._values:
+                self._values[place] = make()
+            return self._values[place]
 
         return share

@@ -33,7 +33,7 @@ class Watchdog:
 
     Args:
       show: is called with what the run does and for how many seconds, about twice a second.
-      kept: says what of the run is saved.
+      saved_line: says what of the run is saved.
       stop_grace: seconds from a stop signal until the process ends.
       stuck_after: seconds without progress until it ends; 0: never.
     """
@@ -41,19 +41,20 @@ class Watchdog:
     def __init__(
         self,
         show: Callable[[str, float], None],
-        kept: Callable[[], str],
+        saved_line: Callable[[], str],
         stop_grace: float,
         stuck_after: float,
     ):
-        self._show, self._kept = show, kept
+        self._show, self._saved_line = show, saved_line
         self._grace, self._limit = stop_grace, stuck_after
         self._phase = "start", time.monotonic()
         self._called = 0.0  # when the newest call of a reward began
-        self._asked: tuple[int, float] | None = None  # the stop signal, and when it must have ended
-        self._heard = 0.0  # when that came
-        self._over = False
+        # The stop signal, and when it must have ended.
+        self._stop_request: tuple[int, float] | None = None
+        self._stop_time = 0.0  # when that came
+        self._is_over = False
         self._bell, self._rope = os.pipe()
-        self._before: int | None = None  # the descriptor that signals were written to
+        self._old_descriptor: int | None = None  # the descriptor that signals were written to
         self._hook = threading.excepthook
         self._thread = threading.Thread(target=self._watch, name="jaxgrpo-watchdog", daemon=True)
 
@@ -62,16 +63,16 @@ class Watchdog:
         self._hook, threading.excepthook = threading.excepthook, _say_in_a_line
         if threading.current_thread() is threading.main_thread():
             # Written when a signal arrives, even if the main thread runs no Python.
-            self._before = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
+            self._old_descriptor = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
         self._wind()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over = True
+        self._is_over = True
         threading.excepthook = self._hook
-        if self._before is not None:
-            signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+        if self._old_descriptor is not None:
+            signal.set_wakeup_fd(self._old_descriptor, warn_on_full_buffer=False)
         os.write(self._rope, b"\0")
         self._thread.join()
         if self._limit:
@@ -85,7 +86,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            while not self._over:
+            while not self._is_over:
                 self._listen()
                 self._wind()
                 self._look(time.monotonic())
@@ -111,11 +112,11 @@ class Watchdog:
 
     def _hear(self, number: int) -> None:
         now = time.monotonic()
-        if self._asked is None:
-            self._asked, self._heard = (number, now + self._grace), now
-        elif number == signal.SIGINT and now - self._heard > parent.ECHO:
+        if self._stop_request is None:
+            self._stop_request, self._stop_time = (number, now + self._grace), now
+        elif number == signal.SIGINT and now - self._stop_time > parent.ECHO:
             # The handler ends at once, if the main thread comes to it.
-            self._asked = number, now + TICK
+            self._stop_request = number, now + TICK
 
     def _look(self, now: float) -> None:
         """Shows the phase, and ends the process where it has to."""
@@ -123,8 +124,8 @@ class Watchdog:
         if reward is not None:
             doing, self._called = f"{doing} ({reward.name})", reward.since
         lasted = now - max(since, self._called)
-        if self._asked is not None and now > self._asked[1]:
-            number = self._asked[0]
+        if self._stop_request is not None and now > self._stop_request[1]:
+            number = self._stop_request[0]
             why = f"asked to stop by {signal.Signals(number).name}, it did not come to an end"
             self._end(128 + number, f"{why} in time (run.stop_grace = {self._grace:g} s): {doing}")
         if reward is not None and reward.is_lost(now):
@@ -139,18 +140,18 @@ class Watchdog:
     def _end(self, code: int, text: str) -> NoReturn:
         try:
             os.write(2, f"\n{text}\n".encode())
-            os.write(2, f"{self._kept()}; what the threads are doing:\n".encode())
+            os.write(2, f"{self._saved_line()}; what the threads are doing:\n".encode())
             faulthandler.dump_traceback(file=parent.stacks())
             peers.fail(code, text)
         finally:
             os._exit(code)
 
 
-def _say_in_a_line(ended: threading.ExceptHookArgs) -> None:
+def _say_in_a_line(crash: threading.ExceptHookArgs) -> None:
     """What has ended a thread, without its stack: a library's, where a reward closed its files."""
-    name = ended.thread.name if ended.thread else "a thread"
-    stack = traceback.extract_tb(ended.exc_traceback)
+    name = crash.thread.name if crash.thread else "a thread"
+    stack = traceback.extract_tb(crash.exc_traceback)
     where = f" ({stack[-1].filename}, line {stack[-1].lineno})" if stack else ""
-    text = f"{name} ended with {ended.exc_type.__name__}: {ended.exc_value}{where}\n"
+    text = f"{name} ended with {crash.exc_type.__name__}: {crash.exc_value}{where}\n"
     with contextlib.suppress(OSError):  # stderr is closed
         os.write(2, text.encode())

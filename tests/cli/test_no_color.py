@@ -21,7 +21,7 @@ def odd(signal, rollouts):
 DISPLAY = """
 from jaxgrpo.training.console import Display, warning
 
-display = Display(steps=4, done=0, active=True)
+display = Display(steps=4, finished_steps=0, active=True)
 with display.bar:
     display.under_way("sampling", 1.0)
     display.say(warning(1, "all groups fail"))

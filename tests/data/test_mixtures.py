@@ -151,8 +151,8 @@ def test_rows_of_every_source_and_weights_are_compared_between_processes_and_sta
             19,
             None,
         ]
-        between = fingerprints.rows_of({**read._asdict(), "held_out": None, "replay": None})
-        return between["data.path"], fingerprints.data_of(read.rows)
+        between = fingerprints.row_facts({**read._asdict(), "held_out": None, "replay": None})
+        return between["data.path"], fingerprints.describe_rows(read.rows)
 
     first = compared()
     assert first[0].endswith("mixed as (('arithmetic', 'hard'), (3.0, 1.0), (3072, 10))")

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
 from jaxgrpo.models.resharding import moved, refined
-from jaxgrpo.training.memory import brought
+from jaxgrpo.training.memory import moved_entries
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +152,7 @@ def test_a_compiled_move_brings_the_bytes_that_are_counted(sizes, tensor, most, 
         assert text is not None
         assert planned is not None
         came = sum(received(line) for line in text.splitlines())
-        least = 2 * max(brought(shape, source, target).values())
+        least = 2 * max(moved_entries(shape, source, target).values())
         assert least <= came <= most * least
         own = 2 * math.prod(target.shard_shape(shape))
         assert planned.temp_size_in_bytes <= 2 * own

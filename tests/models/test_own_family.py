@@ -81,7 +81,7 @@ def test_a_config_names_a_family_and_its_file_is_own_code(exaone, reference):
     folder, stored = inputs.find_config(config)
     assert (folder, stored.family) == (exaone[1], "exaone4")
     assert folders.read_config(folder) == stored  # registered: whatever reads it finds it
-    assert "own_family.py" in fingerprints.given_by(config)["own code"]
+    assert "own_family.py" in fingerprints.config_facts(config)["own code"]
 
 
 def test_what_a_config_names_wrongly_is_said_in_one_message():

@@ -46,7 +46,7 @@ def test_a_topology_has_the_chips_that_its_name_says(name, chips, devices):
 def test_the_memory_of_a_mesh_of_absent_devices_is_that_of_its_chip(name):
     found = topologies.topology(name)
     mesh = sharding.make_mesh(devices=found.devices)
-    assert memory.of_device(mesh) == found.chip.memory
+    assert memory.device_bytes(mesh) == found.chip.memory
 
 
 def test_slices_are_islands_and_what_crosses_them_is_known():
@@ -87,7 +87,7 @@ def test_gpus_are_hosts_and_the_gpus_of_each(name, hosts, devices):
     assert len({device.process_index for device in found.devices}) == hosts
     mesh = jax.sharding.Mesh(np.array(found.devices).reshape(hosts, -1, 1, 1), sharding.AXES)
     assert plan.islands(mesh) == {"data": hosts, "fsdp": 1, "tensor": 1, "context": 1}
-    assert memory.of_device(mesh) == found.chip.memory
+    assert memory.device_bytes(mesh) == found.chip.memory
 
 
 def too_large(name: str) -> str:

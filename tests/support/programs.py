@@ -47,7 +47,7 @@ def shared_by_all_runs() -> Iterator[None]:
     shared = setup.Shared()
 
     def share_of(config: Any, objects: bool) -> Any:
-        share = shared.of(config)
+        share = shared.for_config(config)
         fixed = ("sampler", "update") if objects else tuple(setup.DEPENDS)
         return lambda name, make: share(name, make) if name in fixed else make()
 
@@ -63,12 +63,12 @@ def shared_by_all_runs() -> Iterator[None]:
     def evaluator(run: Any) -> Any:
         ((rewards, objects),) = described  # the run that was set up last
         assert rewards is run.rewards
-        return policy.evaluator_of(run, share_of(run.config, objects))
+        return policy.evaluator_for_run(run, share_of(run.config, objects))
 
     described: list[tuple[Any, bool]] = []  # of the newest run: its rewards, has it objects
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "setup", make_setup)
-        patch.setattr(loop, "evaluator_of", evaluator)
+        patch.setattr(loop, "evaluator_for_run", evaluator)
         yield
 
 

@@ -35,11 +35,11 @@ def test_each_threshold_is_held_against_the_mean_of_its_steps(rule):
 
 def test_weights_that_leave_are_seen_in_the_step_they_leave_in():
     fine = {"weights/norm": 5.0, "weights/growth": 10.0}
-    assert alarms.broken(fine) is None
-    left = alarms.broken(fine | {"weights/growth": 2e5, "weights/norm": 1e6})
+    assert alarms.weights_problem(fine) is None
+    left = alarms.weights_problem(fine | {"weights/growth": 2e5, "weights/norm": 1e6})
     assert left == "one update made the weights 2e+05 times as large (weights/norm = 1e+06)"
     for value in (math.nan, math.inf):
-        said = alarms.broken({"weights/norm": value, "weights/growth": value})
+        said = alarms.weights_problem({"weights/norm": value, "weights/growth": value})
         assert said is not None
         assert said.startswith("an update left weights that are not finite (weights/norm = ")
 

@@ -14,9 +14,9 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop, memory, recovery
-from jaxgrpo.training.fingerprints import asked_by
-from jaxgrpo.training.folder import evaluation_of
-from jaxgrpo.training.policy import base_of
+from jaxgrpo.training.fingerprints import evaluation_facts
+from jaxgrpo.training.folder import evaluation_metrics
+from jaxgrpo.training.policy import find_base
 from jaxgrpo.training.setup import setup
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
@@ -30,13 +30,13 @@ def train(folder, steps: int, resume: str | None = None, **changes: Any) -> loop
 @pytest.mark.slow
 def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_base(tmp_path, capsys):
     straight = train(tmp_path / "s", 3, **EVAL)
-    base = evaluation_of(straight.metrics[0])
+    base = evaluation_metrics(straight.metrics[0])
     train(tmp_path / "r", 2)
     run = train(tmp_path / "r", 3, "auto", **EVAL)
     assert run.summary["base"] == base  # and not the evaluation after step 2 or 3
     assert run.summary["trained"] == straight.summary["trained"]
     assert [line["step"] for line in run.metrics] == [0, 1, 2, 3]
-    assert evaluation_of(run.metrics[0]) == base
+    assert evaluation_metrics(run.metrics[0]) == base
     assert "evaluation until step 2: the base's was not saved; the base is evaluated again" in said(
         capsys
     )
@@ -45,9 +45,9 @@ def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_bas
     again = train(tmp_path / "r", 3, "auto", **fewer)
     first, last = again.metrics[0], again.metrics[-1]
     assert "evaluation until step 3: eval.samples changed; the base is evaluated" in said(capsys)
-    assert again.summary["base"] == evaluation_of(first)
-    assert again.summary["trained"] == evaluation_of(last)
-    assert "pass@4" not in evaluation_of(first)
+    assert again.summary["base"] == evaluation_metrics(first)
+    assert again.summary["trained"] == evaluation_metrics(last)
+    assert "pass@4" not in evaluation_metrics(first)
     assert first["eval_until_3/pass@4"] == base["pass@4"]
     assert last["eval_until_3/pass@4"] == straight.summary["trained"]["pass@4"]
     assert first["eval/accuracy"] == base["accuracy"]  # greedy, of the same prompts
@@ -74,7 +74,7 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
 
 
 def test_a_checkpoint_without_the_new_entries_leaves_them_unknown():
-    progress = recovery.Progress.of({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
+    progress = recovery.Progress.from_meta({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
     assert progress.best == (2, 0.5)
     assert progress.best_metric is None
     assert progress.base is None
@@ -89,7 +89,7 @@ def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_n
     def asked(row: Any = "1+1=", **changes: Any) -> dict[str, Any]:
         data = PromptData([{"prompt": row}] * 3, [np.array([1, 2])] * 3, 0)
         keys = {"eval.data": "task:arithmetic:test", "eval.scorer": f"{scorer}:right", **changes}
-        return asked_by(small_run.config(tmp_path / "r", **keys), data)
+        return evaluation_facts(small_run.config(tmp_path / "r", **keys), data)
 
     first = asked()
     assert asked(**{"eval.data": "task:arithmetic:train", "eval.every": 2}) == first
@@ -118,12 +118,12 @@ def test_the_kl_to_the_base_is_measured_unless_the_config_holds_the_model(tmp_pa
 def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_path, lora):
     asked = {**EVAL, "eval.kl_to_base": True, **lora}
     run = setup(small_run.config(tmp_path / "r", **asked))
-    base = base_of(run)
-    names = memory.policies_of(run.config, run.blueprint)
+    base = find_base(run)
+    names = memory.copied_policies(run.config, run.blueprint)
     held = {id(leaf) for leaf in jax.tree.leaves(run.state.frozen)}
     sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]
     assert names == ([] if lora else [memory.EVAL_BASE])
-    assert memory.of_run(run.config, run.blueprint).copies == (0 if lora else sum(sizes))
+    assert memory.run_memory(run.config, run.blueprint).copies == (0 if lora else sum(sizes))
     assert all((id(leaf) in held) == bool(lora) for leaf in jax.tree.leaves(base.params))
     stored = folders.read_params(Path(small_run.base()), base.model)
     jax.tree.map(np.testing.assert_array_equal, base.params, stored)

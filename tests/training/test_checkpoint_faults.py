@@ -264,9 +264,9 @@ def asked():
     return {"train.seed": number, "train.steps": 3}
 
 with Checkpoints(folders[number]) as checkpoints:
-    print(process.decided(checkpoints.steps))
+    print(process.broadcast(checkpoints.steps))
     for call in (
-        lambda: process.decided(missing),
+        lambda: process.broadcast(missing),
         lambda: fingerprints.refuse_unless_alike(asked, "mend it"),
         lambda: fingerprints.refuse_unless_alike(missing if number else asked, "mend it"),
         lambda: checkpoints.restore({"weight": np.zeros(500, np.float32)}),

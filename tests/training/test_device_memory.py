@@ -126,7 +126,7 @@ def test_what_an_update_takes_is_what_xla_plans(made):
     assert counted.optimizer == pytest.approx(2 * counted.parameters, rel=0.01)
     inputs_of_layers = SMALL.num_layers * LONG.tokens * SMALL.hidden_size * 4
     assert planned > counted.parameters + inputs_of_layers  # gradients, and what layers recompute
-    assert counted.peak == counted.kept + max(planned, counted.sampler + counted.decode)
+    assert counted.peak == counted.persistent + max(planned, counted.sampler + counted.decode)
 
 
 def test_moments_in_bfloat16_are_counted_as_half(made):
@@ -164,7 +164,7 @@ def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
     monkeypatch.setattr(capacity, "SLOTS_OF_CPU", 1 << 20)  # as on an accelerator, as is the next
     monkeypatch.setattr(capacity, "COPYING", ())
     for gigabytes, least, most in ((80, 400, 512), (32, 100, 180), (16, 20, 60)):
-        monkeypatch.setattr(memory, "of_device", lambda mesh, size=gigabytes: int(size * 1e9))
+        monkeypatch.setattr(memory, "device_bytes", lambda mesh, size=gigabytes: int(size * 1e9))
         found = memory.with_slots(narrow, ())
         assert least <= found.sampling.slots <= most, gigabytes
         counted = memory.count(found, ())
@@ -265,7 +265,7 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
 def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monkeypatch):
     sizes = (64, 8, 512, 1024)
     wide = blueprint(QWEN3_0P6B, Geometry(*sizes, 1, 8704))
-    kept = memory.count(wide, ()).kept
+    kept = memory.count(wide, ()).persistent
     numbers = QWEN3_0P6B.vocab_size * QWEN3_0P6B.hidden_size
     gradients = 2 * kept // 3  # the sum and one of a micro-batch; kept are weights and two moments
     head = 2 * 4 * numbers  # as it is read, and its gradient
@@ -274,7 +274,7 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
 
     def fitting(tokens: float) -> int:
         limit = (kept + beside + tokens * each) / memory.SHARE
-        monkeypatch.setattr(memory, "of_device", lambda _mesh: int(limit) + 1)
+        monkeypatch.setattr(memory, "device_bytes", lambda _mesh: int(limit) + 1)
         return memory.with_fitting_tokens(wide, (), "full").geometry.tokens
 
     monkeypatch.setitem(packing.TOKENS, "cpu", packing.ELSEWHERE)

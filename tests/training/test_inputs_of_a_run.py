@@ -37,7 +37,7 @@ def files_are_read_again(monkeypatch):
     set_up, shared = loop.setup, Shared()
 
     def read_again(config, **given):
-        share = shared.of(config)
+        share = shared.for_config(config)
         own = lambda name, make: make() if name == "inputs" else share(name, make)  # noqa: E731
         return set_up(config, share=own, **given)
 
@@ -201,11 +201,13 @@ def test_other_tokens_of_the_same_rows_are_refused_alone(tmp_path):
     ],
 )
 def test_rows_are_told_apart_by_values_of_any_type(values):
-    first, second = (fingerprints.data_of([{"prompt": "a", "more": [value]}]) for value in values)
+    first, second = (
+        fingerprints.describe_rows([{"prompt": "a", "more": [value]}]) for value in values
+    )
     assert first != second
-    assert first == fingerprints.data_of([{"prompt": "a", "more": [values[0]]}])
+    assert first == fingerprints.describe_rows([{"prompt": "a", "more": [values[0]]}])
 
 
 def test_objects_are_not_told_apart_by_their_place_in_memory():
-    one, other = (fingerprints.data_of([{"prompt": "a", "more": object()}]) for _ in range(2))
+    one, other = (fingerprints.describe_rows([{"prompt": "a", "more": object()}]) for _ in range(2))
     assert one == other

@@ -137,14 +137,14 @@ def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
     assert min(jax.tree.leaves(moved)) > 0
     # The checkpoint says what it was trained as, whatever is in that folder later.
     saved = json.loads((again.path / "checkpoints" / "3" / "meta.json").read_text())["meta"]
-    now = parameters.identity_of(Path(small_run.base()), run.model)
-    parameters.refuse_others(run.config, saved, now)
+    now = parameters.adapter_identity(Path(small_run.base()), run.model)
+    parameters.refuse_changed_adapters(run.config, saved, now)
     assert run.model.config.lora is not None
     settings = dataclasses.replace(run.model.config.lora, alpha=400.0)
     other = decoder.build(dataclasses.replace(run.model.config, lora=settings))
-    now = parameters.identity_of(Path(small_run.base()), other)
+    now = parameters.adapter_identity(Path(small_run.base()), other)
     with pytest.raises(InputError, match=r"lora: the run's adapters have rank = 2, alpha = 4\.0"):
-        parameters.refuse_others(run.config, saved, now)
+        parameters.refuse_changed_adapters(run.config, saved, now)
     shutil.rmtree(adapter)
     again.export(tmp_path / "exported")
     _, merged = folders.load_model(again.path / "model")
@@ -247,7 +247,7 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
 def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     changes = {**LORA, "model.dtype": "bfloat16"}
     run = setup(small_run.config(tmp_path / "run", **changes))
-    kept = memory.kept_policies(run.blueprint)
+    kept = memory.method_policies(run.blueprint)
     assert kept == ["reference"]
     counted = memory.count(run.blueprint, kept)
 

@@ -150,9 +150,9 @@ def test_one_that_dies_while_others_start_is_named(begin):
 
 def test_a_failure_is_told_with_its_process_and_a_loss_without_an_exit_code():
     crash = peers.Failure(3, 1, "Traceback ...\nValueError: x\n")
-    assert crash.said() == "process 3 failed (exit code 1):\nTraceback ...\nValueError: x"
+    assert crash.describe() == "process 3 failed (exit code 1):\nTraceback ...\nValueError: x"
     lost = peers.Failure(2, peers.LOST, "process 2 is gone")
-    assert lost.said().startswith("process 2 is gone; this process ends with it")
+    assert lost.describe().startswith("process 2 is gone; this process ends with it")
     assert peers.LOST in runtime.EXIT_CODES
 
 
@@ -168,7 +168,7 @@ def test_a_stranger_who_connects_is_no_process_of_the_run():
                 pass
     with socket.create_connection(address, timeout=10):
         time.sleep(2.5)  # a silent one
-    assert watch._first is None
+    assert watch._first_failure is None
 
 
 STRANGERS = """

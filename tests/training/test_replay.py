@@ -240,19 +240,19 @@ def test_the_command_takes_the_config_of_the_run_and_a_folder_beside_it(
 
 def test_the_command_sets_steps_and_folder_unless_they_are_given(run, files, tmp_path, monkeypatch):
     names = [str(file) for file in files]
-    read = replay.config_of(names)
+    read = replay.replay_config(names)
     assert (read.train.steps, read.run.rollouts_every) == (2, 0)
     assert read.run.dir == f"{run.path}-replay"
-    read = replay.config_of(names, None, ["train.steps=7", "run.dir=x", "run.rollouts_every=3"])
+    read = replay.replay_config(names, None, ["train.steps=7", "run.dir=x", "run.rollouts_every=3"])
     assert (read.train.steps, read.run.dir, read.run.rollouts_every) == (7, "x", 3)
     alone = shutil.copy(files[0], tmp_path / "x.safetensors")
     with pytest.raises(InputError, match=r"which config\? there is no .*: give --config CONFIG"):
-        replay.config_of([alone])
+        replay.replay_config([alone])
     with pytest.raises(InputError, match=r"which config\? they are of several runs"):
-        replay.config_of([files[0], alone])
+        replay.replay_config([files[0], alone])
     file = tmp_path / "own.toml"
     file.write_text(configs.to_toml(config("own")))
-    assert replay.config_of([alone], str(file)).run.dir == "own-replay"
+    assert replay.replay_config([alone], str(file)).run.dir == "own-replay"
 
 
 SIZES = {

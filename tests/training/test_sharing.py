@@ -10,7 +10,7 @@ import small_run
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.training import loop
-from jaxgrpo.training.policy import evaluator_of
+from jaxgrpo.training.policy import evaluator_for_run
 from jaxgrpo.training.setup import DEPENDS, Shared
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
     def names(given):
         """What is made again for a config."""
         asked.clear()
-        share = shared.of(given)
+        share = shared.for_config(given)
         for name in DEPENDS:
             share(name, lambda name=name: asked.append(name))
         return set(asked)
@@ -66,7 +66,7 @@ def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls
         for steps in (3, 4):
             optimizer = {"learning_rate": 1e-3, "schedule": schedule, "warmup_steps": 1}
             changes = {"optimizer": optimizer, "train.steps": steps}
-            share = shared.of(config(tmp_path, **changes))
+            share = shared.for_config(config(tmp_path, **changes))
             made.append({name: share(name, lambda: object()) for name in DEPENDS})
         first, second = made
         assert {name for name in DEPENDS if first[name] is not second[name]} == again
@@ -78,10 +78,10 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
     hashes = []
     for seed in (0, 1):
         given = config(tmp_path / f"shared{seed}", **{"train.seed": seed, "recipe": "rloo"})
-        share = shared.of(given)
+        share = shared.for_config(given)
         run = loop.take(
             given,
-            lambda made, share=share: evaluator_of(made, share),
+            lambda made, share=share: evaluator_for_run(made, share),
             shown=False,
             share=share,
         )

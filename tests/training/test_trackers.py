@@ -27,7 +27,7 @@ def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path):
     first = TensorBoard(tmp_path)
     first.write(5, {"reward": 0.5})
     first.close()
-    second = TensorBoard(tmp_path, done=3)
+    second = TensorBoard(tmp_path, finished_steps=3)
     second.write(4, {"reward": 0.75})
     second.close()
     assert sorted(events(tmp_path)) == [(4, "reward", 0.75), (5, "reward", 0.5)]

@@ -134,7 +134,7 @@ def test_a_watchdog_that_is_left_watches_no_more():
 
 
 def display_of(terminal, clock):
-    display = Display(steps=9, done=2, active=True, clock=clock)
+    display = Display(steps=9, finished_steps=2, active=True, clock=clock)
     display.console = Console(file=io.StringIO(), force_terminal=terminal, width=300)
     return display
 

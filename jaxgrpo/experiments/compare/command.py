@@ -31,7 +31,7 @@ from jaxgrpo.training import loop, process
 from jaxgrpo.training.console import Document, telling
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.inputs import at_time, load_rows, local_time, resolve_rewards
-from jaxgrpo.training.policy import evaluator_of, read_run
+from jaxgrpo.training.policy import evaluator_for_run, read_run
 from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared
 
@@ -218,11 +218,11 @@ class Runner:
             self._seed = case.seed
         config = case.config
         config = at_time(config, config.data.template_time or template_time)
-        share = self._shared.of(config)
+        share = self._shared.for_config(config)
         with contextlib.chdir("."):  # a reward may change the folder that the next run begins in
             loop.take(
                 config,
-                lambda run: self._remembering(evaluator_of(run, share), case.path),
+                lambda run: self._remembering(evaluator_for_run(run, share), case.path),
                 resume=True,
                 shown=shown,
                 share=share,
@@ -266,7 +266,7 @@ def _take_all(
     Raises: process.StopRequested after a stop signal, once the run under way has saved its state.
     """
     taker = _Taker(experiment, say, how_to_continue)
-    taker.template_time = process.decided(lambda: _first_time(cases) or local_time())
+    taker.template_time = process.broadcast(lambda: _first_time(cases) or local_time())
     for stage in _stages(experiment, cases):
         taker.take(stage, finished_paths)
     counted_paths = {case.path for case in taker.finished_cases}
@@ -280,7 +280,7 @@ def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case
         return
     tuning = [case for case in cases if case.seed in experiment.tuning_seeds]
     yield tuning
-    best = process.decided(lambda: _best_rates(experiment, tuning))
+    best = process.broadcast(lambda: _best_rates(experiment, tuning))
     judged_cases = (case for case in cases if case.seed in experiment.seeds)
     yield [case for case in judged_cases if case.rate == best[case.arm]]
 

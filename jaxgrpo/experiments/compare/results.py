@@ -23,7 +23,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare.experiment import Case, Experiment, seeds_needed
-from jaxgrpo.training.folder import evaluation_of, read_metrics
+from jaxgrpo.training.folder import evaluation_metrics, read_metrics
 from jaxgrpo.update import diagnostics
 
 OVER_STEPS = (
@@ -89,7 +89,7 @@ def read(case: Case) -> Outcome:
     numbers = {
         prefix + name: float(value)
         for prefix, line in (("base/", lines[0]), ("eval/", lines[-1]))
-        for name, value in evaluation_of(line).items()
+        for name, value in evaluation_metrics(line).items()
         if value is not None
     }
     steps = [line for line in lines if "reward" in line]

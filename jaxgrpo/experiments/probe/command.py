@@ -31,9 +31,9 @@ from jaxgrpo.training.policy import (
     StoredPolicy,
     config_for,
     find_policy,
-    judge_of,
-    key_of,
-    name_of_judge,
+    judge_name,
+    resolve_judge,
+    seed_key,
 )
 from jaxgrpo.training.report.html import check_can_draw, check_writable
 
@@ -65,7 +65,7 @@ def probe(
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
     source, rows = (data, None) if isinstance(data, str) else (None, data)
-    judge = name_of_judge(reward)
+    judge = judge_name(reward)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
     config = _config(target, eval_keys, (), overrides, rows)
     return _probe(Console(highlight=False), target, config, level, rows, reward)
@@ -119,7 +119,7 @@ def _probe(
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     policy, held_out = find_policy(console, config, rows)
-    judge = judge_of(config, reward)
+    judge = resolve_judge(config, reward)
     questions = make_questions(config, held_out, judge)
     if process.is_main():
         first, ends = questions.rows[0], policy.settings.stop_tokens
@@ -196,7 +196,7 @@ def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
         tokens=config.train.tokens_per_micro_batch,
     )
     ask = make_asker(policy, questions, config.eval.samples, rescore, purpose=PURPOSE)
-    return ask(policy.read_params(), key_of(config), 0)
+    return ask(policy.read_params(), seed_key(config), 0)
 
 
 def _numbers(

@@ -167,9 +167,9 @@ PANELS = (
 
 def draw(record: Record) -> list[tuple[Panel, str]]:
     """(panel, SVG) of every panel that has a curve."""
-    found = [(panel, _curves(panel, record)) for panel in PANELS]
+    panel_curves = [(panel, _curves(panel, record)) for panel in PANELS]
     with mpl.rc_context(STYLE):
-        return [(panel, _svg(panel, curves)) for panel, curves in found if curves]
+        return [(panel, _svg(panel, curves)) for panel, curves in panel_curves if curves]
 
 
 def draw_together(records: Mapping[str, Record]) -> list[tuple[Panel, str]]:
@@ -201,7 +201,7 @@ def picture(records: Mapping[str, Record]) -> bytes:
             axes.set_title(panel.title)
             _fill(axes, panel, curves, styles)
             handles, labels = axes.get_legend_handles_labels()
-            labels = list(map(_shortened, labels))
+            labels = list(map(_shorten, labels))
             below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
             axes.legend(handles, labels, ncols=_columns(labels), **below)
         figure.savefig(content, format="png", dpi=120, metadata={"Software": None})
@@ -233,9 +233,11 @@ def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
     measured = [name for name in record.names() if not is_end(name)]
     labels: dict[str, str] = {}
     for pattern, label in panel.curves.items():
-        before, _, after = pattern.partition("*")
+        prefix, _, suffix = pattern.partition("*")
         for name in sorted(fnmatch.filter(measured, pattern), key=natural):
-            labels[name] = _plain(label.replace("*", name.removeprefix(before).removesuffix(after)))
+            labels[name] = _plain(
+                label.replace("*", name.removeprefix(prefix).removesuffix(suffix))
+            )
     if "reward" in labels and len(labels) == 2:
         del labels[next(name for name in labels if name != "reward")]  # one reward, weighed by 1
     curves = {label: _curve(record, name) for name, label in labels.items()}
@@ -245,9 +247,9 @@ def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
 def _curve(record: Record, name: str) -> Curve:
     steps, values = record.series(name)
     ends = [record.series(f"{name}{end}") for end in ("/low", "/high")]
-    where = np.asarray(steps, float)
-    thin = functools.partial(_thinned, where)
-    if not values or any(at != steps for at, _ in ends):
+    step_array = np.asarray(steps, float)
+    thin = functools.partial(_thin, step_array)
+    if not values or any(end_steps != steps for end_steps, _ in ends):
         return Curve(*thin(np.asarray(values)))
     low, high = (thin(np.asarray(end))[1] for _, end in ends)
     return Curve(*thin(np.asarray(values)), (low, high))
@@ -259,7 +261,7 @@ def _plain(label: str) -> str:
     return f" {label}" if label.startswith("_") else label
 
 
-def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(values) <= MAX_POINTS:
         return steps, values
     edges = np.linspace(0, len(values), MAX_POINTS + 1).astype(int)[:-1]
@@ -309,19 +311,19 @@ def legend_below(axes: Axes) -> None:
         return
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
-    labels = list(map(_shortened, labels))
+    labels = list(map(_shorten, labels))
     columns = _columns(labels)
     lines = 0.06 + 0.16 * -(-len(labels) // columns)  # inches
-    width, before = figure.get_size_inches()
-    height = before + lines
+    width, old_height = figure.get_size_inches()
+    height = old_height + lines
     place = axes.get_position()
-    bottom, top = (place.y0 * before + lines) / height, (place.y1 * before + lines) / height
+    bottom, top = (place.y0 * old_height + lines) / height, (place.y1 * old_height + lines) / height
     figure.set_size_inches(width, height)
     figure.subplots_adjust(bottom=bottom, top=top)
     figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2)
 
 
-def _shortened(label: str) -> str:
+def _shorten(label: str) -> str:
     return label if len(label) <= LINE else f"{label[: LINE - 1]}…"
 
 

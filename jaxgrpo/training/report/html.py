@@ -115,7 +115,7 @@ def report(run: str | Path, text: bool = False, as_json: bool = False) -> int | 
     screen = Console(highlight=False)
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     if as_json:
-        return console.Document(console.summary_of(read_run(folder)))
+        return console.Document(console.summarize(read_run(folder)))
     if text:
         console.show(screen, read_run(folder))
     else:
@@ -167,14 +167,16 @@ def _tiles(record: Record) -> dict[str, str]:
     tiles = {"reward": _number(record.last("reward"))}
     measured = [(step, v["accuracy"]) for step, v in record.evaluations if "accuracy" in v]
     if measured:
-        (first, before), (_, now) = measured[0], measured[-1]
+        (first, first_accuracy), (_, last_accuracy) = measured[0], measured[-1]
         since = f"step {first}" if first else "base"
-        tiles[f"accuracy, {since} → now"] = f"{before:.3f} → {now:.3f}"
+        tiles[f"accuracy, {since} → now"] = f"{first_accuracy:.3f} → {last_accuracy:.3f}"
     mixed = record.last("groups/mixed")
     if mixed is not None:
         tiles["mixed groups"] = f"{mixed:.0%}"
-    both = ("num_tokens", "time/step")
-    timed = [line for line in record.lines if all(is_number(line.get(name)) for name in both)]
+    timing_keys = ("num_tokens", "time/step")
+    timed = [
+        line for line in record.lines if all(is_number(line.get(name)) for name in timing_keys)
+    ]
     if timed:
         seconds = [line["time/step"] for line in timed]
         tiles["seconds per step, median"] = _number(statistics.median_high(seconds))
@@ -226,9 +228,9 @@ def _samples(record: Record) -> str:
     head = "".join(f'<th class="n">{text(name)}</th>' for name in [*rewards, "advantage"])
     body = "".join(_sample_rows(rows, rewards, weights(record)))
     more = len(record.samples) - len(rows)
-    rest = f", {len(rows)} of {len(record.samples)}, strongest groups first" if more else ""
+    selection = f", {len(rows)} of {len(record.samples)}, strongest groups first" if more else ""
     lines = f"<table><tr><th>prompt</th><th>completion</th>{head}</tr>{body}</table>"
-    title = f"Samples of step {record.samples[0]['step']}{rest}"
+    title = f"Samples of step {record.samples[0]['step']}{selection}"
     note = '<p class="muted">Of any step: jaxgrpo samples RUN --step N --sort reward</p>'
     return _section(title, f'<div class="box">{lines}</div>{note}')
 
@@ -258,18 +260,18 @@ def _sample_rows(
     rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], weigh: Mapping[str, float]
 ) -> Iterable[str]:
     """One row of the table per sample; a prompt is shown once, with the first of its samples."""
-    before = None
+    last_ordinal = None
     for row in rows:
-        opens = row["ordinal"] != before
-        before = row["ordinal"]
-        prompt = f"<pre>{_long(row['prompt'])}</pre>" if opens else ""
+        opens_group = row["ordinal"] != last_ordinal
+        last_ordinal = row["ordinal"]
+        prompt = f"<pre>{_long(row['prompt'])}</pre>" if opens_group else ""
         cut = ' <span class="muted">(cut at the limit)</span>' if row["truncated"] else ""
         total = total_reward(row, weigh)
         numbers = [
             f'<td class="n">{_number(value) if is_number(value) else "not scored"}</td>'
             for value in (row["rewards"].get(name) for name in rewards)
         ]
-        group = ' class="group"' if opens else ""
+        group = ' class="group"' if opens_group else ""
         yield (
             f'<tr{group}><td class="prompt">{prompt}</td>'
             f"<td><pre>{_long(row['completion'])}</pre>{cut}</td>{''.join(numbers)}"
@@ -287,9 +289,11 @@ def _advantage(value: Any, total: float | None) -> str:
 
 
 def _long(value: Any) -> str:
-    whole = shown(value)
-    left = len(whole) - MAX_CHARACTERS
-    return text(f"{whole[:MAX_CHARACTERS]}… ({left:,} more characters)" if left > 0 else whole)
+    full_text = shown(value)
+    excess = len(full_text) - MAX_CHARACTERS
+    return text(
+        f"{full_text[:MAX_CHARACTERS]}… ({excess:,} more characters)" if excess > 0 else full_text
+    )
 
 
 def document(title: str, body: str) -> str:
@@ -310,11 +314,11 @@ def text(value: Any) -> str:
 
 def tiles(values: Mapping[str, str]) -> str:
     """Label -> number, side by side."""
-    inside = "".join(
+    blocks = "".join(
         f'<div class="tile"><b>{text(value)}</b><span>{text(label)}</span></div>'
         for label, value in values.items()
     )
-    return f'<div class="tiles">{inside}</div>'
+    return f'<div class="tiles">{blocks}</div>'
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -16,7 +16,7 @@ from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import read_interval
 from jaxgrpo.training import alarms
-from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
+from jaxgrpo.training.folder import LOCK, evaluation_metrics, is_number, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
@@ -48,18 +48,18 @@ class Record:
     @property
     def evaluations(self) -> list[tuple[int, dict[str, float]]]:
         """(step, metrics without "eval/") of each evaluation."""
-        found = []
+        evaluations = []
         for line in self.lines:
-            measured = evaluation_of(line).items()
+            measured = evaluation_metrics(line).items()
             values = {name: float(value) for name, value in measured if is_number(value)}
             if values:
-                found.append((line["step"], values))
-        return found
+                evaluations.append((line["step"], values))
+        return evaluations
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) where the metric is a finite number."""
         lines = [line for line in self.lines if is_number(line.get(metric))]
-        return [line["step"] for line in lines], alarms.known(lines, metric)
+        return [line["step"] for line in lines], alarms.finite_values(lines, metric)
 
     def last(self, metric: str) -> float | None:
         """Its last finite value."""
@@ -79,15 +79,15 @@ def read_run(folder: Place, status: str | None = None) -> Record:
     Raises: InputError where the folder holds no run, or a line before the last cannot be read.
     """
     if not (folder / "config.toml").is_file() and not (folder / "metrics.jsonl").is_file():
-        what = "there is no such folder" if not folder.is_dir() else "it holds no run"
+        reason = "there is no such folder" if not folder.is_dir() else "it holds no run"
         raise InputError(
-            f"{folder}: {what}; give the folder that run.dir names, with its config.toml and "
+            f"{folder}: {reason}; give the folder that run.dir names, with its config.toml and "
             "metrics.jsonl"
         )
     mend = "is not TOML ({reason}): put back the run's own file"
     config = _read(folder / "config.toml", tomllib.loads, mend)
     lines = read_metrics(folder)
-    state, given = alarms.replay(lines)
+    state, warnings = alarms.replay(lines)
     mend = "is no JSON object ({reason}): remove it"
     summary = _read(folder / "summary.json", json.loads, mend)
     return Record(
@@ -97,7 +97,7 @@ def read_run(folder: Place, status: str | None = None) -> Record:
         lines=lines,
         summary=summary,
         samples=read_samples(folder),
-        warnings=given,
+        warnings=warnings,
         active=state.active,
     )
 
@@ -180,8 +180,8 @@ def _read(file: Place, parse: Callable[[str], Any], problem: str) -> dict[str, A
 
 
 def _status(folder: Place, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    held = mirror.is_held(str(folder)) if storage.is_url(folder) else _is_held(folder / LOCK)
-    if held:
+    is_running = mirror.is_held(str(folder)) if storage.is_url(folder) else _is_held(folder / LOCK)
+    if is_running:
         return UNDER_WAY
     last = lines[-1]["step"] if lines else 0
     return FINISHED if summary.get("step") == last else STOPPED

@@ -74,7 +74,7 @@ LLAMA = {  # config.json of meta-llama/Llama-3.1-8B
 @pytest.mark.full
 def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, monkeypatch):
     """From the shipped file to the lowered update of 8 billion parameters; no array is made."""
-    monkeypatch.setattr(memory, "of_device", lambda mesh: 16 << 30)  # of a TPU v5e
+    monkeypatch.setattr(memory, "device_bytes", lambda mesh: 16 << 30)  # of a TPU v5e
     for file in Path(small_run.base()).iterdir():
         if not file.name.endswith(("config.json", ".safetensors")) or "token" in file.name:
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -86,9 +86,9 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
     found = setup.find_model(config, mesh)
-    blueprint, steps = setup.method_of(config, found, inputs.resolve_rewards(config, None, None))
-    counted = memory.count(blueprint, memory.kept_policies(blueprint))
-    assert (counted.copies, memory.kept_policies(blueprint)) == (0, [])
+    blueprint, steps = setup.build_method(config, found, inputs.resolve_rewards(config, None, None))
+    counted = memory.count(blueprint, memory.method_policies(blueprint))
+    assert (counted.copies, memory.method_policies(blueprint)) == (0, [])
     own, weights = lora.split(_placed(found.model.shapes, param_layout(blueprint)))
     # Each layer has 64 (inputs + outputs) numbers per map: 2 of 4096 + 4096, 2 of 4096 + 1024 and
     # 3 of 4096 + 14336.

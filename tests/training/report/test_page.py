@@ -242,7 +242,7 @@ def test_an_empty_run_has_a_page():
 
 def test_a_long_run_is_drawn_by_the_means_of_its_stretches():
     steps, values = np.arange(1, 901.0), np.arange(900.0)
-    thin_steps, thin = charts._thinned(steps, values)
+    thin_steps, thin = charts._thin(steps, values)
     assert len(thin) == len(thin_steps) == charts.MAX_POINTS
     assert thin[0] == pytest.approx(np.mean([0, 1, 2]))
     assert thin_steps[-1] == pytest.approx(np.mean([898, 899, 900]))
