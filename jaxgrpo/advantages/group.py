@@ -219,9 +219,9 @@ def max_minus_second() -> AdvantageTransform:
         value, mask = stats.widen(signal.value), signal.mask
         group = stats.summary(value, mask)
         first = mask & (value == group.high)
-        others = stats.summary(value, mask & ~first)
-        alone = (group.count == others.count + 1) & (group.count > 1)
-        ahead = group.high - jnp.where(alone, others.high, group.high)
+        runners_up = stats.summary(value, mask & ~first)
+        alone = (group.count == runners_up.count + 1) & (group.count > 1)
+        ahead = group.high - jnp.where(alone, runners_up.high, group.high)
         return base.with_value(signal, jnp.where(alone & first, ahead, 0)), {}
 
     return base.stateless("max_minus_second", apply, levels=(2,), relative=True)
@@ -306,27 +306,27 @@ def contrastive_pairs() -> AdvantageTransform:
 
 def _unless_flat(
     name: str,
-    of_group: Callable[[Array, Array, stats.Summary, Rollouts], Array],
+    formula: Callable[[Array, Array, stats.Summary, Rollouts], Array],
     singleton: str = "zero",
     scales: bool = False,
 ) -> AdvantageTransform:
-    """The part that gives exactly 0 in flat groups, and what `of_group` gives in the others.
+    """The part that gives exactly 0 in flat groups, and what `formula` gives in the others.
 
     Args:
-      of_group: (value in at least float32, mask, summary of the groups, rollouts) -> value.
+      formula: (value in at least float32, mask, summary of the groups, rollouts) -> value.
       singleton: what a group with one unmasked sample gets: "zero", or "raw": the sample's value,
-        or what `of_group` gives if it `scales`.
+        or what `formula` gives if it `scales`.
     """
     base.check_choice(name, _SINGLETONS, singleton=singleton)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         group = stats.summary(signal.value, signal.mask)
         value = stats.widen(signal.value)
-        made = of_group(value, signal.mask, group, rollouts)
-        after = jnp.where(group.flat, 0, made)
+        advantage = formula(value, signal.mask, group, rollouts)
+        new_value = jnp.where(group.flat, 0, advantage)
         if singleton == "raw":
-            after = jnp.where(group.count == 1, made if scales else value, after)
-        return base.with_value(signal, after), {}
+            new_value = jnp.where(group.count == 1, advantage if scales else value, new_value)
+        return base.with_value(signal, new_value), {}
 
     return base.stateless(name, apply, levels=(2,), relative=True)
 
