@@ -214,7 +214,7 @@ def entropy_bonus(coefficient: float) -> Penalty:
 
     def compute(tokens: Tokens) -> tuple[Array, Metrics]:
         entropy = _from_pass("entropy_bonus", "policy_entropy", tokens)
-        return -coefficient * entropy, _measured(entropy, tokens.mask)
+        return -coefficient * entropy, _entropy_metric(entropy, tokens.mask)
 
     return Penalty("entropy_bonus", compute, ENTROPY, per_token=True)
 
@@ -259,13 +259,13 @@ def adaptive_entropy(
         applied = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
         applied = jax.lax.stop_gradient(applied).astype(entropy.dtype)
         used = {"entropy_coefficient": mean(applied, tokens.mask)}
-        return -applied * entropy, _measured(entropy, tokens.mask) | used
+        return -applied * entropy, _entropy_metric(entropy, tokens.mask) | used
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
-        entropy, some = _mean_entropy(metrics)
+        entropy, has_tokens = _mean_entropy(metrics)
         moved = jnp.clip(state["coefficient"] + delta * jnp.sign(target - entropy), low, high)
-        new = {"coefficient": moved, "entropy": entropy}
-        return {name: jnp.where(some, new[name], state[name]) for name in new}
+        new_state = {"coefficient": moved, "entropy": entropy}
+        return {name: jnp.where(has_tokens, new_state[name], state[name]) for name in new_state}
 
     init = functools.partial(_unmeasured, coefficient)
     return Penalty("adaptive_entropy", compute, ENTROPY, init, observe, True)
@@ -311,18 +311,18 @@ def _to_reference(name: str, level: str, tokens: Tokens) -> _Ratio:
     about = "the reference policy's log-probs in the shape of logp"
     reference = tokens.field("reference_logp", name, about)
     token, clamped = clamp_log_ratio(_finite_log_ratio(tokens, reference), tokens.mask)
-    one = jnp.ones_like(token)
+    unit = jnp.ones_like(token)
     if level == "token":
-        return _Ratio(token, one, token, clamped)
-    number = segment_sum(one, tokens.mask, tokens.segment)
-    whole = segment_sum(token, tokens.mask, tokens.segment)
-    return _Ratio(whole, 1 / jnp.maximum(number, 1), token, clamped)
+        return _Ratio(token, unit, token, clamped)
+    number = segment_sum(unit, tokens.mask, tokens.segment)
+    sequence = segment_sum(token, tokens.mask, tokens.segment)
+    return _Ratio(sequence, 1 / jnp.maximum(number, 1), token, clamped)
 
 
 def _finite_log_ratio(tokens: Tokens, other_logp: Array) -> Array:
     """logp - other_logp in at least float32, without gradient, finite, 0 where masked."""
-    here, there = map(tokens.without_gradient, (tokens.logp, other_logp))
-    return jnp.maximum(here, FLOOR) - jnp.maximum(there, FLOOR)
+    current_logp, frozen_logp = map(tokens.without_gradient, (tokens.logp, other_logp))
+    return jnp.maximum(current_logp, FLOOR) - jnp.maximum(frozen_logp, FLOOR)
 
 
 def _with_slope(value: Array, slope: Array, tokens: Tokens) -> Array:
@@ -386,5 +386,5 @@ def _mean_entropy(metrics: Metrics) -> tuple[Array, Array]:
     return entropy.astype(jnp.float32), measured.weight > 0
 
 
-def _measured(entropy: Array, mask: Array) -> Metrics:
+def _entropy_metric(entropy: Array, mask: Array) -> Metrics:
     return {"entropy": mean(jax.lax.stop_gradient(entropy), mask)}

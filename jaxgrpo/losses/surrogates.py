@@ -76,8 +76,8 @@ class Tokens:
     def field(self, name: str, reader: str, about: str) -> Array:
         """A field. Raises: InputError if it is missing, saying who reads it and what it is."""
         if name not in self.fields:
-            given = ", ".join(sorted(self.fields)) or "no fields"
-            raise InputError(f"{reader} reads fields[{name!r}], {about}; given: {given}")
+            field_names = ", ".join(sorted(self.fields)) or "no fields"
+            raise InputError(f"{reader} reads fields[{name!r}], {about}; given: {field_names}")
         return self.fields[name]
 
 
@@ -152,7 +152,7 @@ def clip(low: float = 0.2, high: float = 0.2, delta: float | None = None) -> Sur
         rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, low, high, delta)
         return -rho * weight, metrics
 
-    return of_ratio("clip", rule)
+    return ratio_surrogate("clip", rule)
 
 
 def dual_clip(low: float = 0.2, high: float = 0.2, floor: float = 3.0) -> Surrogate:
@@ -205,7 +205,7 @@ def cispo(low: float | None = None, high: float = 5.0) -> Surrogate:
         metrics = cut_metrics(mask & (rho < floor), mask & (rho > high), mask)
         return -(jnp.clip(rho, floor, high) * weight) * tokens.unmasked(tokens.logp), metrics
 
-    return of_ratio("cispo", rule)
+    return ratio_surrogate("cispo", rule)
 
 
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
@@ -235,7 +235,7 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
         gate = jax.nn.sigmoid(tau * jnp.expm1(log_rho)) * (4 / tau)
         return -gate * weight, {}
 
-    return of_ratio("sapo", rule)
+    return ratio_surrogate("sapo", rule)
 
 
 def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate:
@@ -266,8 +266,8 @@ def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate
         raise InputError(f"dppo_tv: cap = {cap}, expected a positive ratio; 20 is usual")
 
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
-        now, before = map(tokens.without_gradient, (tokens.logp, tokens.proximal_logp))
-        moved = jnp.exp(now) - jnp.exp(before)
+        logp, proximal_logp = map(tokens.without_gradient, (tokens.logp, tokens.proximal_logp))
+        moved = jnp.exp(logp) - jnp.exp(proximal_logp)
         above = tokens.mask & (weight > 0) & (moved > high)
         below = tokens.mask & (weight <= 0) & (moved < -low)
         rho = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_rho), cap))
@@ -275,7 +275,7 @@ def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate
         loss = -rho * weight * tokens.unmasked(tokens.logp)
         return loss, cut_metrics(below, above, tokens.mask)
 
-    return of_ratio("dppo_tv", rule)
+    return ratio_surrogate("dppo_tv", rule)
 
 
 def reinforce() -> Surrogate:
@@ -293,7 +293,7 @@ def reinforce() -> Surrogate:
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         return -weight * tokens.unmasked(tokens.logp), {}
 
-    return of_ratio("reinforce", rule, weighs=False)
+    return ratio_surrogate("reinforce", rule, weighs=False)
 
 
 def on_policy() -> Surrogate:
@@ -312,7 +312,7 @@ def on_policy() -> Surrogate:
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         return -jnp.exp(tokens.log_ratio_to(tokens.logp)) * weight, {}
 
-    return of_ratio("on_policy", rule, weighs=False)
+    return ratio_surrogate("on_policy", rule, weighs=False)
 
 
 def shaped_ratio(offset: float = 0.1) -> Surrogate:
@@ -343,10 +343,10 @@ def shaped_ratio(offset: float = 0.1) -> Surrogate:
         rho = jnp.exp(log_rho)
         return -rho / (rho + offset) * weight, {}
 
-    return of_ratio("shaped_ratio", rule)
+    return ratio_surrogate("shaped_ratio", rule)
 
 
-def of_ratio(
+def ratio_surrogate(
     name: str,
     rule: Callable[[Tokens, Array, Array], tuple[Array, Metrics]],
     measure: Callable[[Tokens], tuple[Array, Array]] = log_ratio,
@@ -374,13 +374,13 @@ def clip_where_it_gains(
     """(the ratio, held at the bound that it passed in the direction of `weight`; metrics)."""
     above = mask & (weight > 0) & (rho > 1 + high)
     below = mask & (weight < 0) & (rho < 1 - low)
-    kept = jnp.where(above, 1 + high, jnp.where(below, 1 - low, rho))
+    clipped_rho = jnp.where(above, 1 + high, jnp.where(below, 1 - low, rho))
     metrics = cut_metrics(below, above, mask)
     if delta is not None:
         beyond = mask & (weight < 0) & (rho > delta)
-        kept = jnp.where(beyond, delta, kept)
+        clipped_rho = jnp.where(beyond, delta, clipped_rho)
         metrics["clip_ratio/delta_mean"] = mean(beyond, mask)
-    return kept, metrics
+    return clipped_rho, metrics
 
 
 def check_bounds(name: str, low: float, high: float) -> None:
