@@ -36,7 +36,7 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = re.compile(
     r"(?P<sign>(?<![0-9A-Za-z.)%])[-+])?"  # "7-5" is a difference, "x = -5" a sign
     r"(?:(?:\\?[$€£¥]\s?){1,3}(?P<inner>-)?)?"
-    rf"(?:(?P<whole>{_DIGITS})"
+    rf"(?:(?P<integer>{_DIGITS})"
     rf"(?:(?P<decimals>\.[0-9]+)|(?:\s(?P<over>[0-9]{{1,3}}))?\s?/\s?(?P<under>{_DIGITS}))?"
     r"|(?<![0-9A-Za-z])(?P<bare>\.[0-9]+))"
 )
@@ -229,9 +229,9 @@ def final_number(text: str) -> Fraction | None:
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
     for marker in reversed(list(_MARKER.finditer(text))[-MARKS:]):
-        found = _marked(_segment(text, marker))
-        if found is not None:
-            return _value(found)
+        number = _marked(_segment(text, marker))
+        if number is not None:
+            return _value(number)
     return _value(_last(NUMBER.finditer(text)))
 
 
@@ -240,11 +240,11 @@ def _segment(text: str, marker: re.Match[str]) -> str:
 
     If nothing else is on the mark's line, it is the next line that has text.
     """
-    rest = text[marker.end() :]
+    tail = text[marker.end() :]
     if "boxed" in marker.group():
-        return _braces(rest)
+        return _braces(tail)
     end = "\n\n" if marker.group().endswith("A:") else "\n"
-    return rest.lstrip(" \t\r\n*_:").split(end, 1)[0]
+    return tail.lstrip(" \t\r\n*_:").split(end, 1)[0]
 
 
 def _braces(text: str) -> str:
@@ -269,16 +269,16 @@ def _marked(segment: str) -> re.Match[str] | None:
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
-    *_, found = None, *matches
-    return found
+    *_, last = None, *matches
+    return last
 
 
 def _value(match: re.Match[str] | None) -> Fraction | None:
     """The number of a match; None for a fraction over 0 and for more digits than LONGEST."""
     if match is None or match.end() - match.start() > LONGEST:
         return None
-    whole = (match["whole"] or "0").replace(",", "")
-    value = Fraction(whole + (match["decimals"] or match["bare"] or ""))
+    integer = (match["integer"] or "0").replace(",", "")
+    value = Fraction(integer + (match["decimals"] or match["bare"] or ""))
     if match["under"]:
         under = int(match["under"].replace(",", ""))
         if not under:

@@ -103,15 +103,15 @@ def check(name: str, function: Any, columns: Iterable[str]) -> None:
     if not callable(function):
         raise RewardError(f"rewards.{name} is a {type(function).__name__}: give a function")
     named, _ = _parameters(function)
-    there = [*PASSED, *columns]
+    available = [*PASSED, *columns]
     missing = [
-        repr(key) for key, has_default in named.items() if key not in there and not has_default
+        repr(key) for key, has_default in named.items() if key not in available and not has_default
     ]
     if missing:
         raise RewardError(
             f"rewards.{name} asks for {', '.join(missing)}, which does not exist (there are: "
-            f"{', '.join(there)}): rename the argument, give it as an option of the reward, or add "
-            "the column to the data"
+            f"{', '.join(available)}): rename the argument, give it as an option of the reward, or "
+            "add the column to the data"
         )
 
 
@@ -128,10 +128,10 @@ def bind(
     if not options:
         return function
     named, takes_all = _parameters(function)
-    known = options_of(function) if strict else list(named)
-    unknown = [option for option in options if option not in known]
+    allowed = options_of(function) if strict else list(named)
+    unknown = [option for option in options if option not in allowed]
     if unknown and (strict or not takes_all):
-        takes = ", ".join(parameter for parameter in known if parameter not in PASSED) or "none"
+        takes = ", ".join(parameter for parameter in allowed if parameter not in PASSED) or "none"
         raise RewardError(f"rewards.{name}: no option {unknown[0]!r}: it takes {takes}")
     return functools.partial(function, **options)
 
@@ -150,13 +150,13 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
         return {}, True
 
 
-def accepted(function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords to pass: those it names, or all; never one that `bind` has fixed."""
     named, takes_all = _parameters(function)
     fixed = function.keywords if isinstance(function, functools.partial) else {}
     return {
         keyword: values
-        for keyword, values in given.items()
+        for keyword, values in arguments.items()
         if (takes_all or keyword in named) and keyword not in fixed
     }
 

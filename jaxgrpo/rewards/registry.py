@@ -151,12 +151,12 @@ def preview(
     for name, values in scores.items():
         gold, empty = (None if np.isnan(value) else float(value) for value in values)
         problem = log.messages.get(name)
-        reading = None if answer is None else _reading_of(functions[name], answer)
+        reading = None if answer is None else _describe_reading(functions[name], answer)
         previews[name] = Preview(None if answer is None else gold, empty, problem, reading)
     return previews
 
 
-def _reading_of(function: RewardFunction, answer: Any) -> str | None:
+def _describe_reading(function: RewardFunction, answer: Any) -> str | None:
     """How a reward reads a gold answer, in words; None if it cannot tell."""
     function = getattr(function, "func", function)
     for name, read in _READINGS.items():

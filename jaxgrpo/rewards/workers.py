@@ -86,9 +86,9 @@ class Workers:
         """
         self._lost = 0.0
         texts = [json.dumps(question) for question in questions]
-        known = {text: self._problems.get(_key(text)) for text in texts}
-        answers = {text: answer for text, answer in known.items() if answer is not None}
-        fresh = [text for text in known if text not in answers]
+        past_answers = {text: self._problems.get(_key(text)) for text in texts}
+        answers = {text: answer for text, answer in past_answers.items() if answer is not None}
+        fresh = [text for text in past_answers if text not in answers]
         answers.update(zip(fresh, self._threads.map(self._ask_quickly, fresh), strict=True))
         slow = [text for text in fresh if answers[text].problem == "timed out"]
         answers.update(zip(slow, self._threads.map(self._ask_at_length, slow), strict=True))
