@@ -82,18 +82,18 @@ def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[lis
     >>> for_rewards([[{"role": "user", "content": "2+2?"}]], ["4"])[1]
     [[{'role': 'assistant', 'content': '4'}]]
     """
-    asked: list[Any] = []
-    answered: list[Any] = []
+    reward_prompts: list[Any] = []
+    reward_completions: list[Any] = []
     for messages, text in zip(prompts, completions, strict=True):
         if isinstance(messages, str):
-            asked.append(messages)
-            answered.append(text)
+            reward_prompts.append(messages)
+            reward_completions.append(text)
             continue
         begun = _is_begun(messages)
         start = messages[-1]["content"] if begun else ""
-        asked.append(list(messages[:-1] if begun else messages))
-        answered.append([{"role": "assistant", "content": start + text}])
-    return asked, answered
+        reward_prompts.append(list(messages[:-1] if begun else messages))
+        reward_completions.append([{"role": "assistant", "content": start + text}])
+    return reward_prompts, reward_completions
 
 
 def make_chat(
@@ -118,8 +118,8 @@ def make_chat(
     """
     template, name = _find(tokenizer, choice, path)
     if template is None:
-        given = {"data.system": system, "data.chat_template_kwargs": options}
-        for key in filter(given.get, given):
+        template_settings = {"data.system": system, "data.chat_template_kwargs": options}
+        for key in filter(template_settings.get, template_settings):
             raise InputError(
                 f"{key} is given, but there is no chat template ({name}): name a Jinja file by "
                 "data.chat_template, or write the text into data.prompt"

@@ -43,7 +43,7 @@ def prompt(first: int, second: int) -> str:
     >>> prompt(7, 9)
     '11+5=16\n13+2=15\n3+18=21\n4+12=16\n7+9='
     """
-    lines = [f"{one}+{other}={one + other}" for one, other in EXAMPLES]
+    lines = [f"{left}+{right}={left + right}" for left, right in EXAMPLES]
     return "\n".join([*lines, f"{first}+{second}="])
 
 
@@ -74,10 +74,10 @@ def _row(first: int, second: int) -> dict[str, Any]:
 def _problems(split: str) -> list[tuple[int, int]]:
     """The problems of a split, always the same ones."""
     operands = range(1, HIGHEST + 1)
-    every = [pair for pair in itertools.product(operands, operands) if pair not in EXAMPLES]
-    order = np.random.default_rng(0).permutation(len(every))
+    pairs = [pair for pair in itertools.product(operands, operands) if pair not in EXAMPLES]
+    order = np.random.default_rng(0).permutation(len(pairs))
     places = order[: SPLITS["test"]] if split == "test" else order[SPLITS["test"] :]
-    return [every[place] for place in places]
+    return [pairs[place] for place in places]
 
 
 def corpus() -> list[Worked]:
