@@ -79,7 +79,7 @@ def pull(name: str) -> str:
     part = build_surrogate(name)
 
     def loss(logp: Array, advantage: float) -> Array:
-        tokens = Tokens.of_ratios(jnp.ones((1, 1)), advantage)
+        tokens = Tokens.from_ratios(jnp.ones((1, 1)), advantage)
         return part.compute(dataclasses.replace(tokens, logp=logp.reshape(1, 1)))[0].sum()
 
     slope = jax.jit(jax.vmap(jax.grad(loss), (0, None)))

@@ -107,7 +107,7 @@ def token_loss(
     Raises: InputError if a penalty's state is missing, or a part returns something else than
     (loss per token, metrics).
 
-    >>> token_loss(build_surrogate("clip"), [], Tokens.of_ratios([1.0, 0.5]))[0].tolist()
+    >>> token_loss(build_surrogate("clip"), [], Tokens.from_ratios([1.0, 0.5]))[0].tolist()
     [-1.0, -0.5]
     """
     name = f"surrogate {surrogate.name}"

@@ -72,7 +72,7 @@ def k2(beta: float, level: str = "token") -> Penalty:
     Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Schulman, Approximating KL divergence, 2020 (joschu.net/blog/kl-approx.html).
 
-    >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
+    >>> tokens = Tokens.from_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
     >>> value, _ = k2(0.1).compute(tokens)
     >>> round(float(value[0]), 3)  # 0.1 * 2 * 2 / 2
     0.2
@@ -104,7 +104,7 @@ def forward_kl_k3(beta: float, level: str = "token") -> Penalty:
     Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Shao et al. 2024, arXiv 2402.03300, equation 4, per token, without a clamp.
 
-    >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
+    >>> tokens = Tokens.from_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
     >>> value, _ = forward_kl_k3(1.0).compute(tokens)
     >>> round(float(value[0]), 3)  # exp(-2) - 1 + 2
     1.135
@@ -140,7 +140,7 @@ def reverse_kl_off_policy(beta: float, level: str = "token") -> Penalty:
     Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, per token.
 
-    >>> tokens = Tokens.of_ratios([0.5], reference_logp=0.0)  # rho = 0.5, l = -log 2
+    >>> tokens = Tokens.from_ratios([0.5], reference_logp=0.0)  # rho = 0.5, l = -log 2
     >>> value, _ = reverse_kl_off_policy(1.0).compute(tokens)
     >>> round(float(value[0]), 3)  # 0.5 (2 - 1 - log 2)
     0.153
@@ -177,7 +177,7 @@ def full_kl(beta: float) -> Penalty:
     Raises: InputError on a negative beta, and if fields lack full_kl.
     Source: the definition.
 
-    >>> value, _ = full_kl(0.25).compute(Tokens.of_ratios([1.0], full_kl=2.0))
+    >>> value, _ = full_kl(0.25).compute(Tokens.from_ratios([1.0], full_kl=2.0))
     >>> value.tolist()
     [0.5]
     """
@@ -205,7 +205,7 @@ def entropy_bonus(coefficient: float) -> Penalty:
     Source: Williams and Peng 1991, Function optimization using connectionist reinforcement
     learning algorithms.
 
-    >>> value, _ = entropy_bonus(0.25).compute(Tokens.of_ratios([1.0], policy_entropy=2.0))
+    >>> value, _ = entropy_bonus(0.25).compute(Tokens.from_ratios([1.0], policy_entropy=2.0))
     >>> value.tolist()
     [-0.5]
     """
@@ -247,7 +247,7 @@ def adaptive_entropy(
     Source: Skywork-OR1, arXiv 2505.22312, where e_k is measured in update k itself.
 
     >>> penalty = adaptive_entropy(1.0, delta=0.25)
-    >>> tokens = Tokens.of_ratios([1.0], policy_entropy=0.5)
+    >>> tokens = Tokens.from_ratios([1.0], policy_entropy=0.5)
     >>> state = penalty.observe(penalty.init(), penalty.compute(tokens, penalty.init())[1])
     >>> float(state["coefficient"]), penalty.compute(tokens, state)[0].tolist()
     (0.25, [-0.125])

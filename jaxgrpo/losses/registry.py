@@ -91,7 +91,7 @@ def by_sample(
     Metrics: both's, over all tokens together.  Raises: InputError if fields lack the field.
     Source: ExGRPO, arXiv 2510.02245, whose groups mix replayed and fresh samples.
 
-    >>> tokens = Tokens.of_ratios([1.5, 1.5], replayed=jnp.array([1, 0]))
+    >>> tokens = Tokens.from_ratios([1.5, 1.5], replayed=jnp.array([1, 0]))
     >>> mixed = by_sample("replayed", {"use": "shaped_ratio", "offset": 0.5}, "reinforce")
     >>> loss, _ = mixed.compute(tokens)
     >>> print(loss.round(2))  # -1.5 / (1.5 + 0.5); -log 1.5

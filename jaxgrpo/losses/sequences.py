@@ -91,7 +91,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
 
     The mean of ratios 4 and 1 is 2, and clipped for A = 1:
 
-    >>> loss, _ = gspo(0.5, 0.5).compute(Tokens.of_ratios([[4.0, 1.0], [4.0, 1.0]], [[1], [-1]]))
+    >>> loss, _ = gspo(0.5, 0.5).compute(Tokens.from_ratios([[4.0, 1.0], [4.0, 1.0]], [[1], [-1]]))
     >>> print(loss.round(2))
     [[-1.5 -1.5]
      [ 2.   2. ]]
@@ -121,7 +121,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
     Source: Zheng et al. 2025, arXiv 2507.18071, equation 14. verl clamps log s_it at 10 from
     above, here +-20.
 
-    >>> loss, _ = gspo_token(0.5, 1.5).compute(Tokens.of_ratios([4.0, 1.0], [1, 3]))
+    >>> loss, _ = gspo_token(0.5, 1.5).compute(Tokens.from_ratios([4.0, 1.0], [1, 3]))
     >>> print(loss.round(2))
     [-2. -6.]
     """
@@ -157,7 +157,7 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> Surrogate:
 
     Of ratios 4 and 1 the first is cut at 2.25, the mean of 2.25 and 1 is 1.5:
 
-    >>> loss, _ = gmpo(high=math.log(2.25)).compute(Tokens.of_ratios([4.0, 1.0], [1, 2]))
+    >>> loss, _ = gmpo(high=math.log(2.25)).compute(Tokens.from_ratios([4.0, 1.0], [1, 2]))
     >>> print(loss.round(2))
     [-1.5 -3. ]
     """
@@ -201,7 +201,7 @@ def vespo(
 
     The weight is 1 where the product of the ratios is; elsewhere e W exp(-W) here, 0.74 at W = 2:
 
-    >>> tokens = Tokens.of_ratios([[2.0, 0.5], [2.0, 1.0]])
+    >>> tokens = Tokens.from_ratios([[2.0, 0.5], [2.0, 1.0]])
     >>> loss, _ = vespo(k_positive=1.0, lambda_positive=1.0).compute(tokens)
     >>> print(loss.round(2))  # -log 2, log 2; -0.74 log 2, 0
     [[-0.69  0.69]
