@@ -53,10 +53,10 @@ _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]
 _OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
 
 
-def text_of(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """The text of a completion in either form; of several messages the last one's.
 
-    >>> text_of("2"), text_of([{"role": "assistant", "content": "2"}])
+    >>> completion_text("2"), completion_text([{"role": "assistant", "content": "2"}])
     ('2', '2')
     """
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -82,7 +82,7 @@ def stated_confidence(completion: Any) -> float | None:
     0.8
     >>> stated_confidence("<confidence>1</confidence> no: <confidence>unsure</confidence>")
     """
-    stated = _STATED.findall(text_of(completion))
+    stated = _STATED.findall(completion_text(completion))
     try:
         confidence = float(stated[-1]) if stated else -1.0
     except ValueError:
@@ -114,7 +114,7 @@ def has_format(
     """
     del columns
     matches = _has_tags if pattern is None else re.compile(pattern, re.DOTALL).fullmatch
-    return [float(bool(matches(text_of(completion)))) for completion in completions]
+    return [float(bool(matches(completion_text(completion)))) for completion in completions]
 
 
 def overlong_penalty(
@@ -207,7 +207,7 @@ def gsm8k_answer(
     del columns
     golds = map(gold_number, answer)
     return [
-        None if gold is None else float(final_number(text_of(completion)) == gold)
+        None if gold is None else float(final_number(completion_text(completion)) == gold)
         for completion, gold in zip(completions, golds, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 from jaxgrpo.core.errors import find
 from jaxgrpo.data.tasks import tasks
 from jaxgrpo.rewards import builtin, mathematics
-from jaxgrpo.rewards.builtin import stated_confidence, text_of
+from jaxgrpo.rewards.builtin import completion_text, stated_confidence
 from jaxgrpo.rewards.protocol import BuiltIn
 
 OPENING, CLOSING = "<confidence>", "</confidence>"
@@ -114,7 +114,7 @@ def _judged(
 
 def _answer(completion: Any) -> str | None:
     """What comes before the confidence; None where the form is not met."""
-    text = text_of(completion)
+    text = completion_text(completion)
     answer, opened, tail = text.partition(OPENING)
     once = opened and text.count(OPENING) == text.count(CLOSING) == 1
     ends = tail.rstrip().endswith(CLOSING) and answer.strip()

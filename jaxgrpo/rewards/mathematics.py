@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.written import text_of_value
-from jaxgrpo.rewards.builtin import after_thought, text_of
+from jaxgrpo.rewards.builtin import after_thought, completion_text
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rewards.workers import Answer, WorkerError, Workers
 
@@ -76,7 +76,7 @@ def math_answer(
     """
     del columns
     golds = [_gold(gold) for gold in answer]
-    texts = [after_thought(text_of(completion)) for completion in completions]
+    texts = [after_thought(completion_text(completion)) for completion in completions]
     ask = functools.partial(_ask, workers=workers, limits=(time_limit, batch_limit))
     answers = _judge(list(zip(golds, texts, strict=True)), ask) if texts else []
     if answers:

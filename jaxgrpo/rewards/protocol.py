@@ -78,14 +78,14 @@ class TrainerState:
             raise AttributeError(f"trainer_state has no {name!r}: {suggest(name, names)}")
 
 
-def name_of(function: Any) -> str:
+def callable_name(function: Any) -> str:
     """What a function is called; a callable object by its own name or its class's.
 
-    >>> name_of(functools.partial(max, 1))
+    >>> callable_name(functools.partial(max, 1))
     'max'
     """
     if isinstance(function, functools.partial):
-        return name_of(function.func)
+        return callable_name(function.func)
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -128,7 +128,7 @@ def bind(
     if not options:
         return function
     named, takes_all = _parameters(function)
-    allowed = options_of(function) if strict else list(named)
+    allowed = option_names(function) if strict else list(named)
     unknown = [option for option in options if option not in allowed]
     if unknown and (strict or not takes_all):
         takes = ", ".join(parameter for parameter in allowed if parameter not in PASSED) or "none"
@@ -136,7 +136,7 @@ def bind(
     return functools.partial(function, **options)
 
 
-def options_of(function: RewardFunction) -> list[str]:
+def option_names(function: RewardFunction) -> list[str]:
     """The arguments of a reward that have a default, besides those every reward may ask for."""
     named, _ = _parameters(function)
     return [key for key, has_default in named.items() if has_default and key not in PASSED]

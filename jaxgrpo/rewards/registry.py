@@ -19,7 +19,7 @@ from jaxgrpo.rewards.protocol import (
     RewardFunction,
     TrainerState,
     bind,
-    name_of,
+    callable_name,
 )
 
 rewards: dict[str, BuiltIn] = {
@@ -68,7 +68,7 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
     [1.0]
     """
     if not isinstance(use, str):
-        return bind(name_of(use), use, options)
+        return bind(callable_name(use), use, options)
     function = find("reward", use, rewards)
     # Built-in rewards take every keyword, as TRL's do; a misspelt option must not vanish in them.
     reward = bind(use, function, options, strict=True)
