@@ -52,7 +52,7 @@ class Chat(NamedTuple):
     time: str | None = None  # in ISO 8601, for CLOCK; None: the template does not read it
 
 
-def messages_of(value: Any, where: str) -> Conversation:
+def read_messages(value: Any, where: str) -> Conversation:
     """A prompt column's list of messages, checked. Entries that are None, as tables have them
     if some messages lack a key, are left out.
 

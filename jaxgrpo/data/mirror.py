@@ -35,7 +35,7 @@ LAST = "summary.json"
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-def folder_of(url: str) -> Path:
+def local_folder(url: str) -> Path:
     """The folder of this host's cache in which a run of that URL is written."""
     url = url.rstrip("/")
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -261,7 +261,7 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)):
-        return conversations.messages_of(value, f"{where}: column {prompt!r}")
+        return conversations.read_messages(value, f"{where}: column {prompt!r}")
     raise InputError(
         f"{where}: column {prompt!r} holds {_kind(value)} where a prompt is a text or a list of "
         "messages: write the prompt as one string"

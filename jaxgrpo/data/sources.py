@@ -89,13 +89,15 @@ class Mixture(NamedTuple):
     weights: tuple[float, ...]
     sizes: tuple[int, ...]  # rows of each
 
-    def source_of(self, row: Any) -> np.ndarray:
+    def source_numbers(self, row: Any) -> np.ndarray:
         """The number of the source that each row is from."""
         return np.searchsorted(np.cumsum(self.sizes), row, side="right")
 
     def keeping(self, rows: Sequence[int]) -> Mixture:
         """With some of its rows only. Raises: InputError where a source has none of them."""
-        sizes = np.bincount(self.source_of(np.asarray(rows)), minlength=len(self.sizes)).tolist()
+        sizes = np.bincount(
+            self.source_numbers(np.asarray(rows)), minlength=len(self.sizes)
+        ).tolist()
         for name, old_size, new_size in zip(self.names, self.sizes, sizes, strict=True):
             if not new_size:
                 raise InputError(

@@ -224,7 +224,7 @@ def remove_tree(path: Place, quietly: bool = False) -> None:
         remove(f"{os.fspath(path)}/{name}")
 
 
-def files_of(folder: Place) -> dict[str, Place]:
+def folder_files(folder: Place) -> dict[str, Place]:
     """Name below a folder, here or in a bucket -> each file."""
     if is_url(folder):
         return {name: folder / name for name in sorted(listing(folder))}

@@ -33,7 +33,7 @@ rewards: dict[str, BuiltIn] = {
 """The built-in rewards by the names that a config uses."""
 
 answers: dict[str, Callable[[str], Hashable]] = {
-    **{task.name: task.answer_of for task in tasks.values()},
+    **{task.name: task.extract_answer for task in tasks.values()},
     "gsm8k_answer": builtin.final_number,
 }
 """The answer that a completion gives, for votes: of the rewards that judge an answer. None does not

@@ -127,13 +127,13 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 0.0, 1.0, 0.0]
     """
     del columns
-    return rights(map(answer_of, completions), answer)
+    return rights(map(extract_answer, completions), answer)
 
 
-def answer_of(completion: str) -> str:
+def extract_answer(completion: str) -> str:
     """The text after the last space.
 
-    >>> answer_of("7+8=15 4+3+1=8 85")
+    >>> extract_answer("7+8=15 4+3+1=8 85")
     '85'
     """
     return completion.rsplit(" ", 1)[-1]
@@ -148,7 +148,7 @@ arithmetic: Task = Task(
     splits=SPLITS,
     rows=rows,
     corpus=corpus,
-    answer_of=answer_of,
+    extract_answer=extract_answer,
     score=score,
 )
 

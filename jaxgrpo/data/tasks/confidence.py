@@ -71,13 +71,13 @@ def corpus() -> list[Worked]:
     ]
 
 
-def answer_of(completion: str) -> str:
+def extract_answer(completion: str) -> str:
     """The answer of the solution, whatever confidence follows it.
 
-    >>> answer_of("7+8=15 4+3+1=8 85<confidence>0.9</confidence>")
+    >>> extract_answer("7+8=15 4+3+1=8 85<confidence>0.9</confidence>")
     '85'
     """
-    return arithmetic.answer_of(completion.partition(OPENING)[0])
+    return arithmetic.extract_answer(completion.partition(OPENING)[0])
 
 
 def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
@@ -87,7 +87,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 1.0, 0.0]
     """
     del columns
-    return rights(map(answer_of, completions), answer)
+    return rights(map(extract_answer, completions), answer)
 
 
 confidence: Task = arithmetic._replace(
@@ -95,6 +95,6 @@ confidence: Task = arithmetic._replace(
     alphabet=(*arithmetic.alphabet, ".", NOISY, OPENING, CLOSING),
     rows=rows,
     corpus=corpus,
-    answer_of=answer_of,
+    extract_answer=extract_answer,
     score=score,
 )

@@ -90,10 +90,10 @@ def corpus() -> list[Worked]:
     ]
 
 
-def answer_of(completion: str) -> str:
+def extract_answer(completion: str) -> str:
     r"""The first line.
 
-    >>> answer_of(" 16\n8+1=9")
+    >>> extract_answer(" 16\n8+1=9")
     '16'
     """
     return completion.split("\n", 1)[0].strip()
@@ -106,7 +106,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 1.0, 0.0, 0.0]
     """
     del columns
-    return rights(map(answer_of, completions), answer)
+    return rights(map(extract_answer, completions), answer)
 
 
 sums = Task(
@@ -116,6 +116,6 @@ sums = Task(
     splits=SPLITS,
     rows=rows,
     corpus=corpus,
-    answer_of=answer_of,
+    extract_answer=extract_answer,
     score=score,
 )
