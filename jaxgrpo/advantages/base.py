@@ -178,10 +178,10 @@ def check(where: str, expected: str, fits: Callable[[Any], bool], **options: Any
         if value is None or callable(value):
             continue
         try:
-            right = fits(value)
+            is_valid = fits(value)
         except TypeError:  # a text where a number belongs
-            right = False
-        if not right:
+            is_valid = False
+        if not is_valid:
             raise InputError(f"{where}: {option} = {value!r}, expected {expected}")
 
 

@@ -140,12 +140,12 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
     near = stats.anchor(lowest, highest)
     above = (rows.near - near) + rows.above
     total = jnp.where(live, above * rows.count.astype(value.dtype), 0).sum(axes).sum()
-    counted = jnp.where(live, number, 0).sum(dtype=jnp.int32)
-    above = total / jnp.maximum(counted, 1).astype(value.dtype)
+    live_count = jnp.where(live, number, 0).sum(dtype=jnp.int32)
+    above = total / jnp.maximum(live_count, 1).astype(value.dtype)
     squares = jnp.where(mask & live, jnp.square((value - near) - above), 0)
     squares = squares.sum(-1, keepdims=True).sum(axes).sum()
-    degrees = jnp.maximum(counted - ddof, 1).astype(value.dtype)
-    flat = (lowest == highest) | (counted < 2)
+    degrees = jnp.maximum(live_count - ddof, 1).astype(value.dtype)
+    flat = (lowest == highest) | (live_count < 2)
     zero = (number == 0) | ((low == 0) & (high == 0))
     return _Moments(near, above, squares / degrees, flat, zero)
 

@@ -310,8 +310,8 @@ def _estimator(
     find(f"{name} z", z, dict.fromkeys(_ESTIMATES))
     base.check(name, "a success rate in (0, 1]", lambda floor: 0 < floor <= 1, floor=floor)
     running = z == "running" and not base_rate
-    instead = "take z = 'group', or a data set"
-    rows = base.row_state(f"{name}: z = 'running'", instead, "total", "count")
+    alternative = "take z = 'group', or a data set"
+    rows = base.row_state(f"{name}: z = 'running'", alternative, "total", "count")
 
     def estimate(
         log_weight: Array, mask: Array, state: State, rollouts: Rollouts

@@ -73,9 +73,9 @@ def divide_by_group_std(
 
     def divided(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
         std = jnp.sqrt(stats.variance(value, mask, ddof=ddof, about=group))
-        added = base.at_step(eps, rollouts, value.dtype)
+        eps_value = base.at_step(eps, rollouts, value.dtype)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
-        divisor = jnp.where(group.flat, 1 + added, std + added)
+        divisor = jnp.where(group.flat, 1 + eps_value, std + eps_value)
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
         return value / divisor
 
@@ -347,7 +347,7 @@ def _leave_one_out(success: Array, mask: Array, k: int, dtype: Any) -> Array:
     losses = number - wins
     # C(n - c, k) / C(n, k), the chance that k of them all fail, factor by factor.
     drawn = jnp.arange(k, dtype=dtype)[None, :]
-    left = jnp.maximum(losses - drawn, 0) / jnp.maximum(number - drawn, 1)
-    gain = number * k * left.prod(axis=1, keepdims=True) / jnp.maximum(number - k, 1)
+    failure_chances = jnp.maximum(losses - drawn, 0) / jnp.maximum(number - drawn, 1)
+    gain = number * k * failure_chances.prod(axis=1, keepdims=True) / jnp.maximum(number - k, 1)
     value = jnp.where(success, gain, -gain * wins / jnp.maximum(losses, 1))
     return jnp.where((number > k) & (wins > 0), value, 0)

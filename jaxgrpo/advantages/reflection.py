@@ -119,8 +119,8 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
         value = 1 - base.at_step(beta, rollouts, wide) * missed
         return jnp.where(target_length > 0, value, jnp.nan)
 
-    added = stream("answer_length", closeness, needs=("answer_mask", field))
-    return added._replace(name="answer_length")
+    step = stream("answer_length", closeness, needs=("answer_mask", field))
+    return step._replace(name="answer_length")
 
 
 def log_propagation(logp: Array, distance: Array, gamma: float) -> Array:
@@ -160,9 +160,9 @@ def _transform(options: _Options) -> AdvantageTransform:
     base.check(_NAME, rate, lambda gamma: gamma > 0, propagation=options.propagation)
     masked = "masked_answer_logp" if options.masked_thought else None
     needs = base.needed_fields("answer_logp", "answer_mask", masked)
-    added = add_stream(_NAME, "r3", partial(_r3, options), needs)
+    step = add_stream(_NAME, "r3", partial(_r3, options), needs)
     compares = callable(options.drop) or options.drop > 0
-    return added._replace(relative=True, compares_groups=compares)
+    return step._replace(relative=True, compares_groups=compares)
 
 
 def _r3(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -182,8 +182,8 @@ def _r3(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Signal
         drop = base.at_step(options.drop, rollouts, spread.dtype)
         passes = passes & top_share(spread, live_prompts, 1 - drop, axis=0)
     like = next(iter(streams.values())).value
-    added = Signal(value=value.astype(like.dtype), mask=scored & passes[:, None])
-    return added, {"dropped": mean(~passes, live_prompts), "spread": mean(spread, live_prompts)}
+    r3_signal = Signal(value=value.astype(like.dtype), mask=scored & passes[:, None])
+    return r3_signal, {"dropped": mean(~passes, live_prompts), "spread": mean(spread, live_prompts)}
 
 
 class _Answers(NamedTuple):

@@ -155,11 +155,11 @@ def _refuse_huge(rewards: Mapping[str, Array]) -> None:
         if isinstance(value, Tracer):
             continue  # inside jit no number is known
         largest = jnp.max(jnp.where(jnp.isfinite(value), jnp.abs(widen(value)), 0), initial=0)
-        most = float(jnp.finfo(largest.dtype).max) ** 0.5 / 1e4
-        if largest > most:
+        limit = float(jnp.finfo(largest.dtype).max) ** 0.5 / 1e4
+        if largest > limit:
             raise InputError(
                 f"reward {name!r} holds {float(largest):g} in size: its square does not fit "
-                f"{largest.dtype}; give rewards from -{most:.0e} to {most:.0e}"
+                f"{largest.dtype}; give rewards from -{limit:.0e} to {limit:.0e}"
             )
 
 
@@ -183,15 +183,15 @@ def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollo
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
     arrays = {name: as_array(name, value) for name, value in fields.items()}
     attributes = dict.fromkeys(Rollouts.__dataclass_fields__)
-    everything: dict[str, Any] = {
+    contents: dict[str, Any] = {
         **attributes,
         "step": jnp.int32(0),
         **{name: value for name, value in arrays.items() if name in attributes},
         "rewards": {name: _reward(name, value, mask) for name, value in named.items()},
         "fields": {name: value for name, value in arrays.items() if name not in attributes},
     }
-    _refuse_huge(everything["rewards"])
-    rollouts = Rollouts(**everything)
+    _refuse_huge(contents["rewards"])
+    rollouts = Rollouts(**contents)
     spec = spec_of(rollouts)
     check_shapes(arrays, {"P": spec.num_prompts, "G": spec.group_size})
     if rollouts.row is None:

@@ -113,8 +113,10 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
         new_state: dict[str, Any] = {}
         metrics: Metrics = {}
         for name, stream in streams.items():
-            new_streams[name], new_state[name], more = inner.update(stream, state[name], rollouts)
-            metrics |= {f"{name}/{metric}": value for metric, value in more.items()}
+            new_streams[name], new_state[name], stream_metrics = inner.update(
+                stream, state[name], rollouts
+            )
+            metrics |= {f"{name}/{metric}": value for metric, value in stream_metrics.items()}
         return new_streams, new_state, metrics
 
     name = f"per_reward_{transform.name}"
@@ -164,8 +166,8 @@ def add_stream(
 
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
         _check_free(name, tuple(streams))
-        added, metrics = make(streams, rollouts)
-        return {**streams, name: added}, metrics
+        new_stream, metrics = make(streams, rollouts)
+        return {**streams, name: new_stream}, metrics
 
     accepts = lambda spec: _check_free(name, spec.rewards)  # noqa: E731
     transform = base.stateless(
@@ -359,9 +361,9 @@ def dvao_with_weights(
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
         summed_weights = counted("dvao", weights, tuple(streams))
-        everything = jnp.ones_like(next(iter(streams.values())).mask)
+        all_samples = jnp.ones_like(next(iter(streams.values())).mask)
         mask = functools.reduce(
-            operator.and_, (streams[name].mask for name in summed_weights), everything
+            operator.and_, (streams[name].mask for name in summed_weights), all_samples
         )
         total, spreads, terms = jnp.zeros(mask.shape, sum_dtype), {}, []
         for name, weight in summed_weights.items():

@@ -274,17 +274,17 @@ def _visit(
     row: Array,
     visited: Array,
     rho: Array,
-    old: tuple[Array, Array],
-    new: tuple[Array, Array],
+    old_counts: tuple[Array, Array],
+    increments: tuple[Array, Array],
 ) -> dict[str, Array]:
-    """x[row p] <- rho[p] x[row p] + new[p] for one prompt p after the other, without a loop.
+    """x[row p] <- rho[p] x[row p] + increments[p], one prompt p after the other, without a loop.
 
     Such steps compose: (rho, a) then (rho', a') is (rho rho', rho' a + a'). Sorted by row, a scan
     that begins again at each row leaves the whole composition at the row's last prompt.
 
     Args:
-      old: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
-      new: what a visit adds, [P].
+      old_counts: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
+      increments: what a visit adds, [P].
     """
     number = state["alpha"].shape[0]
     row = jnp.where(visited, row, number)  # sorted to the end, and dropped by the scatter
@@ -303,12 +303,12 @@ def _visit(
             jnp.where(begins_again, b_2, rho_2 * b + b_2),
         )
 
-    steps = (begins, rho[order], new[0][order], new[1][order])
+    steps = (begins, rho[order], increments[0][order], increments[1][order])
     _, rho_product, alpha, beta = jax.lax.associative_scan(compose, steps)
     target_row = jnp.where(ends, row, number)
     new_numbers = {
-        "alpha": rho_product * old[0][order] + alpha,
-        "beta": rho_product * old[1][order] + beta,
+        "alpha": rho_product * old_counts[0][order] + alpha,
+        "beta": rho_product * old_counts[1][order] + beta,
     }
     return {
         name: state[name].at[target_row].set(value, mode="drop")
@@ -325,11 +325,11 @@ def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> di
         return empty.at[row].add(value.astype(dtype), mode="drop")
 
     won, number = _sums(success.astype(dtype), mask)
-    added = by_row(number)
-    share = jnp.where(added > 0, keep, jnp.ones((), dtype))
+    new_samples = by_row(number)
+    share = jnp.where(new_samples > 0, keep, jnp.ones((), dtype))
     return {
         "successes": share * state["successes"] + by_row(won),
-        "samples": share * state["samples"] + added,
+        "samples": share * state["samples"] + new_samples,
     }
 
 

@@ -261,9 +261,9 @@ def _fingerprints(tokens: Array) -> list[Array]:
     samples that differ at two places alike could agree in both.
     """
     place = jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, tokens.ndim - 1)
-    everywhere = jnp.ones(tokens.shape, bool)
+    all_tokens = jnp.ones(tokens.shape, bool)
     parts = (_scrambled(tokens.astype(jnp.uint32), place, factors) for factors in _FACTORS)
-    sums = reduce(*(summed(part, everywhere) for part in parts), axis=-1)
+    sums = reduce(*(summed(part, all_tokens) for part in parts), axis=-1)
     return [total[..., 0] for total in sums]
 
 

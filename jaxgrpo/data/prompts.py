@@ -236,8 +236,8 @@ def check_tokens(
 def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> None:
     if name in row:
         return
-    near = difflib.get_close_matches(name, map(str, row), n=1)
-    suggestion = f" (did you mean {near[0]!r}?)" if near else ""
+    matches = difflib.get_close_matches(name, map(str, row), n=1)
+    suggestion = f" (did you mean {matches[0]!r}?)" if matches else ""
     column_names = ", ".join(map(str, row)) or "none"
     if len(row) == 1 and any(mark in column_names for mark in ";\t|"):
         otherwise += ", or set data.delimiter to what is between the columns"
@@ -278,7 +278,7 @@ def _check_texts(where: str, row: Row) -> None:
             raise InputError(f"{where}: {name} {text[:SHOWN]!a}: {problem}")
 
 
-def _check_one_kind(located: Sequence[Located], values: Sequence[Any], what: str) -> None:
+def _check_one_kind(located: Sequence[Located], values: Sequence[Any], label: str) -> None:
     """Refuses values of several kinds, as texts in some rows and numbers in others."""
     first_places: dict[str, str] = {}  # kind -> the first row of it
     for (where, _), value in zip(located, values, strict=True):
@@ -287,7 +287,7 @@ def _check_one_kind(located: Sequence[Located], values: Sequence[Any], what: str
     if len(first_places) > 1:
         (first_kind, first_where), (kind, where), *_ = first_places.items()
         raise InputError(
-            f"{where}: {what} of several kinds: {kind} here, {first_kind} in {first_where}: "
+            f"{where}: {label} of several kinds: {kind} here, {first_kind} in {first_where}: "
             "write one kind in all rows"
         )
 
@@ -320,9 +320,9 @@ def placeholders(template: str) -> list[str]:
     names = []
     for piece in _PIECE.finditer(template):
         if piece.group() in ("{", "}") or piece.group(1) == "":
-            what = "names no column" if piece.group(1) == "" else "has no partner"
+            fault = "names no column" if piece.group(1) == "" else "has no partner"
             raise InputError(
-                f"data.prompt = {template!r}: the brace at character {piece.start()} {what}: "
+                f"data.prompt = {template!r}: the brace at character {piece.start()} {fault}: "
                 "write {column} for a column's value, {{ or }} for a brace"
             )
         if piece.group(1) is not None:

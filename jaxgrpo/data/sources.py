@@ -151,16 +151,16 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         located = _counted(source.path, tasks.load(source.path))
     elif path.suffix in FILES:
         if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise InputError(f"{source.key} = {str(path)!r} {what} (looked for {path.absolute()})")
+            fault = "is a folder" if path.is_dir() else "does not exist"
+            raise InputError(f"{source.key} = {str(path)!r} {fault} (looked for {path.absolute()})")
         is_jsonl = path.suffix == ".jsonl"
         located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
         data_set = _data_set(source, path)
         located = _counted(source.path, _exact(data_set, data_set.features.arrow_schema))
     else:
-        what = "is no file of rows" if path.exists() else "does not exist"
-        raise InputError(f"{source.where} {what}: give {FORMS}")
+        fault = "is no file of rows" if path.exists() else "does not exist"
+        raise InputError(f"{source.where} {fault}: give {FORMS}")
     if not located:
         raise InputError(f"{source.where} holds no rows: give a source with at least one")
     return located
@@ -283,8 +283,8 @@ def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Loca
         ) from None
 
     def problem(error: Exception) -> str:
-        counted = " (rows count the header as 1)" if "Row #" in str(error) else ""
-        return f"{file}: {one_line(error)}{counted}: mend it"
+        hint = " (rows count the header as 1)" if "Row #" in str(error) else ""
+        return f"{file}: {one_line(error)}{hint}: mend it"
 
     with refusing(problem, pa.ArrowException, OSError):
         if file.suffix == ".parquet":

@@ -66,10 +66,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return URL.fullmatch(os.fspath(path)) is not None
 
 
-def on_host(path: str | os.PathLike[str], what: str) -> Path:
+def on_host(path: str | os.PathLike[str], output: str) -> Path:
     """An absolute path. Raises: InputError where it is a URL, and has to be on this host."""
     if is_url(path):
-        raise InputError(f"{os.fspath(path)}: {what} is written to a folder of this host: name one")
+        raise InputError(
+            f"{os.fspath(path)}: {output} is written to a folder of this host: name one"
+        )
     return Path(path).absolute()
 
 

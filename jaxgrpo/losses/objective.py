@@ -50,8 +50,8 @@ class Objective(NamedTuple):
     @property
     def anchors(self) -> frozenset[str]:
         """The frozen policies that the update itself runs."""
-        read = self._fields_read & OF_PASS.keys()
-        return frozenset(OF_PASS[name] for name in read) - {"trainer"}
+        pass_fields = self._fields_read & OF_PASS.keys()
+        return frozenset(OF_PASS[name] for name in pass_fields) - {"trainer"}
 
     @property
     def _fields_read(self) -> frozenset[str]:
@@ -117,8 +117,8 @@ def token_loss(
         name = f"penalty {penalty.name}"
         state = () if penalty.init is None else (_penalty_state(penalty, states or {}),)
         with explaining_own_code(name):
-            value, more = _checked(name, penalty.compute(tokens, *state), tokens)
-        loss, metrics = loss + value, merge(metrics, more)
+            value, penalty_metrics = _checked(name, penalty.compute(tokens, *state), tokens)
+        loss, metrics = loss + value, merge(metrics, penalty_metrics)
     return loss, metrics
 
 

@@ -256,15 +256,17 @@ def adaptive_entropy(
 
     def compute(tokens: Tokens, state: Any) -> tuple[Array, Metrics]:
         entropy = _from_pass("adaptive_entropy", "policy_entropy", tokens)
-        applied = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
-        applied = jax.lax.stop_gradient(applied).astype(entropy.dtype)
-        used = {"entropy_coefficient": mean(applied, tokens.mask)}
-        return -applied * entropy, _entropy_metric(entropy, tokens.mask) | used
+        strength = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
+        strength = jax.lax.stop_gradient(strength).astype(entropy.dtype)
+        coefficient_metric = {"entropy_coefficient": mean(strength, tokens.mask)}
+        return -strength * entropy, _entropy_metric(entropy, tokens.mask) | coefficient_metric
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
         entropy, has_tokens = _mean_entropy(metrics)
-        moved = jnp.clip(state["coefficient"] + delta * jnp.sign(target - entropy), low, high)
-        new_state = {"coefficient": moved, "entropy": entropy}
+        new_coefficient = jnp.clip(
+            state["coefficient"] + delta * jnp.sign(target - entropy), low, high
+        )
+        new_state = {"coefficient": new_coefficient, "entropy": entropy}
         return {name: jnp.where(has_tokens, new_state[name], state[name]) for name in new_state}
 
     init = functools.partial(_unmeasured, coefficient)
@@ -334,8 +336,8 @@ def _with_slope(value: Array, slope: Array, tokens: Tokens) -> Array:
     # A logp of -inf would make a NaN of its own difference.
     finite = tokens.mask & jnp.isfinite(tokens.logp)
     carrier = jnp.where(finite, tokens.logp, 0).astype(value.dtype)
-    moved = slope * (carrier - jax.lax.stop_gradient(carrier))
-    return jnp.where(tokens.mask, value + moved, 0)
+    slope_term = slope * (carrier - jax.lax.stop_gradient(carrier))
+    return jnp.where(tokens.mask, value + slope_term, 0)
 
 
 def _from_pass(name: str, quantity: str, tokens: Tokens) -> Array:

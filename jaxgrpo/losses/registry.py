@@ -102,10 +102,10 @@ def by_sample(
     def compute(tokens: Tokens) -> tuple[Array, Metrics]:
         use_then = tokens.mask & (tokens.field(field, "by_sample", "one number per token") != 0)
         then_loss, metrics = then_surrogate.compute(dataclasses.replace(tokens, mask=use_then))
-        otherwise_loss, more = otherwise_surrogate.compute(
+        otherwise_loss, otherwise_metrics = otherwise_surrogate.compute(
             dataclasses.replace(tokens, mask=tokens.mask & ~use_then)
         )
-        return jnp.where(use_then, then_loss, otherwise_loss), merge(metrics, more)
+        return jnp.where(use_then, then_loss, otherwise_loss), merge(metrics, otherwise_metrics)
 
     needs = then_surrogate.needs | otherwise_surrogate.needs | {field}
     weighs = then_surrogate.weighs or otherwise_surrogate.weighs

@@ -267,9 +267,9 @@ def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate
 
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         logp, proximal_logp = map(tokens.without_gradient, (tokens.logp, tokens.proximal_logp))
-        moved = jnp.exp(logp) - jnp.exp(proximal_logp)
-        above = tokens.mask & (weight > 0) & (moved > high)
-        below = tokens.mask & (weight <= 0) & (moved < -low)
+        change = jnp.exp(logp) - jnp.exp(proximal_logp)
+        above = tokens.mask & (weight > 0) & (change > high)
+        below = tokens.mask & (weight <= 0) & (change < -low)
         rho = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_rho), cap))
         rho = jnp.where(above | below, 0, rho)
         loss = -rho * weight * tokens.unmasked(tokens.logp)

@@ -210,8 +210,8 @@ class _Call:
             if failing is None:
                 break
             low, high = failing
-        many = high - low > 1
-        where = f"completions {low} to {high - 1} together" if many else f"completion {low}"
+        several = high - low > 1
+        where = f"completions {low} to {high - 1} together" if several else f"completion {low}"
         shown_values = {key.removesuffix("s"): self.lists[key] for key in LISTS[:2]}
         arguments = accepted(self.function, self.lists)
         shown_values |= {key: values for key, values in arguments.items() if key not in LISTS}

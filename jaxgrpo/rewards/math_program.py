@@ -284,12 +284,12 @@ class Grader:
         )
 
     def _equal(self, gold: list[Any], answer: list[Any]) -> bool:
-        more = extra_digits([*gold[:1], *answer[:1]])
+        extra = extra_digits([*gold[:1], *answer[:1]])
         return self._verify(
             gold,
             answer,
-            float_rounding=DECIMALS + more,
-            numeric_precision=PRECISION + more,
+            float_rounding=DECIMALS + extra,
+            numeric_precision=PRECISION + extra,
             timeout_seconds=None,
         )
 

@@ -104,7 +104,7 @@ def _judge(
     readings = dict(zip(golds, ask([[gold, None] for gold in golds]), strict=True))
     _readable.update(gold for gold, reading in readings.items() if reading.value is not None)
     # A worker that was ended from outside is no fault of the gold answer.
-    crashed = {gold: read for gold, read in readings.items() if read.problem == "crashed"}
+    crashed = {gold: reading for gold, reading in readings.items() if reading.problem == "crashed"}
     unread = dict.fromkeys(golds, Answer(None)) | crashed
     scores = iter(ask([pair for pair in pairs if pair[0] in _readable]))
     return [next(scores) if gold in _readable else unread[gold] for gold, _ in pairs]
@@ -124,9 +124,9 @@ def _report(
     log_metric: Callable[[str, float], None] | None,
 ) -> None:
     """Logs the shares that have no score, and warns of gold answers that are not read."""
-    nothing = Answer(None)
+    unread_answer = Answer(None)
     pairs = zip(golds, answers, strict=True)
-    unread = [gold for gold, judged in pairs if judged == nothing and gold is not None]
+    unread = [gold for gold, judged in pairs if judged == unread_answer and gold is not None]
     if log_metric is not None:
         problems = [judged.problem for judged in answers]
         log_metric("math/timed_out", problems.count("timed out") / len(answers))

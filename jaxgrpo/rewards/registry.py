@@ -159,8 +159,8 @@ def preview(
 def _describe_reading(function: RewardFunction, answer: Any) -> str | None:
     """How a reward reads a gold answer, in words; None if it cannot tell."""
     function = getattr(function, "func", function)
-    for name, read in _READINGS.items():
+    for name, read_gold in _READINGS.items():
         if function is rewards[name]:
-            value = read(answer)
+            value = read_gold(answer)
             return "nothing" if value is None else str(value)
     return None

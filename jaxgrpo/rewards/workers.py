@@ -193,8 +193,8 @@ class _Child:
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while b"\n" not in self._pending:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0 or not selector.select(seconds_left):
                     return self._lose("timed out")
                 part = os.read(output, 65536)
                 if not part:

@@ -53,11 +53,11 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     random = np.random.default_rng([seed, split == "test", 1])
     coins = random.integers(2, size=(count, 2)).tolist()
     pairs = zip(arithmetic.rows(split, count, seed), coins, strict=True)
-    return [_with_noise(row, more) if noisy else row for row, (noisy, more) in pairs]
+    return [_with_noise(row, increment) if noisy else row for row, (noisy, increment) in pairs]
 
 
-def _with_noise(row: dict[str, Any], more: int) -> dict[str, Any]:
-    answer = str(int(row["answer"]) + more)
+def _with_noise(row: dict[str, Any], increment: int) -> dict[str, Any]:
+    answer = str(int(row["answer"]) + increment)
     return {**row, "prompt": row["prompt"].replace("+", NOISY), "answer": answer}
 
 

@@ -84,9 +84,9 @@ def corpus() -> list[Worked]:
     """The answers of the training problems, right and off by one."""
     problems = _problems("train")
     return [
-        Worked(prompt(first, second), str(first + second + off), share / len(problems))
+        Worked(prompt(first, second), str(first + second + offset), share / len(problems))
         for first, second in problems
-        for off, share in CARE.items()
+        for offset, share in CARE.items()
     ]
 
 
