@@ -83,33 +83,36 @@ class Case:
     """A chain on rollouts, or on a signal of tokens; compiled as a function of what it reads."""
 
     def __init__(
-        self, whole: adv.AdvantageTransform, given: Rollouts, signal: Signal | None = None
+        self, recipe: adv.AdvantageTransform, batch: Rollouts, signal: Signal | None = None
     ):
-        state = whole.init(adv.spec_of(given, num_rows=given.row.shape[0]))
+        state = recipe.init(adv.spec_of(batch, num_rows=batch.row.shape[0]))
         self.tracks = bool(jax.tree.leaves(state))
-        self.needs = whole.needs
+        self.needs = recipe.needs
 
-        def run_whole(signal: Signal | None, given: Rollouts, state: Any) -> Any:
+        def run_recipe(signal: Signal | None, batch: Rollouts, state: Any) -> Any:
             if signal is None:
-                return adv.compute(whole, given, state)
-            return whole.update(signal, state, given)
+                return adv.compute(recipe, batch, state)
+            return recipe.update(signal, state, batch)
 
-        leaves, structure = jax.tree.flatten((signal, given, state))
-        traced, shapes = jax.make_jaxpr(run_whole, return_shape=True)(signal, given, state)
+        leaves, structure = jax.tree.flatten((signal, batch, state))
+        traced, shapes = jax.make_jaxpr(run_recipe, return_shape=True)(signal, batch, state)
         self.rank = len(shapes[0].value.shape)
         _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
         self.reads = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
         returns = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes[0])]
-        self.copied = max(self.reads, returns, key=lambda arrays: sum(one.nbytes for one in arrays))
+        self.copied = max(
+            self.reads, returns, key=lambda arrays: sum(array.nbytes for array in arrays)
+        )
         self.traces: list[None] = []
 
         def run(reads: list[jax.Array]) -> Any:
             self.traces.append(None)
-            rest = iter(reads)
+            remaining = iter(reads)
             filled = [
-                next(rest) if is_used else leaf for leaf, is_used in zip(leaves, used, strict=True)
+                next(remaining) if is_used else leaf
+                for leaf, is_used in zip(leaves, used, strict=True)
             ]
-            return run_whole(*jax.tree.unflatten(structure, filled))
+            return run_recipe(*jax.tree.unflatten(structure, filled))
 
         self.run = jax.jit(run)
 
@@ -160,9 +163,9 @@ def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
     per_function, weights = flat[:, None], torch.ones(1)
 
     def deviation(groups: Any) -> Any:
-        known = ~torch.isnan(groups)
+        scored = ~torch.isnan(groups)
         squares = torch.nanmean((groups - torch.nanmean(groups, 1, keepdim=True)) ** 2, 1)
-        number = known.sum(1)
+        number = scored.sum(1)
         squares = torch.where(number > 1, squares * number / (number - 1), torch.nan)
         return torch.sqrt(squares)
 
@@ -211,26 +214,26 @@ QUANTILES = {"reflection_top": {"kind": "top"}}
 
 def several(name: str) -> dict[str, float]:
     """Recipes of several rewards get both; others the one in {0, 1}."""
-    both = name in ("gdpo", "dvao", "like_trl")
-    return {"correct": 1.0, "style": 1.0 if both else 0.0}
+    uses_both = name in ("gdpo", "dvao", "like_trl")
+    return {"correct": 1.0, "style": 1.0 if uses_both else 0.0}
 
 
 def cases(names: set[str] | None) -> tuple[dict[str, Case], dict[str, Case]]:
     """(recipes on samples, recipes and parts on tokens)."""
     samples, tokens = rollouts((P, G, 1)), rollouts(TOKEN_SHAPE)
-    wanted = lambda name: names is None or name in names  # noqa: E731
+    is_selected = lambda name: names is None or name in names  # noqa: E731
     on_samples, on_tokens = {}, {}
-    for name in filter(wanted, registry.recipes):
-        whole = adv.build(name, {"weights": several(name)})
-        case = Case(whole, tokens)
+    for name in filter(is_selected, registry.recipes):
+        recipe = adv.build(name, {"weights": several(name)})
+        case = Case(recipe, tokens)
         reads_tokens = case.rank == 3 or any(leaf.ndim == 3 for leaf in case.reads)
         on_tokens |= {name: case} if reads_tokens else {}
-        on_samples |= {} if reads_tokens else {name: Case(whole, samples)}
-    for name, options in filter(lambda item: wanted(item[0]), TOKEN_PARTS.items()):
+        on_samples |= {} if reads_tokens else {name: Case(recipe, samples)}
+    for name, options in filter(lambda item: is_selected(item[0]), TOKEN_PARTS.items()):
         mask = tokens.token_mask
         signal = Signal(value=jnp.where(mask, tokens.fields["token_value"], 0), mask=mask)
         on_tokens[name] = Case(adv.chain(registry.parts[name](**options)), tokens, signal)
-    for name, options in filter(lambda item: wanted(item[0]), QUANTILES.items()):
+    for name, options in filter(lambda item: is_selected(item[0]), QUANTILES.items()):
         step = {"use": "reasoning_reflection", **options}
         summed = {"use": "sum_rewards", "correct": 1.0, "style": 0.0, "r3": 1.0}
         on_tokens[name] = Case(adv.build([step, summed]), tokens)
@@ -286,7 +289,7 @@ def measure_tokens(console: Console, cases: Mapping[str, Case], repeats: int) ->
         copy = functools.partial(seconds_of, copied, case.copied)
         spent = compare({"own": case.seconds, "copy": copy}, repeats)
         pairs = zip(spent["own"], spent["copy"], strict=True)
-        median, low, high = interval([own / copied_ for own, copied_ in pairs])
+        median, low, high = interval([seconds / copied_ for seconds, copied_ in pairs])
         limit = QUANTILE_COPIES if name in QUANTILES else TOKEN_COPIES
         table.add_row(
             name,

@@ -34,9 +34,9 @@ def keep_memory(module: str) -> None:
     glibc returns blocks above 32 MiB to the system after each call, and page faults of milliseconds
     would be most of what is timed. Elsewhere the variables mean nothing.
     """
-    kept = {"MMAP_THRESHOLD": 2**32, "TRIM_THRESHOLD": 2**34, "TOP_PAD": 2**28}
+    thresholds = {"MMAP_THRESHOLD": 2**32, "TRIM_THRESHOLD": 2**34, "TOP_PAD": 2**28}
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        os.environ.update({f"MALLOC_{name}_": str(value) for name, value in kept.items()})
+        os.environ.update({f"MALLOC_{name}_": str(value) for name, value in thresholds.items()})
         os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 

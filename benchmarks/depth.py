@@ -47,8 +47,8 @@ MOST = 0.02  # by which the update's instructions may differ
 
 def narrow(family: str, layers: int) -> ModelConfig:
     """A model of a family as its config.json would say it."""
-    given = {"model_type": family, **NARROW, "num_hidden_layers": layers}
-    return families.model_config(given, "benchmarks.depth")
+    fields = {"model_type": family, **NARROW, "num_hidden_layers": layers}
+    return families.model_config(fields, "benchmarks.depth")
 
 
 def compiled(program: str, config: ModelConfig, device: Any, remat: str) -> Program:
@@ -81,23 +81,23 @@ def main() -> None:
     is_tpu = arguments.platform == "tpu"
     device = tpu_device() if is_tpu else jax.local_devices(backend="cpu")[0]
     about = {**describe(), "compiled_for": device.device_kind}
-    asked = {"family": arguments.family, "remat": arguments.remat}
-    console.print(f"{about['compiled_for']}, jax {about['jax']}, {asked}")
+    variant = {"family": arguments.family, "remat": arguments.remat}
+    console.print(f"{about['compiled_for']}, jax {about['jax']}, {variant}")
     table = Table("program", "layers", "instructions", "trace s", "compile s")
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in arguments.programs}
-    for name, sizes in found.items():
+    measured_sizes: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in arguments.programs}
+    for name, sizes in measured_sizes.items():
         for layers in arguments.layers:
             config = narrow(arguments.family, layers)
             size = sizes[layers] = compiled(name, config, device, arguments.remat).size()
             seconds = (f"{size[key]:.1f}" for key in ("trace_seconds", "compile_seconds"))
             table.add_row(name, f"{layers}", f"{size['instructions']}", *seconds)
     console.print(table)
-    if "update" in found:
-        counts = [size["instructions"] for size in found["update"].values()]
+    if "update" in measured_sizes:
+        counts = [size["instructions"] for size in measured_sizes["update"].values()]
         times, ends = counts[-1] / counts[0], f"{arguments.layers[-1]} over {arguments.layers[0]}"
         passed = verdict(abs(times - 1) <= MOST)
         console.print(f"update, {ends} layers: {times:.3f}, limit {MOST:.0%}: {passed}")
-    report({**about, **asked, **found})
+    report({**about, **variant, **measured_sizes})
 
 
 if __name__ == "__main__":

@@ -60,21 +60,21 @@ class Case:
         }
         if arguments.layers:
             more["model.config.num_hidden_layers"] = arguments.layers
-        given = [f"{key}={value}" for key, value in more.items()]
-        return files.load(arguments.config, [*given, *arguments.set])
+        overrides = [f"{key}={value}" for key, value in more.items()]
+        return files.load(arguments.config, [*overrides, *arguments.set])
 
 
 def measured(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """What the update of a case takes of each chip."""
     config, chips = case.config(arguments), topology(f"{case.chip}:{case.shape}", case.slices)
     folder = arguments.dump and arguments.dump / f"{case.shape}_data_{case.data}"
-    found = plan.plan(plan.built(config, chips), chips, ("update",), dump=folder)
-    if not found.planned:
-        raise SystemExit(f"{case}: {found.problem}")
-    (update,) = found.planned
-    own = PROMPTS * SAMPLES * TOKENS
+    outcome = plan.plan(plan.built(config, chips), chips, ("update",), dump=folder)
+    if not outcome.planned:
+        raise SystemExit(f"{case}: {outcome.problem}")
+    (update,) = outcome.planned
+    chip_tokens = PROMPTS * SAMPLES * TOKENS
     sent = {
-        f"{kind} over {'+'.join(axes)}": size / own
+        f"{kind} over {'+'.join(axes)}": size / chip_tokens
         for (kind, axes), size in plan.each_axis(update.collectives).items()
     }
     return {
@@ -90,8 +90,10 @@ def measured(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
 def shown(rows: list[dict[str, Any]]) -> Table:
     """A table of all cases, with a column for each collective."""
     names = sorted({name for row in rows for name in row["by_collective"]})
-    kept = [name for name in names if any(row["by_collective"].get(name, 0) > 500 for row in rows)]
-    table = Table("chips", "mesh", "peak, GiB", "kB sent per token", *kept)
+    columns = [
+        name for name in names if any(row["by_collective"].get(name, 0) > 500 for row in rows)
+    ]
+    table = Table("chips", "mesh", "peak, GiB", "kB sent per token", *columns)
     for row in rows:
         mesh = ", ".join(f"{name} {size}" for name, size in row["mesh"].items())
         table.add_row(
@@ -99,7 +101,7 @@ def shown(rows: list[dict[str, Any]]) -> Table:
             mesh,
             f"{row['peak'] / 2**30:.2f}",
             f"{row['sent_per_token'] / 1e3:.1f}",
-            *(f"{row['by_collective'].get(name, 0) / 1e3:.1f}" for name in kept),
+            *(f"{row['by_collective'].get(name, 0) / 1e3:.1f}" for name in columns),
         )
     return table
 
@@ -123,8 +125,8 @@ def main() -> None:
     quiet(os.environ)
     jax.config.update("jax_platforms", "cpu")  # what is compiled for is not here
     console, rows = Console(width=200), []
-    for one in arguments.cases.split(","):
-        shape, _, data = one.partition(":")
+    for case_text in arguments.cases.split(","):
+        shape, _, data = case_text.partition(":")
         case = Case(arguments.chip, shape, int(data or 1), arguments.slices)
         rows.append(measured(case, arguments))
         print(json.dumps(rows[-1]), flush=True)  # compiling takes minutes

@@ -41,43 +41,43 @@ def arrays(tokens: int, vocab: int, width: int) -> Arrays:
     }
 
 
-def logits_of(table: Array, hidden: Array) -> Array:
+def compute_logits(table: Array, hidden: Array) -> Array:
     return jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
 
 
-def chunked(floats: Any, given: Any, **options: Any) -> Array:
+def chunked(floats: Any, inputs: Any, **options: Any) -> Array:
     """The weighted sum of log-probs (and of entropies that carry gradient)."""
-    unembed = functools.partial(logits_of, floats["table"])
-    logp, entropy = token_logprobs(unembed, floats["hidden"], given["targets"], **options)
-    loss = (given["weight"] * logp).sum()
-    return loss if entropy is None else loss + (given["weight"] * entropy).sum()
+    unembed = functools.partial(compute_logits, floats["table"])
+    logp, entropy = token_logprobs(unembed, floats["hidden"], inputs["targets"], **options)
+    loss = (inputs["weight"] * logp).sum()
+    return loss if entropy is None else loss + (inputs["weight"] * entropy).sum()
 
 
-def unchunked(floats: Any, given: Any) -> Array:
-    logp = jax.nn.log_softmax(logits_of(floats["table"], floats["hidden"]), axis=-1)
-    chosen = jnp.take_along_axis(logp, given["targets"][..., None], axis=-1)[..., 0]
-    return (given["weight"] * chosen).sum()
+def unchunked(floats: Any, inputs: Any) -> Array:
+    logp = jax.nn.log_softmax(compute_logits(floats["table"], floats["hidden"]), axis=-1)
+    target_logp = jnp.take_along_axis(logp, inputs["targets"][..., None], axis=-1)[..., 0]
+    return (inputs["weight"] * target_logp).sum()
 
 
-def unchunked_entropy(floats: Any, given: Any) -> Array:
-    logp = jax.nn.log_softmax(logits_of(floats["table"], floats["hidden"]), axis=-1)
-    chosen = jnp.take_along_axis(logp, given["targets"][..., None], axis=-1)[..., 0]
-    return (given["weight"] * (chosen - (jnp.exp(logp) * logp).sum(-1))).sum()
+def unchunked_entropy(floats: Any, inputs: Any) -> Array:
+    logp = jax.nn.log_softmax(compute_logits(floats["table"], floats["hidden"]), axis=-1)
+    target_logp = jnp.take_along_axis(logp, inputs["targets"][..., None], axis=-1)[..., 0]
+    return (inputs["weight"] * (target_logp - (jnp.exp(logp) * logp).sum(-1))).sum()
 
 
-def products(floats: Any, given: Any) -> Any:
+def products(floats: Any, inputs: Any) -> Any:
     """The three matrix products of the unchunked form, and nothing else that takes time."""
-    del given
-    logits = logits_of(floats["table"], floats["hidden"])
+    del inputs
+    logits = compute_logits(floats["table"], floats["hidden"])
     return logits @ floats["table"], jnp.einsum("dnv,dne->ve", logits, floats["hidden"])
 
 
 class Contender:
-    """A jitted function of (floats, given), with the temporary memory that its compiler plans."""
+    """A jitted function of (floats, inputs), with the temporary memory that its compiler plans."""
 
-    def __init__(self, function: Callable[..., Any], floats: Any, given: Any):
-        compiled = jax.jit(function).lower(floats, given).compile()
-        self.run = functools.partial(timed, compiled, floats, given)
+    def __init__(self, function: Callable[..., Any], floats: Any, inputs: Any):
+        compiled = jax.jit(function).lower(floats, inputs).compile()
+        self.run = functools.partial(timed, compiled, floats, inputs)
         memory = compiled.memory_analysis()
         self.bytes = None if memory is None else memory.temp_size_in_bytes
 
@@ -111,8 +111,8 @@ def contenders(values: Arrays, chunks: list[int]) -> dict[str, Contender]:
     floats = {name: on_device[name] for name in ("hidden", "table")}
 
     def gradient(loss: Callable[..., Array], **options: Any) -> Contender:
-        whole = jax.value_and_grad(functools.partial(loss, **options))
-        return Contender(whole, floats, on_device)
+        loss_and_gradient = jax.value_and_grad(functools.partial(loss, **options))
+        return Contender(loss_and_gradient, floats, on_device)
 
     result = {UNCHUNKED: gradient(unchunked), "chunked": gradient(chunked)}
     for tokens in chunks:
@@ -149,8 +149,8 @@ def main() -> None:
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     values = arrays(arguments.tokens, arguments.vocab, arguments.width)
-    made = contenders(values, arguments.chunks)
-    calls = {name: contender.seconds for name, contender in made.items()}
+    forms = contenders(values, arguments.chunks)
+    calls = {name: contender.seconds for name, contender in forms.items()}
     rival = torch_form(values)
     if rival is None:
         console.print("torch is not installed: its form is left out")
@@ -158,11 +158,11 @@ def main() -> None:
         calls["torch"] = rival
     spent = compare(calls, arguments.repeats)
     flops = 6 * arguments.tokens * arguments.vocab * arguments.width
-    report({**about, **vars(arguments), **show(console, made, spent, flops)})
+    report({**about, **vars(arguments), **show(console, forms, spent, flops)})
 
 
 def show(
-    console: Console, made: Mapping[str, Contender], spent: Mapping[str, list[float]], flops: int
+    console: Console, forms: Mapping[str, Contender], spent: Mapping[str, list[float]], flops: int
 ) -> dict[str, Any]:
     """Prints the table; the numbers of it, with ratios to the unchunked form of the same round."""
     rate = flops / float(np.median(spent["products"]))
@@ -172,9 +172,11 @@ def show(
     for name, seconds in spent.items():
         base = "unchunked, entropy" if name.endswith(", entropy") else UNCHUNKED
         pairs = zip(seconds, spent[base], strict=True)
-        ratio, low, high = interval([own / other for own, other in pairs])
+        ratio, low, high = interval(
+            [form_seconds / base_seconds for form_seconds, base_seconds in pairs]
+        )
         milliseconds = 1e3 * float(np.median(seconds))
-        memory = made[name].bytes if name in made else None
+        memory = forms[name].bytes if name in forms else None
         limited = name.startswith("chunk")
         table.add_row(
             name,

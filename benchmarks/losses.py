@@ -53,26 +53,26 @@ def batch(rows: int, length: int) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.asarray, arrays)
 
 
-def tokens_of(logp: jax.Array, given: dict[str, jax.Array]) -> Tokens:
+def surrogate_tokens(logp: jax.Array, arrays: dict[str, jax.Array]) -> Tokens:
     """What every surrogate reads."""
     names = ("proximal_logp", "advantage", "mask", "segment")
-    return Tokens(logp=logp, **{name: given[name] for name in names}, fields=given)
+    return Tokens(logp=logp, **{name: arrays[name] for name in names}, fields=arrays)
 
 
-def bare(logp: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+def bare(logp: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
     """PPO's clip and nothing else."""
-    ratio, advantage = jnp.exp(logp - given["proximal_logp"]), given["advantage"]
-    kept = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-    return -jnp.where(given["mask"], given["weight"] * kept, 0).sum()
+    ratio, advantage = jnp.exp(logp - arrays["proximal_logp"]), arrays["advantage"]
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    return -jnp.where(arrays["mask"], arrays["weight"] * gain, 0).sum()
 
 
 def ours(name: str, with_metrics: bool) -> Callable[..., Any]:
     """Loss and gradient as the update takes them, by the weights of the whole batch."""
     surrogate = build_surrogate(name, OPTIONS.get(name))
 
-    def loss(logp: jax.Array, given: dict[str, jax.Array]) -> Any:
-        value, metrics = token_loss(surrogate, [], tokens_of(logp, given))
-        total = jnp.where(given["mask"], given["weight"] * value, 0).sum()
+    def loss(logp: jax.Array, arrays: dict[str, jax.Array]) -> Any:
+        value, metrics = token_loss(surrogate, [], surrogate_tokens(logp, arrays))
+        total = jnp.where(arrays["mask"], arrays["weight"] * value, 0).sum()
         return total, metrics if with_metrics else ()
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -82,15 +82,15 @@ def on_hidden(name: str | None, head: jax.Array) -> Callable[..., Any]:
     """Value and gradient with respect to hidden states; None: of the weighted log-probs."""
     surrogate = name and build_surrogate(name, OPTIONS.get(name))
 
-    def loss(hidden: jax.Array, given: dict[str, jax.Array]) -> Any:
+    def loss(hidden: jax.Array, arrays: dict[str, jax.Array]) -> Any:
         logp, _ = token_logprobs(
-            lambda hidden: hidden @ head, hidden, given["targets"], temperature=1.0
+            lambda hidden: hidden @ head, hidden, arrays["targets"], temperature=1.0
         )
         metrics = {}
         value = logp
         if surrogate:
-            value, metrics = token_loss(surrogate, [], tokens_of(logp, given))
-        return jnp.where(given["mask"], given["weight"] * value, 0).sum(), metrics
+            value, metrics = token_loss(surrogate, [], surrogate_tokens(logp, arrays))
+        return jnp.where(arrays["mask"], arrays["weight"] * value, 0).sum(), metrics
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -98,9 +98,9 @@ def on_hidden(name: str | None, head: jax.Array) -> Callable[..., Any]:
 def unchunked(head: jax.Array) -> Callable[..., Any]:
     """PPO's clip behind the whole logits; value and gradient with respect to hidden states."""
 
-    def loss(hidden: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+    def loss(hidden: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
         logp = jax.nn.log_softmax(hidden @ head)
-        return bare(jnp.take_along_axis(logp, given["targets"][..., None], -1)[..., 0], given)
+        return bare(jnp.take_along_axis(logp, arrays["targets"][..., None], -1)[..., 0], arrays)
 
     return jax.jit(jax.value_and_grad(loss))
 
@@ -129,16 +129,16 @@ def measure_pass(console: Console, names: list[str], repeats: int) -> dict[str, 
         for shape in ((1, TOKENS, HIDDEN), (HIDDEN, VOCABULARY))
     )
     targets = jnp.asarray(random.integers(0, VOCABULARY, (1, TOKENS)).astype(np.int32))
-    given = {**batch(1, TOKENS), "targets": targets}
+    arrays = {**batch(1, TOKENS), "targets": targets}
     rivals = {"alone": on_hidden(None, head), "unchunked": unchunked(head)}
     timers = {
-        name: functools.partial(seconds_of, call, hidden, given) for name, call in rivals.items()
+        name: functools.partial(seconds_of, call, hidden, arrays) for name, call in rivals.items()
     }
     title = f"{TOKENS} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY}, limit {LIMIT}"
     table = Table("surrogate", "x log-probs", "95%", "x unchunked", "95%", "within", title=title)
     result: dict[str, Any] = {}
     for name in names:
-        with_loss = functools.partial(seconds_of, on_hidden(name, head), hidden, given)
+        with_loss = functools.partial(seconds_of, on_hidden(name, head), hidden, arrays)
         spent = compare({"whole": with_loss, **timers}, repeats)
         ratios = [against(spent, rival)["whole"] for rival in rivals]
         within = "yes" if all(median <= LIMIT for median, _, _ in ratios) else "NO"
@@ -152,15 +152,15 @@ def measure_pass(console: Console, names: list[str], repeats: int) -> dict[str, 
 
 def measure_bare(console: Console, names: list[str], repeats: int) -> dict[str, Any]:
     """Surrogates on given log-probs, over the bare clip."""
-    given = batch(B, T)
-    timer = lambda call: functools.partial(seconds_of, call, given["logp"], given)  # noqa: E731
+    arrays = batch(B, T)
+    timer = lambda call: functools.partial(seconds_of, call, arrays["logp"], arrays)  # noqa: E731
     reference = timer(jax.jit(jax.value_and_grad(bare)))
     title = f"{B} x {T} log-probs"
     table = Table("surrogate", "ns per token", "x bare clip", "95%", "no metrics", title=title)
     result: dict[str, Any] = {}
     for name in names:
-        whole, lean = (timer(ours(name, with_metrics)) for with_metrics in (True, False))
-        spent = compare({"whole": whole, "lean": lean, "alone": reference}, repeats)
+        full, lean = (timer(ours(name, with_metrics)) for with_metrics in (True, False))
+        spent = compare({"whole": full, "lean": lean, "alone": reference}, repeats)
         ratio = against(spent)
         median, low, high = ratio["whole"]
         nanoseconds = 1e9 * float(np.median(spent["whole"])) / (B * T)
@@ -180,7 +180,12 @@ def against(
 ) -> dict[str, tuple[float, float, float]]:
     """Each contender's seconds over those of a rival, pair by pair."""
     return {
-        name: interval([own / other for own, other in zip(values, spent[rival], strict=True)])
+        name: interval(
+            [
+                seconds / rival_seconds
+                for seconds, rival_seconds in zip(values, spent[rival], strict=True)
+            ]
+        )
         for name, values in spent.items()
     }
 

@@ -80,8 +80,8 @@ class Transformers:
             cache_implementation=cache or self.cache,
         )
         self.torch.manual_seed(seed)
-        given = {"attention_mask": self.mask, "generation_config": settings}
-        out, seconds = timed(lambda: self.model.generate(self.tokens, **given).cpu())
+        options = {"attention_mask": self.mask, "generation_config": settings}
+        out, seconds = timed(lambda: self.model.generate(self.tokens, **options).cpu())
         return Run(seconds, self._generated(out[:, self.width :].numpy()))
 
     def choose_cache(self) -> dict[str, Run]:

@@ -43,20 +43,25 @@ def large_copies(compiled_text: str, least_bytes: int) -> list[str]:
     Returns: "computation: name = type opcode" of each.
     """
     computations, _ = hlo.computations(compiled_text)
-    fused = {name for body in computations.values() for one in body for name in hlo.fused(one)}
+    fused = {
+        name
+        for body in computations.values()
+        for instruction in body
+        for name in hlo.fused(instruction)
+    }
 
-    def moves(one: hlo.Instruction) -> bool:
-        if one.bytes < least_bytes:
+    def moves(instruction: hlo.Instruction) -> bool:
+        if instruction.bytes < least_bytes:
             return False
-        inside = [each for name in hlo.fused(one) for each in computations.get(name, [])]
-        return one.code in ("copy", "transpose") or any(map(moves, inside))
+        inside = [inner for name in hlo.fused(instruction) for inner in computations.get(name, [])]
+        return instruction.code in ("copy", "transpose") or any(map(moves, inside))
 
     return [
-        f"{name}: {one.name} = {one.result[:60]} {one.code}"
+        f"{name}: {instruction.name} = {instruction.result[:60]} {instruction.code}"
         for name, body in computations.items()
         if name not in fused
-        for one in body
-        if moves(one)
+        for instruction in body
+        if moves(instruction)
     ]
 
 
@@ -129,8 +134,8 @@ def decode_program(
     params = placed(jax.eval_shape(sampler.split, model.shapes))
     prompts = prompts_of(work, config.vocab_size)
     sizes = Sizes.for_prompts(settings, 1, *prompts.prompt_tokens.shape)
-    given = placed((prompts, np.zeros(2, np.uint32)))
-    state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *given))
+    inputs = placed((prompts, np.zeros(2, np.uint32)))
+    state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *inputs))
     arguments = (sizes.aligned(settings), params, state, placed(np.int32(0)))
     program = Program.of(sampler.decode, arguments, device)
     return program._replace(cache_elements=max(leaf.size for leaf in jax.tree.leaves(state.memory)))
@@ -146,7 +151,9 @@ def update_program(config: ModelConfig, work: Workload, device: Any, remat: str)
 
     def placed(tree: Any, layout: Any) -> Any:
         return jax.tree.map(
-            lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
+            lambda leaf, leaf_layout: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=leaf_layout
+            ),
             tree,
             layout,
         )

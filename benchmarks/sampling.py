@@ -136,7 +136,7 @@ def in_turn(contenders: Mapping[str, Callable[[int], Run]], rounds: int) -> dict
 def ratio(runs: Pairs, above: str, below: str) -> tuple[float, float, float]:
     """Median and interval of the seconds per token of one contender over those of another."""
     pairs = zip(runs[above], runs[below], strict=True)
-    return interval([one.seconds_per_token / other.seconds_per_token for one, other in pairs])
+    return interval([upper.seconds_per_token / lower.seconds_per_token for upper, lower in pairs])
 
 
 def rate(runs: Sequence[Run]) -> float:
@@ -144,10 +144,12 @@ def rate(runs: Sequence[Run]) -> float:
     return float(np.median([run.tokens / run.seconds for run in runs]))
 
 
-def contest(name: str, pairs: int, of: Callable[[str], Ours], console: Console) -> dict[str, Any]:
+def contest(
+    name: str, pairs: int, find_ours: Callable[[str], Ours], console: Console
+) -> dict[str, Any]:
     """The numbers of one workload, of which every contender has run once before it is timed."""
     console.print(f"{name}, {pairs} pairs")
-    ours = of(name)
+    ours = find_ours(name)
     ours.run(0)
     peer = rival(ours, console)
     contenders = {"ours": ours.run}
@@ -155,8 +157,8 @@ def contest(name: str, pairs: int, of: Callable[[str], Ours], console: Console) 
         contenders["peer"] = peer.run
     fixed = f"{name[0]}/A"
     if name[-1] == "C":
-        of(fixed).run(0)
-        contenders["fixed"] = of(fixed).run
+        find_ours(fixed).run(0)
+        contenders["fixed"] = find_ours(fixed).run
     runs = in_turn(contenders, pairs)
     result: dict[str, Any] = {"tokens_per_second": rate(runs["ours"])}
     if peer is not None:
@@ -197,17 +199,17 @@ def raggedness(runs: Pairs, rollouts: Rollouts, console: Console) -> dict[str, A
 
 def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     table = Table("workload", "tokens/s", "transformers", "cache", "ratio", "95%", "limit", "")
-    for name, found in results.items():
-        row = [name, f"{found['tokens_per_second']:.0f}"]
-        if "ratio" in found:
-            limit = found["limit"]
+    for name, numbers in results.items():
+        row = [name, f"{numbers['tokens_per_second']:.0f}"]
+        if "ratio" in numbers:
+            limit = numbers["limit"]
             row += [
-                f"{found['peer_tokens_per_second']:.0f}",
-                found["peer_cache"],
-                f"{found['ratio']:.2f}",
-                f"{found['low']:.2f} .. {found['high']:.2f}",
+                f"{numbers['peer_tokens_per_second']:.0f}",
+                numbers["peer_cache"],
+                f"{numbers['ratio']:.2f}",
+                f"{numbers['low']:.2f} .. {numbers['high']:.2f}",
                 "" if limit is None else f"{limit}",
-                "" if limit is None else verdict(found["low"] >= limit),
+                "" if limit is None else verdict(numbers["low"] >= limit),
             ]
         table.add_row(*row)
     console.print(table)
@@ -250,46 +252,46 @@ def programs(slots: int, quick: bool, console: Console) -> dict[str, Any]:
     except Exception as error:  # libtpu is missing, or refuses: it raises many kinds
         reason = str(error).strip().splitlines()[0]
         console.print(f"no program for a TPU ({reason}): install libtpu, as jaxgrpo[test] does")
-    found = {}
+    facts = {}
     for platform, device in devices.items():
         for name in (FIXED, RAGGED):
             letter, kind = name.split("/")
             work, config = WORKLOADS[kind], model_config(letter)
             program = decode_program(config, work, settings_of(work, slots), device)
-            found[f"{platform} {name}"] = program.plan()
+            facts[f"{platform} {name}"] = program.plan()
         if platform == "tpu":
             wide = WORKLOADS["G"]
             program = decode_program(qwen3_0p6b(4), wide, settings_of(wide, slots), device)
-            found["tpu 4 layers of 0.6B"] = program.plan()
+            facts["tpu 4 layers of 0.6B"] = program.plan()
             if not quick:
                 chip, settings = tpu_device(LARGER_TPU), settings_of(wide, FITTING)
-                found["v6e 0.6B"] = decode_program(qwen3_0p6b(), wide, settings, chip).plan()
+                facts["v6e 0.6B"] = decode_program(qwen3_0p6b(), wide, settings, chip).plan()
         for depth in () if quick else DEPTHS:
             settings = settings_of(DEEP, DEEP.prompts * DEEP.samples)
             program = decode_program(deep_config(depth), DEEP, settings, device)
-            found[f"{platform} {depth} layers"] = program.size()
-    return found
+            facts[f"{platform} {depth} layers"] = program.size()
+    return facts
 
 
 def show_programs(facts: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     table = Table("decoding", "temporaries", "", "copies", "", "GiB", "HLO", "code MB", "compile s")
-    for name, found in facts.items():
+    for name, figures in facts.items():
         row = [name, "", "", "", ""]
-        if "copies" in found:
-            share, copies = found["temporaries"], len(found["copies"])
+        if "copies" in figures:
+            share, copies = figures["temporaries"], len(figures["copies"])
             row[1:] = [f"{share:.1%}", verdict(share <= MAX_TEMPORARIES)]
             row += [f"{copies}", verdict(copies == 0)]
-        code = found["code_bytes"]
+        code = figures["code_bytes"]
         row += [
-            f"{found['gib']:.2f}",
-            f"{found['instructions']}",
+            f"{figures['gib']:.2f}",
+            f"{figures['instructions']}",
             f"{code / 1e6:.1f}" if code else "",
         ]
-        table.add_row(*row, f"{found['compile_seconds']:.1f}")
+        table.add_row(*row, f"{figures['compile_seconds']:.1f}")
     console.print("temporaries over arguments; copies as large as the keys of a layer")
     console.print(table)
-    for name, found in facts.items():
-        for line in found.get("copies", ())[:4]:
+    for name, figures in facts.items():
+        for line in figures.get("copies", ())[:4]:
             console.print(f"  {name}, {line}", highlight=False)
 
 
@@ -327,16 +329,16 @@ def main() -> None:
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     slots = arguments.slots
-    of = functools.cache(lambda name: Ours(name, slots))
+    find_ours = functools.cache(lambda name: Ours(name, slots))
     results = {}
     for name in arguments.workloads:
         most = QUICK.get(name, 1) if arguments.quick else arguments.pairs
-        results[name] = contest(name, min(arguments.pairs, most), of, console)
+        results[name] = contest(name, min(arguments.pairs, most), find_ours, console)
     show(results, console)
     result: dict[str, Any] = {**about, "quick": arguments.quick, "pairs": arguments.pairs}
     result |= {"slots": slots, **results}
     if jax.default_backend() == "cpu":
-        result |= without_peer(of(RAGGED), arguments.quick, console)
+        result |= without_peer(find_ours(RAGGED), arguments.quick, console)
     report({**result, "seconds": time.perf_counter() - began})
 
 
@@ -349,12 +351,12 @@ def without_peer(ours: Ours, quick: bool, console: Console) -> dict[str, Any]:
     late = late_compilations(TINY, STEPS, WARM_UP)
     console.print(f"compilations in {STEPS} ragged steps after {WARM_UP}: {late}: ", end="")
     console.print(verdict(late == 0))
-    numbers = {name: _numbers(found) for name, found in facts.items()}
+    numbers = {name: _numbers(figures) for name, figures in facts.items()}
     return {"prompt_seconds": prompts, "late_compilations": late, "programs": numbers}
 
 
-def _numbers(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: len(value) if name == "copies" else value for name, value in found.items()}
+def _numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: len(value) if name == "copies" else value for name, value in figures.items()}
 
 
 if __name__ == "__main__":

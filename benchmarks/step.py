@@ -55,10 +55,10 @@ def blueprint_of(
       tokens: per micro-batch; None: as in training.
       remat: as `train.remat`.
     """
-    chosen = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
+    resolved_remat = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
     return Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(mesh), remat=chosen),
+        model=decoder.build(config, constrain=sharding.constrain(mesh), remat=resolved_remat),
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),

@@ -31,7 +31,7 @@ SHARES = (1.0, 0.5, 0.25)
 LIMITS = {"S": 2.5, "M": 2.0, "V": 2.0}  # the update with all groups live, over its floor
 
 
-def given(workload: Workload, vocab: int, share: float) -> Rollouts:
+def make_rollouts(workload: Workload, vocab: int, share: float) -> Rollouts:
     """Rollouts of which `share` of the groups is live."""
     random = np.random.default_rng(0)
     shape = workload.prompts, workload.samples
@@ -62,13 +62,13 @@ def floor(config: ModelConfig, tokens: int, completion: int, passes: int) -> flo
       tokens: of completions, and of prompts counted once, in all passes together.
       completion: of them those of completions, which alone meet the head.
     """
-    weights = [(tokens // passes, *one, config.num_layers) for one in matrices(config)]
+    weights = [(tokens // passes, *matrix, config.num_layers) for matrix in matrices(config)]
     weights.append((completion // passes, config.hidden_size, config.vocab_size, 1))
-    seconds, known = 0.0, {}
+    seconds, rates = 0.0, {}
     for rows, inner, outer, times in weights:
         # The product itself, the gradient of what goes in, and that of the weight.
         for shape in ((rows, inner, outer), (rows, outer, inner), (inner, rows, outer)):
-            rate = known[shape] = known.get(shape) or matmul_rate(*shape)
+            rate = rates[shape] = rates.get(shape) or matmul_rate(*shape)
             seconds += times * 2 * rows * inner * outer / rate
     return passes * seconds
 
@@ -90,7 +90,7 @@ def main() -> None:
         "workload": arguments.workload,
     }
     for share in SHARES:
-        rollouts, spent = given(workload, vocab, share), []
+        rollouts, spent = make_rollouts(workload, vocab, share), []
         for _ in range(arguments.repeats + 1):
             state, prepared = steps.prepare(state, rollouts)
             (state, _), seconds = timed(steps.update, state, prepared.batches)
@@ -104,8 +104,8 @@ def main() -> None:
             tokens = completion + int(rollouts.prompt_mask.sum()) - workload.prompts
             least = floor(blueprint.model.config, tokens, completion, number)
             times, limit = min(spent[1:]) / least, LIMITS[arguments.model]
-            said = f"{times:.2f} times below it, limit {limit}: {verdict(times <= limit)}"
-            print(f"floor {least:.3f} s, {said}")
+            comparison = f"{times:.2f} times below it, limit {limit}: {verdict(times <= limit)}"
+            print(f"floor {least:.3f} s, {comparison}")
             result["floor"] = {"seconds": least, "times": times}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{blueprint.geometry.tokens} tokens a micro-batch, at most {peak:.1f} GiB")

@@ -52,9 +52,9 @@ def fields(success: np.ndarray = SUCCESS) -> dict[str, np.ndarray]:
     tree = np.broadcast_to(np.arange(samples) // 2, success.shape)
     leaf = np.broadcast_to(3 + np.arange(samples), success.shape)
     answer = np.stack([success - 1.5, np.full_like(success, -0.2)], -1)
-    same = ("behavior_logp", "trainer_logp", "reference_logp", "base_logp")
+    logp_fields = ("behavior_logp", "trainer_logp", "reference_logp", "base_logp")
     return {
-        **dict.fromkeys(same, -token),
+        **dict.fromkeys(logp_fields, -token),
         "token_mask": token.astype(bool),
         "completion_tokens": np.arange(token.size).reshape(token.shape),  # all texts differ
         "truncated": np.zeros_like(success, bool),
@@ -76,10 +76,10 @@ def fields(success: np.ndarray = SUCCESS) -> dict[str, np.ndarray]:
 def run(name: str, rows: slice = slice(None)) -> Signal:
     """What a recipe, in its first step, leaves of the groups."""
     rewards = REWARDS.get(name, {"reward": SUCCESS})
-    given = {key: value[rows] for key, value in fields().items()}
-    rollouts, spec = plain_rollouts({k: value[rows] for k, value in rewards.items()}, **given)
-    whole = build(name)
-    return jax.jit(functools.partial(compute, whole))(rollouts, whole.init(spec))[0]
+    arrays = {key: value[rows] for key, value in fields().items()}
+    rollouts, spec = plain_rollouts({k: value[rows] for k, value in rewards.items()}, **arrays)
+    recipe = build(name)
+    return jax.jit(functools.partial(compute, recipe))(rollouts, recipe.init(spec))[0]
 
 
 def table(recipes: Mapping[str, Callable[..., Any]] = registry.recipes) -> str:
@@ -88,12 +88,12 @@ def table(recipes: Mapping[str, Callable[..., Any]] = registry.recipes) -> str:
 
 
 def _row(name: str, factory: Callable[..., Any]) -> str:
-    whole = build(name)
-    chain = " → ".join(f"`{key}`" for key, _ in whole.steps)
+    recipe = build(name)
+    chain = " → ".join(f"`{key}`" for key, _ in recipe.steps)
     try:
         signal = run(name)
         outcomes = [outcome(signal, group) for group in (0, SAMPLES, 1)]
-        judged = _judged_by(name, whole, signal)
+        judged = _judged_by(name, recipe, signal)
     except InputError as error:
         outcomes, judged = [f"needs more: {str(error).partition(':')[0]}", "", ""], ""
     cells = [f"`{name}`", chain, paper(factory), judged, *outcomes, use_when(factory)]
@@ -105,7 +105,7 @@ def outcome(signal: Signal, group: int) -> str:
     value, mask = np.asarray(signal.value)[group], np.asarray(signal.mask)[group]
     if not mask.any():
         return "left out"
-    samples = [_number(one, there) for one, there in zip(value, mask, strict=True)]
+    samples = [_number(number, unmasked) for number, unmasked in zip(value, mask, strict=True)]
     if len(set(samples)) == 1:
         return samples[0] if samples[0] == "0" else f"{samples[0]} each"
     parts: list[list[Any]] = []
@@ -119,14 +119,14 @@ def outcome(signal: Signal, group: int) -> str:
 
 def _number(value: np.ndarray, mask: np.ndarray) -> str:
     """One sample: a number, or one for each token where they differ; · where masked."""
-    each = [
-        f"{number:+.3g}" if number else "0" if there else "·"
-        for number, there in zip(np.atleast_1d(value), np.atleast_1d(mask), strict=True)
+    texts = [
+        f"{number:+.3g}" if number else "0" if unmasked else "·"
+        for number, unmasked in zip(np.atleast_1d(value), np.atleast_1d(mask), strict=True)
     ]
-    return each[0] if len(set(each)) == 1 else f"({' '.join(each)})"
+    return texts[0] if len(set(texts)) == 1 else f"({' '.join(texts)})"
 
 
-def _judged_by(name: str, whole: AdvantageTransform, signal: Signal) -> str:
+def _judged_by(name: str, recipe: AdvantageTransform, signal: Signal) -> str:
     """What an advantage depends on.
 
     On the batch, if it changes where the other groups are left out; else on its group, if a sample
@@ -134,19 +134,19 @@ def _judged_by(name: str, whole: AdvantageTransform, signal: Signal) -> str:
     """
     value = np.asarray(signal.value)
     alone = np.asarray(run(name, slice(1, 2)).value)[0]
-    same = [(value[0, -1], value[1, -1]), (value[1, 0], value[SAMPLES, 0])]
+    pairs = [(value[0, -1], value[1, -1]), (value[1, 0], value[SAMPLES, 0])]
     batch = not np.allclose(alone, value[1], atol=1e-5)
-    group = not all(np.allclose(one, other, atol=1e-5) for one, other in same)
-    said = "batch" if batch else "group" if group else "sample"
+    group = not all(np.allclose(left, right, atol=1e-5) for left, right in pairs)
+    scope = "batch" if batch else "group" if group else "sample"
     _, spec = plain_rollouts(REWARDS.get(name, {"reward": SUCCESS}), **fields())
-    return f"{said}, memory" if jax.tree.leaves(whole.init(spec)) else said
+    return f"{scope}, memory" if jax.tree.leaves(recipe.init(spec)) else scope
 
 
 def _paragraph(factory: Callable[..., Any], opening: str) -> str:
     """What follows an opening in the docstring, up to the end of the paragraph, on one line."""
     doc = inspect.getdoc(factory) or ""
-    found = re.search(rf"{opening}(.*?)(?=\n\n|\n[A-Z]\w+:|\Z)", doc, re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
+    match = re.search(rf"{opening}(.*?)(?=\n\n|\n[A-Z]\w+:|\Z)", doc, re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
 
 
 def paper(factory: Callable[..., Any]) -> str:
@@ -163,11 +163,11 @@ def use_when(factory: Callable[..., Any]) -> str:
 
 
 def _between(text: str, opening: str, closing: str, content: str) -> str:
-    before, found, rest = text.partition(opening)
-    _, closed, after = rest.partition(closing)
-    if not found or not closed:
+    head, start_mark, remainder = text.partition(opening)
+    _, end_mark, tail = remainder.partition(closing)
+    if not start_mark or not end_mark:
         raise SystemExit(f"there is no {opening} ... {closing} to write between")
-    return f"{before}{opening}{content}{closing}{after}"
+    return f"{head}{opening}{content}{closing}{tail}"
 
 
 def pages() -> dict[Path, str]:

@@ -79,8 +79,8 @@ def pull(name: str) -> str:
     part = build_surrogate(name)
 
     def loss(logp: Array, advantage: float) -> Array:
-        given = Tokens.of_ratios(jnp.ones((1, 1)), advantage)
-        return part.compute(dataclasses.replace(given, logp=logp.reshape(1, 1)))[0].sum()
+        tokens = Tokens.from_ratios(jnp.ones((1, 1)), advantage)
+        return part.compute(dataclasses.replace(tokens, logp=logp.reshape(1, 1)))[0].sum()
 
     slope = jax.jit(jax.vmap(jax.grad(loss), (0, None)))
     log_ratio = jnp.log(jnp.asarray(RATIOS))
@@ -90,18 +90,22 @@ def pull(name: str) -> str:
 
 def kl_uses() -> str:
     """The table of uses of KL estimators, in Markdown."""
-    found = compare()
+    distances = compare()
     lines = [
         "| use | level | here | its gradient is that of | cosine with ∇KL(π‖ref) | its value |",
         "|---|---|---|---|---|---|",
     ]
     for index, use in enumerate(USES):
-        one = {name: np.asarray(value)[:, index] for name, value in found.items()}
-        same = [name for name in one if name.startswith("gradient ") and (one[name] < SAME).all()]
-        gradient = same[0].removeprefix("gradient ") if same else "none of these"
-        value = REVERSE if (one["value"] < SAME).all() else "–"
-        zero = (one["gradient nothing"] < SAME).all()
-        angle = "–" if zero else f"{one['cosine'].mean():.2f}"
+        use_distances = {name: np.asarray(value)[:, index] for name, value in distances.items()}
+        matches = [
+            name
+            for name in use_distances
+            if name.startswith("gradient ") and (use_distances[name] < SAME).all()
+        ]
+        gradient = matches[0].removeprefix("gradient ") if matches else "none of these"
+        value = REVERSE if (use_distances["value"] < SAME).all() else "–"
+        zero = (use_distances["gradient nothing"] < SAME).all()
+        angle = "–" if zero else f"{use_distances['cosine'].mean():.2f}"
         if gradient == REVERSE:
             gradient, angle = f"**{gradient}**", "1"
         cells = (use.name, use.level, use.here or "–", gradient, angle, value)
@@ -113,15 +117,15 @@ def kl_uses() -> str:
 def compare() -> dict[str, np.ndarray]:
     """[policies, uses]: distances to the targets' gradients, cosine, distance of the value."""
     with jax.enable_x64(True):
-        found = jax.jit(jax.vmap(measure))(*policies(POLICIES))
+        measurement = jax.jit(jax.vmap(measure))(*policies(POLICIES))
         apart = {
-            f"gradient {name}": np.abs(found.gradient - target[:, None]).max((2, 3))
-            for name, target in found.target.items()
+            f"gradient {name}": np.abs(measurement.gradient - target[:, None]).max((2, 3))
+            for name, target in measurement.target.items()
         }
-        reverse = found.target[REVERSE]
-        each = [cosine(found.gradient[:, index], reverse) for index in range(len(USES))]
-        value = np.abs(found.expected - found.divergence[:, None])
-        return apart | {"cosine": np.stack(each, 1), "value": value}
+        reverse = measurement.target[REVERSE]
+        cosines = [cosine(measurement.gradient[:, index], reverse) for index in range(len(USES))]
+        value = np.abs(measurement.expected - measurement.divergence[:, None])
+        return apart | {"cosine": np.stack(cosines, 1), "value": value}
 
 
 def penalties() -> str:
@@ -129,8 +133,8 @@ def penalties() -> str:
     lines = ["| penalty | per token | paper | elsewhere |", "|---|---|---|---|"]
     for key, table in (("loss.kl", registry.penalties), ("loss.entropy", registry.entropies)):
         for name, factory in sorted(table.items()):
-            other = peers(factory.__name__)
-            cells = (f"`{key}` `{name}`", formula(factory), paper(factory), other)
+            elsewhere = peers(factory.__name__)
+            cells = (f"`{key}` `{name}`", formula(factory), paper(factory), elsewhere)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -138,16 +142,16 @@ def penalties() -> str:
 def formula(factory: Callable[..., Any]) -> str:
     """The first indented block of the docstring, on one line."""
     doc = inspect.getdoc(factory) or ""
-    found = re.search(r"\n\n((?:    .*\n?)+)", doc)
-    lines = [" ".join(line.split()) for line in (found[1] if found else "").splitlines()]
+    match = re.search(r"\n\n((?:    .*\n?)+)", doc)
+    lines = [" ".join(line.split()) for line in (match[1] if match else "").splitlines()]
     return "; ".join(f"`{line.rstrip(';').replace('|', chr(8739))}`" for line in lines) or "–"
 
 
 def paper(factory: Callable[..., Any]) -> str:
     """Links to the papers of "Source:"; without a number, its first sentence."""
     doc = inspect.getdoc(factory) or ""
-    found = re.search(r"Source:(.*?)(?=\n\n|\Z)", doc, re.DOTALL)
-    source = " ".join(found[1].split()) if found else ""
+    match = re.search(r"Source:(.*?)(?=\n\n|\Z)", doc, re.DOTALL)
+    source = " ".join(match[1].split()) if match else ""
     numbers = dict.fromkeys(re.findall(r"arXiv:? ?(\d{4}\.\d{4,5})", source))
     links = [f"[{number}](https://arxiv.org/abs/{number})" for number in numbers]
     return ", ".join(links) or re.split(r"[.;] |[.;]$", source)[0] or "–"
@@ -165,11 +169,11 @@ def page(text: str) -> str:
     """The page with its tables computed again."""
     tables = {"surrogates": surrogates, "penalties": penalties, "kl": kl_uses}
     for name, make in tables.items():
-        before, found, rest = text.partition(f"<!-- {name} -->\n")
-        _, closed, after = rest.partition("\n<!-- end -->")
-        if not found or not closed:
+        head, opening, remainder = text.partition(f"<!-- {name} -->\n")
+        _, closing, tail = remainder.partition("\n<!-- end -->")
+        if not opening or not closing:
             raise SystemExit(f"there is no <!-- {name} --> ... <!-- end --> to write between")
-        text = f"{before}{found}{make()}{closed}{after}"
+        text = f"{head}{opening}{make()}{closing}{tail}"
     return text
 
 

@@ -68,7 +68,7 @@ def sources(text: str, module: str, name: str) -> Iterator[Mention]:
         begin = number.end()
 
 
-def kind_of(mention: Mention) -> tuple[str, str]:
+def describe_kind(mention: Mention) -> tuple[str, str]:
     """What it is, with a link to its page, and its name; with dots if it is not chosen by name."""
     place = (mention.module, mention.name)
     for kind, (about, factories) in KINDS.items():
@@ -79,15 +79,17 @@ def kind_of(mention: Mention) -> tuple[str, str]:
     return "", f"{mention.module}.{mention.name}" if public else mention.module
 
 
-def table(everywhere: list[Mention]) -> str:
+def table(all_mentions: list[Mention]) -> str:
     """The table of papers, newest last, in Markdown."""
     rows = ["| paper | called | what comes from it |", "|---|---|---|"]
-    for number in sorted({mention.number for mention in everywhere}):
-        same = [mention for mention in everywhere if mention.number == number]
-        labels = ", ".join(dict.fromkeys(mention.label for mention in same if mention.label))
+    for number in sorted({mention.number for mention in all_mentions}):
+        paper_mentions = [mention for mention in all_mentions if mention.number == number]
+        labels = ", ".join(
+            dict.fromkeys(mention.label for mention in paper_mentions if mention.label)
+        )
         by_kind: dict[str, list[str]] = {}
-        for mention in same:
-            kind, name = kind_of(mention)
+        for mention in paper_mentions:
+            kind, name = describe_kind(mention)
             by_kind.setdefault(kind, []).append(f"`{name}`")
         order = sorted(by_kind, key=lambda kind: kind == "")
         cells = [f"{kind} {', '.join(dict.fromkeys(by_kind[kind]))}".strip() for kind in order]

@@ -53,10 +53,10 @@ def main(gsm8k: str = "openai/gsm8k") -> int:
     }
     PAGE.write_text(common.fill(PAGE.read_text(), parts, PAGE.name))
     draw(compared, PAGE.with_suffix(".png"))
-    found = checks(compared)
-    for check in found:
+    criteria = checks(compared)
+    for check in criteria:
         sys.stdout.write(f"{'ok  ' if check.holds else 'FAIL'} {check.claim}: {check.measured}\n")
-    return int(not all(check.holds for check in found))
+    return int(not all(check.holds for check in criteria))
 
 
 def compare_runs(name: str) -> Compared:
@@ -94,10 +94,10 @@ def rates_table(compared: Compared) -> str:
     return common.table(["method", *(f"{rate:g}" for rate in experiment.learning_rates)], rows)
 
 
-def lora_table(whole: Compared, adapted: Compared) -> str:
+def lora_table(all_weights: Compared, adapted: Compared) -> str:
     """Adapters beside all weights, for the methods that both experiments have."""
     rows = []
-    for trained, compared in (("all weights", whole), ("adapters, rank 16", adapted)):
+    for trained, compared in (("all weights", all_weights), ("adapters, rank 16", adapted)):
         for arm, runs in report.best_runs(*compared).items():
             if arm not in adapted.experiment.arms:
                 continue
@@ -181,8 +181,8 @@ def probe_table(gsm8k: str) -> str:
     }
     rows = []
     for name, (data, reward, keys) in probes.items():
-        found = jaxgrpo.probe(str(BASE), data=data, reward=reward, **PROBED, **GROUPS, **keys)
-        rows.append(_probe_row(name, found))
+        probe = jaxgrpo.probe(str(BASE), data=data, reward=reward, **PROBED, **GROUPS, **keys)
+        rows.append(_probe_row(name, probe))
     header = [
         "prompts",
         "success",
@@ -210,19 +210,22 @@ def _lengths(prompt: int, completion: int) -> dict[str, int]:
     return {"rollout.max_prompt_tokens": prompt, "rollout.max_completion_tokens": completion}
 
 
-def _probe_row(name: str, found: Mapping[str, Any]) -> list[str]:
-    group, passes = found["degeneracy"][8], found["pass_at"]
+def _probe_row(name: str, probe: Mapping[str, Any]) -> list[str]:
+    group, passes = probe["degeneracy"][8], probe["pass_at"]
     most = max(passes)
     low, high = group["ci"] if group["ci"] else (None, None)
     gap = f"{group['gap']:.3f}" + (f", {low:.3f} to {high:.3f}" if low is not None else "")
-    shares = [found["success"]["rate"], passes[4]["value"], passes[most]["value"]]
+    shares = [probe["success"]["rate"], passes[4]["value"], passes[most]["value"]]
     return [name, *(f"{value:.3f}" for value in (*shares, group["measured"], group["iid"])), gap]
 
 
 def cost(compared: Mapping[str, Compared]) -> str:
     """What the runs took."""
     runs = [
-        run for each in compared.values() for by in each.outcomes.values() for run in by.values()
+        run
+        for comparison in compared.values()
+        for by_seed in comparison.outcomes.values()
+        for run in by_seed.values()
     ]
     minutes = sum(run.numbers["time/seconds"] for run in runs) / 60
     tokens = sum(run.numbers["tokens"] for run in runs)
@@ -234,21 +237,25 @@ def cost(compared: Mapping[str, Compared]) -> str:
 
 def checks(compared: Mapping[str, Compared]) -> list[common.Check]:
     """That runs begin at one base, and that each method learns. Which is better is no criterion."""
-    found = []
+    criteria = []
     for name, (experiment, outcomes) in compared.items():
         mixtures = results.mixtures(outcomes)
-        same = common.Check(
+        same_base = common.Check(
             f"{name}: one base in each seed", "; ".join(mixtures) or "yes", not mixtures
         )
-        found.append(same)
+        criteria.append(same_base)
         for arm, runs in report.best_runs(experiment, outcomes).items():
-            before, after = (
+            base_rate, trained_rate = (
                 np.mean([run.numbers[f"{when}/pass@1"] for run in runs])
                 for when in ("base", "eval")
             )
             claim = f"{name}, {arm}: pass@1 rises in ten steps"
-            found.append(common.Check(claim, f"{before:.3f} → {after:.3f}", bool(after > before)))
-    return found
+            criteria.append(
+                common.Check(
+                    claim, f"{base_rate:.3f} → {trained_rate:.3f}", bool(trained_rate > base_rate)
+                )
+            )
+    return criteria
 
 
 def draw(compared: Mapping[str, Compared], file: Path) -> None:

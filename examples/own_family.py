@@ -21,12 +21,12 @@ def read(fields: Fields) -> dict[str, Any]:
     """The fields of a ModelConfig, from those of a config.json."""
     if "layer_types" not in fields.content:
         fields.problems.append("layer_types: missing; save the folder with transformers again")
-    given = sizes(fields, eps=1e-5)  # what transformers assumes where a folder says nothing
-    turn = rope.read_turn(fields, given["head_dim"], given["max_positions"])
+    size_fields = sizes(fields, eps=1e-5)  # what transformers assumes where a folder says nothing
+    turn = rope.read_turn(fields, size_fields["head_dim"], size_fields["max_positions"])
     window = fields.nullable("sliding_window", "size", 4096)
     turns = {SLIDING: turn, FULL: turn if window is None else turn._replace(rope=None)}
-    layers = layered(fields, given["num_layers"], turns, lambda _: FULL, window)
-    return {**given, **layers, "norms": "after", "query_key_norm": "head"}
+    layers = layered(fields, size_fields["num_layers"], turns, lambda _: FULL, window)
+    return {**size_fields, **layers, "norms": "after", "query_key_norm": "head"}
 
 
 modules = {  # our module -> theirs, where it is not Llama's

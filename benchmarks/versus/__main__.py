@@ -49,37 +49,37 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     jax.config.update("jax_platforms", "cpu")  # this process only writes files and compares
     console = Console(width=120)
-    about = describe() | {"device": device_of(arguments.device)}
+    about = describe() | {"device": device_name(arguments.device)}
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     names = [OURS, *arguments.against]
     result: dict[str, Any] = {**about, "quick": arguments.quick, "against": arguments.against}
-    with tempfile.TemporaryDirectory(prefix="versus-") as made:
-        result["proof"] = proof.show(Path(made) / "proof", arguments.against, console)
-        found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="versus-") as scratch:
+        result["proof"] = proof.show(Path(scratch) / "proof", arguments.against, console)
+        results: dict[str, Any] = {}
         for name, pairs in arguments.workloads.items():
-            folder = Path(made) / name.replace("/", "_")
+            folder = Path(scratch) / name.replace("/", "_")
             work = files.write(name, folder, device=arguments.device)
             limit = QUICK_SECONDS if arguments.quick else float("inf")
             console.print(f"{name}, {pairs} pairs at most")
-            cache = Path(made) / f"cache_{folder.name}"
-            found[name] = contest.contest(work, names, pairs, limit, cache)
+            cache = Path(scratch) / f"cache_{folder.name}"
+            results[name] = contest.contest(work, names, pairs, limit, cache)
             if name == STARTS:
                 warm = contest.start(work, cache)
-                result["starts"] = {"cold": found[name][OURS]["start"], "warm": warm}
-    show(found, console)
-    show_own(found, result.get("starts", {}), console)
+                result["starts"] = {"cold": results[name][OURS]["start"], "warm": warm}
+    show(results, console)
+    show_own(results, result.get("starts", {}), console)
     if arguments.peak:
-        result["utilisation"] = {name: utilisation(name, found[name]) for name in found}
+        result["utilisation"] = {name: utilisation(name, results[name]) for name in results}
         for name, flops in result["utilisation"].items():
             share = flops / (1e12 * arguments.peak)
             console.print(f"update, {name}: {share:.1%} of {arguments.peak:g} TFLOP/s")
     if arguments.chart:
-        chart.draw(found, arguments.chart, about)
+        chart.draw(results, arguments.chart, about)
         console.print(f"chart: {arguments.chart}")
-    report({**result, **found, "seconds": time.perf_counter() - began})
+    report({**result, **results, "seconds": time.perf_counter() - began})
 
 
-def device_of(device: str) -> str:
+def device_name(device: str) -> str:
     """What the contenders run on."""
     if device == "cpu":
         return f"{min(THREADS, os.cpu_count() or 1)} cores"
@@ -100,14 +100,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the device, for the MFU")
     parser.add_argument("--chart", type=Path, metavar="FILE.png")
     arguments = parser.parse_args()
-    asked = arguments.workloads.split(",") if arguments.workloads else None
-    for name in asked or ():
+    workloads = arguments.workloads.split(",") if arguments.workloads else None
+    for name in workloads or ():
         letter, _, kind = name.partition("/")
         if letter not in MODELS or kind not in WORKLOADS:
-            known = f"{', '.join(MODELS)} and {', '.join(WORKLOADS)}"
-            parser.error(f"--workloads: {name!r} is none; a model and a kind of {known}, as S/A")
-    chosen = asked or list(QUICK if arguments.quick else LIMITS)
-    arguments.workloads = {name: arguments.pairs or PAIRS.get(name, 5) for name in chosen}
+            choices = f"{', '.join(MODELS)} and {', '.join(WORKLOADS)}"
+            parser.error(f"--workloads: {name!r} is none; a model and a kind of {choices}, as S/A")
+    names = workloads or list(QUICK if arguments.quick else LIMITS)
+    arguments.workloads = {name: arguments.pairs or PAIRS.get(name, 5) for name in names}
     arguments.against = arguments.against.split(",")
     for name in arguments.against:
         if name not in contest.MODULES or name == OURS:
@@ -117,12 +117,12 @@ def options() -> argparse.Namespace:
     return arguments
 
 
-def show(found: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     """The table: a line for each contender of each workload."""
     table = Table(
         "work", "", "step s", *PHASES, "tokens/s", "GB", "start s", "ratio", "95%", "limit"
     )
-    for name, sides in found.items():
+    for name, sides in results.items():
         for side, values in sides.items():
             row = [name if side == OURS else "", side, f"{values['step']:.2f}"]
             row += [f"{values[phase]:.2f}" for phase in PHASES]
@@ -137,17 +137,17 @@ def show(found: Mapping[str, Mapping[str, Any]], console: Console) -> None:
 
 
 def show_own(
-    found: Mapping[str, Mapping[str, Any]], starts: Mapping[str, float], console: Console
+    results: Mapping[str, Mapping[str, Any]], starts: Mapping[str, float], console: Console
 ) -> None:
     """Memory and starts of ours against their limits."""
     for name, limit in MEMORY.items():
-        if name in found:
-            gb = found[name][OURS]["gib"] / GB
+        if name in results:
+            gb = results[name][OURS]["gib"] / GB
             console.print(f"memory, {name}: {gb:.2f} GB, limit {limit}: {verdict(gb <= limit)}")
     for state, seconds in starts.items():
         limit = MOST[state]
-        said = f"{seconds:.1f} s, limit {limit:g}: {verdict(seconds <= limit)}"
-        console.print(f"start to the end of the first step, {STARTS}, {state} cache: {said}")
+        comparison = f"{seconds:.1f} s, limit {limit:g}: {verdict(seconds <= limit)}"
+        console.print(f"start to the end of the first step, {STARTS}, {state} cache: {comparison}")
 
 
 def utilisation(name: str, sides: Mapping[str, Mapping[str, Any]]) -> float:

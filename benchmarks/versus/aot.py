@@ -63,7 +63,7 @@ class Lowered(NamedTuple):
     """A program that is traced for a topology, and how a step calls it."""
 
     traced: Any
-    held: int  # bytes of its arguments on each device
+    argument_bytes: int  # bytes of its arguments on each device
     calls: int  # of a step
     loops: tuple[int, ...]  # trips of its loops whose end is computed
     kernel: float  # operations of one product of attention, over all devices, in an iteration
@@ -71,7 +71,7 @@ class Lowered(NamedTuple):
     around: Any  # a context for tracing and compiling
 
 
-def config_of(name: str, chips: int, contender: str, extra: tuple[str, ...] = ()) -> Config:
+def load_config(name: str, chips: int, contender: str, extra: tuple[str, ...] = ()) -> Config:
     """Ours for a model on so many chips."""
     config = files.load(name, [f"mesh.fsdp={chips}", "mesh.tensor=1", *extra])
     if contender == "packed":
@@ -90,11 +90,11 @@ def ours(run: programs.Run) -> Lowered:
     samples = geometry.num_prompts * geometry.group_size
     return Lowered(
         traced=run.steps.update_program.trace(*arguments),
-        held=memory.on_device(arguments),
+        argument_bytes=memory.on_device(arguments),
         calls=run.config.train.num_iterations * run.config.train.minibatches,
         loops=(micro, chunks),
         # A layer has two kernels with as many products each: of prompts, and of completions.
-        kernel=of_attention(run, prompts, samples) / (2 * micro),
+        kernel=attention_operations(run, prompts, samples) / (2 * micro),
         axes=dict(run.blueprint.mesh.shape),
         around=nullcontext(),
     )
@@ -108,19 +108,19 @@ def filled(geometry: Geometry) -> tuple[int, int, int]:
         prompt=np.full(shape[0], geometry.max_prompt_tokens - 1),
         completion=np.full(shape, geometry.max_completion_tokens),
     )
-    found = packing.plan(lengths, np.ones(shape, bool), geometry)
-    placed = found.row[found.row >= 0] // geometry.rows  # of each sample, its bin
+    batch_plan = packing.plan(lengths, np.ones(shape, bool), geometry)
+    placed = batch_plan.row[batch_plan.row >= 0] // geometry.rows  # of each sample, its bin
     tokens = int(np.bincount(placed).max()) * geometry.max_completion_tokens
-    return int(found.num_live), tokens, int((found.prompt >= 0).sum())
+    return int(batch_plan.num_live), tokens, int((batch_plan.prompt >= 0).sum())
 
 
-def of_attention(run: programs.Run, prompts: int, samples: int) -> float:
+def attention_operations(run: programs.Run, prompts: int, samples: int) -> float:
     """Operations of one product of a layer's attention, of queries with keys they see."""
     geometry, config = run.blueprint.geometry, run.blueprint.model.config
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
-    both = prompts * costs.attention_flops(config, 0, width)
-    both += samples * costs.attention_flops(config, width, steps)
-    return both / (2 * config.num_layers)
+    total = prompts * costs.attention_flops(config, 0, width)
+    total += samples * costs.attention_flops(config, width, steps)
+    return total / (2 * config.num_layers)
 
 
 def theirs(run: programs.Run, devices: Topology, contender: str) -> Lowered:
@@ -136,13 +136,13 @@ def theirs(run: programs.Run, devices: Topology, contender: str) -> Lowered:
     mesh = tunix_step.mesh_of(devices.devices, chips, 1)
     rate = run.config.optimizer.learning_rate
     config = run.blueprint.model.config
-    traced, held = tunix_step.trace(config, mesh, sizes, *NUMBERS[contender], rate)
+    traced, argument_bytes = tunix_step.trace(config, mesh, sizes, *NUMBERS[contender], rate)
     return Lowered(
         traced=traced,
-        held=held,
+        argument_bytes=argument_bytes,
         calls=sizes.calls,
         loops=(1,),
-        kernel=of_attention(run, samples, samples) / sizes.calls,
+        kernel=attention_operations(run, samples, samples) / sizes.calls,
         axes={"fsdp": chips, "tp": 1},
         around=tunix_step.on(mesh),
     )
@@ -159,30 +159,36 @@ def measured(lowered: Lowered, devices: Topology, dump: Path | None = None) -> d
     chips, platform = len(devices.devices), devices.devices[0].platform
     calls, began = lowered.calls, time.perf_counter()
     flops = calls * counts.products(lowered.traced.jaxpr, lowered.loops, lowered.kernel)
-    found: dict[str, Any] = {"calls": calls, "flops": flops / chips, "arguments": lowered.held}
-    if lowered.held > devices.chip.memory:
-        return {**found, "fits": False}
+    result: dict[str, Any] = {
+        "calls": calls,
+        "flops": flops / chips,
+        "arguments": lowered.argument_bytes,
+    }
+    if lowered.argument_bytes > devices.chip.memory:
+        return {**result, "fits": False}
     try:
         with lowered.around:
             program = lowered.traced.lower(lowering_platforms=(platform,)).compile()
     except jax.errors.JaxRuntimeError as error:
         if not plan.is_full(error):
             raise
-        return {**found, "fits": False, "peak": plan.needed(str(error))}
-    found |= {"fits": True, "compile_seconds": time.perf_counter() - began}
+        return {**result, "fits": False, "peak": plan.needed(str(error))}
+    result |= {"fits": True, "compile_seconds": time.perf_counter() - began}
     text, sizes = program.as_text(), program.memory_analysis()
     if dump is not None:
         dump.parent.mkdir(parents=True, exist_ok=True)
         dump.write_text(text, encoding="utf-8")
     fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    held, scratch = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
+    argument_bytes, scratch = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
     largest = max(hlo.arrays(text), key=lambda array: array.bytes)
     sent: dict[str, float] = {}
-    for one in hlo.collectives(text, lowered.axes, lowered.loops):
-        sent[one.kind] = sent.get(one.kind, 0.0) + calls * one.sent * one.trips
-    return found | {
-        "peak": held + scratch + fresh,
-        "arguments": held,
+    for collective in hlo.collectives(text, lowered.axes, lowered.loops):
+        sent[collective.kind] = (
+            sent.get(collective.kind, 0.0) + calls * collective.sent * collective.trips
+        )
+    return result | {
+        "peak": argument_bytes + scratch + fresh,
+        "arguments": argument_bytes,
         "temporaries": scratch,
         "outputs": fresh,
         "largest": f"{largest.dtype}{list(largest.shape)}",
@@ -200,7 +206,7 @@ def main() -> None:
     console = Console(width=120)
     versions = {name: version(name) for name in ("jax", "libtpu", "flax", tunix_step.VERSION)}
     about = describe() | {"device": "none: compiled ahead of time", "versions": versions}
-    console.print(", ".join(f"{name} {found}" for name, found in versions.items()))
+    console.print(", ".join(f"{name} {number}" for name, number in versions.items()))
     contenders = arguments.contenders
     if importlib.util.find_spec(tunix_step.PACKAGE) is None:
         console.print(f"{tunix_step.VERSION} is not installed: only ours is compiled")
@@ -211,9 +217,9 @@ def main() -> None:
     result: dict[str, Any] = {**about, "layers": arguments.layers, "found": {}}
     for model in arguments.models:
         for name in arguments.topologies:
-            found = compare(MODELS[model], topology(name), contenders, extra, arguments.dump)
-            show(f"Qwen3-{model} on {name}", found, console)
-            result["found"][f"{model} {name}"] = found
+            measurements = compare(MODELS[model], topology(name), contenders, extra, arguments.dump)
+            show(f"Qwen3-{model} on {name}", measurements, console)
+            result["found"][f"{model} {name}"] = measurements
     report(result)
 
 
@@ -231,9 +237,9 @@ def compare(
       extra: overrides of it.
       dump: a folder for the programs' text.
     """
-    found = {}
+    measurements = {}
     for contender in contenders:
-        config = config_of(name, len(devices.devices), contender, extra)
+        config = load_config(name, len(devices.devices), contender, extra)
         run = plan.built(config, devices)
         lowered = theirs(run, devices, contender) if contender in NUMBERS else ours(run)
         geometry = run.blueprint.geometry
@@ -241,14 +247,16 @@ def compare(
         file = (
             dump / f"{name}_{devices.name.replace(':', '_')}_{contender}.hlo.txt" if dump else None
         )
-        found[contender] = {
+        measurements[contender] = {
             **measured(lowered, devices, file),
             "chip_memory": devices.chip.memory,
             "completion_tokens": samples * geometry.max_completion_tokens,
         }
         # Compiling takes minutes, so that what is known is told.
-        print(json.dumps({f"{name} {devices.name} {contender}": found[contender]}), flush=True)
-    return found
+        print(
+            json.dumps({f"{name} {devices.name} {contender}": measurements[contender]}), flush=True
+        )
+    return measurements
 
 
 def version(package: str) -> str:
@@ -271,27 +279,37 @@ ROWS = (
 PER_TOKEN = (("MFLOP", "flops", 1e6), ("kB moved", "moved", 1e3), ("kB sent", "sent", 1e3))
 
 
-def show(title: str, found: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+def show(title: str, measurements: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     """The table: each chip's share of an optimizer step, and per completion token of all chips."""
     console.print(f"\n{title}: each chip, one optimizer step")
-    table = Table("", *found)
+    table = Table("", *measurements)
     for label, key, unit in ROWS:
-        cells = [f"{one[key] / unit:,.2f}" if one.get(key) else "" for one in found.values()]
+        cells = [
+            f"{numbers[key] / unit:,.2f}" if numbers.get(key) else ""
+            for numbers in measurements.values()
+        ]
         table.add_row(label, *cells)
-    table.add_row("largest array", *(one.get("largest", "") for one in found.values()))
+    table.add_row(
+        "largest array", *(numbers.get("largest", "") for numbers in measurements.values())
+    )
     for label, key, unit in PER_TOKEN:
-        table.add_row(f"{label} per token", *(per_token(one, key, unit) for one in found.values()))
-    table.add_row("calls", *(str(one["calls"]) for one in found.values()))
-    fits = ["yes" if one["fits"] else "no" for one in found.values()]
+        table.add_row(
+            f"{label} per token",
+            *(per_token(numbers, key, unit) for numbers in measurements.values()),
+        )
+    table.add_row("calls", *(str(numbers["calls"]) for numbers in measurements.values()))
+    fits = ["yes" if numbers["fits"] else "no" for numbers in measurements.values()]
     table.add_row("fits", *fits)
-    seconds = [f"{one.get('compile_seconds', math.nan):.0f}" for one in found.values()]
+    seconds = [
+        f"{numbers.get('compile_seconds', math.nan):.0f}" for numbers in measurements.values()
+    ]
     table.add_row("compiled in, s", *seconds)
     console.print(table)
 
 
-def per_token(one: Mapping[str, Any], key: str, unit: float) -> str:
+def per_token(numbers: Mapping[str, Any], key: str, unit: float) -> str:
     """A chip's share for each completion token of the batch."""
-    return f"{one[key] / unit / one['completion_tokens']:,.3f}" if one.get(key) else ""
+    return f"{numbers[key] / unit / numbers['completion_tokens']:,.3f}" if numbers.get(key) else ""
 
 
 def options() -> argparse.Namespace:
@@ -304,11 +322,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="cut the models to so many; all by default")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="writes the programs' text there")
     arguments = parser.parse_args()
-    for name, known in (("models", MODELS), ("contenders", CONTENDERS)):
-        chosen = getattr(arguments, name).split(",")
-        setattr(arguments, name, chosen)
-        if unknown := [one for one in chosen if one not in known]:
-            parser.error(f"--{name}: {unknown[0]!r} is none; give some of {', '.join(known)}")
+    for name, choices in (("models", MODELS), ("contenders", CONTENDERS)):
+        entries = getattr(arguments, name).split(",")
+        setattr(arguments, name, entries)
+        if unknown := [entry for entry in entries if entry not in choices]:
+            parser.error(f"--{name}: {unknown[0]!r} is none; give some of {', '.join(choices)}")
     arguments.topologies = arguments.topologies.split(",")
     return arguments
 

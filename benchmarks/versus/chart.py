@@ -19,7 +19,7 @@ from benchmarks.versus.work import PHASES
 COLOURS = {"sample": "#4477aa", "reward": "#ccbb44", "score": "#aa3377", "update": "#66ccee"}
 
 
-def draw(found: Mapping[str, Mapping[str, Any]], file: Path, about: Mapping[str, Any]) -> None:
+def draw(results: Mapping[str, Mapping[str, Any]], file: Path, about: Mapping[str, Any]) -> None:
     """One panel per workload, since their steps differ by a factor of twenty."""
     import matplotlib
 
@@ -27,9 +27,13 @@ def draw(found: Mapping[str, Mapping[str, Any]], file: Path, about: Mapping[str,
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(
-        1, len(found), figsize=(2.2 * len(found) + 0.6, 3.6), squeeze=False, layout="constrained"
+        1,
+        len(results),
+        figsize=(2.2 * len(results) + 0.6, 3.6),
+        squeeze=False,
+        layout="constrained",
     )
-    for panel, (name, sides) in zip(panels[0], found.items(), strict=True):
+    for panel, (name, sides) in zip(panels[0], results.items(), strict=True):
         for place, values in enumerate(sides.values()):
             below = 0.0
             for phase in PHASES:
@@ -56,8 +60,8 @@ def draw(found: Mapping[str, Mapping[str, Any]], file: Path, about: Mapping[str,
 def main() -> None:
     out, *printed = map(Path, sys.argv[1:])
     runs = [json.loads(file.read_text().splitlines()[-1]) for file in printed]
-    found = {name: sides for run in runs for name, sides in run.items() if "/" in name}
-    draw(found, out, runs[0])
+    results = {name: sides for run in runs for name, sides in run.items() if "/" in name}
+    draw(results, out, runs[0])
 
 
 if __name__ == "__main__":

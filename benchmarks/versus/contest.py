@@ -56,7 +56,7 @@ class Contender:
             text=True,
             env=environment,
         )
-        self._heard()
+        self._read_step()
         self.start = time.perf_counter() - began
         """seconds from the start of the process to the end of its first step"""
 
@@ -64,19 +64,19 @@ class Contender:
         assert self.process.stdin
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return self._heard()
+        return self._read_step()
 
     def peak(self) -> float:
         """GiB of memory that the process had at most, of the CPU."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmHWM:\s+(\d+) kB", status)
-        return int(found[1]) * 1024 / GIB if found else float("nan")
+        match = re.search(r"VmHWM:\s+(\d+) kB", status)
+        return int(match[1]) * 1024 / GIB if match else float("nan")
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def _heard(self) -> Step:
+    def _read_step(self) -> Step:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -85,9 +85,9 @@ class Contender:
             raise Failed(
                 f"{self.name} ended with {self.process.returncode}; its last words:\n{last}"
             )
-        told = json.loads(line)
-        phases = {phase: told[phase] for phase in PHASES}
-        return Step(told["seconds"], told["tokens"], phases)
+        message = json.loads(line)
+        phases = {phase: message[phase] for phase in PHASES}
+        return Step(message["seconds"], message["tokens"], phases)
 
 
 @contextlib.contextmanager
@@ -119,26 +119,26 @@ def contest(
         for _ in range(WARM_UP):
             for contender in running.values():
                 contender.step()
-        for done in range(pairs):
-            if done >= 3 and time.perf_counter() - began > limit:
+        for round_number in range(pairs):
+            if round_number >= 3 and time.perf_counter() - began > limit:
                 break
             for name, contender in running.items():
                 steps[name].append(contender.step())
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, contender in running.items():
             refuse_other_work(work, name, steps[name])
-            found[name] = summary(contender, steps[name])
+            results[name] = summary(contender, steps[name])
     for name in names:
         if name != OURS:
-            found[name] |= ratios(steps[name], steps[OURS], work.exact)
-    return found
+            results[name] |= ratios(steps[name], steps[OURS], work.exact)
+    return results
 
 
 def refuse_other_work(work: Work, name: str, steps: Sequence[Step]) -> None:
     """Raises: Failed where samples are not as long as they have to be."""
-    whole = work.prompts * work.samples * work.completion
-    if work.exact and any(step.tokens != whole for step in steps):
-        raise Failed(f"{work.name}: {name} sampled {steps[0].tokens} tokens, not {whole}")
+    expected = work.prompts * work.samples * work.completion
+    if work.exact and any(step.tokens != expected for step in steps):
+        raise Failed(f"{work.name}: {name} sampled {steps[0].tokens} tokens, not {expected}")
 
 
 def summary(contender: Contender, steps: Sequence[Step]) -> dict[str, Any]:
@@ -165,7 +165,9 @@ def ratios(theirs: Sequence[Step], ours: Sequence[Step], exact: bool) -> dict[st
         return step.seconds if exact else step.seconds / step.tokens
 
     pairs = zip(theirs, ours, strict=True)
-    median, low, high = interval([cost(one) / cost(other) for one, other in pairs])
+    median, low, high = interval(
+        [cost(their_step) / cost(our_step) for their_step, our_step in pairs]
+    )
     return {"ratio": median, "low": low, "high": high}
 
 

@@ -44,25 +44,29 @@ def products(jaxpr: Any, unknown: Sequence[int] = (1,), kernel: float = 0.0) -> 
 def _products(jaxpr: Any, unknown: Sequence[int], kernel: float, depth: int) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
-        name, given = equation.primitive.name, equation.params
+        name, params = equation.primitive.name, equation.params
         if name == "dot_general":
-            (contracted, _), _ = given["dimension_numbers"]
+            (contracted, _), _ = params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             inner = math.prod(shape[dimension] for dimension in contracted)
             total += 2.0 * math.prod(equation.outvars[0].aval.shape) * inner
         elif name == "while":
             trips = unknown[min(depth, len(unknown) - 1)]
-            total += trips * _products(given["body_jaxpr"].jaxpr, unknown, kernel, depth + 1)
+            total += trips * _products(params["body_jaxpr"].jaxpr, unknown, kernel, depth + 1)
         elif name == "cond":
-            total += max(_products(one.jaxpr, unknown, kernel, depth) for one in given["branches"])
+            total += max(
+                _products(branch.jaxpr, unknown, kernel, depth) for branch in params["branches"]
+            )
         elif name == "pallas_call":
-            total += kernel * _dots(given["jaxpr"])
+            total += kernel * _dots(params["jaxpr"])
         elif name == "shard_map":  # its shapes are those of one device
-            size = given["mesh"].size
-            total += size * _products(given["jaxpr"], unknown, kernel / size, depth)
+            size = params["mesh"].size
+            total += size * _products(params["jaxpr"], unknown, kernel / size, depth)
         else:
-            trips = given["length"] if name == "scan" else 1
-            inner = sum(_products(one, unknown, kernel, depth) for one in _inner(given))
+            trips = params["length"] if name == "scan" else 1
+            inner = sum(
+                _products(inner_jaxpr, unknown, kernel, depth) for inner_jaxpr in _inner(params)
+            )
             total += trips * inner
     return total
 
@@ -72,17 +76,17 @@ def _dots(jaxpr: Any) -> int:
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "cond":
-            total += max(_dots(one.jaxpr) for one in equation.params["branches"])
+            total += max(_dots(branch.jaxpr) for branch in equation.params["branches"])
         else:
             inside = sum(map(_dots, _inner(equation.params)))
             total += inside + (equation.primitive.name == "dot_general")
     return total
 
 
-def _inner(given: Mapping[str, Any]) -> list[Any]:
+def _inner(params: Mapping[str, Any]) -> list[Any]:
     """The programs among the parameters of an equation."""
-    found = (getattr(value, "jaxpr", value) for value in given.values())
-    return [one for one in found if hasattr(one, "eqns")]
+    values = (getattr(value, "jaxpr", value) for value in params.values())
+    return [value for value in values if hasattr(value, "eqns")]
 
 
 def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
@@ -94,76 +98,91 @@ def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
     Args:
       unknown: as of `products`.
     """
-    found, entry = hlo.computations(text)
-    inside = {name for body in found.values() for one in body for name in _not_run(one)}
+    computations, entry = hlo.computations(text)
+    inside = {
+        name
+        for body in computations.values()
+        for instruction in body
+        for name in _not_run(instruction)
+    }
     total, parted = 0.0, {}
-    for name, place in hlo.places(found, entry, unknown).items():
+    for name, place in hlo.places(computations, entry, unknown).items():
         if name in inside:
-            parts = [one for one in found[name] if one.code in PARTED]
-            for one in parts:  # those of a collective may stand in a loop that it is not part of
-                key = one.code, _CHANNEL.findall(one.tail)[0]
-                made = place.trips * _bytes(one.result, everywhere=True)
-                parted[key] = min(made, parted.get(key, made))
+            parts = [
+                instruction for instruction in computations[name] if instruction.code in PARTED
+            ]
+            # Those of a collective may stand in a loop that it is not part of.
+            for part in parts:
+                key = part.code, _CHANNEL.findall(part.tail)[0]
+                size = place.trips * _bytes(part.result, everywhere=True)
+                parted[key] = min(size, parted.get(key, size))
             continue
-        size_of = {one.name: _bytes(one.result) for one in found[name]}
-        for one in found[name]:
-            total += place.trips * _moved(one, size_of, found)
+        size_of = {
+            instruction.name: _bytes(instruction.result) for instruction in computations[name]
+        }
+        for instruction in computations[name]:
+            total += place.trips * _moved(instruction, size_of, computations)
     return total + sum(parted.values())
 
 
-def _not_run(one: Instruction) -> list[str]:
+def _not_run(instruction: Instruction) -> list[str]:
     """Computations that are part of an instruction: fused ones, and those that reduce."""
-    is_run = one.code in ("call", "conditional") or one.code.startswith("async-")
-    return [] if is_run else one.called
+    is_run = instruction.code in ("call", "conditional") or instruction.code.startswith("async-")
+    return [] if is_run else instruction.called
 
 
-def _moved(one: Instruction, size_of: Mapping[str, int], found: Mapping[str, Any]) -> float:
-    if one.code in FREE or one.code.endswith(("-done", "-update")):
+def _moved(
+    instruction: Instruction, size_of: Mapping[str, int], computations: Mapping[str, Any]
+) -> float:
+    if instruction.code in FREE or instruction.code.endswith(("-done", "-update")):
         return 0
-    if one.name.startswith("async-collective-"):
+    if instruction.name.startswith("async-collective-"):
         return 0  # the ends of a collective whose parts are in fusions
-    operands, code = hlo.operands(one), one.code.removesuffix("-start")
-    given = size_of[one.name]
+    operands, code = hlo.operands(instruction), instruction.code.removesuffix("-start")
+    result_size = size_of[instruction.name]
     if code in SLICES:
-        part = _OF_START.sub("", one.result)
+        part = _OF_START.sub("", instruction.result)
         in_memory = size_of.get(operands[0], 0) > 0
         return in_memory * _bytes(part, everywhere=True) + _bytes(part)
     if code == "dynamic-update-slice":
         return 2 * size_of.get(operands[1], 0)
     if code == "async":
         return 0  # its computation is counted
-    if one.code.endswith("-start"):  # what it takes and what it gives stand in its result
-        return given
-    if one.code == "fusion":
-        return _of_fusion(one, operands, size_of, found)
-    return given + sum(size_of.get(name, 0) for name in operands)
+    if instruction.code.endswith("-start"):  # what it takes and what it gives stand in its result
+        return result_size
+    if instruction.code == "fusion":
+        return _moved_by_fusion(instruction, operands, size_of, computations)
+    return result_size + sum(size_of.get(name, 0) for name in operands)
 
 
-def _of_fusion(
-    one: Instruction, operands: Sequence[str], size_of: Mapping[str, int], found: Mapping[str, Any]
+def _moved_by_fusion(
+    fusion: Instruction,
+    operands: Sequence[str],
+    size_of: Mapping[str, int],
+    computations: Mapping[str, Any],
 ) -> float:
-    body = _body(one, found)
+    body = _body(fusion, computations)
     by_name = {inner.name: inner for inner in body}
     total = 0.0
     for place, name in enumerate(operands):
-        total += min(size_of.get(name, 0), _read(one, place, found))
+        total += min(size_of.get(name, 0), _read(fusion, place, computations))
     roots = [inner for inner in body if inner.is_root]
     if roots and roots[0].code == "tuple":
         roots = [by_name[name] for name in hlo.operands(roots[0]) if name in by_name]
-    return total + min(sum(_written(root, by_name) for root in roots), size_of[one.name])
+    return total + min(sum(_written(root, by_name) for root in roots), size_of[fusion.name])
 
 
-def _read(one: Instruction, place: int, found: Mapping[str, Any]) -> float:
+def _read(fusion: Instruction, place: int, computations: Mapping[str, Any]) -> float:
     """Bytes that a fusion reads of one of its operands, wherever that lies."""
-    body = _body(one, found)
+    body = _body(fusion, computations)
     starts = [inner for inner in body if inner.code == "parameter"]
     start = next((inner for inner in starts if inner.tail.startswith(f"{place})")), None)
     if start is None:
         return 0
-    whole = _bytes(start.result, everywhere=True)
+    operand_size = _bytes(start.result, everywhere=True)
     total, names = 0.0, {start.name}
     for inner in body:  # in the order in which they run
-        places = [at for at, name in enumerate(hlo.operands(inner)) if name in names]
+        places = [position for position, name in enumerate(hlo.operands(inner)) if name in names]
         if not places or inner.code in PARTED or (inner.is_root and inner.code == "tuple"):
             continue
         if inner.code == "bitcast":
@@ -171,10 +190,10 @@ def _read(one: Instruction, place: int, found: Mapping[str, Any]) -> float:
         elif inner.code in SLICES and places == [0]:
             total += _bytes(inner.result, everywhere=True)
         elif inner.code == "fusion":
-            total += sum(_read(inner, at, found) for at in places)
+            total += sum(_read(inner, position, computations) for position in places)
         elif inner.code != "dynamic-update-slice" or places != [0]:
-            total += whole
-    return min(total, whole)
+            total += operand_size
+    return min(total, operand_size)
 
 
 def _written(root: Instruction, by_name: Mapping[str, Instruction]) -> int:
@@ -189,8 +208,8 @@ def _written(root: Instruction, by_name: Mapping[str, Instruction]) -> int:
     return _bytes(root.result)
 
 
-def _body(one: Instruction, found: Mapping[str, Any]) -> list[Instruction]:
-    return [inner for name in one.called for inner in found.get(name, ())]
+def _body(instruction: Instruction, computations: Mapping[str, Any]) -> list[Instruction]:
+    return [inner for name in instruction.called for inner in computations.get(name, ())]
 
 
 def _bytes(result: str, everywhere: bool = False) -> int:

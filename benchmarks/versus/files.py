@@ -54,12 +54,12 @@ def write(name: str, folder: Path, workload: Workload | None = None, device: str
     if not workload.ragged:
         params = never_ending(params)
     folders.save_model(model, params, folder / "model", tokenizer, {"eos_token_id": END})
-    asked = prompts_of(workload, config.vocab_size)
+    prompts = prompts_of(workload, config.vocab_size)
     flat = round(workload.flat * workload.prompts)
     lines = [
         json.dumps({"prompt": tokenizer.decode(tokens[mask]), "hard": row < flat})
         for row, (tokens, mask) in enumerate(
-            zip(asked.prompt_tokens, asked.prompt_mask, strict=True)
+            zip(prompts.prompt_tokens, prompts.prompt_mask, strict=True)
         )
     ]
     (folder / "prompts.jsonl").write_text("".join(f"{line}\n" for line in lines))

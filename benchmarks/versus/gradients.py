@@ -28,9 +28,9 @@ RATE = 1e-3
 Arrays = dict[str, Tensor]
 
 
-def lists_of(tokens: Tensor, mask: Tensor) -> list[list[int]]:
+def real_tokens(tokens: Tensor, mask: Tensor) -> list[list[int]]:
     """The real tokens of each row."""
-    return [row[kept].tolist() for row, kept in zip(tokens, mask.bool(), strict=True)]
+    return [row[mask_row].tolist() for row, mask_row in zip(tokens, mask.bool(), strict=True)]
 
 
 def left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,10 +44,10 @@ def by_trl(work: Work, recorded: Arrays) -> tuple[nn.Module, float, torch.optim.
     """TRL's trainer, whose sampling alone is replaced: what was recorded comes from there."""
     from benchmarks.versus.trl_step import make_trainer
 
-    prompts = lists_of(recorded["prompt_tokens"], recorded["prompt_mask"])
+    prompts = real_tokens(recorded["prompt_tokens"], recorded["prompt_mask"])
     prompts = [ids for ids in prompts for _ in range(work.samples)]
     tokens, mask = (recorded[name].flatten(0, 1) for name in ("completion_tokens", "token_mask"))
-    completions, rewards = lists_of(tokens, mask), recorded["rewards.reward"].flatten().tolist()
+    completions, rewards = real_tokens(tokens, mask), recorded["rewards.reward"].flatten().tolist()
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = make_trainer(work, lambda **_: rewards, folder, learning_rate=RATE)
     texts = trainer.processing_class.batch_decode(completions)
@@ -71,8 +71,8 @@ def by_torch(work: Work, recorded: Arrays) -> tuple[nn.Module, float, torch.opti
     completion, mask = flat["completion_tokens"].long(), flat["token_mask"].long()
     # In the order of the run, not of the data.
     prompts = left(recorded["prompt_tokens"], recorded["prompt_mask"].long())
-    asked, asked_mask = (one.repeat_interleave(work.samples, 0) for one in prompts)
-    batch = Batch(asked, asked_mask, completion, mask)
+    prompt, prompt_mask = (array.repeat_interleave(work.samples, 0) for array in prompts)
+    batch = Batch(prompt, prompt_mask, completion, mask)
     advantage = torch_step.advantages(recorded["rewards.reward"]).flatten()
     old = flat["behavior_logp"]
     loss = torch_step.accumulate(trainer.model, batch, advantage, work.samples, old)
@@ -85,10 +85,14 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     model, loss, optimizer = {"trl": by_trl, "torch": by_torch}[name](work, load_file(file))
     named = dict(model.named_parameters())
-    gradient = {key: one.grad.contiguous() for key, one in named.items() if one.grad is not None}
+    gradient = {
+        key: parameter.grad.contiguous()
+        for key, parameter in named.items()
+        if parameter.grad is not None
+    }
     save_file(gradient, folder / f"{name}_gradient.safetensors")
     optimizer.step()
-    stepped = {key: one.detach().contiguous() for key, one in named.items()}
+    stepped = {key: parameter.detach().contiguous() for key, parameter in named.items()}
     save_file(stepped, folder / f"{name}_stepped.safetensors")
     (folder / f"{name}.json").write_text(json.dumps({"loss": loss}))
 

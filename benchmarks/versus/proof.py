@@ -53,33 +53,33 @@ def show(folder: Path, against: Sequence[str], console: Console) -> dict[str, An
     work = files.write("S/C", folder, WORKLOAD)
     file = record(work)
     loss, gradient = ours(work, file)
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name in against:
         module = "benchmarks.versus.gradients"
         hushed = os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", module, name, str(folder), str(file)]
-        done = subprocess.run(command, env=hushed, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name} computed no gradient:\n{done.stderr[-3000:]}")
+        process = subprocess.run(command, env=hushed, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise SystemExit(f"{name} computed no gradient:\n{process.stderr[-3000:]}")
         theirs = load_file(folder / f"{name}_gradient.safetensors")
-        other = json.loads((folder / f"{name}.json").read_text())["loss"]
-        found[name] = {
-            "loss": abs(loss - other),
+        their_loss = json.loads((folder / f"{name}.json").read_text())["loss"]
+        differences[name] = {
+            "loss": abs(loss - their_loss),
             "gradient": worst(gradient, theirs, work.pad),
             "adamw": after_adamw(work, name),
         }
     table = Table("against", "what", "difference", "limit", "")
     wrong = False
-    for name, values in found.items():
+    for name, values in differences.items():
         for what, value in values.items():
             wrong |= not value <= LIMITS[what]
-            said = verdict(value <= LIMITS[what])
-            table.add_row(name, what, f"{value:.1e}", f"{LIMITS[what]:g}", said)
+            judgement = verdict(value <= LIMITS[what])
+            table.add_row(name, what, f"{value:.1e}", f"{LIMITS[what]:g}", judgement)
     console.print(f"the same computation? loss {loss:.6f}, {len(gradient)} arrays of gradients")
     console.print(table)
     if wrong:
         raise SystemExit("the contenders compute different things: their times mean nothing")
-    return found | {"value": loss}
+    return differences | {"value": loss}
 
 
 def record(work: Work) -> Path:
@@ -108,10 +108,10 @@ def ours(work: Work, file: Path) -> tuple[float, Arrays]:
     }
 
 
-def silent(config: dict[str, Any], **given: Any) -> jaxgrpo.Run:
+def silent(config: dict[str, Any], **options: Any) -> jaxgrpo.Run:
     """`jaxgrpo.train` that prints nothing."""
     with contextlib.redirect_stdout(io.StringIO()):
-        return jaxgrpo.train(config, **given)
+        return jaxgrpo.train(config, **options)
 
 
 def worst(ours: Arrays, theirs: Arrays, pad: int) -> float:
@@ -135,8 +135,8 @@ def after_adamw(work: Work, name: str) -> float:
     save_file(load_file(folder / f"{name}_gradient.safetensors"), gradients / WEIGHTS)
     model = decoder.build(folders.read_config(work.model))
     params, gradient = (folders.read_params(place, model) for place in (work.model, gradients))
-    given: Any = {"use": "adamw", "learning_rate": RATE, "options": {"weight_decay": 0.0}}
-    optimizer = make_optimizer(model.axes, updates=1, **given)
+    options: Any = {"use": "adamw", "learning_rate": RATE, "options": {"weight_decay": 0.0}}
+    optimizer = make_optimizer(model.axes, updates=1, **options)
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
     stepped: Any = optax.apply_updates(params, updates)
     folders.save_model(model, stepped, folder / f"{name}_ours")

@@ -50,7 +50,9 @@ def log_probs(model: nn.Module, batch: Batch) -> Tensor:
     return logp.view(batch.completion.shape)
 
 
-def loss_of(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, total: Tensor) -> Tensor:
+def clipped_loss(
+    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, total: Tensor
+) -> Tensor:
     """-sum(min(ratio A, clip(ratio) A)) over tokens, divided by the tokens of the whole step."""
     ratio = (logp - old).exp()
     advantage = advantage[:, None]
@@ -70,11 +72,11 @@ def accumulate(
     for start in range(0, len(batch.prompt), micro):
         part = batch.part(start, micro)
         logp = log_probs(model, part)
-        before = logp.detach() if old is None else old[start : start + micro]
-        here = advantage[start : start + micro]
-        one = loss_of(logp, before, here, part.completion_mask, total)
-        one.backward()
-        loss += one.item()
+        old_logp = logp.detach() if old is None else old[start : start + micro]
+        part_advantage = advantage[start : start + micro]
+        part_loss = clipped_loss(logp, old_logp, part_advantage, part.completion_mask, total)
+        part_loss.backward()
+        loss += part_loss.item()
     return loss
 
 
@@ -95,15 +97,15 @@ class Trainer:
         self.rows = work.rows()
         tokenizer = AutoTokenizer.from_pretrained(work.model, padding_side="left")
         texts = [row["prompt"] for row in self.rows for _ in range(work.samples)]
-        found = tokenizer(texts, padding=True, return_tensors="pt").to(work.device)
-        self.prompt, self.prompt_mask = found["input_ids"], found["attention_mask"]
+        encoded = tokenizer(texts, padding=True, return_tensors="pt").to(work.device)
+        self.prompt, self.prompt_mask = encoded["input_ids"], encoded["attention_mask"]
 
     def sample(self) -> Batch:
         work = self.work
         settings = generation(work.completion, work.end, work.pad)
-        given = {"attention_mask": self.prompt_mask, "generation_config": settings}
+        options = {"attention_mask": self.prompt_mask, "generation_config": settings}
         with torch.no_grad():
-            tokens = self.model.generate(self.prompt, **given)
+            tokens = self.model.generate(self.prompt, **options)
         completion = tokens[:, self.prompt.shape[1] :]
         ended = (completion == work.end).cumsum(1) - (completion == work.end).long()
         return Batch(self.prompt, self.prompt_mask, completion, (ended == 0).long())

@@ -37,7 +37,7 @@ class Clock:
         spent = time.perf_counter() - began
         self.seconds[phase] += spent - (sum(self.seconds.values()) - inside)
 
-    def taken(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """The seconds so far; counts again."""
         seconds = self.seconds
         self.seconds = dict.fromkeys(seconds, 0.0)
@@ -70,7 +70,7 @@ class Steps(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if not self.first:
-            self.teller.stepped(self.clock.taken())
+            self.teller.stepped(self.clock.take_seconds())
         self.first = False
 
 

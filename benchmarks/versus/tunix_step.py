@@ -44,7 +44,7 @@ class Traced(NamedTuple):
     """One call of the step."""
 
     program: Any  # of jax.jit's trace
-    held: int  # bytes of its arguments on each device
+    argument_bytes: int  # bytes of its arguments on each device
 
 
 def mesh_of(devices: Any, fsdp: int, tensor: int) -> Mesh:
@@ -53,18 +53,25 @@ def mesh_of(devices: Any, fsdp: int, tensor: int) -> Mesh:
 
 
 def trace(
-    config: ModelConfig, mesh: Mesh, sizes: Sizes, held: str, computed: str, learning_rate: float
+    config: ModelConfig,
+    mesh: Mesh,
+    sizes: Sizes,
+    param_dtype: str,
+    compute_dtype: str,
+    learning_rate: float,
 ) -> Traced:
     """Traces the training step for devices that need not be here.
 
     Args:
-      held, computed: dtypes of what is trained and of the forward pass.
+      param_dtype, compute_dtype: dtypes of what is trained and of the forward pass.
     """
     from flax import nnx
     from tunix.rl.common import TrainExample  # pyright: ignore[reportMissingImports]
 
     with on(mesh):
-        trainer, model, optimizer = _abstract(config, sizes, held, computed, learning_rate)
+        trainer, model, optimizer = _abstract(
+            config, sizes, param_dtype, compute_dtype, learning_rate
+        )
         for part in (model, optimizer):
             nnx.update(
                 part, _placed(nnx.state(part), nnx.get_partition_spec(nnx.state(part)), mesh)
@@ -79,8 +86,8 @@ def trace(
         batch = TrainExample(ref_per_token_logps=None, old_per_token_logps=None, **example)
         # As in `PeftTrainer.jit_train_and_eval_step`.
         step = nnx.jit(trainer.create_train_step_fn(), donate_argnames=("optimizer",))
-        given = nnx.state(model), nnx.state(optimizer), batch
-        return Traced(step.trace(model, optimizer, batch).traced, memory.on_device(given))
+        arguments = nnx.state(model), nnx.state(optimizer), batch
+        return Traced(step.trace(model, optimizer, batch).traced, memory.on_device(arguments))
 
 
 @contextmanager
@@ -95,7 +102,7 @@ def on(mesh: Mesh) -> Iterator[None]:
 
 
 def _abstract(
-    config: ModelConfig, sizes: Sizes, held: str, computed: str, learning_rate: float
+    config: ModelConfig, sizes: Sizes, param_dtype: str, compute_dtype: str, learning_rate: float
 ) -> tuple[Any, Any, Any]:
     """Its trainer, and its model and optimizer as shapes."""
     import optax
@@ -114,16 +121,16 @@ def _abstract(
         mini_batch_size=sizes.calls * sizes.rows,
         train_micro_batch_size=sizes.rows,
     )
-    made: list[Any] = []
+    trainers: list[Any] = []
 
     def make() -> tuple[Any, Any]:
-        model = Qwen3(_model_config(config, held, computed), rngs=nnx.Rngs(0))
+        model = Qwen3(_model_config(config, param_dtype, compute_dtype), rngs=nnx.Rngs(0))
         trainer = Trainer(model, chain, training, custom_checkpoint_metadata_fn=dict)
-        made.append(trainer)
+        trainers.append(trainer)
         return trainer.model, trainer.optimizer
 
     model, optimizer = nnx.eval_shape(make)
-    trainer = made[0]
+    trainer = trainers[0]
     grpo = GRPOConfig(beta=0.0, epsilon=EPSILON)
     grpo.temperature = 1.0
     loss = function_registry.get_policy_loss_fn(grpo.policy_loss_fn)
@@ -138,7 +145,7 @@ def _abstract(
     return trainer, model, optimizer
 
 
-def _model_config(config: ModelConfig, held: str, computed: str) -> Any:
+def _model_config(config: ModelConfig, param_dtype: str, compute_dtype: str) -> Any:
     """Its configuration of the same model."""
     from tunix.models.qwen3.model import ModelConfig as Theirs  # pyright: ignore[reportMissingImports]
     from tunix.models.qwen3.model import RematConfig  # pyright: ignore[reportMissingImports]
@@ -157,8 +164,8 @@ def _model_config(config: ModelConfig, held: str, computed: str) -> Any:
         norm_eps=config.rms_norm_eps,
         use_tied_embedding=config.tie_embeddings,
         remat_config=RematConfig.DECODER,
-        dtype=jnp.dtype(computed),
-        param_dtype=jnp.dtype(held),
+        dtype=jnp.dtype(compute_dtype),
+        param_dtype=jnp.dtype(param_dtype),
         use_flash_attention=True,
         flash_attention_block_size=BLOCK,
     )
@@ -167,11 +174,11 @@ def _model_config(config: ModelConfig, held: str, computed: str) -> Any:
 def _placed(state: Any, specs: Any, mesh: Mesh) -> Any:
     """Shapes with the layouts that its model declares."""
 
-    def one(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    def lay_out(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         layout = NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else PartitionSpec())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
-    return jax.tree.map(one, state, specs)
+    return jax.tree.map(lay_out, state, specs)
 
 
 def _rows(mesh: Mesh, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -66,9 +66,9 @@ def generation(most: int, end: int | None, pad: int, **more: Any) -> Any:
     """
     from transformers import GenerationConfig
 
-    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     sizes = {"max_new_tokens": most, "eos_token_id": end, "pad_token_id": pad}
-    return GenerationConfig(**whole, **sizes, **more)
+    return GenerationConfig(**sampling, **sizes, **more)
 
 
 def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -104,9 +104,9 @@ class Teller:
           phases: "sample", "reward" and "score"; "update" is all the rest.
         """
         seconds = time.perf_counter() - self.began
-        rest = seconds - sum(phases.values())
-        told = {"seconds": seconds, "tokens": self.tokens, "update": rest, **phases}
-        print(json.dumps(told), file=self.out, flush=True)
+        update_seconds = seconds - sum(phases.values())
+        message = {"seconds": seconds, "tokens": self.tokens, "update": update_seconds, **phases}
+        print(json.dumps(message), file=self.out, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # what is left of the run is nobody's
         self.began, self.tokens = time.perf_counter(), 0

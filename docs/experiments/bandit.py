@@ -43,10 +43,10 @@ def bandit(rate: float, spread: float = 0.0, right: int = 2, answers: int = 20) 
     return Bandit(policy, wins, score)
 
 
-def slope(game: Bandit, of: Callable[[jax.Array], jax.Array] = lambda p: p) -> np.ndarray:
+def slope(game: Bandit, function: Callable[[jax.Array], jax.Array] = lambda p: p) -> np.ndarray:
     """The gradient of a function of the success rate with respect to the logits, by autodiff."""
 
     def value(logits: jax.Array) -> jax.Array:
-        return of(jnp.where(game.right, jax.nn.softmax(logits), 0).sum())
+        return function(jnp.where(game.right, jax.nn.softmax(logits), 0).sum())
 
     return np.asarray(jax.grad(value)(jnp.log(game.policy)))

@@ -67,23 +67,23 @@ def stack(tasks: list[Task]) -> Task:
     return Task(*map(jnp.stack, zip(*tasks, strict=True)))
 
 
-def kl_to_base(logits: Array, given: Task) -> Array:
+def kl_to_base(logits: Array, problem: Task) -> Array:
     logp = log_policy(logits)
-    return (jnp.exp(logp) * (logp - given.log_base())).sum()
+    return (jnp.exp(logp) * (logp - problem.log_base())).sum()
 
 
-def kl_control(logits: Array, given: Task, push: Array) -> Array:
+def kl_control(logits: Array, problem: Task, push: Array) -> Array:
     """-J = KL(pi || a) / push - E v, push = 1 / b."""
-    success = jnp.where(given.valid, jnp.exp(log_policy(logits)), 0).sum()
-    return kl_to_base(logits, given) / push - success
+    success = jnp.where(problem.valid, jnp.exp(log_policy(logits)), 0).sum()
+    return kl_to_base(logits, problem) / push - success
 
 
-def divergence(logits: Array, given: Task, alpha: Array) -> Array:
+def divergence(logits: Array, problem: Task, alpha: Array) -> Array:
     """D_alpha(pi || p) = (1 - sum pi^alpha p^(1 - alpha)) / (alpha (1 - alpha)); 0: KL(p || pi)."""
-    logp, log_target = log_policy(logits), given.log_target()
-    forward = (given.target() * (log_target - logp)).sum()
+    logp, log_target = log_policy(logits), problem.log_target()
+    forward = (problem.target() * (log_target - logp)).sum()
     power = jnp.where(alpha > 0, alpha, 0.5)
-    overlap = jnp.where(given.valid, jnp.exp(power * logp + (1 - power) * log_target), 0).sum()
+    overlap = jnp.where(problem.valid, jnp.exp(power * logp + (1 - power) * log_target), 0).sum()
     return jnp.where(alpha > 0, (1 - overlap) / (power * (1 - power)), forward)
 
 
@@ -103,27 +103,27 @@ def descend(loss: Callable[[Array], Array], start: Array, steps: int) -> tuple[A
     return logits, loss(logits)
 
 
-def starts(given: Task) -> Array:
+def starts(problem: Task) -> Array:
     """[STARTS, 1 + V, V]: the base, ways to the likeliest valid sequences, random ones."""
-    order = jnp.argsort(jnp.where(given.valid, -given.log_base(), jnp.inf))[:8]
+    order = jnp.argsort(jnp.where(problem.valid, -problem.log_base(), jnp.inf))[:8]
     steps = np.zeros((N, *SHAPE))
     np.add.at(steps, (np.arange(N)[:, None], STATE, SEQUENCES), 3.0)
     towards = jnp.asarray(steps)[order]
     noise = 2 * np.random.default_rng(0).normal(size=(STARTS - 9, *SHAPE))
-    return given.base + jnp.concatenate([jnp.zeros((1, *SHAPE)), towards, jnp.asarray(noise)])
+    return problem.base + jnp.concatenate([jnp.zeros((1, *SHAPE)), towards, jnp.asarray(noise)])
 
 
-def best(loss: Loss, given: Task, strength: Array, steps: int = 3000) -> tuple[Array, Array]:
+def best(loss: Loss, problem: Task, strength: Array, steps: int = 3000) -> tuple[Array, Array]:
     """(logits of the best of all starts, share of starts that reach it)."""
-    one = lambda logits: loss(logits, given, strength)  # noqa: E731
-    logits, values = jax.vmap(lambda start: descend(one, start, steps))(starts(given))
+    objective = lambda logits: loss(logits, problem, strength)  # noqa: E731
+    logits, values = jax.vmap(lambda start: descend(objective, start, steps))(starts(problem))
     return logits[values.argmin()], (values < values.min() + 1e-4).mean()
 
 
 def sweep(loss: Loss, tasks: Task, strengths: Any, steps: int = 3000) -> tuple[Array, Array]:
     """`best` of tasks [K] x strengths [S]."""
-    each = jax.vmap(lambda given, s: best(loss, given, s, steps), (None, 0))
-    return jax.jit(jax.vmap(each, (0, None)))(tasks, jnp.asarray(strengths))
+    best_of_strengths = jax.vmap(lambda problem, s: best(loss, problem, s, steps), (None, 0))
+    return jax.jit(jax.vmap(best_of_strengths, (0, None)))(tasks, jnp.asarray(strengths))
 
 
 class Numbers(NamedTuple):
@@ -138,17 +138,17 @@ class Numbers(NamedTuple):
 
 
 @jax.jit
-def describe(logits: Array, given: Task) -> Numbers:
+def describe(logits: Array, problem: Task) -> Numbers:
     logp = log_policy(logits)
     policy = jnp.exp(logp)
     met = 1 - (1 - policy) ** DRAWS
     return Numbers(
-        jnp.where(given.valid, policy, 0).sum(),
+        jnp.where(problem.valid, policy, 0).sum(),
         policy.max(),
-        ((policy > 0.01) & given.valid).sum(),
-        (given.target() * met).sum(),
+        ((policy > 0.01) & problem.valid).sum(),
+        (problem.target() * met).sum(),
         -(policy * logp).sum(),
-        kl_to_base(logits, given),
+        kl_to_base(logits, problem),
     )
 
 
@@ -160,18 +160,18 @@ def at(numbers: Numbers, *place: int) -> Numbers:
     return Numbers(*(value[place] for value in numbers))
 
 
-def single_sequence(given: Task) -> int:
+def single_sequence(problem: Task) -> int:
     """The likeliest valid sequence that a bigram policy can say alone."""
     one_way = [
         len({(s, t) for s, t in zip(state, tokens, strict=True)}) == len(set(state))
         for state, tokens in zip(STATE, SEQUENCES, strict=True)
     ]
-    possible = np.asarray(given.valid) & np.array(one_way)
-    return int(np.where(possible, np.asarray(given.log_base()), -np.inf).argmax())
+    possible = np.asarray(problem.valid) & np.array(one_way)
+    return int(np.where(possible, np.asarray(problem.log_base()), -np.inf).argmax())
 
 
-def count_matched(given: Task) -> Array:
+def count_matched(problem: Task) -> Array:
     """The bigram policy of least KL(p_* || pi), in closed form: expected counts, normalised."""
     counts = np.zeros(SHAPE)
-    np.add.at(counts, (STATE, SEQUENCES), np.asarray(given.target())[:, None])
+    np.add.at(counts, (STATE, SEQUENCES), np.asarray(problem.target())[:, None])
     return jnp.log(jnp.asarray(counts / np.maximum(counts.sum(1, keepdims=True), 1e-300)) + 1e-300)

@@ -49,8 +49,8 @@ class Result(NamedTuple):
 def below(claim: str, errors: object, bound: float = 1e-9) -> Check:
     """A check that the largest absolute value is below a bound; NaN is not."""
     error = float(np.max(np.abs(np.asarray(errors, float))))
-    said = next((f"below {step:.0e}" for step in STEPS if error < step), f"{error:.2e}")
-    return Check(f"{claim}: error < {bound:.0e}", said, error < bound)
+    magnitude = next((f"below {step:.0e}" for step in STEPS if error < step), f"{error:.2e}")
+    return Check(f"{claim}: error < {bound:.0e}", magnitude, error < bound)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -73,7 +73,7 @@ def number(value: float) -> str:
 
 
 def check_table(checks: Sequence[Check]) -> str:
-    rows = [(one.claim, one.measured, "yes" if one.holds else "**NO**") for one in checks]
+    rows = [(check.claim, check.measured, "yes" if check.holds else "**NO**") for check in checks]
     return table(("criterion", "measured", "holds"), rows)
 
 
@@ -83,11 +83,11 @@ def fill(text: str, parts: Mapping[str, str], name: str) -> str:
     Raises: SystemExit naming the page, where a marker is missing.
     """
     for marker, content in parts.items():
-        before, found, rest = text.partition(f"<!-- {marker} -->")
-        _, closed, after = rest.partition(f"<!-- end of {marker} -->")
-        if not found or not closed:
+        head, opening, remainder = text.partition(f"<!-- {marker} -->")
+        _, closing, tail = remainder.partition(f"<!-- end of {marker} -->")
+        if not opening or not closing:
             raise SystemExit(f"{name} has no <!-- {marker} --> ... <!-- end of {marker} -->")
-        text = f"{before}{found}\n{content}\n{closed}{after}"
+        text = f"{head}{opening}\n{content}\n{closing}{tail}"
     return text
 
 
@@ -126,10 +126,10 @@ def sequences(vocabulary: int, length: int) -> np.ndarray:
 
 def prefixes(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
     """The number of the prefix before each token, counted through all lengths; [N, T]."""
-    found = np.zeros_like(tokens)
+    prefix = np.zeros_like(tokens)
     for position in range(1, tokens.shape[1]):
-        found[:, position] = vocabulary * found[:, position - 1] + tokens[:, position - 1] + 1
-    return found
+        prefix[:, position] = vocabulary * prefix[:, position - 1] + tokens[:, position - 1] + 1
+    return prefix
 
 
 def token_logp(logits: Array, state: np.ndarray, tokens: np.ndarray) -> Array:
@@ -137,8 +137,8 @@ def token_logp(logits: Array, state: np.ndarray, tokens: np.ndarray) -> Array:
     return jax.nn.log_softmax(logits)[state, tokens]
 
 
-def cosine(one: Array, other: Array) -> Array:
+def cosine(left: Array, right: Array) -> Array:
     """Of two gradients [..., *parameters] with one leading axis, [...]."""
-    one, other = (value.reshape(value.shape[0], -1) for value in (one, other))
-    norms = jnp.linalg.norm(one, axis=1) * jnp.linalg.norm(other, axis=1)
-    return (one * other).sum(1) / norms
+    left, right = (value.reshape(value.shape[0], -1) for value in (left, right))
+    norms = jnp.linalg.norm(left, axis=1) * jnp.linalg.norm(right, axis=1)
+    return (left * right).sum(1) / norms

@@ -66,7 +66,7 @@ class Terms(NamedTuple):
 
 
 def terms(logits: Array, anchor: Array, old: Array) -> Terms:
-    logp = [common.token_logp(each, STATE, SEQUENCES) for each in (logits, anchor, old)]
+    logp = [common.token_logp(table, STATE, SEQUENCES) for table in (logits, anchor, old)]
     return Terms(logits, anchor, logp[0], *map(stop_gradient, logp[1:]))
 
 
@@ -78,15 +78,17 @@ def k3(log_ratio: Array) -> Array:
     return jnp.expm1(-log_ratio) + log_ratio
 
 
-def rewarded(charge: Array, given: Terms) -> Array:
+def rewarded(charge: Array, policy_terms: Terms) -> Array:
     """The loss of REINFORCE with reward -charge: its gradient is charge * grad log pi."""
-    return stop_gradient(charge) * given.logp.sum(1)
+    return stop_gradient(charge) * policy_terms.logp.sum(1)
 
 
-def tokens_of(given: Terms, proximal: Array, advantage: Array, fields: dict[str, Array]) -> Tokens:
+def loss_tokens(
+    policy_terms: Terms, proximal: Array, advantage: Array, fields: dict[str, Array]
+) -> Tokens:
     """What a loss of jaxgrpo reads, each row one sequence."""
     return Tokens(
-        logp=given.logp,
+        logp=policy_terms.logp,
         proximal_logp=proximal,
         advantage=advantage,
         mask=jnp.asarray(MASK),
@@ -99,9 +101,11 @@ def penalty(name: str, level: str = "token"):
     """A penalty of jaxgrpo.losses, summed over tokens."""
     part = build_penalty(name, {"beta": 1.0} | ({} if name == "full_kl" else {"level": level}))
 
-    def loss(given: Terms) -> Array:
-        fields = {"reference_logp": given.reference, "full_kl": at_states(given)}
-        return part.compute(tokens_of(given, given.old, 0 * given.logp, fields))[0].sum(1)
+    def loss(policy_terms: Terms) -> Array:
+        fields = {"reference_logp": policy_terms.reference, "full_kl": at_states(policy_terms)}
+        return part.compute(
+            loss_tokens(policy_terms, policy_terms.old, 0 * policy_terms.logp, fields)
+        )[0].sum(1)
 
     return loss
 
@@ -110,34 +114,34 @@ def in_reward(*steps: Any):
     """A chain of jaxgrpo.advantages on rewards of 0, then the clipped ratio, which is 1."""
     chain = advantages.build(["sum_rewards", {"use": "to_tokens", "place": "last"}, *steps])
 
-    def loss(given: Terms) -> Array:
+    def loss(policy_terms: Terms) -> Array:
         advantage, _ = advantages.evaluate(
             chain,
             jnp.zeros((len(SEQUENCES), 1)),
             token_mask=MASK[:, None],
-            trainer_logp=stop_gradient(given.logp)[:, None],
-            reference_logp=given.reference[:, None],
+            trainer_logp=stop_gradient(policy_terms.logp)[:, None],
+            reference_logp=policy_terms.reference[:, None],
         )
-        tokens = tokens_of(given, stop_gradient(given.logp), advantage[:, 0], {})
+        tokens = loss_tokens(policy_terms, stop_gradient(policy_terms.logp), advantage[:, 0], {})
         return build_surrogate("clip").compute(tokens)[0].sum(1)
 
     return loss
 
 
-def at_states(given: Terms) -> Array:
+def at_states(policy_terms: Terms) -> Array:
     """KL at each visited state, over the vocabulary, [27, T]."""
-    logp, anchor = jax.nn.log_softmax(given.logits), jax.nn.log_softmax(given.anchor)
+    logp, anchor = jax.nn.log_softmax(policy_terms.logits), jax.nn.log_softmax(policy_terms.anchor)
     return (jnp.exp(logp) * (logp - stop_gradient(anchor))).sum(1)[STATE]
 
 
-def straight_through(given: Terms) -> Array:
+def straight_through(policy_terms: Terms) -> Array:
     """The value of k3 with the gradient of k2."""
-    square = k2(given.token)
-    return (stop_gradient(k3(given.token) - square) + square).sum(1)
+    square = k2(policy_terms.token)
+    return (stop_gradient(k3(policy_terms.token) - square) + square).sum(1)
 
 
-def token_ratio(given: Terms, value: Array) -> Array:
-    return (jnp.exp(given.logp - given.old) * value).sum(1)
+def token_ratio(policy_terms: Terms, value: Array) -> Array:
+    return (jnp.exp(policy_terms.logp - policy_terms.old) * value).sum(1)
 
 
 USES = (

@@ -45,35 +45,35 @@ NEAR = 0.1
 def targets(logits: Array, anchor: Array, old: Array) -> dict[str, Array]:
     """Name -> gradient with respect to the logits, from the definitions, by autodiff."""
 
-    def whole(logits: Array) -> Array:
+    def log_prob(logits: Array) -> Array:
         return common.token_logp(logits, STATE, SEQUENCES).sum(1)
 
     def reverse(logits: Array) -> Array:
-        return (jnp.exp(whole(logits)) * (whole(logits) - whole(anchor))).sum()
+        return (jnp.exp(log_prob(logits)) * (log_prob(logits) - log_prob(anchor))).sum()
 
     def forward(logits: Array) -> Array:
-        return (jnp.exp(whole(anchor)) * (whole(anchor) - whole(logits))).sum()
+        return (jnp.exp(log_prob(anchor)) * (log_prob(anchor) - log_prob(logits))).sum()
 
     def half_square(logits: Array, token: bool) -> Array:
-        ratio = whole(logits) - whole(anchor)
+        ratio = log_prob(logits) - log_prob(anchor)
         if token:
-            logp = [common.token_logp(each, STATE, SEQUENCES) for each in (logits, anchor)]
+            logp = [common.token_logp(table, STATE, SEQUENCES) for table in (logits, anchor)]
             ratio = logp[0] - logp[1]
         square = ratio**2 / 2
-        return (jnp.exp(whole(logits)) * (square.sum(1) if token else square)).sum()
+        return (jnp.exp(log_prob(logits)) * (square.sum(1) if token else square)).sum()
 
     def visits(policy: Array) -> Array:
         """Expected visits of each state, [S], held."""
-        chance = stop_gradient(jnp.exp(whole(policy)))
+        chance = stop_gradient(jnp.exp(log_prob(policy)))
         return jnp.zeros(SHAPE[0]).at[STATE].add(chance[:, None])
 
-    def per_state(logits: Array, policy: Array, back: bool) -> Array:
-        logp, other = jax.nn.log_softmax(logits), jax.nn.log_softmax(anchor)
-        one, two = (other, logp) if back else (logp, other)
-        return visits(policy) @ (jnp.exp(one) * (one - two)).sum(1)
+    def per_state(logits: Array, policy: Array, is_forward: bool) -> Array:
+        logp, anchor_logp = jax.nn.log_softmax(logits), jax.nn.log_softmax(anchor)
+        left, right = (anchor_logp, logp) if is_forward else (logp, anchor_logp)
+        return visits(policy) @ (jnp.exp(left) * (left - right)).sum(1)
 
     grad = jax.grad
-    found = {
+    gradients = {
         NOTHING: jnp.zeros(SHAPE),
         REVERSE: grad(reverse)(logits),
         FORWARD: grad(forward)(logits),
@@ -81,14 +81,14 @@ def targets(logits: Array, anchor: Array, old: Array) -> dict[str, Array]:
         FORWARD_STATES: grad(per_state)(logits, logits, True),
         OLD_STATES: grad(per_state)(logits, old, False),
     }
-    found[K3_REWARD] = found[REVERSE] - found[FORWARD]
-    found[K3_TOKENS] = found[REVERSE] - found[FORWARD_STATES]
-    found[K2_REWARD] = grad(half_square)(logits, False) - found[REVERSE]
-    found[K2_TOKENS] = grad(half_square)(logits, True) - found[STATES]
-    return found
+    gradients[K3_REWARD] = gradients[REVERSE] - gradients[FORWARD]
+    gradients[K3_TOKENS] = gradients[REVERSE] - gradients[FORWARD_STATES]
+    gradients[K2_REWARD] = grad(half_square)(logits, False) - gradients[REVERSE]
+    gradients[K2_TOKENS] = grad(half_square)(logits, True) - gradients[STATES]
+    return gradients
 
 
-class Found(NamedTuple):
+class Measurement(NamedTuple):
     """Of one policy, or with a leading axis of many."""
 
     gradient: Array  # [uses, S, V], expected
@@ -101,14 +101,14 @@ class Found(NamedTuple):
     old_value: Array  # [2]: E of rho k1, rho k3 under old
 
 
-def measure(logits: Array, anchor: Array, old: Array) -> Found:
+def measure(logits: Array, anchor: Array, old: Array) -> Measurement:
     """Everything, by enumeration."""
-    given = terms(logits, anchor, old)
-    chance, chance_old = (jnp.exp(each.sum(1)) for each in (given.logp, given.old))
+    policy_terms = terms(logits, anchor, old)
+    chance, chance_old = (jnp.exp(logp.sum(1)) for logp in (policy_terms.logp, policy_terms.old))
 
     def losses(logits: Array) -> Array:
-        now = terms(logits, anchor, old)
-        return jnp.stack([use.loss(now) for use in USES])
+        current = terms(logits, anchor, old)
+        return jnp.stack([use.loss(current) for use in USES])
 
     slope = jax.jacobian(losses)(logits)  # [uses, 27, S, V]
     off = np.array([use.old for use in USES])[:, None]
@@ -117,15 +117,24 @@ def measure(logits: Array, anchor: Array, old: Array) -> Found:
     square = jnp.einsum("un,unsv->u", weight, slope**2)
     expected = (weight * losses(logits)).sum(1)
     spread = jnp.sqrt(jnp.maximum(square - (mean**2).sum((1, 2)), 0))
-    token, whole = given.token, given.whole
-    each = [whole, k2(whole), k3(whole), token.sum(1), k2(token).sum(1), k3(token).sum(1)]
-    values = jnp.stack(each)
+    token, sequence = policy_terms.token, policy_terms.whole
+    estimates = [
+        sequence,
+        k2(sequence),
+        k3(sequence),
+        token.sum(1),
+        k2(token).sum(1),
+        k3(token).sum(1),
+    ]
+    values = jnp.stack(estimates)
     value = values @ chance
     deviation = jnp.sqrt((values - value[:, None]) ** 2 @ chance)
-    divergence = at_states(given).sum(1) @ chance
-    old_value = jnp.stack([whole, k3(whole)]) @ (given.ratio() * chance_old)
-    found = targets(logits, anchor, old)
-    return Found(mean, spread, found, expected, value, deviation, divergence, old_value)
+    divergence = at_states(policy_terms).sum(1) @ chance
+    old_value = jnp.stack([sequence, k3(sequence)]) @ (policy_terms.ratio() * chance_old)
+    target_gradients = targets(logits, anchor, old)
+    return Measurement(
+        mean, spread, target_gradients, expected, value, deviation, divergence, old_value
+    )
 
 
 def policies(number: int, distance: float | None = None) -> tuple[Array, Array, Array]:
@@ -137,7 +146,7 @@ def policies(number: int, distance: float | None = None) -> tuple[Array, Array, 
     return logits, anchor, logits + 0.3 * old
 
 
-def use_rows(far: Found, near: Found) -> list[list[Any]]:
+def use_rows(far: Measurement, near: Measurement) -> list[list[Any]]:
     """One row for each use: of policy 0, and over all policies."""
     rows = []
     for index, use in enumerate(USES):
@@ -150,38 +159,38 @@ def use_rows(far: Found, near: Found) -> list[list[Any]]:
             low, middle, high = np.quantile(cosine(gradient, far.target[name]), (0.1, 0.5, 0.9))
             same = low > 1 - 1e-9
             row.append("1" if same else f"{middle:+.2f} ({low:+.2f} to {high:+.2f})")
-        for found in (far, near):
-            size = jnp.linalg.norm(found.target[REVERSE].reshape(len(gradient), -1), axis=1)
-            row.append(float(jnp.median(found.spread[:, index] / size)))
+        for measurement in (far, near):
+            size = jnp.linalg.norm(measurement.target[REVERSE].reshape(len(gradient), -1), axis=1)
+            row.append(float(jnp.median(measurement.spread[:, index] / size)))
         rows.append(row)
     return rows
 
 
-def value_rows(far: Found, near: Found) -> list[list[Any]]:
+def value_rows(far: Measurement, near: Measurement) -> list[list[Any]]:
     """Values and deviations of the estimators, medians over policies."""
     rows = []
     for index, name in enumerate(("k1", "k2", "k3")):
         for level, place in (("sequence", index), ("token", index + 3)):
             row: list[Any] = [name, level]
-            for found in (far, near):
-                exact = found.divergence
+            for measurement in (far, near):
+                exact = measurement.divergence
                 row += [
-                    float(jnp.median(found.value[:, place] / exact)),
-                    float(jnp.median(found.deviation[:, place] / exact)),
+                    float(jnp.median(measurement.value[:, place] / exact)),
+                    float(jnp.median(measurement.deviation[:, place] / exact)),
                 ]
             rows.append(row)
     return rows
 
 
-def checks(far: Found, near: Found) -> list[Check]:
+def checks(far: Measurement, near: Measurement) -> list[Check]:
     kinds: dict[str, list[Any]] = {}
-    for found in (far, near):
+    for measurement in (far, near):
         for index, use in enumerate(USES):
             if use.gradient:
-                error = found.gradient[:, index] - found.target[use.gradient]
+                error = measurement.gradient[:, index] - measurement.target[use.gradient]
                 kinds.setdefault(use.gradient, []).append(np.abs(error).max())
     exact = [far.value[:, [0, 2, 3, 5]], near.value[:, [0, 2, 3, 5]]]
-    truth = [found.divergence[:, None] for found in (far, near)]
+    truth = [measurement.divergence[:, None] for measurement in (far, near)]
     unlike = [
         float(cosine(far.gradient[:, index], far.target[REVERSE]).min())
         for index, use in enumerate(USES)
@@ -197,16 +206,19 @@ def checks(far: Found, near: Found) -> list[Check]:
     ]  # fmt: skip
 
 
-def figure(far: Found) -> Figure:
+def figure(far: Measurement) -> Figure:
     """Noise of the values over the distance; cosines with the gradient of KL(pi || ref)."""
     drawing = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = drawing.subplots(1, 2, width_ratios=(1, 1.25))
     distances = np.geomspace(0.03, 2, 15)
     run = jax.jit(jax.vmap(measure))
-    found = [run(*policies(32, float(distance))) for distance in distances]
-    kl = [float(jnp.median(each.divergence)) for each in found]
+    measurements = [run(*policies(32, float(distance))) for distance in distances]
+    kl = [float(jnp.median(measurement.divergence)) for measurement in measurements]
     for index, name in enumerate(("k1", "k2", "k3")):
-        noise = [float(jnp.median(each.deviation[:, index] / each.divergence)) for each in found]
+        noise = [
+            float(jnp.median(measurement.deviation[:, index] / measurement.divergence))
+            for measurement in measurements
+        ]
         left.plot(kl, noise, "o-", ms=3, label=name)
     left.set(xscale="log", yscale="log", xlabel="KL(π‖ref) in nats", title="deviation / KL")
     left.set_ylabel("of one sequence")
@@ -241,16 +253,20 @@ def run(number: int = POLICIES) -> Result:
             ("estimator", "level", "mean / KL, far", "deviation / KL, far", "mean / KL, near",
              "deviation / KL, near"), value_rows(far, near),
         )  # fmt: skip
-        medians = [common.number(float(jnp.median(each.divergence))) for each in (far, near)]
-        said = f"Median KL(π‖ref): {medians[0]} nats far, {medians[1]} near; {number} policies."
-        parts = {"uses": uses, "values": values, "distance": said}
-        found = checks(far, near)
+        medians = [
+            common.number(float(jnp.median(measurement.divergence))) for measurement in (far, near)
+        ]
+        distances = (
+            f"Median KL(π‖ref): {medians[0]} nats far, {medians[1]} near; {number} policies."
+        )
+        parts = {"uses": uses, "values": values, "distance": distances}
+        criteria = checks(far, near)
 
     def draw() -> Figure:
         with jax.enable_x64(True):
             return figure(far)
 
-    return Result(parts, found, draw)
+    return Result(parts, criteria, draw)
 
 
 if __name__ == "__main__":

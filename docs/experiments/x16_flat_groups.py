@@ -82,7 +82,7 @@ def literal(reward: np.ndarray, eps: float, ddof: int = 1) -> np.ndarray:
     return centred(reward) / (deviation(reward, ddof) + np.float32(eps))
 
 
-def others(reward: np.ndarray) -> np.ndarray:
+def leave_one_out(reward: np.ndarray) -> np.ndarray:
     """r - mean of the others, as it is written."""
     return reward - (total(reward) - reward) / np.float32(reward.shape[1] - 1)
 
@@ -96,20 +96,20 @@ def literal_rows() -> list[list[Any]]:
         share = f"{(centred(reward) != 0).any(1).mean():.0%}"
         by_std = [np.abs(literal(reward, eps)).max() for eps in EPS]
         by_n = np.abs(literal(reward, EPS[0], 0)).max()
-        rows.append([size, share, *by_std, by_n, np.abs(others(reward)).max()])
+        rows.append([size, share, *by_std, by_n, np.abs(leave_one_out(reward)).max()])
     return rows
 
 
 def relative() -> dict[str, advantages.AdvantageTransform]:
     """Every recipe that compares the samples of a group, by default and with options."""
-    found = {}
+    recipes = {}
     for name in sorted(registry.recipes):
         for options in ({}, *OPTIONS.get(name, ())):
-            whole = advantages.build(name, options)
-            said = ", ".join(f"{key}={value}" for key, value in options.items())
-            if whole.relative:
-                found[f"{name}({said})" if said else name] = whole
-    return found
+            recipe = advantages.build(name, options)
+            option_text = ", ".join(f"{key}={value}" for key, value in options.items())
+            if recipe.relative:
+                recipes[f"{name}({option_text})" if option_text else name] = recipe
+    return recipes
 
 
 def rewards(number: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -117,7 +117,7 @@ def rewards(number: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     widest = SIZES[-1]
     size = np.append(np.repeat(SIZES, number), [widest] * MIXED)
     flat = np.arange(len(size)) < number * len(SIZES)
-    there = np.arange(widest) < size[:, None]
+    in_group = np.arange(widest) < size[:, None]
     random = np.random.default_rng(1)
     named = {}
     for name in ("accuracy", "brier", "format"):
@@ -128,37 +128,39 @@ def rewards(number: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         if name == "accuracy":
             mixed = (np.arange(widest) == np.arange(MIXED)[:, None] % widest).astype(np.float32)
         value = np.concatenate([value, mixed])
-        named[name] = np.where(there, value, np.float32(np.nan))
+        named[name] = np.where(in_group, value, np.float32(np.nan))
     return named, flat
 
 
-def alike(given: dict[str, np.ndarray], flat: np.ndarray) -> dict[str, np.ndarray]:
+def alike(arrays: dict[str, np.ndarray], flat: np.ndarray) -> dict[str, np.ndarray]:
     """Samples of flat groups that differ in nothing: then nothing may set them apart."""
-    made = {}
-    for name, value in given.items():
+    equal_arrays = {}
+    for name, value in arrays.items():
         if value.shape[:2] == (len(flat), SIZES[-1]):
             rows = flat.reshape(-1, *[1] * (value.ndim - 1))
             value = np.where(rows, value[:, :1], value)
-        made[name] = value
-    return made
+        equal_arrays[name] = value
+    return equal_arrays
 
 
 def recipe_rows(number: int = CONSTANTS) -> list[list[Any]]:
     """For each recipe: largest |A| on flat groups, share of mixed groups with a signal."""
     named, flat = rewards(number)
-    given = alike(fields(np.nan_to_num(named["accuracy"])), flat)
-    wholes = relative()
+    sample_fields = alike(fields(np.nan_to_num(named["accuracy"])), flat)
+    recipes = relative()
 
     @jax.jit
-    def run(named: Any, given: Any) -> dict[str, jax.Array]:
-        one = {"reward": named["accuracy"]}
+    def run(named: Any, sample_fields: Any) -> dict[str, jax.Array]:
+        single_reward = {"reward": named["accuracy"]}
         values = {}
-        for name, whole in wholes.items():
-            rollouts, spec = plain_rollouts(named if name == "rlcr" else one, **given)
-            values[name] = advantages.compute(whole, rollouts, whole.init(spec))[0].value
+        for name, recipe in recipes.items():
+            rollouts, spec = plain_rollouts(
+                named if name == "rlcr" else single_reward, **sample_fields
+            )
+            values[name] = advantages.compute(recipe, rollouts, recipe.init(spec))[0].value
         return values
 
-    as_arrays = jax.tree.map(jnp.asarray, (named, given))
+    as_arrays = jax.tree.map(jnp.asarray, (named, sample_fields))
     return [_row(name, value, flat) for name, value in run(*as_arrays).items()]
 
 
@@ -175,21 +177,21 @@ def sum_rows(number: int = CONSTANTS) -> list[list[Any]]:
     named = dict(zip(WEIGHTS, (pair, pair, alone), strict=True))
     named = {name: value.astype(np.float32) for name, value in named.items()}
     flat = (pair + alone == 1).all(1)
-    given = alike(fields(pair.astype(np.float32)), flat)
-    wholes = {
+    sample_fields = alike(fields(pair.astype(np.float32)), flat)
+    recipes = {
         name: advantages.build(name, {"weights": WEIGHTS, **options})
         for name, options in SUMMED.items()
     }
 
     @jax.jit
-    def run(named: Any, given: Any) -> dict[str, jax.Array]:
-        rollouts, spec = plain_rollouts(named, **given)
+    def run(named: Any, sample_fields: Any) -> dict[str, jax.Array]:
+        rollouts, spec = plain_rollouts(named, **sample_fields)
         return {
-            name: advantages.compute(whole, rollouts, whole.init(spec))[0].value
-            for name, whole in wholes.items()
+            name: advantages.compute(recipe, rollouts, recipe.init(spec))[0].value
+            for name, recipe in recipes.items()
         }
 
-    values = run(*jax.tree.map(jnp.asarray, (named, given)))
+    values = run(*jax.tree.map(jnp.asarray, (named, sample_fields)))
     return [_row(name, value, flat) for name, value in values.items()]
 
 
@@ -223,7 +225,7 @@ def figure() -> Figure:
 def run(number: int = CONSTANTS) -> Result:
     by_size, by_recipe, by_sum = literal_rows(), recipe_rows(number), sum_rows(number)
     largest = np.array([row[2:5] for row in by_size], float).max(0)
-    loud, of_sums = ([row[0] for row in rows if row[2] != 0] for rows in (by_recipe, by_sum))
+    loud, loud_sums = ([row[0] for row in rows if row[2] != 0] for rows in (by_recipe, by_sum))
     silent = [row[0] for row in by_recipe + by_sum if row[3] == "0%"]
     checks = [
         Check(
@@ -233,8 +235,8 @@ def run(number: int = CONSTANTS) -> Result:
         ),
         Check(
             f"and in {len(by_sum)} where totals of several rewards differ by rounding alone",
-            ", ".join(of_sums) or "0 in all",
-            not of_sums,
+            ", ".join(loud_sums) or "0 in all",
+            not loud_sums,
         ),
         Check("each of them gives mixed groups a signal", ", ".join(silent) or "yes", not silent),
         Check(
@@ -244,11 +246,11 @@ def run(number: int = CONSTANTS) -> Result:
         ),
     ]
     header = ["G", "not 0", *(f"eps {eps:g}" for eps in EPS), "eps 1e-08, by n", "r − others"]
-    of_recipes = ("recipe", "flat groups", "max |A| there", "mixed groups with a signal")
+    columns = ("recipe", "flat groups", "max |A| there", "mixed groups with a signal")
     parts = {
         "literal": common.table(header, by_size),
-        "recipes": common.table(of_recipes, by_recipe),
-        "sums": common.table(of_recipes, by_sum),
+        "recipes": common.table(columns, by_recipe),
+        "sums": common.table(columns, by_sum),
     }
     return Result(parts, checks, figure)
 

@@ -70,11 +70,11 @@ def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
     return Drawn(answers.scores > 0.5, level)
 
 
-def gap_of(right: np.ndarray, size: int) -> Gap:
+def estimate_gap(right: np.ndarray, size: int) -> Gap:
     """The estimates and the 99% interval of `jaxgrpo probe`."""
     correct = jnp.asarray(right.sum(1), jnp.int32)
     samples = jnp.full_like(correct, right.shape[1])
-    measured, iid, gap = (float(one) for one in jensen_gap(correct, samples, size))
+    measured, iid, gap = (float(estimate) for estimate in jensen_gap(correct, samples, size))
     influence = np.asarray(gap_influence(correct, samples, size))
     return Gap(measured, iid, gap, *studentised(gap, influence, 0.99))
 
@@ -101,38 +101,38 @@ def level_rows(drawn: Drawn) -> list[list[object]]:
     for level in np.unique(drawn.level):
         right = drawn.right[drawn.level == level]
         rate = right.mean(1)
-        flat = [gap_of(right, size).measured for size in SIZES]
+        flat = [estimate_gap(right, size).measured for size in SIZES]
         ends = [f"{share:.0%}" for share in ((rate < 0.05).mean(), (rate > 0.95).mean())]
         rows.append([int(level) - 1, len(right), float(rate.mean()), *ends, *flat])
     return rows
 
 
 def checks(gaps: Sequence[Gap], control: Sequence[Gap], twice: float) -> list[Check]:
-    made = [
+    criteria = [
         Check(
             f"measured less i.i.d. degeneracy at G = {size} is above 0, with 99% confidence",
-            f"{one.gap:.3f} ({one.low:.3f} to {one.high:.3f})",
-            one.low > 0,
+            f"{gap.gap:.3f} ({gap.low:.3f} to {gap.high:.3f})",
+            gap.low > 0,
         )
-        for size, one in zip(SIZES, gaps, strict=True)
+        for size, gap in zip(SIZES, gaps, strict=True)
     ]
-    pairs = gaps[0]
-    made.append(
+    pair_gap = gaps[0]
+    criteria.append(
         Check(
             "at G = 2 it is 2 Var p, estimated from other samples, within its interval",
             f"{twice:.3f}",
-            pairs.low <= twice <= pairs.high,
+            pair_gap.low <= twice <= pair_gap.high,
         )
     )
-    held = [one.low <= 0 <= one.high for one in control]
-    made.append(
+    contains_zero = [gap.low <= 0 <= gap.high for gap in control]
+    criteria.append(
         Check(
             "with the same answers assigned to prompts at random, each interval contains 0",
-            ", ".join(f"{one.gap:+.4f}" for one in control),
-            all(held),
+            ", ".join(f"{gap.gap:+.4f}" for gap in control),
+            all(contains_zero),
         )
     )
-    return made
+    return criteria
 
 
 def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
@@ -146,20 +146,20 @@ def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
     left.set(title="prompts by success rate", xlabel="success rate", ylabel="share of prompts")
     left.legend(fontsize=8)
     p = np.linspace(0, 1, 201)
-    for size, one, colour in zip(SIZES, gaps, ("C0", "C2", "C3"), strict=True):
+    for size, gap, colour in zip(SIZES, gaps, ("C0", "C2", "C3"), strict=True):
         middle.plot(p, p**size + (1 - p) ** size, color=colour, lw=1)
-        middle.plot([rate.mean()] * 2, [one.iid, one.measured], ":", color=colour, lw=1)
-        middle.plot(rate.mean(), one.iid, "o", color=colour, mfc="white", ms=5)
-        middle.plot(rate.mean(), one.measured, "o", color=colour, ms=5)
-        middle.text(rate.mean() + 0.03, one.measured, f"G = {size}", color=colour, va="center")
+        middle.plot([rate.mean()] * 2, [gap.iid, gap.measured], ":", color=colour, lw=1)
+        middle.plot(rate.mean(), gap.iid, "o", color=colour, mfc="white", ms=5)
+        middle.plot(rate.mean(), gap.measured, "o", color=colour, ms=5)
+        middle.text(rate.mean() + 0.03, gap.measured, f"G = {size}", color=colour, va="center")
     middle.set(title="chance of a flat group", ylim=(-0.02, 1.02))
     middle.set_xlabel("success rate; full: mean over prompts, hollow: at their mean", fontsize=8)
     places = np.arange(len(SIZES))
-    around = np.array([[one.gap - one.low, one.high - one.gap] for one in gaps]).T
-    right.bar(places - 0.2, [one.measured for one in gaps], 0.38, color="C0", label="measured")
-    right.bar(places + 0.2, [one.iid for one in gaps], 0.38, color="C1", label="i.i.d.")
+    around = np.array([[gap.gap - gap.low, gap.high - gap.gap] for gap in gaps]).T
+    right.bar(places - 0.2, [gap.measured for gap in gaps], 0.38, color="C0", label="measured")
+    right.bar(places + 0.2, [gap.iid for gap in gaps], 0.38, color="C1", label="i.i.d.")
     right.errorbar(
-        places - 0.2, [one.measured for one in gaps], around, fmt="none", ecolor="k", capsize=3
+        places - 0.2, [gap.measured for gap in gaps], around, fmt="none", ecolor="k", capsize=3
     )
     right.set(title="flat groups, 99% interval of the gap", ylim=(0, 1.02))
     right.set_xticks(places, [f"G = {size}" for size in SIZES])
@@ -172,12 +172,12 @@ def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
 def run(prompts: int = PROMPTS, samples: int = SAMPLES, **base_options: Any) -> Result:
     """Args: base_options: of `make_base.make_base`, to make a smaller base faster."""
     drawn = sample(prompts, samples, **base_options)
-    one, other = np.split(drawn.right, 2, axis=1)
-    gaps = [gap_of(one, size) for size in SIZES]
-    control = [gap_of(shuffled(one), size) for size in SIZES]
-    twice = twice_the_variance(other)
+    first_half, second_half = np.split(drawn.right, 2, axis=1)
+    gaps = [estimate_gap(first_half, size) for size in SIZES]
+    control = [estimate_gap(shuffled(first_half), size) for size in SIZES]
+    twice = twice_the_variance(second_half)
     rows = [
-        [size, gap.measured, counted(other, size), gap.iid, gap.gap,
+        [size, gap.measured, counted(second_half, size), gap.iid, gap.gap,
          f"{gap.low:.3f} to {gap.high:.3f}", gap.measured / gap.iid]
         for size, gap in zip(SIZES, gaps, strict=True)
     ]  # fmt: skip

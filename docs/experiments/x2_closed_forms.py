@@ -82,10 +82,10 @@ class Groups(NamedTuple):
     size: np.ndarray  # [N]
     values: dict[str, np.ndarray]  # name of the recipe -> advantages [N, G]
 
-    def of(self, size: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def select(self, size: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(rewards, advantages) of the groups of one size."""
-        there = self.size == size
-        return self.rewards[there, :size], self.values[name][there, :size]
+        has_size = self.size == size
+        return self.rewards[has_size, :size], self.values[name][has_size, :size]
 
 
 @functools.cache
@@ -98,13 +98,13 @@ def groups() -> Groups:
         values = {}
         for name, spec in RECIPES.items():
             recipe, options = spec if isinstance(spec, tuple) else (spec, None)
-            whole = advantages.build(recipe, options)
-            rollouts, given = plain_rollouts(rewards)
-            state = whole.init(given)
+            recipe_chain = advantages.build(recipe, options)
+            rollouts, rollout_spec = plain_rollouts(rewards)
+            state = recipe_chain.init(rollout_spec)
             if name == "ema":  # its baseline is what it remembers of an earlier batch
-                before, _ = plain_rollouts(jnp.full_like(rewards, BASELINE))
-                state = advantages.compute(whole, before, state)[1]
-            values[name] = advantages.compute(whole, rollouts, state)[0].value
+                earlier, _ = plain_rollouts(jnp.full_like(rewards, BASELINE))
+                state = advantages.compute(recipe_chain, earlier, state)[1]
+            values[name] = advantages.compute(recipe_chain, rollouts, state)[0].value
         return values
 
     values = jax.jit(run)(jnp.asarray(rewards))
@@ -147,7 +147,7 @@ def listed_signal_to_noise(game: Bandit, size: int, advantage: Callable[..., np.
     return float(square / (chance @ (gradient**2).sum(1) - square))
 
 
-def weight_checks(every: Groups) -> list[Check]:
+def weight_checks(all_groups: Groups) -> list[Check]:
     """Expected gradients against closed forms."""
     errors = {name: [] for name in RECIPES}
     split, eighth, limits = [], [], []
@@ -155,26 +155,30 @@ def weight_checks(every: Groups) -> list[Check]:
         game = bandit(rate, spread=1.0)
         direction = slope(game)
         for name in RECIPES:
-            wanted = CLOSED[name][1](size, rate) * direction
-            errors[name].append(np.abs(update(game, *every.of(size, name)) - wanted).max())
-        rewards, sign = every.of(size, "sign")
+            expected = CLOSED[name][1](size, rate) * direction
+            errors[name].append(
+                np.abs(update(game, *all_groups.select(size, name)) - expected).max()
+            )
+        rewards, sign = all_groups.select(size, "sign")
         wins = rewards.sum(1)
         fail, won = (1 - rate) ** (size - 1), rate ** (size - 1)
-        for where, wanted in (
+        for where, weight in (
             (wins == 0, fail),
             (wins == size, won),
             ((wins > 0) & (wins < size), 2 - fail - won),
         ):
-            split.append(np.abs(update(game, rewards, sign, where) - wanted * direction).max())
+            split.append(np.abs(update(game, rewards, sign, where) - weight * direction).max())
         pass_at_g = slope(game, lambda p, size=size: 1 - (1 - p) ** size)
-        all_fail = update(game, *every.of(size, "asymmetric"), wins == 0)
+        all_fail = update(game, *all_groups.select(size, "asymmetric"), wins == 0)
         eighth.append(np.abs(all_fail - COST / size * pass_at_g).max())
         climbed = slope(
             game, lambda p, size=size: sum(((1 - (1 - p) ** k) / k for k in range(2, size)), p)
         )
-        limits.append(np.abs(update(game, *every.of(size, "maxrl")) - climbed).max())
+        limits.append(np.abs(update(game, *all_groups.select(size, "maxrl")) - climbed).max())
         best = slope(game, lambda p, size=size: (1 - (1 - p) ** size) / size)
-        limits.append(np.abs(update(game, *every.of(size, "max_minus_second")) - best).max())
+        limits.append(
+            np.abs(update(game, *all_groups.select(size, "max_minus_second")) - best).max()
+        )
     return [
         below(f"expected gradients of {len(RECIPES)} advantages", [*errors.values()]),
         below("Sign, split into all-fail, all-pass and mixed groups", split),
@@ -183,21 +187,21 @@ def weight_checks(every: Groups) -> list[Check]:
     ]
 
 
-def value_checks(every: Groups) -> list[Check]:
+def value_checks(all_groups: Groups) -> list[Check]:
     """What holds group by group: pairs, the largest advantage, the probability of flat groups."""
     pairs, largest, flat = [], [], []
     game = bandit(0.3, spread=1.0, right=2, answers=4)
     for size in SIZES:
-        rewards, centred = every.of(size, "dr_grpo")
-        pairs.append(np.abs(centred - every.of(size, "contrastive_pairs")[1]).max())
-        top = [np.abs(every.of(size, name)[1]).max() for name in ("grpo", "grpo, n - 1")]
+        rewards, centred = all_groups.select(size, "dr_grpo")
+        pairs.append(np.abs(centred - all_groups.select(size, "contrastive_pairs")[1]).max())
+        top = [np.abs(all_groups.select(size, name)[1]).max() for name in ("grpo", "grpo, n - 1")]
         largest += [top[0] - math.sqrt(size - 1), top[1] - (size - 1) / math.sqrt(size)]
         wins = rewards.sum(1)
         for rate in RATES:
             chance = rate**wins * (1 - rate) ** (size - wins)
-            counted = chance @ (every.of(size, "grpo")[1] == 0).all(1)
+            counted = chance @ (all_groups.select(size, "grpo")[1] == 0).all(1)
             flat.append(counted - rate**size - (1 - rate) ** size)
-    rewards, centred = every.of(4, "dr_grpo")
+    rewards, centred = all_groups.select(4, "dr_grpo")
     drawn = np.array(list(itertools.product(range(4), repeat=4)))
     for row in drawn:
         won, score = game.right[row], game.score[row]
@@ -228,12 +232,12 @@ FAILURE_COLUMNS = ("A = r", "sign", "centred")
 CASES = ((0.02, 4), (0.1, 2), (0.1, 4), (0.3, 2), (0.3, 4), (0.5, 4), (0.9, 4))
 
 
-def noise_rows(every: Groups) -> list[list[Any]]:
+def noise_rows(all_groups: Groups) -> list[list[Any]]:
     rows = []
     for rate, size in CASES:
         game, row = bandit(rate), [str(rate), size]
         for recipe in NOISE.values():
-            rewards, advantage = every.of(size, recipe or "reinforce")
+            rewards, advantage = all_groups.select(size, recipe or "reinforce")
             advantage = advantage if recipe else rewards - rate
             row.append(signal_to_noise(game, rewards, advantage))
         rows.append(row)
@@ -244,12 +248,14 @@ WRONG_ANSWERS = (1, 2, 5, 18)
 SPREAD_RATES = (0.02, 0.1, 0.3)
 
 
-def failure_rows(every: Groups) -> list[list[Any]]:
+def failure_rows(all_groups: Groups) -> list[list[Any]]:
     """Signal to noise at G = 4 by the number of wrong answers, with one right answer."""
     rows = []
     for rate, wrong in itertools.product(SPREAD_RATES, WRONG_ANSWERS):
         game = bandit(rate, right=1, answers=1 + wrong)
-        noise = [signal_to_noise(game, *every.of(4, NOISE[name])) for name in FAILURE_COLUMNS]
+        noise = [
+            signal_to_noise(game, *all_groups.select(4, NOISE[name])) for name in FAILURE_COLUMNS
+        ]
         rows.append([str(rate), wrong, *noise, noise[1] / noise[2]])
     return rows
 
@@ -265,16 +271,16 @@ def failure_checks(rows: list[list[Any]]) -> list[Check]:
     ]  # fmt: skip
 
 
-def noise_checks(every: Groups, rows: list[list[Any]]) -> list[Check]:
+def noise_checks(all_groups: Groups, rows: list[list[Any]]) -> list[Check]:
     game = bandit(0.3, spread=1.0)
     errors = []
     for size, name in ((2, "sign"), (2, "dr_grpo"), (3, "grpo"), (3, "reinforce")):
-        rewards, advantage = every.of(size, name)
+        rewards, advantage = all_groups.select(size, name)
 
-        def look_up(given: np.ndarray, rewards=rewards, advantage=advantage) -> np.ndarray:
-            code = 2 ** np.arange(given.shape[1])
+        def look_up(group_rewards: np.ndarray, rewards=rewards, advantage=advantage) -> np.ndarray:
+            code = 2 ** np.arange(group_rewards.shape[1])
             order = np.argsort(rewards @ code)
-            return advantage[order[(given @ code).astype(int)]]
+            return advantage[order[(group_rewards @ code).astype(int)]]
 
         listed = listed_signal_to_noise(game, size, look_up)
         errors.append(signal_to_noise(game, rewards, advantage) - listed)
@@ -286,14 +292,14 @@ def noise_checks(every: Groups, rows: list[list[Any]]) -> list[Check]:
     ]  # fmt: skip
 
 
-def weight_table(every: Groups) -> str:
+def weight_table(all_groups: Groups) -> str:
     rows = []
     for name, (words, _) in CLOSED.items():
         measured = []
         for size, rate in itertools.product((2, 4, 8), (0.02, 0.5)):
             game = bandit(rate, spread=1.0)
             direction = slope(game)
-            gradient = update(game, *every.of(size, name))
+            gradient = update(game, *all_groups.select(size, name))
             measured.append(float(gradient @ direction / (direction @ direction)))
         rows.append([f"`{name}`", words, *measured])
     header = [f"G={g}, p={p}" for g, p in itertools.product((2, 4, 8), (0.02, 0.5))]
@@ -329,13 +335,17 @@ def figure(rows: list[list[Any]]) -> Figure:
 
 def run() -> Result:
     with jax.enable_x64(True):
-        every = groups()
-        rows = noise_rows(every)
-        failures = failure_rows(every)
-        checks = [*weight_checks(every), *value_checks(every), *noise_checks(every, rows)]
+        all_groups = groups()
+        rows = noise_rows(all_groups)
+        failures = failure_rows(all_groups)
+        checks = [
+            *weight_checks(all_groups),
+            *value_checks(all_groups),
+            *noise_checks(all_groups, rows),
+        ]
         checks += failure_checks(failures)
         parts = {
-            "weights": weight_table(every),
+            "weights": weight_table(all_groups),
             "noise": common.table(["p", "G", *NOISE], rows),
             "failures": common.table(
                 ["p", "wrong answers", *FAILURE_COLUMNS, "sign / centred"], failures

@@ -41,11 +41,11 @@ def find() -> dict[int, Compared]:
     """Group size -> its comparison. Makes the base, and takes the runs, that are missing."""
     if not (BASE / "config.json").exists():
         make_base.make_base(BASE)
-    found = {}
+    comparisons = {}
     for size in SIZES:
         compare.compare(f"x3_g{size}")
-        found[size] = read(experiments.load(f"x3_g{size}"))
-    return found
+        comparisons[size] = read(experiments.load(f"x3_g{size}"))
+    return comparisons
 
 
 def read(experiment: Experiment) -> Compared:
@@ -53,51 +53,51 @@ def read(experiment: Experiment) -> Compared:
     return Compared(experiment, results.read_all(experiments.make_cases(experiment)))
 
 
-def result(found: Mapping[int, Compared]) -> Result:
+def result(comparisons: Mapping[int, Compared]) -> Result:
     """What the page reports about them."""
     parts: dict[str, str] = {}
     checks: list[Check] = []
-    for size, one in found.items():
-        by_title = {section.title: section for section in report.sections(*one)}
-        answer, seen, best = list(by_title.values())[:3]
+    for size, comparison in comparisons.items():
+        by_title = {section.title: section for section in report.sections(*comparison)}
+        answer, detectable, best = list(by_title.values())[:3]
         passes, groups = by_title["pass@k before and after"], by_title["Groups in training"]
         parts |= {
-            f"answer_{size}": "\n\n".join([*answer.text, *seen.text]),
+            f"answer_{size}": "\n\n".join([*answer.text, *detectable.text]),
             f"best_{size}": _table(best),
-            f"rates_{size}": rates_table(one),
+            f"rates_{size}": rates_table(comparison),
             f"passes_{size}": _table(passes),
             f"groups_{size}": _table(groups),
-            f"ends_{size}": ends_table(one),
+            f"ends_{size}": ends_table(comparison),
         }
-        checks += checks_of(size, one)
-    parts["cost"] = cost(found)
-    return Result(parts, checks, lambda: figure(found))
+        checks += check_comparison(size, comparison)
+    parts["cost"] = cost(comparisons)
+    return Result(parts, checks, lambda: figure(comparisons))
 
 
-def checks_of(size: int, one: Compared) -> list[Check]:
+def check_comparison(size: int, comparison: Compared) -> list[Check]:
     """That everything is there. Which arm is better is not a criterion."""
-    experiment, outcomes = one
+    experiment, outcomes = comparison
     runs = [outcome for by_seed in outcomes.values() for outcome in by_seed.values()]
-    wanted = len(experiments.make_cases(experiment))
+    case_count = len(experiments.make_cases(experiment))
     finite = all(np.isfinite(run.numbers[experiment.metric]) for run in runs)
-    (sign,) = [row for row in results.at_best(*one) if row.arm == "sign"]
+    (sign,) = [row for row in results.at_best(*comparison) if row.arm == "sign"]
     assert sign.difference is not None
-    said = f"{sign.difference.value:+.4f}, corrected p = {sign.corrected:.2g}"
+    difference = f"{sign.difference.value:+.4f}, corrected p = {sign.corrected:.2g}"
     interval = np.isfinite([*sign.difference, sign.corrected or np.nan]).all()
     base = {run.case.seed: run.numbers["base/pass@1"] for run in runs}
-    same = all(run.numbers["base/pass@1"] == base[run.case.seed] for run in runs)
+    same_base = all(run.numbers["base/pass@1"] == base[run.case.seed] for run in runs)
     return [
-        Check(f"G = {size}: every run has a result", f"{len(runs)} of {wanted}",
-              finite and len(runs) == wanted),
+        Check(f"G = {size}: every run has a result", f"{len(runs)} of {case_count}",
+              finite and len(runs) == case_count),
         Check(f"G = {size}: arms start from the same base, on the same samples, in each seed",
-              f"{len(base)} seeds", same),
-        Check(f"G = {size}: sign minus grpo has an interval and p", said, bool(interval)),
+              f"{len(base)} seeds", same_base),
+        Check(f"G = {size}: sign minus grpo has an interval and p", difference, bool(interval)),
     ]  # fmt: skip
 
 
-def rates_table(one: Compared) -> str:
+def rates_table(comparison: Compared) -> str:
     """The metric of every arm at every rate, with its interval."""
-    experiment, outcomes = one
+    experiment, outcomes = comparison
     rows = []
     for arm in experiment.arms:
         values = results.arm_values(experiment, outcomes, arm, experiment.metric)
@@ -107,25 +107,32 @@ def rates_table(one: Compared) -> str:
     return common.table(head, rows)
 
 
-def ends_table(one: Compared) -> str:
+def ends_table(comparison: Compared) -> str:
     """Greedy accuracy and entropy of every arm at its best rate, means over seeds."""
     rows = []
-    for arm, runs in report.best_runs(*one).items():
-        before, after = (
+    for arm, runs in report.best_runs(*comparison).items():
+        base_accuracy, trained_accuracy = (
             np.mean([run.numbers[f"{when}/accuracy"] for run in runs]) for when in ("base", "eval")
         )
         # Of samples in live groups: a step without any has none.
         entropy = np.array([run.curves["entropy"] for run in runs])
         tenth = max(1, entropy.shape[1] // 10)
         first, last = np.nanmean(entropy[:, :tenth]), np.nanmean(entropy[:, -tenth:])
-        rows.append([arm, f"{before:.3f} → {after:.3f}", f"{first:.3f}, {last:.3f}"])
+        rows.append(
+            [arm, f"{base_accuracy:.3f} → {trained_accuracy:.3f}", f"{first:.3f}, {last:.3f}"]
+        )
     head = ["arm", "greedy accuracy, base → trained", "entropy, first and last tenth"]
     return common.table(head, rows)
 
 
-def cost(found: Mapping[int, Compared]) -> str:
+def cost(comparisons: Mapping[int, Compared]) -> str:
     """What all of it took."""
-    runs = [run for one in found.values() for by in one.outcomes.values() for run in by.values()]
+    runs = [
+        run
+        for comparison in comparisons.values()
+        for by_seed in comparison.outcomes.values()
+        for run in by_seed.values()
+    ]
     tokens, seconds = (
         sum(run.numbers[name] for run in runs) for name in ("tokens", "time/seconds")
     )
@@ -135,17 +142,17 @@ def cost(found: Mapping[int, Compared]) -> str:
     )
 
 
-def figure(found: Mapping[int, Compared]) -> Figure:
+def figure(comparisons: Mapping[int, Compared]) -> Figure:
     """A row per group size: rates, differences, reward, groups that all fail."""
-    drawing = Figure(figsize=(17, 3.6 * len(found)), layout="constrained")
-    grid = drawing.subplots(len(found), 4, squeeze=False)
-    for axes, (size, one) in zip(grid, found.items(), strict=True):
-        best = report.best_runs(*one)
-        report.by_rate(axes[0], *one)
-        report.forest(axes[1], *one)
+    drawing = Figure(figsize=(17, 3.6 * len(comparisons)), layout="constrained")
+    grid = drawing.subplots(len(comparisons), 4, squeeze=False)
+    for axes, (size, comparison) in zip(grid, comparisons.items(), strict=True):
+        best = report.best_runs(*comparison)
+        report.by_rate(axes[0], *comparison)
+        report.forest(axes[1], *comparison)
         report.curves(axes[2], best, "reward")
         report.curves(axes[3], best, "groups/all_fail")
-        metric, control = one.experiment.metric, one.experiment.control
+        metric, control = comparison.experiment.metric, comparison.experiment.control
         titles = [f"{metric} by learning rate", f"minus {control}, best rates"]
         titles += ["reward in training", "groups that all fail"]
         for each, title in zip(axes, titles, strict=True):

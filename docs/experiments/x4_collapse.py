@@ -57,29 +57,29 @@ class Threshold(NamedTuple):
     room: float  # of the free table's value over the optima; not negative
 
 
-def threshold(given: Task, numbers: Numbers, nearest: float) -> Threshold:
+def threshold(problem: Task, numbers: Numbers, nearest: float) -> Threshold:
     """b = (1 - mu_c) / (KL of the collapsed - KL of q_c), where q_c is the base: KL 0, mu its rate.
 
     From the sweep, [S] each, and KL(nearest fully valid policy || base).
     """
     success = np.asarray(numbers.success)
     jump = int(np.argmax(success > 0.5))
-    rate = float(given.rate())
-    alone = -float(given.log_base()[single_sequence(given)])
+    rate = float(problem.rate())
+    alone = -float(problem.log_base()[single_sequence(problem)])
     value = success - np.asarray(numbers.kl) / SWEEP
-    others = np.maximum(rate, 1 - min(alone, nearest) / SWEEP)
+    alternatives = np.maximum(rate, 1 - min(alone, nearest) / SWEEP)
     free = np.log(1 - rate + rate * np.exp(SWEEP)) / SWEEP
     return Threshold(
         float(SWEEP[jump - 1]),
         float(SWEEP[jump]),
         alone / (1 - rate),
         nearest / (1 - rate),
-        float((value - others).min()),
+        float((value - alternatives).min()),
         float((free - value).min()),
     )
 
 
-def pseudo_reward_errors(given: Task) -> list[float]:
+def pseudo_reward_errors(problem: Task) -> list[float]:
     """E[R grad log pi] of jaxgrpo's alpha_dpg against -(1 - alpha) grad D_alpha."""
     errors = []
     for seed, alpha in enumerate(ALPHAS):
@@ -87,16 +87,16 @@ def pseudo_reward_errors(given: Task) -> list[float]:
         part = advantages.alpha_dpg(alpha, cap=1e9, base_rate="rate")
         reward, _ = advantages.evaluate(
             advantages.chain(advantages.sum_rewards(), part),
-            given.valid[:, None] * 1.0,
+            problem.valid[:, None] * 1.0,
             behavior_logp=log_policy(logits)[:, None, None],
-            base_logp=given.log_base()[:, None, None],
+            base_logp=problem.log_base()[:, None, None],
             token_mask=jnp.ones((N, 1, 1), bool),
-            rate=jnp.full(N, given.rate()),
+            rate=jnp.full(N, problem.rate()),
         )
         weight = jnp.exp(log_policy(logits)) * reward[:, 0]
         expected = jnp.einsum("n,nsv->sv", weight, jax.jacobian(log_policy)(logits))
-        wanted = -(1 - alpha) * jax.grad(divergence)(logits, given, jnp.asarray(alpha))
-        errors.append(float(jnp.abs(expected - wanted).max()))
+        exact = -(1 - alpha) * jax.grad(divergence)(logits, problem, jnp.asarray(alpha))
+        errors.append(float(jnp.abs(expected - exact).max()))
     return errors
 
 
@@ -109,22 +109,22 @@ class Free(NamedTuple):
     shared: float  # mean success of several prompts under the beta of target_validity(.9)
 
 
-def free_table(given: Task, prompts: Task) -> Free:
+def free_table(problem: Task, prompts: Task) -> Free:
     """What the descent finds, where the policy can be anything."""
     push = np.array([0.25, 0.5, 1, 2, 3, 4, 5, 6])
     solve = jax.jit(
-        lambda given, push: descend(
-            lambda logits: kl_control(logits, given, push) * push, given.log_base(), 3000
+        lambda problem, push: descend(
+            lambda logits: kl_control(logits, problem, push) * push, problem.log_base(), 3000
         )[0]
     )
-    logits = jax.vmap(solve, (None, 0))(given, jnp.asarray(push))
-    numbers = jax.vmap(describe, (0, None))(logits, given)
-    rate, beta = given.rate(), jnp.asarray(1 / push)
+    logits = jax.vmap(solve, (None, 0))(problem, jnp.asarray(push))
+    numbers = jax.vmap(describe, (0, None))(logits, problem)
+    rate, beta = problem.rate(), jnp.asarray(1 / push)
     logp = jax.vmap(log_policy)(logits)
-    to_target = (given.target() * (given.log_target() - logp)).sum(1)
+    to_target = (problem.target() * (problem.log_target() - logp)).sum(1)
     rates = jax.vmap(Task.rate)(prompts)
-    found = advantages.target_validity(0.9, rates)
-    many = jax.vmap(solve, (0, None))(prompts, 1 / found.beta)
+    validity = advantages.target_validity(0.9, rates)
+    many = jax.vmap(solve, (0, None))(prompts, 1 / validity.beta)
     each = jax.vmap(describe)(many, prompts).success
     errors = {
         "E v = mu(b)": numbers.success - advantages.mu_of_beta(beta, rate),
@@ -138,22 +138,22 @@ def free_table(given: Task, prompts: Task) -> Free:
     )
 
 
-def policy_rows(names: list[str], numbers: Numbers, given: Task) -> list[list[Any]]:
+def policy_rows(names: list[str], numbers: Numbers, problem: Task) -> list[list[Any]]:
     """The target first, then each policy."""
-    target = np.asarray(given.target())
+    target = np.asarray(problem.target())
     met = float((target * (1 - (1 - target) ** DRAWS)).sum())
-    entropy = -float((target * given.log_target()).sum())
+    entropy = -float((target * problem.log_target()).sum())
     rows: list[list[Any]] = [
         ["p_* itself", 1.0, target.max(), int((target > 0.01).sum()), met, entropy, "–"]
     ]
     for index, name in enumerate(names):
-        one = at(numbers, index)
-        *first, kl = one._replace(frequent=int(one.frequent))
+        policy = at(numbers, index)
+        *first, kl = policy._replace(frequent=int(policy.frequent))
         rows.append([name, *first, kl])
     return rows
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     control: Numbers  # [2 tasks, len(TABLE)]
     alphas: Numbers  # [2 tasks, len(ALPHAS)]
     swept: Numbers  # [2 tasks, len(SWEEP)]
@@ -164,7 +164,7 @@ class Found(NamedTuple):
     closed: np.ndarray  # alpha 0 by descent less the closed form, success
 
 
-def find() -> Found:
+def find() -> Findings:
     tasks = stack([UNIFORM, RANDOM])
     control, reached = sweep(kl_control, tasks, TABLE)
     apart, reached_apart = sweep(divergence, tasks, ALPHAS)
@@ -179,7 +179,7 @@ def find() -> Found:
     )
     closed = [log_policy(apart[i, 0]) - log_policy(count_matched(t))
               for i, t in enumerate((UNIFORM, RANDOM))]  # fmt: skip
-    return Found(
+    return Findings(
         describe_all(control, tasks),
         describe_all(apart, tasks),
         swept,
@@ -191,11 +191,14 @@ def find() -> Found:
     )
 
 
-def checks(found: Found) -> list[Check]:
+def checks(findings: Findings) -> list[Check]:
     ten = TABLE.index(10.0)
-    top = float(found.control.top[1, ten])
-    cover = [float(each) for each in (found.alphas.coverage[1, 0], found.control.coverage[1, ten])]
-    made = [
+    top = float(findings.control.top[1, ten])
+    cover = [
+        float(coverage)
+        for coverage in (findings.alphas.coverage[1, 0], findings.control.coverage[1, ten])
+    ]
+    criteria = [
         Check("random base, 1/b = 10: one sequence has > .9", common.number(top), top > 0.9),
         Check(
             "random base: coverage at alpha = 0 is > 4 times that of KL-control at 1/b = 10",
@@ -203,50 +206,55 @@ def checks(found: Found) -> list[Check]:
             cover[0] > 4 * cover[1],
         ),
     ]
-    for name, one in zip(("uniform", "random"), found.thresholds, strict=True):
-        where = f"E v passes 1/2 from {one.before:.1f} to {one.after:.1f}"
-        near = abs(one.after / one.fully_valid - 1)
-        made += [
+    for name, jump in zip(("uniform", "random"), findings.thresholds, strict=True):
+        where = f"E v passes 1/2 from {jump.before:.1f} to {jump.after:.1f}"
+        near = abs(jump.after / jump.fully_valid - 1)
+        criteria += [
             Check(
                 f"{name} base: the jump comes before 1/b where one sequence alone must beat it",
-                f"{where}; {one.single:.2f}",
-                one.after <= one.single,
+                f"{where}; {jump.single:.2f}",
+                jump.after <= jump.single,
             ),
             Check(
                 f"{name} base: within 10% of where the nearest fully valid policy beats it",
-                f"{one.fully_valid:.2f}: {near:.0%} off",
+                f"{jump.fully_valid:.2f}: {near:.0%} off",
                 near < 0.1,
             ),
             Check(
                 f"{name} base: the optima are worth more than either, and less than the free table",
-                f"by {one.margin:.1e} and {one.room:.1e}",
-                min(one.margin, one.room) > -1e-9,
+                f"by {jump.margin:.1e} and {jump.room:.1e}",
+                min(jump.margin, jump.room) > -1e-9,
             ),
         ]
     errors = pseudo_reward_errors(RANDOM)
-    made.append(below("E[R grad log π] of alpha_dpg = −(1 − alpha) grad D_alpha", errors))
-    made.append(below("alpha = 0 by descent is the count-matched bigram", found.closed))
-    made += [below(f"free table: {name}", each) for name, each in found.free.errors.items()]
-    return made
+    criteria.append(below("E[R grad log π] of alpha_dpg = −(1 − alpha) grad D_alpha", errors))
+    criteria.append(below("alpha = 0 by descent is the count-matched bigram", findings.closed))
+    criteria += [
+        below(f"free table: {name}", differences)
+        for name, differences in findings.free.errors.items()
+    ]
+    return criteria
 
 
-def frontier_rows(found: Found) -> list[list[Any]]:
+def frontier_rows(findings: Findings) -> list[list[Any]]:
     """Coverage of each alpha beside the best of KL-control at its validity or a higher one."""
     rows: list[list[Any]] = []
     for index, name in enumerate(("uniform", "random")):
         success, coverage = (
-            np.concatenate([getattr(found.swept, of)[index], getattr(found.control, of)[index]])
-            for of in ("success", "coverage")
+            np.concatenate(
+                [getattr(findings.swept, field)[index], getattr(findings.control, field)[index]]
+            )
+            for field in ("success", "coverage")
         )
         for place, alpha in enumerate(ALPHAS):
-            one = at(found.alphas, index, place)
-            best = coverage[success >= float(one.success) - 1e-3].max()
-            rows.append([name, f"{alpha:g}", one.success, one.coverage, best])
+            policy = at(findings.alphas, index, place)
+            best = coverage[success >= float(policy.success) - 1e-3].max()
+            rows.append([name, f"{alpha:g}", policy.success, policy.coverage, best])
     return rows
 
 
-def survey_text(found: Found) -> str:
-    control, cover = found.survey
+def survey_text(findings: Findings) -> str:
+    control, cover = findings.survey
     top, ratio = np.asarray(control.top)[:, 0], np.asarray(cover.coverage / control.coverage)[:, 0]
     few = np.asarray(control.frequent)[:, 0]
     success = np.asarray(cover.success)[:, 0]
@@ -256,26 +264,29 @@ def survey_text(found: Found) -> str:
         f" Median top mass {np.median(top):.2f}; coverage at alpha = 0 is"
         f" {np.median(ratio):.1f} times that of KL-control (median;"
         f" {ratio.min():.1f} to {ratio.max():.1f}), at a validity of {np.median(success):.2f}."
-        f" The best value is reached, to 1e-4, by at least {STARTS * found.reached[0]:.0f} of"
-        f" {STARTS} starts under KL-control and {STARTS * found.reached[1]:.0f} under a divergence."
+        f" The best value is reached, to 1e-4, by at least {STARTS * findings.reached[0]:.0f} of"
+        f" {STARTS} starts under KL-control and {STARTS * findings.reached[1]:.0f} under a"
+        " divergence."
     )
 
 
-def figure(found: Found) -> Figure:
+def figure(findings: Findings) -> Figure:
     """E v and top mass over 1/b; the plane of validity and coverage; mu(b)."""
     drawing = Figure(figsize=(10.8, 3.5), layout="constrained")
     left, middle, right = drawing.subplots(1, 3)
     for index, (name, colour) in enumerate((("uniform", "C0"), ("random", "C1"))):
         left.plot(
-            SWEEP, found.swept.success[index], "o-", ms=2.5, color=colour, label=f"{name}: E v"
+            SWEEP, findings.swept.success[index], "o-", ms=2.5, color=colour, label=f"{name}: E v"
         )
-        left.plot(SWEEP, found.swept.top[index], ":", color=colour, label=f"{name}: top sequence")
-        left.axvline(found.thresholds[index].fully_valid, color=colour, lw=0.8, ls="--")
+        left.plot(
+            SWEEP, findings.swept.top[index], ":", color=colour, label=f"{name}: top sequence"
+        )
+        left.axvline(findings.thresholds[index].fully_valid, color=colour, lw=0.8, ls="--")
     left.set(xlabel="1/b", title="KL-control, bigram policy", ylim=(0, 1))
     left.text(3.02, 0.93, "dashed: predicted", fontsize=7)
     left.legend(fontsize=7, loc="center right")
     for index, (name, colour) in enumerate((("uniform", "C0"), ("random", "C1"))):
-        swept, alphas = at(found.swept, index), at(found.alphas, index)
+        swept, alphas = at(findings.swept, index), at(findings.alphas, index)
         middle.plot(swept.success, swept.coverage, ".", color=colour, label=f"{name}: KL-control")
         middle.plot(
             alphas.success, alphas.coverage, "s", ms=5, color=colour, label=f"{name}: alpha"
@@ -291,8 +302,8 @@ def figure(found: Found) -> Figure:
     right.plot(
         push, advantages.mu_of_beta(jnp.asarray(1 / push), RANDOM.rate()), "k-", label="mu(b)"
     )
-    right.plot(found.free.push, found.free.success, "o", label="free table, by descent")
-    right.plot(SWEEP, found.swept.success[1], ".", color="C1", label="bigram policy")
+    right.plot(findings.free.push, findings.free.success, "o", label="free table, by descent")
+    right.plot(SWEEP, findings.swept.success[1], ".", color="C1", label="bigram policy")
     right.set(xlabel="1/b", title="E v, random base", ylim=(0, 1.05))
     right.legend(fontsize=7)
     for axes in (left, middle, right):
@@ -302,33 +313,33 @@ def figure(found: Found) -> Figure:
 
 def run() -> Result:
     with jax.enable_x64(True):
-        found = find()
+        findings = find()
         header = ("policy", "E v", "top sequence", "valid > 1%", "coverage of p_*", "entropy",
                   "KL to base")  # fmt: skip
         names = [*(f"KL-control, 1/b = {push:g}" for push in TABLE),
                  *(f"alpha = {alpha:g}" for alpha in ALPHAS)]  # fmt: skip
-        parts = {"survey": survey_text(found)}
-        for index, (name, given) in enumerate((("uniform", UNIFORM), ("random", RANDOM))):
-            both = [at(found.control, index), at(found.alphas, index)]
-            joined = Numbers(*(jnp.concatenate(two) for two in zip(*both, strict=True)))
-            parts[name] = common.table(header, policy_rows(names, joined, given))
-        rows = zip(("uniform", "random"), found.thresholds, strict=True)
+        parts = {"survey": survey_text(findings)}
+        for index, (name, problem) in enumerate((("uniform", UNIFORM), ("random", RANDOM))):
+            halves = [at(findings.control, index), at(findings.alphas, index)]
+            joined = Numbers(*(jnp.concatenate(pair) for pair in zip(*halves, strict=True)))
+            parts[name] = common.table(header, policy_rows(names, joined, problem))
+        rows = zip(("uniform", "random"), findings.thresholds, strict=True)
         parts["thresholds"] = common.table(
             ("base", "E v < 1/2 up to 1/b =", "above from", "predicted: one sequence",
              "predicted: nearest fully valid policy"),
-            [[name, f"{one.before:.1f}", f"{one.after:.1f}", *one[2:4]] for name, one in rows],
+            [[name, f"{jump.before:.1f}", f"{jump.after:.1f}", *jump[2:4]] for name, jump in rows],
         )  # fmt: skip
         parts["frontier"] = common.table(
             ("base", "alpha", "E v", "coverage", "best of KL-control at this E v or more"),
-            frontier_rows(found),
+            frontier_rows(findings),
         )
-        made = checks(found)
+        criteria = checks(findings)
 
     def draw() -> Figure:
         with jax.enable_x64(True):
-            return figure(found)
+            return figure(findings)
 
-    return Result(parts, made, draw)
+    return Result(parts, criteria, draw)
 
 
 if __name__ == "__main__":

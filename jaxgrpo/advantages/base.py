@@ -75,8 +75,8 @@ def stateless(
     def update(
         signal: Any, state: Any, rollouts: Rollouts
     ) -> tuple[Any, Any, Mapping[str, Metric]]:
-        after, metrics = apply(signal, rollouts)
-        return after, state, metrics
+        new_signal, metrics = apply(signal, rollouts)
+        return new_signal, state, metrics
 
     return AdvantageTransform(
         *(name, init, update, needs, kind, levels, relative),
@@ -86,9 +86,9 @@ def stateless(
     )
 
 
-def of_either(made: Callable[[bool], AdvantageTransform]) -> AdvantageTransform:
-    """`made(False)`, which behind a step that shrinks the gradient becomes `made(True)`."""
-    return made(False)._replace(shrunk=made(True))
+def with_shrunk_form(build: Callable[[bool], AdvantageTransform]) -> AdvantageTransform:
+    """`build(False)`, which behind a step that shrinks the gradient becomes `build(True)`."""
+    return build(False)._replace(shrunk=build(True))
 
 
 def transform(
@@ -156,8 +156,8 @@ def read_field(
                     f"{name}: {field} has shape {value.shape}, expected {axes} = {shape}"
                 )
             return value
-    known = {*rollouts.fields, *rollouts.rewards}
-    raise NotGiven(field, f"{name} needs the field {field!r}: {suggest(field, known)}")
+    readable_names = {*rollouts.fields, *rollouts.rewards}
+    raise NotGiven(field, f"{name} needs the field {field!r}: {suggest(field, readable_names)}")
 
 
 def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> Any:
@@ -178,10 +178,10 @@ def check(where: str, expected: str, fits: Callable[[Any], bool], **options: Any
         if value is None or callable(value):
             continue
         try:
-            right = fits(value)
+            is_valid = fits(value)
         except TypeError:  # a text where a number belongs
-            right = False
-        if not right:
+            is_valid = False
+        if not is_valid:
             raise InputError(f"{where}: {option} = {value!r}, expected {expected}")
 
 
@@ -195,9 +195,9 @@ def check_share(where: str, **options: Scheduled | None) -> None:
     check(where, "a number in [0, 1]", lambda value: 0 <= value <= 1, **options)
 
 
-def check_choice(where: str, known: Sequence[str], **options: str) -> None:
+def check_choice(where: str, choices: Sequence[str], **options: str) -> None:
     """Refuses words that are not among the known ones."""
-    check(where, f"one of {', '.join(known)}", lambda value: value in known, **options)
+    check(where, f"one of {', '.join(choices)}", lambda value: value in choices, **options)
 
 
 def share_left(mask: Array, dtype: Any) -> Array:
@@ -220,12 +220,14 @@ def share_left(mask: Array, dtype: Any) -> Array:
 
 def keep_groups(signal: Signal, keep: Array, **metrics: Metric) -> tuple[Signal, Metrics]:
     """Masks groups but those of `keep` [P, 1]; reports their share of the groups with a sample."""
-    gone = mean(~keep, signal.mask.any(axis=1, keepdims=True))
+    masked_share = mean(~keep, signal.mask.any(axis=1, keepdims=True))
     masked = dataclasses.replace(signal, mask=signal.mask & keep)
-    return masked, {"masked_groups": gone, **metrics}
+    return masked, {"masked_groups": masked_share, **metrics}
 
 
-def row_state(where: str, instead: str, *names: str) -> Callable[[RolloutSpec], dict[str, Array]]:
+def row_state(
+    where: str, alternative: str, *names: str
+) -> Callable[[RolloutSpec], dict[str, Array]]:
     """The `init` of a part that keeps a number for every row of the data set under each name.
 
     It raises InputError on a stream, which has no rows that return, and says what to take instead.
@@ -235,19 +237,22 @@ def row_state(where: str, instead: str, *names: str) -> Callable[[RolloutSpec], 
         if spec.num_rows is None:
             raise InputError(
                 f"{where} remembers every row of the data set, but this is a stream whose rows do"
-                f" not return: {instead}"
+                f" not return: {alternative}"
             )
         return {name: jnp.zeros(spec.num_rows, jnp.result_type(float)) for name in names}
 
     return init
 
 
-def add_at_rows(state: Mapping[str, Array], row: Array, **new: Array) -> dict[str, Array]:
+def add_at_rows(state: Mapping[str, Array], row: Array, **increments: Array) -> dict[str, Array]:
     """The state of `row_state` with numbers [P] added to the rows of the prompts."""
-    return {name: old.at[row].add(new[name].astype(old.dtype)) for name, old in state.items()}
+    return {
+        name: numbers.at[row].add(increments[name].astype(numbers.dtype))
+        for name, numbers in state.items()
+    }
 
 
-def needs_of(*names: str | None) -> frozenset[str]:
+def needed_fields(*names: str | None) -> frozenset[str]:
     """The `needs` of a step that reads the rewards or fields that are named."""
     return frozenset(name for name in names if name is not None)
 

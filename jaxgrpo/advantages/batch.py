@@ -99,9 +99,9 @@ def whiten_batch(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         near, above, variance, flat, zero_groups = _moments(signal, ddof, include_flat)
-        added = base.at_step(eps, rollouts, above.dtype)
+        eps_value = base.at_step(eps, rollouts, above.dtype)
         std = jnp.sqrt(variance)
-        divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
+        divisor = std + eps_value if eps_in == "std" else jnp.sqrt(variance + eps_value)
         divisor = jnp.where(flat | ~(divisor > 0), jnp.inf, divisor)
         silent = {"zeros": signal.value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
         white = jnp.where(silent, 0, ((stats.widen(signal.value) - near) - above) / divisor)
@@ -130,27 +130,27 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
         # Kept in memory: widened once more inside each sum they would cost more than the sums.
         value, mask = jax.lax.optimization_barrier((value, mask))
     axes = tuple(range(1, value.ndim))
-    row = _of_tokens(value, mask) if value.ndim == 3 else stats.summary(value, mask)
-    low, high = row.low.min(axes, keepdims=True), row.high.max(axes, keepdims=True)
-    number = row.count.sum(axes, keepdims=True, dtype=jnp.int32)
+    rows = _summarize_tokens(value, mask) if value.ndim == 3 else stats.summary(value, mask)
+    low, high = rows.low.min(axes, keepdims=True), rows.high.max(axes, keepdims=True)
+    number = rows.count.sum(axes, keepdims=True, dtype=jnp.int32)
     live = jnp.ones_like(mask, shape=number.shape)
     if not include_flat:
         live = (low != high) & (number > 1)
     lowest, highest = jnp.where(live, low, jnp.inf).min(), jnp.where(live, high, -jnp.inf).max()
     near = stats.anchor(lowest, highest)
-    above = (row.near - near) + row.above
-    total = jnp.where(live, above * row.count.astype(value.dtype), 0).sum(axes).sum()
-    counted = jnp.where(live, number, 0).sum(dtype=jnp.int32)
-    above = total / jnp.maximum(counted, 1).astype(value.dtype)
+    above = (rows.near - near) + rows.above
+    total = jnp.where(live, above * rows.count.astype(value.dtype), 0).sum(axes).sum()
+    live_count = jnp.where(live, number, 0).sum(dtype=jnp.int32)
+    above = total / jnp.maximum(live_count, 1).astype(value.dtype)
     squares = jnp.where(mask & live, jnp.square((value - near) - above), 0)
     squares = squares.sum(-1, keepdims=True).sum(axes).sum()
-    degrees = jnp.maximum(counted - ddof, 1).astype(value.dtype)
-    flat = (lowest == highest) | (counted < 2)
+    degrees = jnp.maximum(live_count - ddof, 1).astype(value.dtype)
+    flat = (lowest == highest) | (live_count < 2)
     zero = (number == 0) | ((low == 0) & (high == 0))
     return _Moments(near, above, squares / degrees, flat, zero)
 
 
-def _of_tokens(value: Array, mask: Array) -> stats.Summary:
+def _summarize_tokens(value: Array, mask: Array) -> stats.Summary:
     """As `stats.summary` of each sample's tokens, but low and high may include 0 if they differ.
 
     Values are 0 where masked, and CPUs reduce without a mask several times as fast as with one.

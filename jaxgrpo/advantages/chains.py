@@ -71,12 +71,12 @@ def chain(
 
 
 def extend(
-    whole: AdvantageTransform,
+    base_chain: AdvantageTransform,
     *transforms: AdvantageTransform | Callable[[Signal, Rollouts], Signal],
 ) -> AdvantageTransform:
     """A chain with further steps at its end, under its own name; its steps keep theirs."""
-    steps = [step for _, step in whole.steps] or [whole]
-    return chain(*steps, *transforms, name=whole.name) if transforms else whole
+    steps = [step for _, step in base_chain.steps] or [base_chain]
+    return chain(*steps, *transforms, name=base_chain.name) if transforms else base_chain
 
 
 def start(rollouts: Rollouts) -> Streams:
@@ -103,17 +103,17 @@ def start(rollouts: Rollouts) -> Streams:
 
 
 def compute(
-    whole: AdvantageTransform, rollouts: Rollouts, state: Any = None
+    recipe: AdvantageTransform, rollouts: Rollouts, state: Any = None
 ) -> tuple[Signal, Any, Metrics]:
     """Runs a chain on rollouts: rewards -> (signal, state after, metrics).
 
     Args:
-      whole: a chain or recipe; a single transform is run as a chain of one.
+      recipe: a chain or recipe; a single transform is run as a chain of one.
       state: what the call before returned; None starts empty, for parts that remember no rows
-        (begin those with `whole.init(spec_of(rollouts, num_rows))`).
+        (begin those with `recipe.init(spec_of(rollouts, num_rows))`).
     """
-    whole, state = _begin(whole, rollouts, state)
-    signal, state, metrics = whole.update(start(rollouts), state, rollouts)
+    recipe, state = _begin(recipe, rollouts, state)
+    signal, state, metrics = recipe.update(start(rollouts), state, rollouts)
     return signal, state, dict(metrics)
 
 
@@ -125,20 +125,20 @@ class Stage(NamedTuple):
     metrics: Metrics
 
 
-def trace(whole: AdvantageTransform, rollouts: Rollouts, state: Any = None) -> list[Stage]:
+def trace(recipe: AdvantageTransform, rollouts: Rollouts, state: Any = None) -> list[Stage]:
     """As `compute`, and every stage on the way: the rewards first, then what each step left.
 
     For looking at: `jaxgrpo advantages NAME --rewards 1,0,0,0` prints it.
     """
-    whole, state = _begin(whole, rollouts, state)
+    recipe, state = _begin(recipe, rollouts, state)
     rewards = start(rollouts)
-    after = _walk(whole.name, whole.steps, rewards, state, rollouts)
-    stages = [Stage(key, signal, dict(metrics)) for key, signal, _, metrics in after]
+    results = _walk(recipe.name, recipe.steps, rewards, state, rollouts)
+    stages = [Stage(key, signal, dict(metrics)) for key, signal, _, metrics in results]
     return [Stage("rewards", rewards, {}), *stages]
 
 
 def trace_shapes(
-    whole: AdvantageTransform, spec: RolloutSpec, fields: Mapping[str, Any] | None = None
+    recipe: AdvantageTransform, spec: RolloutSpec, fields: Mapping[str, Any] | None = None
 ) -> None:
     """Runs a chain on shapes, as a step compiles it.
 
@@ -148,21 +148,23 @@ def trace_shapes(
 
     Raises: InputError where own code fails, or cannot be compiled.
     """
-    whole = whole if whole.steps else chain(whole)
+    recipe = recipe if recipe.steps else chain(recipe)
 
     def run(rollouts: Rollouts, state: Any) -> Any:
-        signal, after, metrics = whole.update(start(rollouts), state, rollouts)
+        signal, new_state, metrics = recipe.update(start(rollouts), state, rollouts)
         if signal.value.ndim == 3 and signal.value.shape != rollouts.token_mask.shape:
             raise InputError(
-                f"{whole.name} ends with values of shape {signal.value.shape}, expected [P, G] or "
+                f"{recipe.name} ends with values of shape {signal.value.shape}, expected [P, G] or "
                 f"[P, G, T] = {rollouts.token_mask.shape}"
             )
-        return signal, after, metrics
+        return signal, new_state, metrics
 
-    jax.eval_shape(run, _shapes_of(spec, whole.needs, fields or {}), whole.init(spec))
+    jax.eval_shape(run, _rollout_shapes(spec, recipe.needs, fields or {}), recipe.init(spec))
 
 
-def _shapes_of(spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, Any]) -> Rollouts:
+def _rollout_shapes(
+    spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, Any]
+) -> Rollouts:
     """The shapes of the rollouts of a step, with the fields that a chain needs."""
     prompts, samples, width, length = spec[:4]
 
@@ -175,8 +177,8 @@ def _shapes_of(spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, An
         "answer_mask": array(jnp.bool_, length),
         "masked_answer_logp": array(real, length),
     }
-    scored: dict[str, Any] = {name: array(real, *tokens) for name in FIELDS} | answers
-    brought: dict[str, Any] = {
+    model_fields: dict[str, Any] = {name: array(real, *tokens) for name in FIELDS} | answers
+    data_fields: dict[str, Any] = {
         name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])
         for name, value in fields.items()
     }
@@ -193,7 +195,7 @@ def _shapes_of(spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, An
         rewards={name: array(real, samples) for name in spec.rewards},
         truncated=array(jnp.bool_, samples),
         policy_version=array(whole_number, samples),
-        fields={name: scored[name] for name in needs & scored.keys()} | brought,
+        fields={name: model_fields[name] for name in needs & model_fields.keys()} | data_fields,
     )
 
 
@@ -217,21 +219,23 @@ def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:
     )
 
 
-def _begin(whole: AdvantageTransform, rollouts: Rollouts, state: Any) -> tuple[Any, Any]:
+def _begin(recipe: AdvantageTransform, rollouts: Rollouts, state: Any) -> tuple[Any, Any]:
     """A transform as a chain, and its first state if there is none."""
-    whole = whole if whole.steps else chain(whole)
-    return whole, whole.init(spec_of(rollouts)) if state is None else state
+    recipe = recipe if recipe.steps else chain(recipe)
+    return recipe, recipe.init(spec_of(rollouts)) if state is None else state
 
 
 def _run(
     name: str, steps: Steps, signal: Any, state: Any, rollouts: Rollouts
 ) -> tuple[Signal, Any, Metrics]:
-    after: dict[str, Any] = {}
+    new_state: dict[str, Any] = {}
     metrics: Metrics = {}
-    for key, left, after[key], reported in _walk(name, steps, signal, state, rollouts):
-        signal = left
-        metrics |= {f"{key}/{metric}": value for metric, value in reported.items()}
-    return jax.lax.stop_gradient((_single(name, signal), after, metrics))
+    for key, step_signal, new_state[key], step_metrics in _walk(
+        name, steps, signal, state, rollouts
+    ):
+        signal = step_signal
+        metrics |= {f"{key}/{metric}": value for metric, value in step_metrics.items()}
+    return jax.lax.stop_gradient((_single(name, signal), new_state, metrics))
 
 
 def _walk(
@@ -246,14 +250,14 @@ def _walk(
         for field in sorted(step.needs):
             base.read_field(key, field, rollouts)
         _check_level(key, step, signal, widened_by)
-        before = signal
+        input_signal = signal
         with explaining_own_code(key), _explaining_fields(key, rollouts):
-            signal, after, reported = step.update(before, state[key], rollouts)
-        signal, reported = _settle(key, before, signal), as_metrics(key, reported)
-        rank = before.value.ndim if isinstance(before, Signal) else 2
+            signal, new_state, step_metrics = step.update(input_signal, state[key], rollouts)
+        signal, step_metrics = _settle(key, input_signal, signal), as_metrics(key, step_metrics)
+        rank = input_signal.value.ndim if isinstance(input_signal, Signal) else 2
         if isinstance(signal, Signal) and signal.value.ndim > rank:
             widened_by = key
-        yield key, signal, after, reported
+        yield key, signal, new_state, step_metrics
 
 
 @contextlib.contextmanager
@@ -316,15 +320,15 @@ def _shrunk(name: str, steps: Steps) -> AdvantageTransform | None:
 
 def _check_order(name: str, steps: Steps) -> None:
     """Refuses a step on streams behind one that made, or took, a single signal."""
-    made_one = None
+    signal_step = None
     for key, step in steps:
-        if step.kind != "signal->signal" and made_one is not None:
+        if step.kind != "signal->signal" and signal_step is not None:
             raise InputError(
-                f"{name}: {key} takes the reward streams, but {made_one} before it has one signal:"
-                f" put {key} before {made_one}"
+                f"{name}: {key} takes the reward streams, but {signal_step} before it has one"
+                f" signal: put {key} before {signal_step}"
             )
-        if step.kind != "streams->streams" and made_one is None:
-            made_one = key
+        if step.kind != "streams->streams" and signal_step is None:
+            signal_step = key
 
 
 def _check_single(name: str, rewards: tuple[str, ...]) -> None:
@@ -346,16 +350,16 @@ def _single(name: str, signal: Any) -> Signal:
 def _check_state(name: str, steps: Steps, state: Any) -> None:
     names = [key for key, _ in steps]
     if not isinstance(state, Mapping) or set(state) != set(names):
-        given = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise InputError(
-            f"{name} has the steps {names} but was given state of {given}: use the state that its"
+            f"{name} has the steps {names} but was given state of {keys}: use the state that its"
             " own init(spec) or last update returned"
         )
 
 
 def _check_level(key: str, step: AdvantageTransform, signal: Any, widened_by: str) -> None:
-    for one in [signal] if isinstance(signal, Signal) else signal.values():
-        shape = one.value.shape
+    for stream in [signal] if isinstance(signal, Signal) else signal.values():
+        shape = stream.value.shape
         if len(shape) in step.levels:
             continue
         if len(shape) == 3:
@@ -369,33 +373,36 @@ def _check_level(key: str, step: AdvantageTransform, signal: Any, widened_by: st
         )
 
 
-def _settle(key: str, before: Any, after: Any) -> Any:
+def _settle(key: str, input_signal: Any, output_signal: Any) -> Any:
     """What a step returned, with masks that only shrink and 0 where masked."""
-    if not isinstance(after, Signal):
-        if not isinstance(after, dict):
+    if not isinstance(output_signal, Signal):
+        if not isinstance(output_signal, dict):
             raise InputError(
-                f"{key} returned {type(after).__name__}, expected a Signal: return"
+                f"{key} returned {type(output_signal).__name__}, expected a Signal: return"
                 " dataclasses.replace(signal, value=...)"
             )
         return {
-            name: _settle(key, before.get(name, stream), stream) for name, stream in after.items()
+            name: _settle(key, input_signal.get(name, stream), stream)
+            for name, stream in output_signal.items()
         }
-    if after.value.shape != after.mask.shape:
+    if output_signal.value.shape != output_signal.mask.shape:
         raise InputError(
-            f"{key} returned value {after.value.shape} and mask {after.mask.shape}:"
+            f"{key} returned value {output_signal.value.shape} and mask {output_signal.mask.shape}:"
             " they must have the same shape"
         )
-    value, mask = after.value, after.mask.astype(bool)
+    value, mask = output_signal.value, output_signal.mask.astype(bool)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         # Ranks or truth values: statistics of them are no whole numbers.
-        floating = before.value.dtype if isinstance(before, Signal) else jnp.result_type(float)
+        floating = (
+            input_signal.value.dtype if isinstance(input_signal, Signal) else jnp.result_type(float)
+        )
         value = value.astype(floating)
-    if isinstance(before, Signal):
-        shape = before.mask.shape
-        if after.value.shape[: len(shape)] != shape:
+    if isinstance(input_signal, Signal):
+        shape = input_signal.mask.shape
+        if output_signal.value.shape[: len(shape)] != shape:
             raise InputError(
-                f"{key} turned values {shape} into {after.value.shape}: a step keeps [P, G], or"
-                " widens it to [P, G, T]"
+                f"{key} turned values {shape} into {output_signal.value.shape}: a step keeps"
+                " [P, G], or widens it to [P, G, T]"
             )
-        mask = mask & before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
+        mask = mask & input_signal.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
     return Signal(value=jnp.where(mask, value, 0), mask=mask)

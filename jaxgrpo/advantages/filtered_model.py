@@ -144,12 +144,14 @@ def log_odds_of_base(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
     -inf where the base cannot say it. Not known: what is NaN, and a log pi that is not finite.
     """
     tokens = base.read(name, rollouts, "token_mask").astype(bool)
-    of_base = stats.widen(base.read_field(name, "base_logp", rollouts))
-    policy = stats.widen(base.read(name, rollouts, "behavior_logp"))
-    dtype = jnp.promote_types(of_base.dtype, policy.dtype)
-    totals = reduce(*(summed(logp.astype(dtype), tokens) for logp in (of_base, policy)), axis=-1)
-    of_base, policy = (total[..., 0] for total in totals)
-    return of_base - policy, ~jnp.isnan(of_base) & jnp.isfinite(policy)
+    base_logp = stats.widen(base.read_field(name, "base_logp", rollouts))
+    policy_logp = stats.widen(base.read(name, rollouts, "behavior_logp"))
+    dtype = jnp.promote_types(base_logp.dtype, policy_logp.dtype)
+    totals = reduce(
+        *(summed(logp.astype(dtype), tokens) for logp in (base_logp, policy_logp)), axis=-1
+    )
+    base_logp, policy_logp = (total[..., 0] for total in totals)
+    return base_logp - policy_logp, ~jnp.isnan(base_logp) & jnp.isfinite(policy_logp)
 
 
 def mu_of_beta(beta: Any, base_rate: Any) -> Array:
@@ -221,8 +223,8 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
 
     Raises: InputError on a number outside (0, 1).
 
-    >>> found = target_validity(0.9, jnp.array([0.0, 0.2, 0.6]))
-    >>> round(float(found.mu[1:].mean()), 5), int(found.left_out)
+    >>> validity = target_validity(0.9, jnp.array([0.0, 0.2, 0.6]))
+    >>> round(float(validity.mu[1:].mean()), 5), int(validity.left_out)
     (0.9, 1)
     """
     if isinstance(target, float | int):
@@ -234,9 +236,9 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
     def rate(push: Array) -> Array:
         return jnp.where(able, _tilted(rates, push), 0).sum() / number
 
-    logits, wanted = _logit(rates), _logit(target)
+    logits, target_logit = _logit(rates), _logit(target)
     # Pushed as far, the weakest base that is able succeeds at the target, and the others above it.
-    far = jnp.maximum(wanted - jnp.where(able, logits, jnp.inf).min(initial=jnp.inf), 0)
+    far = jnp.maximum(target_logit - jnp.where(able, logits, jnp.inf).min(initial=jnp.inf), 0)
 
     def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -244,8 +246,8 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
         enough = rate(middle) >= target
         return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
-    finite = jnp.where(jnp.isfinite(far), far, 0)
-    low, high = lax.fori_loop(0, _HALVINGS, halve, (jnp.zeros_like(finite), finite))
+    farthest = jnp.where(jnp.isfinite(far), far, 0)
+    low, high = lax.fori_loop(0, _HALVINGS, halve, (jnp.zeros_like(farthest), farthest))
     push = low + (high - low) / 2
     untilted = jnp.where(able, rates, 0).sum() / number
     push = jnp.where((untilted >= target) | ~able.any(), 0, push)
@@ -269,8 +271,8 @@ def _towards(
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         signal, success, refused = successes(name, signal, threshold, rollouts)
-        log_odds, known = log_odds_of_base(name, rollouts)
-        mask = signal.mask & known
+        log_odds, has_odds = log_odds_of_base(name, rollouts)
+        mask = signal.mask & has_odds
         if base_rate:
             mask = mask & jnp.isfinite(base_rates(name, base_rate, rollouts, log_odds))
         supported = success & (log_odds > -jnp.inf)
@@ -279,9 +281,9 @@ def _towards(
         raw = pseudo_reward(log_weight - log_z, rollouts)
         reward = jnp.where(mask, jnp.minimum(raw, cap), 0)
         number = stats.count(mask)
-        others = (number - 1).astype(reward.dtype)
-        left_out = (reward.sum(1, keepdims=True) - reward) / jnp.maximum(others, 1)
-        value = jnp.where(number > 1, reward - left_out, reward)
+        other_count = (number - 1).astype(reward.dtype)
+        leave_one_out_mean = (reward.sum(1, keepdims=True) - reward) / jnp.maximum(other_count, 1)
+        value = jnp.where(number > 1, reward - leave_one_out_mean, reward)
         value = jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)
         metrics = {
             "z": mean(jnp.exp(log_z), number > 0),
@@ -292,7 +294,7 @@ def _towards(
         signal = Signal(value=value.astype(signal.value.dtype), mask=mask)
         return signal, state, metrics
 
-    needs = base.needs_of("base_logp", base_rate)
+    needs = base.needed_fields("base_logp", base_rate)
     return AdvantageTransform(name, init, update, needs, levels=(2,))
 
 
@@ -308,8 +310,8 @@ def _estimator(
     find(f"{name} z", z, dict.fromkeys(_ESTIMATES))
     base.check(name, "a success rate in (0, 1]", lambda floor: 0 < floor <= 1, floor=floor)
     running = z == "running" and not base_rate
-    instead = "take z = 'group', or a data set"
-    rows = base.row_state(f"{name}: z = 'running'", instead, "total", "count")
+    alternative = "take z = 'group', or a data set"
+    rows = base.row_state(f"{name}: z = 'running'", alternative, "total", "count")
 
     def estimate(
         log_weight: Array, mask: Array, state: State, rollouts: Rollouts
@@ -333,8 +335,8 @@ def _estimator(
 
 def _wide(*values: Any) -> tuple[Array, ...]:
     """Arrays of one dtype: the widest of those given as arrays, at least float32."""
-    given = [value.dtype for value in values if hasattr(value, "dtype")]
-    dtype = accumulate_dtype(jnp.result_type(float, *given))
+    dtypes = [value.dtype for value in values if hasattr(value, "dtype")]
+    dtype = accumulate_dtype(jnp.result_type(float, *dtypes))
     return tuple(jnp.asarray(value).astype(dtype) for value in values)
 
 
@@ -351,8 +353,8 @@ def _tilted(rate: Array, push: Array) -> Array:
 
 def _deviance(x: Array, m: Array, gap: Array) -> Array:
     """x log(x / m) + m - x >= 0, gap = x - m; by a series where they are near (Loader 2000)."""
-    both = jnp.where(x + m > 0, x + m, 1)
-    ratio = gap / both
+    total = jnp.where(x + m > 0, x + m, 1)
+    ratio = gap / total
     square = ratio * ratio
     series = jnp.zeros_like(ratio)
     for term in range(_TERMS, 0, -1):

@@ -73,9 +73,9 @@ def divide_by_group_std(
 
     def divided(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
         std = jnp.sqrt(stats.variance(value, mask, ddof=ddof, about=group))
-        added = base.at_step(eps, rollouts, value.dtype)
+        eps_value = base.at_step(eps, rollouts, value.dtype)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
-        divisor = jnp.where(group.flat, 1 + added, std + added)
+        divisor = jnp.where(group.flat, 1 + eps_value, std + eps_value)
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
         return value / divisor
 
@@ -219,9 +219,9 @@ def max_minus_second() -> AdvantageTransform:
         value, mask = stats.widen(signal.value), signal.mask
         group = stats.summary(value, mask)
         first = mask & (value == group.high)
-        others = stats.summary(value, mask & ~first)
-        alone = (group.count == others.count + 1) & (group.count > 1)
-        ahead = group.high - jnp.where(alone, others.high, group.high)
+        runners_up = stats.summary(value, mask & ~first)
+        alone = (group.count == runners_up.count + 1) & (group.count > 1)
+        ahead = group.high - jnp.where(alone, runners_up.high, group.high)
         return base.with_value(signal, jnp.where(alone & first, ahead, 0)), {}
 
     return base.stateless("max_minus_second", apply, levels=(2,), relative=True)
@@ -306,27 +306,27 @@ def contrastive_pairs() -> AdvantageTransform:
 
 def _unless_flat(
     name: str,
-    of_group: Callable[[Array, Array, stats.Summary, Rollouts], Array],
+    formula: Callable[[Array, Array, stats.Summary, Rollouts], Array],
     singleton: str = "zero",
     scales: bool = False,
 ) -> AdvantageTransform:
-    """The part that gives exactly 0 in flat groups, and what `of_group` gives in the others.
+    """The part that gives exactly 0 in flat groups, and what `formula` gives in the others.
 
     Args:
-      of_group: (value in at least float32, mask, summary of the groups, rollouts) -> value.
+      formula: (value in at least float32, mask, summary of the groups, rollouts) -> value.
       singleton: what a group with one unmasked sample gets: "zero", or "raw": the sample's value,
-        or what `of_group` gives if it `scales`.
+        or what `formula` gives if it `scales`.
     """
     base.check_choice(name, _SINGLETONS, singleton=singleton)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         group = stats.summary(signal.value, signal.mask)
         value = stats.widen(signal.value)
-        made = of_group(value, signal.mask, group, rollouts)
-        after = jnp.where(group.flat, 0, made)
+        advantage = formula(value, signal.mask, group, rollouts)
+        new_value = jnp.where(group.flat, 0, advantage)
         if singleton == "raw":
-            after = jnp.where(group.count == 1, made if scales else value, after)
-        return base.with_value(signal, after), {}
+            new_value = jnp.where(group.count == 1, advantage if scales else value, new_value)
+        return base.with_value(signal, new_value), {}
 
     return base.stateless(name, apply, levels=(2,), relative=True)
 
@@ -347,7 +347,7 @@ def _leave_one_out(success: Array, mask: Array, k: int, dtype: Any) -> Array:
     losses = number - wins
     # C(n - c, k) / C(n, k), the chance that k of them all fail, factor by factor.
     drawn = jnp.arange(k, dtype=dtype)[None, :]
-    left = jnp.maximum(losses - drawn, 0) / jnp.maximum(number - drawn, 1)
-    gain = number * k * left.prod(axis=1, keepdims=True) / jnp.maximum(number - k, 1)
+    failure_chances = jnp.maximum(losses - drawn, 0) / jnp.maximum(number - drawn, 1)
+    gain = number * k * failure_chances.prod(axis=1, keepdims=True) / jnp.maximum(number - k, 1)
     value = jnp.where(success, gain, -gain * wins / jnp.maximum(losses, 1))
     return jnp.where((number > k) & (wins > 0), value, 0)

@@ -60,22 +60,22 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     Source: KL-shaped rewards, Ziegler et al. 2019, arXiv 1909.08593. The baseline is ours.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "reference_logp": [[[-2.0, -2.0]]]}
-    >>> given["token_mask"] = [[[True, True]]]
-    >>> evaluate(add_kl_return(0.5), [[1.0]], **given)[0].tolist()
+    >>> fields = {"trainer_logp": [[[-1.0, -1.0]]], "reference_logp": [[[-2.0, -2.0]]]}
+    >>> fields["token_mask"] = [[[True, True]]]
+    >>> evaluate(add_kl_return(0.5), [[1.0]], **fields)[0].tolist()
     [[[0.0, 0.5]]]
     """
     base.check_at_least("add_kl_return", 0, beta=beta)
-    needs = base.needs_of("trainer_logp", f"{reference}_logp")
+    needs = base.needed_fields("trainer_logp", f"{reference}_logp")
 
-    def made(shrunk: bool) -> AdvantageTransform:
+    def build(shrunk: bool) -> AdvantageTransform:
         def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
             charge = base.at_step(beta, rollouts, jnp.result_type(float))
             return _charged("add_kl_return", charge, reference, signal, rollouts, shrunk)
 
         return base.stateless("add_kl_return", apply, needs=needs)
 
-    return base.of_either(made)
+    return base.with_shrunk_form(build)
 
 
 def add_kl_return_for_validity(
@@ -120,14 +120,18 @@ def add_kl_return_for_validity(
     [[[1.0], [0.0]]]
     """
     _check_target(target_validity, max_beta)
-    rates = partial(_given, base_rate) if base_rate else partial(_measured, reward, threshold)
-    needs = base.needs_of("trainer_logp", "base_logp", reward, base_rate)
+    rates = (
+        partial(_rates_from_field, base_rate)
+        if base_rate
+        else partial(_rates_from_samples, reward, threshold)
+    )
+    needs = base.needed_fields("trainer_logp", "base_logp", reward, base_rate)
 
-    def made(shrunk: bool) -> AdvantageTransform:
+    def build(shrunk: bool) -> AdvantageTransform:
         update = partial(_update, rates, target_validity, max_beta, shrunk)
         return AdvantageTransform(_NAME, partial(_init, reward), update, needs)
 
-    return base.of_either(made)
+    return base.with_shrunk_form(build)
 
 
 def _check_target(target_validity: Scheduled, max_beta: float) -> None:
@@ -142,8 +146,8 @@ def _init(reward: str | None, spec: RolloutSpec) -> dict[str, Array]:
             f"{_NAME}: there are {len(spec.rewards)} rewards ({', '.join(spec.rewards)}):"
             " name the one that says what is valid, reward=..."
         )
-    instead = "train on a data set of known size, or take add_kl_return(beta)"
-    return base.row_state(_NAME, instead, "total", "count")(spec)
+    alternative = "train on a data set of known size, or take add_kl_return(beta)"
+    return base.row_state(_NAME, alternative, "total", "count")(spec)
 
 
 def _update(
@@ -156,38 +160,38 @@ def _update(
     rollouts: Rollouts,
 ) -> tuple[Signal, dict[str, Array], Metrics]:
     """Args: rates: what these samples add to the state, [P] each, and metrics."""
-    new, refused = rates(rollouts)
-    state = base.add_at_rows(state, base.read(_NAME, rollouts, "row"), **new)
+    increments, refused = rates(rollouts)
+    state = base.add_at_rows(state, base.read(_NAME, rollouts, "row"), **increments)
     met = state["count"] > 0
     rate = jnp.where(met, state["total"] / jnp.where(met, state["count"], 1), 0)
-    found = target_validity(base.at_step(target, rollouts, rate.dtype), rate)
-    beta = jnp.minimum(found.beta, max_beta)
-    after, metrics = _charged(_NAME, beta, "base", signal, rollouts, shrunk)
+    validity = target_validity(base.at_step(target, rollouts, rate.dtype), rate)
+    beta = jnp.minimum(validity.beta, max_beta)
+    new_signal, metrics = _charged(_NAME, beta, "base", signal, rollouts, shrunk)
     metrics |= {
         "beta": mean(beta),
         "base_rate": mean(rate, met),
         "rows_left_out": mean(rate == 0, met),
         **refused,
     }
-    return after, state, metrics
+    return new_signal, state, metrics
 
 
-def _given(field: str, rollouts: Rollouts) -> tuple[dict[str, Array], Metrics]:
+def _rates_from_field(field: str, rollouts: Rollouts) -> tuple[dict[str, Array], Metrics]:
     like = jnp.zeros(base.read(_NAME, rollouts, "row").shape, jnp.result_type(float))
     rate = base_rates(_NAME, field, rollouts, like)[:, 0]
-    known = jnp.isfinite(rate)
-    return {"total": jnp.where(known, rate, 0), "count": known.astype(rate.dtype)}, {}
+    has_rate = jnp.isfinite(rate)
+    return {"total": jnp.where(has_rate, rate, 0), "count": has_rate.astype(rate.dtype)}, {}
 
 
-def _measured(
+def _rates_from_samples(
     reward: str | None, threshold: Scheduled | None, rollouts: Rollouts
 ) -> tuple[dict[str, Array], Metrics]:
     """Sum and number of v a(y) / policy(y) of each group."""
     value = base.read_field(_NAME, reward or next(iter(rollouts.rewards)), rollouts)
     verdict = base.finite(base.floating(value))
     verdict, success, refused = successes(_NAME, verdict, threshold, rollouts)
-    log_odds, known = log_odds_of_base(_NAME, rollouts)
-    mask = verdict.mask & known
+    log_odds, has_odds = log_odds_of_base(_NAME, rollouts)
+    mask = verdict.mask & has_odds
     # Cut before the exponential: a group's mean is at most 1, so one weight at most its size.
     highest = jnp.log(jnp.asarray(mask.shape[1], log_odds.dtype))
     weight = jnp.exp(jnp.minimum(jnp.where(mask & success, log_odds, -jnp.inf), highest))
@@ -217,10 +221,10 @@ def _charged(
     if shrunk:
         charge = charge * base.share_left(samples, distance.dtype)[..., None]
     paid = jnp.where(signal.mask, sum_behind(-charge * distance), 0)
-    others = stats.count(signal.mask) - signal.mask.astype(jnp.int32)
-    baseline = (paid.sum(1, keepdims=True) - paid) / jnp.maximum(others, 1).astype(paid.dtype)
+    other_count = stats.count(signal.mask) - signal.mask.astype(jnp.int32)
+    baseline = (paid.sum(1, keepdims=True) - paid) / jnp.maximum(other_count, 1).astype(paid.dtype)
     value = stats.widen(signal.value)
-    value = value + jnp.where(others > 0, paid - baseline, paid).astype(value.dtype)
+    value = value + jnp.where(other_count > 0, paid - baseline, paid).astype(value.dtype)
     metrics: Metrics = {
         "kl": mean(jnp.expm1(-distance) + distance, signal.mask),
         "log_ratio_clamped": mean(clamped, signal.mask),

@@ -54,9 +54,9 @@ def mask_truncated() -> AdvantageTransform:
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         truncated = base.read("mask_truncated", rollouts, "truncated").astype(bool)
         widened = signal.mask.ndim == 3
-        there = signal.mask.any(-1) if widened else signal.mask
+        unmasked_samples = signal.mask.any(-1) if widened else signal.mask
         mask = signal.mask & ~(truncated[..., None] if widened else truncated)
-        return dataclasses.replace(signal, mask=mask), {"masked": mean(truncated, there)}
+        return dataclasses.replace(signal, mask=mask), {"masked": mean(truncated, unmasked_samples)}
 
     return base.stateless("mask_truncated", apply)
 
@@ -96,7 +96,7 @@ def mask_low_variance(
     [[True, True], [False, False]]
     """
     _check_low_variance(threshold, drop, field, positions, reduce)
-    needs = base.needs_of(field, None if positions == "token_mask" else positions)
+    needs = base.needed_fields(field, None if positions == "token_mask" else positions)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = _compared(field, positions, signal, rollouts)
@@ -108,8 +108,8 @@ def mask_low_variance(
             keep = _above_lowest(spread, scored, base.at_step(drop, rollouts, spread.dtype))
         return base.keep_groups(signal, keep, variance=mean(spread, scored))
 
-    made = base.stateless("mask_low_variance", apply, needs=needs, levels=(2,))
-    return made._replace(compares_groups=callable(drop) or bool(drop))
+    step = base.stateless("mask_low_variance", apply, needs=needs, levels=(2,))
+    return step._replace(compares_groups=callable(drop) or bool(drop))
 
 
 def mask_group_difficulty(
@@ -146,17 +146,19 @@ def mask_group_difficulty(
     base.check_share("mask_group_difficulty", low=low, high=high)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = base.samples("mask_group_difficulty", reward, signal, rollouts)
-        value = read.value
+        successes = base.samples("mask_group_difficulty", reward, signal, rollouts)
+        value = successes.value
         if threshold is not None:
             value = (value >= base.at_step(threshold, rollouts, value.dtype)).astype(value.dtype)
-        rate = stats.mean(value, read.mask)
-        judged = read.mask.any(axis=1, keepdims=True)
+        rate = stats.mean(value, successes.mask)
+        judged = successes.mask.any(axis=1, keepdims=True)
         bounds = [base.at_step(bound, rollouts, rate.dtype) for bound in (low, high)]
         keep = judged & (rate >= bounds[0]) & (rate <= bounds[1])
         return base.keep_groups(signal, keep, rate=mean(rate, judged))
 
-    return base.stateless("mask_group_difficulty", apply, needs=base.needs_of(reward), levels=(2,))
+    return base.stateless(
+        "mask_group_difficulty", apply, needs=base.needed_fields(reward), levels=(2,)
+    )
 
 
 def _check_low_variance(threshold, drop, field, positions, reduce) -> None:
@@ -225,7 +227,7 @@ def _above_lowest(spread: Array, scored: Array, drop) -> Array:
     """Which groups stay when a share of those with a sample goes, and the flat ones."""
     number = scored.sum(dtype=spread.dtype)
     # A share such as 0.29 of 100 groups is 29 of them, whatever the product rounds to.
-    gone = jnp.floor(drop * number * (1 + 1e-6)).astype(jnp.int32)
+    drop_count = jnp.floor(drop * number * (1 + 1e-6)).astype(jnp.int32)
     ranked = jnp.sort(jnp.where(scored, spread, jnp.inf).reshape(-1))
-    cutoff = ranked[jnp.clip(gone, 0, ranked.size - 1)]
+    cutoff = ranked[jnp.clip(drop_count, 0, ranked.size - 1)]
     return (spread >= cutoff) & (spread > 0)

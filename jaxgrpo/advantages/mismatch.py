@@ -60,9 +60,9 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
     Source: truncated importance sampling as in TRL, verl (cap 2), SkyRL; Ionides 2008.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
-    >>> given["token_mask"] = [[[True, True]]]
-    >>> evaluate(truncated_importance(cap=2.0), [[1.0]], **given)[0].tolist()
+    >>> fields = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
+    >>> fields["token_mask"] = [[[True, True]]]
+    >>> evaluate(truncated_importance(cap=2.0), [[1.0]], **fields)[0].tolist()
     [[[1.0, 2.0]]]
     """
     base.check_choice("truncated_importance", _LEVELS, level=level)
@@ -72,7 +72,7 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         ratios = _ratios("truncated_importance", level, signal, rollouts)
         limit = jnp.asarray(base.at_step(cap, rollouts, ratios.log.dtype), ratios.log.dtype)
-        weight = _held(jnp.minimum(jnp.exp(ratios.log), limit), ratios.mask)
+        weight = _keep_in_memory(jnp.minimum(jnp.exp(ratios.log), limit), ratios.mask)
         metrics = {"capped": mean(ratios.log > jnp.log(limit), ratios.mask)}
         return base.scaled(ratios.signal, weight), metrics | _describe(ratios, weight)
 
@@ -102,9 +102,9 @@ def masked_importance(
     verl shrinks the mask, slime and TRL keep it.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
-    >>> given["token_mask"] = [[[True, True]]]
-    >>> evaluate(masked_importance(), [[1.0]], **given)[0].tolist()
+    >>> fields = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
+    >>> fields["token_mask"] = [[[True, True]]]
+    >>> evaluate(masked_importance(), [[1.0]], **fields)[0].tolist()
     [[[1.0, 0.0]]]
     """
     return _within_band("masked_importance", low, high, denominator, level, weighs=True)
@@ -128,9 +128,9 @@ def geometric_rejection(
     weighs the rest by its token ratios: add `truncated_importance()`).
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-1.1]]]}
-    >>> given["token_mask"] = [[[True], [True]]]
-    >>> evaluate(geometric_rejection(), [[1.0, 1.0]], **given)[0].tolist()
+    >>> fields = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-1.1]]]}
+    >>> fields["token_mask"] = [[[True], [True]]]
+    >>> evaluate(geometric_rejection(), [[1.0, 1.0]], **fields)[0].tolist()
     [[1.0, 0.0]]
     """
     return _within_band("geometric_rejection", low, high, denominator, geometric=True)
@@ -153,9 +153,9 @@ def sequence_rejection(
     Source: SkyRL's product rule (0.5 to 2), verl seq_sum_k1 (of the inverse ratio).
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-2.0]]]}
-    >>> given["token_mask"] = [[[True], [True]]]
-    >>> evaluate(sequence_rejection(), [[1.0, 1.0]], **given)[0].tolist()
+    >>> fields = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-2.0]]]}
+    >>> fields["token_mask"] = [[[True], [True]]]
+    >>> evaluate(sequence_rejection(), [[1.0, 1.0]], **fields)[0].tolist()
     [[1.0, 0.0]]
     """
     return _within_band("sequence_rejection", low, high, denominator)
@@ -180,10 +180,10 @@ def _within_band(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         ratios = _ratios(name, level, signal, rollouts, geometric)
         keep = _within(ratios.log, low, high, rollouts)
-        weight = _held(jnp.exp(ratios.log), ratios.mask & keep) if weighs else None
-        after = _dropped(ratios.signal, keep, denominator)
+        weight = _keep_in_memory(jnp.exp(ratios.log), ratios.mask & keep) if weighs else None
+        new_signal = _dropped(ratios.signal, keep, denominator)
         metrics = _describe(ratios, weight) | _describe_dropped(ratios, keep)
-        return after if weight is None else base.scaled(after, weight), metrics
+        return new_signal if weight is None else base.scaled(new_signal, weight), metrics
 
     return base.stateless(name, apply, needs=_NEEDS, importance=weighs)
 
@@ -205,21 +205,21 @@ def _ratios(
     trainer = base.read_field(name, "trainer_logp", rollouts)
     behavior = base.read(name, rollouts, "behavior_logp")
     scored = signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
-    chosen = base.read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
+    scored_tokens = base.read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
     if level == "token":
-        mask, length = signal.mask, stats.count_tokens(chosen)
+        mask, length = signal.mask, stats.count_tokens(scored_tokens)
         log = log_ratio(trainer, behavior, mask)
     else:
-        mask, drift = scored, log_ratio(trainer, behavior, chosen)
-        sums = reduce(summed(drift, chosen), counted(chosen), axis=-1)
-        log, length = (one[..., 0] for one in sums)
+        mask, drift = scored, log_ratio(trainer, behavior, scored_tokens)
+        sums = reduce(summed(drift, scored_tokens), counted(scored_tokens), axis=-1)
+        log, length = (total[..., 0] for total in sums)
     if geometric:
         log = log / jnp.maximum(length, 1).astype(log.dtype)
     log, clamped = clamp(log)
     return _Ratios(signal, log, clamped, mask, length, scored)
 
 
-def _held(weight: Array, mask: Array) -> Array:
+def _keep_in_memory(weight: Array, mask: Array) -> Array:
     """The weight, 0 where masked, kept in memory: every reader would take the exponential again."""
     return jax.lax.optimization_barrier(jnp.where(mask, weight, 0))
 
@@ -260,7 +260,7 @@ def _describe(ratios: _Ratios, weight: Array | None = None) -> Metrics:
     }
     if weight is not None:
         # Sample by sample: one long sum would lose digits in float32.
-        total, squares = (one.sum(-1).sum() for one in (weight, jnp.square(weight)))
+        total, squares = (term.sum(-1).sum() for term in (weight, jnp.square(weight)))
         effective = jnp.square(total) / jnp.where(squares > 0, squares, 1)
         metrics["weight"] = Mean(total=total, weight=entries)
         metrics["effective_sample_size"] = Mean(total=effective, weight=entries)
@@ -273,15 +273,17 @@ def _describe_dropped(ratios: _Ratios, keep: Array) -> Metrics:
     longer = length > middle
     if keep.ndim == 3:
         counts = reduce(counted(ratios.mask & ~keep), counted(ratios.mask), axis=-1)
-        dropped, number = (one[..., 0].astype(length.dtype) for one in counts)
+        dropped, number = (count[..., 0].astype(length.dtype) for count in counts)
         metrics: Metrics = {"dropped_tokens": Mean(total=dropped.sum(), weight=number.sum())}
     else:
-        dropped, number = (one.astype(length.dtype) for one in (ratios.mask & ~keep, ratios.mask))
+        dropped, number = (
+            flags.astype(length.dtype) for flags in (ratios.mask & ~keep, ratios.mask)
+        )
         metrics = {
             "dropped_samples": Mean(total=dropped.sum(), weight=number.sum()),
             "dropped_tokens": Mean(total=jnp.where(keep, 0, length).sum(), weight=length.sum()),
         }
     for name, half in {"dropped_long": longer, "dropped_short": ~longer}.items():
-        total, weight = (jnp.where(half, one, 0).sum() for one in (dropped, number))
+        total, weight = (jnp.where(half, count, 0).sum() for count in (dropped, number))
         metrics[name] = Mean(total=total, weight=weight)
     return metrics

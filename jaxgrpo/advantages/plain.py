@@ -29,13 +29,13 @@ SHAPES = {
 """The axes of the arrays of `core.types.Rollouts`, by the letters used there."""
 
 
-def as_array(what: str, value: Any, none: bool = False) -> Array:
+def as_array(name: str, value: Any, none: bool = False) -> Array:
     """The numbers of nested lists, of an array, or of a torch tensor, whatever its device.
 
     A tensor is detached; its numbers of less than 32 bits become float32, which holds them all.
 
     Args:
-      what: opens the message of an error.
+      name: opens the message of an error.
       none: whether None may stand for a number; it becomes NaN.
 
     Raises: InputError on lists that differ in length, with their places, on what is no number, and
@@ -44,21 +44,21 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
     >>> as_array("rewards", [[1, None], (0.5, 0)], none=True).tolist()
     [[1.0, nan], [0.5, 0.0]]
     """
-    read, _ = _read(what, value, none, ())
-    says = f"{what}: {{reason}}: give numbers"
+    numbers, _ = _read(name, value, none, ())
+    says = f"{name}: {{reason}}: give numbers"
     # Lists may mix whole numbers, truth values and floats, however strictly arrays are promoted.
     failing = refusing(says, TypeError, ValueError, OverflowError)
     with failing, numpy_dtype_promotion("standard"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused below
-        array = jnp.asarray(read)
+        array = jnp.asarray(numbers)
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    if not (isinstance(read, Array) or isinstance(array, Tracer) or array.dtype == bool):
-        most = float(jnp.finfo(array.dtype).max) if is_float else jnp.iinfo(array.dtype).max
-        lost = _lost(read, most) if not is_float or _overflows(array) else None
+    if not (isinstance(numbers, Array) or isinstance(array, Tracer) or array.dtype == bool):
+        limit = float(jnp.finfo(array.dtype).max) if is_float else jnp.iinfo(array.dtype).max
+        lost = _lost(numbers, limit) if not is_float or _overflows(array) else None
         if lost is not None:
             raise InputError(
-                f"{what} holds {lost:g}, and {array.dtype} holds numbers from {-most:g} to "
-                f"{most:g}: scale them"
+                f"{name} holds {lost:g}, and {array.dtype} holds numbers from {-limit:g} to "
+                f"{limit:g}: scale them"
             )
     return array
 
@@ -69,56 +69,56 @@ def _overflows(array: Array) -> bool:
         return bool(jnp.isinf(array).any())
 
 
-def _lost(value: Any, most: float) -> float | None:
+def _lost(value: Any, limit: float) -> float | None:
     """A finite number in what `_read` returns that is larger: 1e39 would be infinite in float32,
     and 3,000,000,000 of a NumPy array negative in int32."""
     if isinstance(value, (list, tuple)):
-        return next(filter(None, (_lost(entry, most) for entry in value)), None)
+        return next(filter(None, (_lost(entry, limit) for entry in value)), None)
     if isinstance(value, Array) or getattr(getattr(value, "dtype", None), "kind", "f") not in "iuf":
         return None
     if not hasattr(value, "dtype"):
-        return value if most < abs(value) < math.inf else None
+        return value if limit < abs(value) < math.inf else None
     flat = value.ravel()
-    large = flat[((flat > most) & (flat < math.inf)) | ((flat < -most - 1) & (flat > -math.inf))]
+    large = flat[((flat > limit) & (flat < math.inf)) | ((flat < -limit - 1) & (flat > -math.inf))]
     return float(large[0]) if large.size else None
 
 
-def check_shapes(given: Mapping[str, Array], sizes: Mapping[str, int]) -> None:
+def check_shapes(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> None:
     """Refuses an array of the rollouts whose axes do not fit the rewards, or one another.
 
     Args:
-      given: by name; those without an entry in SHAPES are not looked at.
+      arrays: by name; those without an entry in SHAPES are not looked at.
       sizes: letter of an axis -> its size: P and G, those of the rewards.
 
     Raises: InputError with the array's name, its shape and the expected one.
     """
-    known = dict(sizes)
-    for name, array in given.items():
+    axis_sizes = dict(sizes)
+    for name, array in arrays.items():
         if name not in SHAPES:
             continue
         letters = SHAPES[name]
         fits = len(letters) == array.ndim and all(
-            known.setdefault(letter, size) == size
+            axis_sizes.setdefault(letter, size) == size
             for letter, size in zip(letters, array.shape, strict=True)
         )
         if not fits:
-            wanted = tuple(known.get(letter, letter) for letter in letters)
+            shape = tuple(axis_sizes.get(letter, letter) for letter in letters)
             axes = ", ".join(letters)
-            expected = ", ".join(map(str, wanted))
+            expected = ", ".join(map(str, shape))
             raise InputError(
                 f"{name} has shape {array.shape}, expected [{axes}] = [{expected}]: P prompts with"
                 " G samples each, as the rewards have"
             )
 
 
-def _read(what: str, value: Any, none: bool, place: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+def _read(name: str, value: Any, none: bool, place: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
     """What `jnp.asarray` understands, and its shape."""
     if type(value) in (float, int, bool):  # first: there may be a million
         return value, ()
-    value = _of_framework(value)
+    value = _from_framework(value)
     if isinstance(value, (list, tuple)):
-        return _read_list(what, value, none, place)
-    where = what + "".join(f"[{index}]" for index in place)
+        return _read_list(name, value, none, place)
+    where = name + "".join(f"[{index}]" for index in place)
     if value is None:
         if none:
             return float("nan"), ()
@@ -130,20 +130,22 @@ def _read(what: str, value: Any, none: bool, place: tuple[int, ...]) -> tuple[An
 
 
 def _read_list(
-    what: str, values: list[Any] | tuple[Any, ...], none: bool, place: tuple[int, ...]
+    name: str, values: list[Any] | tuple[Any, ...], none: bool, place: tuple[int, ...]
 ) -> tuple[list[Any], tuple[int, ...]]:
-    found = [_read(what, one, none, (*place, index)) for index, one in enumerate(values)]
-    shapes = [shape for _, shape in found]
+    entries = [_read(name, value, none, (*place, index)) for index, value in enumerate(values)]
+    shapes = [shape for _, shape in entries]
     for index, shape in enumerate(shapes):
         if shape != shapes[0]:
-            at, of = ("".join(f"[{i}]" for i in (*place, number)) for number in (index, 0))
+            where, first_where = (
+                "".join(f"[{i}]" for i in (*place, number)) for number in (index, 0)
+            )
             sizes = (_size(shape), _size(shapes[0]))
             fill = UNSCORED if none else "padding that a mask leaves out"
             raise InputError(
-                f"{what}{at} has {sizes[0]}, but {what}{of} has {sizes[1]}: every list of a level"
-                f" must have the same length; fill up with {fill}"
+                f"{name}{where} has {sizes[0]}, but {name}{first_where} has {sizes[1]}: every list"
+                f" of a level must have the same length; fill up with {fill}"
             )
-    return [one for one, _ in found], (len(values), *(shapes[0] if shapes else ()))
+    return [entry for entry, _ in entries], (len(values), *(shapes[0] if shapes else ()))
 
 
 def _size(shape: tuple[int, ...]) -> str:
@@ -152,7 +154,7 @@ def _size(shape: tuple[int, ...]) -> str:
     return f"shape {shape}"
 
 
-def _of_framework(value: Any) -> Any:
+def _from_framework(value: Any) -> Any:
     """A torch tensor as a NumPy array; an array of objects as lists; anything else as it is."""
     if hasattr(value, "detach") and hasattr(value, "is_floating_point"):
         value = value.detach().cpu()

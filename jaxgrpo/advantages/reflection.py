@@ -81,8 +81,8 @@ def reasoning_reflection(
     token of no variance, "var" and the share to drop are ours.
 
     >>> from jaxgrpo.advantages import evaluate, sum_rewards
-    >>> given = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
-    >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **given)[0].tolist()
+    >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
+    >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
     [[-1.0, -3.0]]
     """
     options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation)
@@ -105,22 +105,22 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
     Source: DRO, arXiv 2506.13351.
 
     >>> from jaxgrpo.advantages import evaluate, sum_rewards
-    >>> given = {"answer_tokens": [[2.0, 3.0]], "answer_mask": [[True, True]]}
-    >>> evaluate([answer_length(), sum_rewards()], [[1.0, 0.0]], **given)[0].tolist()
+    >>> fields = {"answer_tokens": [[2.0, 3.0]], "answer_mask": [[True, True]]}
+    >>> evaluate([answer_length(), sum_rewards()], [[1.0, 0.0]], **fields)[0].tolist()
     [[2.0, 0.5]]
     """
 
     def closeness(rollouts: Rollouts) -> Array:
         tokens = base.read_field("answer_length", "answer_mask", rollouts).astype(bool)
         wide = base.floating(next(iter(rollouts.rewards.values()))).dtype
-        wanted = tokens.sum(-1, keepdims=True).astype(wide)
+        target_length = tokens.sum(-1, keepdims=True).astype(wide)
         length = base.read_field("answer_length", field, rollouts).astype(wide)
-        missed = jnp.abs(wanted - length) / jnp.maximum(wanted, 1)
+        missed = jnp.abs(target_length - length) / jnp.maximum(target_length, 1)
         value = 1 - base.at_step(beta, rollouts, wide) * missed
-        return jnp.where(wanted > 0, value, jnp.nan)
+        return jnp.where(target_length > 0, value, jnp.nan)
 
-    added = stream("answer_length", closeness, needs=("answer_mask", field))
-    return added._replace(name="answer_length")
+    step = stream("answer_length", closeness, needs=("answer_mask", field))
+    return step._replace(name="answer_length")
 
 
 def log_propagation(logp: Array, distance: Array, gamma: float) -> Array:
@@ -134,8 +134,8 @@ def log_propagation(logp: Array, distance: Array, gamma: float) -> Array:
     Source: DRO, arXiv 2506.13351, its second problem.
     """
     decay = gamma * distance
-    given = jnp.minimum(logp, 0) - decay
-    return jnp.minimum(jnp.logaddexp(given, jnp.log(-jnp.expm1(-decay))), 0)
+    decayed = jnp.minimum(logp, 0) - decay
+    return jnp.minimum(jnp.logaddexp(decayed, jnp.log(-jnp.expm1(-decay))), 0)
 
 
 class _Options(NamedTuple):
@@ -159,31 +159,31 @@ def _transform(options: _Options) -> AdvantageTransform:
     rate = "a rate above 0, or none at all"
     base.check(_NAME, rate, lambda gamma: gamma > 0, propagation=options.propagation)
     masked = "masked_answer_logp" if options.masked_thought else None
-    needs = base.needs_of("answer_logp", "answer_mask", masked)
-    added = add_stream(_NAME, "r3", partial(_r3, options), needs)
+    needs = base.needed_fields("answer_logp", "answer_mask", masked)
+    step = add_stream(_NAME, "r3", partial(_r3, options), needs)
     compares = callable(options.drop) or options.drop > 0
-    return added._replace(relative=True, compares_groups=compares)
+    return step._replace(relative=True, compares_groups=compares)
 
 
 def _r3(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
     logp, baseline, tokens, scored = _read(streams, rollouts, options.masked_thought)
-    read = scored[..., None] & tokens[:, None]
-    one = logp[jnp.arange(len(logp)), jnp.argmax(scored, axis=1)][:, None]
-    variance = stats.cross_rollout_variance(logp, read, one)[:, 0]
+    scored_tokens = scored[..., None] & tokens[:, None]
+    reference_sample = logp[jnp.arange(len(logp)), jnp.argmax(scored, axis=1)][:, None]
+    variance = stats.cross_rollout_variance(logp, scored_tokens, reference_sample)[:, 0]
     share = base.at_step(options.share, rollouts, logp.dtype)
     weights = _normalise(_WEIGHTS[options.kind](variance, tokens, share), tokens)
     certainty = logp - baseline[:, None]
     if options.propagation is not None:
         certainty = certainty + _propagated(logp, _heavy(weights, tokens), options.propagation)
-    value = jnp.where(read, weights[:, None] * certainty, 0).sum(-1)
-    there, spread = scored.any(1), _SPREADS[options.spread](variance, weights)
-    kept = spread > base.at_step(options.threshold, rollouts, spread.dtype)
+    value = jnp.where(scored_tokens, weights[:, None] * certainty, 0).sum(-1)
+    live_prompts, spread = scored.any(1), _SPREADS[options.spread](variance, weights)
+    passes = spread > base.at_step(options.threshold, rollouts, spread.dtype)
     if callable(options.drop) or options.drop > 0:
         drop = base.at_step(options.drop, rollouts, spread.dtype)
-        kept = kept & top_share(spread, there, 1 - drop, axis=0)
+        passes = passes & top_share(spread, live_prompts, 1 - drop, axis=0)
     like = next(iter(streams.values())).value
-    added = Signal(value=value.astype(like.dtype), mask=scored & kept[:, None])
-    return added, {"dropped": mean(~kept, there), "spread": mean(spread, there)}
+    r3_signal = Signal(value=value.astype(like.dtype), mask=scored & passes[:, None])
+    return r3_signal, {"dropped": mean(~passes, live_prompts), "spread": mean(spread, live_prompts)}
 
 
 class _Answers(NamedTuple):
@@ -195,12 +195,12 @@ class _Answers(NamedTuple):
 
 def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answers:
     """The answer's log-probs, checked and made finite."""
-    there = any_mask(streams)
+    live_samples = any_mask(streams)
     logp = stats.widen(base.read_field(_NAME, "answer_logp", rollouts))
-    if logp.ndim != 3 or logp.shape[:2] != there.shape:
+    if logp.ndim != 3 or logp.shape[:2] != live_samples.shape:
         raise InputError(
             f"{_NAME}: answer_logp has shape {logp.shape}, expected [P, G, J] with [P, G] ="
-            f" {there.shape}: log-probs of the answer's tokens after each sample's thought"
+            f" {live_samples.shape}: log-probs of the answer's tokens after each sample's thought"
         )
     expected = (logp.shape[0], logp.shape[2])
     tokens = base.read_field(_NAME, "answer_mask", rollouts, expected, "[P, J]").astype(bool)
@@ -208,10 +208,10 @@ def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answer
     if masked_thought:
         baseline = base.read_field(_NAME, "masked_answer_logp", rollouts, expected, "[P, J]")
         baseline = baseline.astype(logp.dtype)
-    number, known = logp < jnp.inf, baseline < jnp.inf  # NaN is not
-    scored = there & ((number & known[:, None]) | ~tokens[:, None]).all(-1)
-    baseline = jnp.maximum(jnp.where(known & tokens, baseline, 0), LOWEST_LOGP)
-    logp = jnp.maximum(jnp.where(number & tokens[:, None], logp, 0), LOWEST_LOGP)
+    has_logp, has_baseline = logp < jnp.inf, baseline < jnp.inf  # NaN is not
+    scored = live_samples & ((has_logp & has_baseline[:, None]) | ~tokens[:, None]).all(-1)
+    baseline = jnp.maximum(jnp.where(has_baseline & tokens, baseline, 0), LOWEST_LOGP)
+    logp = jnp.maximum(jnp.where(has_logp & tokens[:, None], logp, 0), LOWEST_LOGP)
     return _Answers(logp, baseline, tokens, scored)
 
 
@@ -234,9 +234,9 @@ def _propagated(logp: Array, heavy: Array, gamma: float) -> Array:
 
     def add(k: Array, total: Array) -> Array:
         distance = position - k
-        here = lax.dynamic_index_in_dim(logp, k, -1)
+        logp_k = lax.dynamic_index_in_dim(logp, k, -1)
         counts = lax.dynamic_index_in_dim(heavy, k, -1)[:, None] & (distance > 0)
-        factor = log_propagation(here, jnp.maximum(distance, 1).astype(logp.dtype), gamma)
+        factor = log_propagation(logp_k, jnp.maximum(distance, 1).astype(logp.dtype), gamma)
         return total + jnp.where(counts, factor, 0)
 
     return lax.fori_loop(0, logp.shape[-1], add, jnp.zeros_like(logp))

@@ -40,7 +40,8 @@ from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 Factory = Callable[..., AdvantageTransform]
 
 
-_HELPERS = ("add_stream", "dvao_of", "sum_then")  # these make transforms, but are no parts
+# These make transforms, but are no parts.
+_HELPERS = ("add_stream", "dvao_with_weights", "sum_then")
 
 
 def _factories(*modules: ModuleType) -> dict[str, Factory]:
@@ -129,18 +130,19 @@ def evaluate(
     >>> advantage.tolist()
     [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
-    whole = build(recipe, options)
+    built_recipe = build(recipe, options)
     if isinstance(recipe, str):
         parameters = inspect.signature(recipes[recipe]).parameters.keys()
-        for name in sorted((fields.keys() - whole.needs) & parameters):  # nothing would read it
+        # Nothing would read these.
+        for name in sorted((fields.keys() - built_recipe.needs) & parameters):
             raise InputError(
                 f"evaluate: {name} is an option of {recipe}, but stands where fields of the"
                 f" rollouts are given: write options={{{name!r}: ...}}"
             )
     fields = {name: value for name, value in fields.items() if value is not None}
-    refuse_unread(whole, fields)
+    refuse_unread(built_recipe, fields)
     rollouts, spec = plain_rollouts(rewards, mask, **fields)
-    signal, _, _ = compute(whole, rollouts, whole.init(spec))
+    signal, _, _ = compute(built_recipe, rollouts, built_recipe.init(spec))
     return signal.value, signal.mask
 
 
@@ -153,21 +155,21 @@ def _refuse_huge(rewards: Mapping[str, Array]) -> None:
         if isinstance(value, Tracer):
             continue  # inside jit no number is known
         largest = jnp.max(jnp.where(jnp.isfinite(value), jnp.abs(widen(value)), 0), initial=0)
-        most = float(jnp.finfo(largest.dtype).max) ** 0.5 / 1e4
-        if largest > most:
+        limit = float(jnp.finfo(largest.dtype).max) ** 0.5 / 1e4
+        if largest > limit:
             raise InputError(
                 f"reward {name!r} holds {float(largest):g} in size: its square does not fit "
-                f"{largest.dtype}; give rewards from -{most:.0e} to {most:.0e}"
+                f"{largest.dtype}; give rewards from -{limit:.0e} to {limit:.0e}"
             )
 
 
-def refuse_unread(whole: AdvantageTransform, fields: Iterable[str]) -> None:
+def refuse_unread(recipe: AdvantageTransform, fields: Iterable[str]) -> None:
     """Raises InputError on names that are neither parts of all rollouts nor needed by a chain."""
-    known = whole.needs | (Rollouts.__dataclass_fields__.keys() - {"rewards", "fields"})
+    names = recipe.needs | (Rollouts.__dataclass_fields__.keys() - {"rewards", "fields"})
     for name in fields:
-        if name not in known:
+        if name not in names:
             raise InputError(
-                f"nothing in {whole.name} reads the field {name!r}: {suggest(name, known)}; a step"
+                f"nothing in {recipe.name} reads the field {name!r}: {suggest(name, names)}; a step"
                 " of your own says what it reads, jaxgrpo.transform(function)._replace(needs="
                 f"frozenset({{{name!r}}}))"
             )
@@ -179,19 +181,19 @@ def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollo
     Raises: InputError as `evaluate` does.
     """
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
-    given = {name: as_array(name, value) for name, value in fields.items()}
+    arrays = {name: as_array(name, value) for name, value in fields.items()}
     attributes = dict.fromkeys(Rollouts.__dataclass_fields__)
-    everything: dict[str, Any] = {
+    contents: dict[str, Any] = {
         **attributes,
         "step": jnp.int32(0),
-        **{name: value for name, value in given.items() if name in attributes},
+        **{name: value for name, value in arrays.items() if name in attributes},
         "rewards": {name: _reward(name, value, mask) for name, value in named.items()},
-        "fields": {name: value for name, value in given.items() if name not in attributes},
+        "fields": {name: value for name, value in arrays.items() if name not in attributes},
     }
-    _refuse_huge(everything["rewards"])
-    rollouts = Rollouts(**everything)
+    _refuse_huge(contents["rewards"])
+    rollouts = Rollouts(**contents)
     spec = spec_of(rollouts)
-    check_shapes(given, {"P": spec.num_prompts, "G": spec.group_size})
+    check_shapes(arrays, {"P": spec.num_prompts, "G": spec.group_size})
     if rollouts.row is None:
         row = jnp.arange(spec.num_prompts, dtype=jnp.int32)
         rollouts = dataclasses.replace(rollouts, row=row)
@@ -229,7 +231,7 @@ def _step(step: Step) -> AdvantageTransform:
         if use == "per_reward" and "transform" in options:
             options["transform"] = _inner(options["transform"])
         return call(use, factory, options)
-    return _own(use, options)
+    return _user_step(use, options)
 
 
 def needs_function(factory: Callable[..., Any]) -> bool:
@@ -251,7 +253,7 @@ def _inner(spec: Any) -> AdvantageTransform:
     return _step(spec)
 
 
-def _own(use: Any, options: Mapping[str, Any]) -> AdvantageTransform:
+def _user_step(use: Any, options: Mapping[str, Any]) -> AdvantageTransform:
     """A user's transform, function or factory."""
     name = getattr(use, "__name__", repr(use))
     if isinstance(use, AdvantageTransform):
@@ -267,14 +269,14 @@ def _own(use: Any, options: Mapping[str, Any]) -> AdvantageTransform:
             f"{name}{inspect.signature(use)} takes no options: make it a factory,"
             f" def {name}({', '.join(options)}): return lambda signal, rollouts: ..."
         )
-    made = call(name, use, options)
-    if not isinstance(made, AdvantageTransform) and not callable(made):
+    step = call(name, use, options)
+    if not isinstance(step, AdvantageTransform) and not callable(step):
         raise InputError(
-            f"{name} returned {type(made).__name__}, expected a transform or a function"
+            f"{name} returned {type(step).__name__}, expected a transform or a function"
             " (signal, rollouts) -> signal"
         )
-    function: Any = made
-    return made if isinstance(made, AdvantageTransform) else transform(function, name)
+    function: Any = step
+    return step if isinstance(step, AdvantageTransform) else transform(function, name)
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

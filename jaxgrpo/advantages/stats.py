@@ -179,7 +179,7 @@ def is_flat(
 def cross_rollout_variance(
     value: Float[Array, "P G *rest"],
     mask: Bool[Array, "P G *rest"],
-    one: Float[Array, "P 1 *rest"] | None = None,
+    reference: Float[Array, "P 1 *rest"] | None = None,
 ) -> Float[Array, "P 1 *rest"]:
     """How much the samples of a prompt differ at each position: population variance over samples.
 
@@ -193,8 +193,8 @@ def cross_rollout_variance(
     squared, which is below n; equal values differ by 0.
 
     Args:
-      one: at each position the value of an unmasked sample, where it is known; anything where all
-        are masked. None: the first is looked up.
+      reference: at each position the value of an unmasked sample, where it is known; anything
+        where all are masked. None: the first is looked up.
 
     Source: DRO, arXiv 2506.13351 (its sigma_j is the square root).
 
@@ -203,9 +203,9 @@ def cross_rollout_variance(
     >>> cross_rollout_variance(value, mask).tolist()
     [[[0.0, 1.0]]]
     """
-    if one is None:
-        one = jnp.take_along_axis(value, jnp.argmax(mask, axis=1, keepdims=True), axis=1)
-    apart = jnp.where(mask, widen(value) - widen(one), 0)
+    if reference is None:
+        reference = jnp.take_along_axis(value, jnp.argmax(mask, axis=1, keepdims=True), axis=1)
+    apart = jnp.where(mask, widen(value) - widen(reference), 0)
     total, squares, number = reduce(
         summed(apart, mask),
         summed(jnp.square(apart), mask),
@@ -239,17 +239,17 @@ def top_share(
     number = mask.sum(axes, keepdims=True, dtype=jnp.int32)
     # Rounded up, up to a relative 1e-6: 0.2 * 5 is 1.0000000149 in float32.
     exact = jnp.asarray(share, jnp.float32) * (1 - 1e-6) * number.astype(jnp.float32)
-    taken = jnp.minimum(jnp.ceil(exact).astype(jnp.int32), number)
+    top_count = jnp.minimum(jnp.ceil(exact).astype(jnp.int32), number)
     keys = _ordered(value, mask)
     width = 8 * keys.dtype.itemsize
 
-    def next_bit(index: Array, found: Array) -> Array:
-        candidate = found | (jnp.ones((), keys.dtype) << (width - 1 - index).astype(keys.dtype))
+    def next_bit(index: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.ones((), keys.dtype) << (width - 1 - index).astype(keys.dtype))
         reached = (keys >= candidate).sum(axes, keepdims=True, dtype=jnp.int32)
-        return jnp.where(reached >= taken, candidate, found)
+        return jnp.where(reached >= top_count, candidate, threshold)
 
     least = lax.fori_loop(0, width, next_bit, jnp.zeros(number.shape, keys.dtype))
-    return mask & (taken > 0) & (keys >= least)
+    return mask & (top_count > 0) & (keys >= least)
 
 
 def log_ratio(

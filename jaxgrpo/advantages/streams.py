@@ -109,13 +109,15 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
                 f"per_reward has state for the streams {sorted(state)} but got {sorted(streams)}:"
                 " use the state that init(spec) returned for these rewards"
             )
-        after: Streams = {}
+        new_streams: Streams = {}
         new_state: dict[str, Any] = {}
         metrics: Metrics = {}
         for name, stream in streams.items():
-            after[name], new_state[name], more = inner.update(stream, state[name], rollouts)
-            metrics |= {f"{name}/{metric}": value for metric, value in more.items()}
-        return after, new_state, metrics
+            new_streams[name], new_state[name], stream_metrics = inner.update(
+                stream, state[name], rollouts
+            )
+            metrics |= {f"{name}/{metric}": value for metric, value in stream_metrics.items()}
+        return new_streams, new_state, metrics
 
     name = f"per_reward_{transform.name}"
     kind = "streams->streams"
@@ -164,19 +166,19 @@ def add_stream(
 
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
         _check_free(name, tuple(streams))
-        added, metrics = make(streams, rollouts)
-        return {**streams, name: added}, metrics
+        new_stream, metrics = make(streams, rollouts)
+        return {**streams, name: new_stream}, metrics
 
     accepts = lambda spec: _check_free(name, spec.rewards)  # noqa: E731
-    made = base.stateless(
+    transform = base.stateless(
         step, apply, needs=needs, kind="streams->streams", levels=(2,), accepts=accepts
     )
-    return made._replace(provides=(name,))
+    return transform._replace(provides=(name,))
 
 
 def any_mask(streams: Streams) -> Array:
     """The samples that a stream still has, [P, G]."""
-    return functools.reduce(operator.or_, (one.mask for one in streams.values()))
+    return functools.reduce(operator.or_, (signal.mask for signal in streams.values()))
 
 
 def _check_free(name: str, streams: tuple[str, ...]) -> None:
@@ -205,8 +207,8 @@ def counted(step: str, weights: Weights, streams: tuple[str, ...]) -> dict[str, 
                 f"{step}: reward {name!r} has no weight: name every reward"
                 f" (weight 0 leaves it out) or none; weights: {', '.join(weights)}"
             )
-    given = {name: weights.get(name, 1.0) for name in streams}
-    return {name: weight for name, weight in given.items() if callable(weight) or weight != 0}
+    all_weights = {name: weights.get(name, 1.0) for name in streams}
+    return {name: weight for name, weight in all_weights.items() if callable(weight) or weight != 0}
 
 
 def common_dtypes(streams: Streams) -> tuple[Any, Any]:
@@ -256,16 +258,16 @@ def rubric_gate(
     _check(mode, minimum, margin)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = base.samples("rubric_gate", field, signal, rollouts)
-        value, dtype = signal.value, read.value.dtype
-        passed = read.mask & (read.value >= base.at_step(threshold, rollouts, dtype))
-        rate = stats.mean(passed.astype(dtype), read.mask)
+        grades = base.samples("rubric_gate", field, signal, rollouts)
+        value, dtype = signal.value, grades.value.dtype
+        passed = grades.mask & (grades.value >= base.at_step(threshold, rollouts, dtype))
+        rate = stats.mean(passed.astype(dtype), grades.mask)
         feasible = rate > 0 if minimum is None else rate >= base.at_step(minimum, rollouts, dtype)
-        masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
+        masks = {"group": grades.mask & feasible, "rollout": passed, "floor": grades.mask}
         if mode == "floor":
-            low = jnp.min(value, axis=1, keepdims=True, initial=jnp.inf, where=read.mask)
+            low = jnp.min(value, axis=1, keepdims=True, initial=jnp.inf, where=grades.mask)
             value = jnp.where(passed, value, low - base.at_step(margin, rollouts, value.dtype))
-        _, metrics = base.keep_groups(signal, feasible, passed=mean(passed, read.mask))
+        _, metrics = base.keep_groups(signal, feasible, passed=mean(passed, grades.mask))
         return Signal(value=value, mask=masks[mode]), metrics
 
     return base.stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
@@ -335,10 +337,12 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     >>> evaluate([dvao(eps=0.0)], rewards)[0].tolist()
     [[1.0, -1.0]]
     """
-    return dvao_of(weights, eps, refuses=("eps",) if weights else ())
+    return dvao_with_weights(weights, eps, refuses=("eps",) if weights else ())
 
 
-def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> AdvantageTransform:
+def dvao_with_weights(
+    weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()
+) -> AdvantageTransform:
     """`dvao` with the weights of rewards that may have any name but those that it `refuses`."""
     expected = "0 or more: negate the reward itself, or use sum_rewards, which takes any weight"
     named = {f"weight {name}": weight for name, weight in weights.items()}
@@ -356,11 +360,13 @@ def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> 
 
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
-        chosen = counted("dvao", weights, tuple(streams))
-        everything = jnp.ones_like(next(iter(streams.values())).mask)
-        mask = functools.reduce(operator.and_, (streams[name].mask for name in chosen), everything)
+        summed_weights = counted("dvao", weights, tuple(streams))
+        all_samples = jnp.ones_like(next(iter(streams.values())).mask)
+        mask = functools.reduce(
+            operator.and_, (streams[name].mask for name in summed_weights), all_samples
+        )
         total, spreads, terms = jnp.zeros(mask.shape, sum_dtype), {}, []
-        for name, weight in chosen.items():
+        for name, weight in summed_weights.items():
             if callable(weight):
                 weight = jnp.maximum(base.at_step(weight, rollouts, sum_dtype), 0)
             value = streams[name].value.astype(sum_dtype)
@@ -375,8 +381,8 @@ def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> 
         spread = sum(spreads.values(), jnp.zeros((mask.shape[0], 1), sum_dtype))
         live = spread > 0
         metrics: Metrics = {
-            f"share_{name}": mean(own / jnp.where(live, spread, 1), live)
-            for name, own in spreads.items()
+            f"share_{name}": mean(reward_spread / jnp.where(live, spread, 1), live)
+            for name, reward_spread in spreads.items()
         }
         divisor = jnp.where(live, spread + base.at_step(eps, rollouts, sum_dtype), 1)
         value = jnp.where(live & mask, total / divisor, 0)
@@ -417,17 +423,17 @@ def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:
         raise InputError(f"rubric_gate: margin = {margin} belongs to mode 'floor', not {mode!r}")
 
 
-def _within(step: str, made: Any, streams: Streams) -> Signal:
+def _within(step: str, signal: Any, streams: Streams) -> Signal:
     """What a function made of the streams, masked where it is not finite or nothing was scored."""
     expected = next(iter(streams.values())).value.shape
-    if not isinstance(made, Signal):
+    if not isinstance(signal, Signal):
         raise InputError(
-            f"{step} returned {type(made).__name__}, expected a Signal: return"
+            f"{step} returned {type(signal).__name__}, expected a Signal: return"
             " Signal(value=..., mask=...)"
         )
-    if made.value.shape != expected or made.mask.shape != expected:
+    if signal.value.shape != expected or signal.mask.shape != expected:
         raise InputError(
-            f"{step} returned value {made.value.shape} and mask {made.mask.shape},"
+            f"{step} returned value {signal.value.shape} and mask {signal.mask.shape},"
             f" expected [P, G] = {expected}"
         )
-    return base.finite(made.value, made.mask.astype(bool) & any_mask(streams))
+    return base.finite(signal.value, signal.mask.astype(bool) & any_mask(streams))

@@ -88,8 +88,8 @@ def hicra(
     against its formula; the formula is followed. How grams are found is left to the caller.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"token_mask": [[[True, True]]], "planning": [[[True, False]]]}
-    >>> evaluate([to_tokens(), hicra(0.5)], [[-1.0]], **given)[0].tolist()
+    >>> fields = {"token_mask": [[[True, True]]], "planning": [[[True, False]]]}
+    >>> evaluate([to_tokens(), hicra(0.5)], [[-1.0]], **fields)[0].tolist()
     [[[-0.5, -1.0]]]
     """
     expected = "0 <= alpha < 1: from 1 on the planning of failed samples would be reinforced"
@@ -103,15 +103,15 @@ def hicra(
         if phrases is None:
             planning = base.read_field("hicra", name, rollouts).astype(bool)
         else:
-            chosen = base.read("hicra", rollouts, "token_mask").astype(bool)
+            token_mask = base.read("hicra", rollouts, "token_mask").astype(bool)
             tokens = base.read("hicra", rollouts, "completion_tokens")
-            planning = _occurs(jnp.where(chosen, tokens, -1), phrases)
+            planning = _occurs(jnp.where(token_mask, tokens, -1), phrases)
         value = stats.widen(signal.value)
         share = jnp.asarray(base.at_step(alpha, rollouts, value.dtype), value.dtype)
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
         return base.scaled(signal, factor), {"planning": mean(planning, signal.mask)}
 
-    needs = base.needs_of(None if phrases else name)
+    needs = base.needed_fields(None if phrases else name)
     return base.stateless("hicra", apply, needs=needs, levels=(3,))
 
 
@@ -141,14 +141,14 @@ def kl_in_reward(
     before the advantage is normalised; we let the chain say where.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"trainer_logp": [[[-1.0, -2.0]]], "reference_logp": [[[-2.0, -2.0]]]}
+    >>> fields = {"trainer_logp": [[[-1.0, -2.0]]], "reference_logp": [[[-2.0, -2.0]]]}
     >>> steps = [to_tokens(), kl_in_reward(0.5)]
-    >>> evaluate(steps, [[1.0]], token_mask=[[[True, True]]], **given)[0].tolist()
+    >>> evaluate(steps, [[1.0]], token_mask=[[[True, True]]], **fields)[0].tolist()
     [[[0.5, 1.0]]]
     """
     base.check("kl_in_reward", "a number of at least 0", lambda beta: beta >= 0, beta=beta)
     base.check_choice("kl_in_reward", _POLICIES, policy=policy)
-    needs = base.needs_of(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
+    needs = base.needed_fields(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
 
     def apply(shrunk: bool, signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         distance, clamped = _distance(policy, reference, signal.mask, rollouts)
@@ -160,7 +160,7 @@ def kl_in_reward(
         shares = {"kl": distance, "log_ratio_clamped": clamped}
         return charged, {name: mean(share, signal.mask) for name, share in shares.items()}
 
-    return base.of_either(
+    return base.with_shrunk_form(
         lambda shrunk: base.stateless(
             "kl_in_reward", partial(apply, shrunk), needs=needs, levels=(3,)
         )
@@ -232,8 +232,8 @@ def gae(
     Source: Schulman et al. 2015, arXiv 1506.02438. verl whitens the result; a further step here.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"token_mask": [[[True, True]]], "token_value": [[[0.5, 0.75]]]}
-    >>> evaluate([to_tokens("last"), gae()], [[1.0]], **given)[0].tolist()
+    >>> fields = {"token_mask": [[[True, True]]], "token_value": [[[0.5, 0.75]]]}
+    >>> evaluate([to_tokens("last"), gae()], [[1.0]], **fields)[0].tolist()
     [[[0.5, 0.25]]]
     """
     base.check_share("gae", gamma=gamma, lam=lam)
@@ -247,9 +247,9 @@ def gae(
         shares = (base.at_step(share, rollouts, reward.dtype) for share in (gamma, lam))
         discount, trust = (jnp.asarray(share, reward.dtype) for share in shares)
         # What the token before sees: h[t] = (1 - lam) v[t] + lam (r[t] + gamma h[next(t)]).
-        seen = (1 - trust) * estimate + trust * reward
-        seen = _discounted(seen, mask, discount * trust)
-        ahead = jnp.pad(seen[..., 1:], ((0, 0), (0, 0), (0, 1)))
+        lambda_return = (1 - trust) * estimate + trust * reward
+        lambda_return = _discounted(lambda_return, mask, discount * trust)
+        ahead = jnp.pad(lambda_return[..., 1:], ((0, 0), (0, 0), (0, 1)))
         return base.with_value(signal, reward + discount * ahead - estimate), {}
 
     return base.stateless("gae", apply, needs=frozenset({field}), levels=(3,))
@@ -271,8 +271,8 @@ def sum_behind(value: Array) -> Array:
     ).reshape(*value.shape[:-1], -1, _BLOCK)
     if number <= _BLOCK:
         return inner.reshape(padded.shape)[..., :number]
-    whole = inner[..., 0]
-    later = jnp.pad(whole[..., 1:], [(0, 0)] * (value.ndim - 1) + [(0, 1)])
+    block_sums = inner[..., 0]
+    later = jnp.pad(block_sums[..., 1:], [(0, 0)] * (value.ndim - 1) + [(0, 1)])
     total = inner + sum_behind(later)[..., None]
     return total.reshape(padded.shape)[..., :number]
 
@@ -281,9 +281,9 @@ def _discounted(value: Array, mask: Array, decay: Any) -> Array:
     """a[t] = value[t] + decay * a[t + 1], where masked a[t + 1]; value must be 0 where masked."""
     carry = jnp.where(mask, jnp.asarray(decay, value.dtype), 1)
 
-    def join(behind: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
-        # The scan runs from the end: `behind` holds later tokens, `before` earlier ones.
-        return before[0] + before[1] * behind[0], before[1] * behind[1]
+    def join(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+        # The scan runs from the end: `later` tokens come first.
+        return earlier[0] + earlier[1] * later[0], earlier[1] * later[1]
 
     return jax.lax.associative_scan(join, (value, carry), reverse=True, axis=value.ndim - 1)[0]
 
@@ -307,7 +307,7 @@ def _phrases(grams: Sequence[Any]) -> dict[int, list[tuple[int, ...]]]:
 def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
     """True at every token of an occurrence. tokens: [P, G, T], -1 where not to be matched."""
     number = tokens.shape[-1]
-    found = jnp.zeros(tokens.shape, bool)
+    in_phrase = jnp.zeros(tokens.shape, bool)
     for length, grams in phrases.items():
         if length > number:
             continue
@@ -319,5 +319,5 @@ def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
                 hit = hit & (tokens[..., place : place + starts] == gram[place])
             begins = begins | hit
         for place in range(length):
-            found = found | jnp.pad(begins, ((0, 0), (0, 0), (place, length - 1 - place)))
-    return found
+            in_phrase = in_phrase | jnp.pad(begins, ((0, 0), (0, 0), (place, length - 1 - place)))
+    return in_phrase

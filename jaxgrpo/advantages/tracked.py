@@ -72,7 +72,7 @@ def subtract_tracked_success(
     tracker = _Tracker(keep, drift, half_life, low, high, initial, count)
     tracker.check()
     init = base.row_state("subtract_tracked_success", _INSTEAD, "alpha", "beta")
-    needs = base.needs_of(drift, initial if isinstance(initial, str) else None)
+    needs = base.needed_fields(drift, initial if isinstance(initial, str) else None)
     part = AdvantageTransform("subtract_tracked_success", init, tracker.update, needs)
     return part._replace(levels=(2,), ordered=True)
 
@@ -119,11 +119,13 @@ def mask_difficulty_band(
         estimate = ((successes + prior[0]) / (samples + sum(prior)))[:, None]
         hard, easy = estimate < low, estimate > high
         success = signal.value >= base.at_step(threshold, rollouts, signal.value.dtype)
-        new = _count(state, row, base.at_step(keep, rollouts, samples.dtype), success, signal.mask)
+        new_state = _count(
+            state, row, base.at_step(keep, rollouts, samples.dtype), success, signal.mask
+        )
         scored = signal.mask.any(axis=1, keepdims=True)
         shares = {"too_hard": mean(hard, scored), "too_easy": mean(easy, scored)}
-        after, metrics = base.keep_groups(signal, ~(hard | easy), **shares)
-        return after, new, metrics
+        new_signal, metrics = base.keep_groups(signal, ~(hard | easy), **shares)
+        return new_signal, new_state, metrics
 
     init = base.row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
     return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
@@ -158,13 +160,13 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
         dtype = state["mean"].dtype
         baseline = jnp.where(state["weight"] > 0, state["mean"], jnp.asarray(initial, dtype))
         value = stats.widen(signal.value)
-        after = value - baseline.astype(value.dtype)
+        centred = value - baseline.astype(value.dtype)
         weight = base.at_step(decay, rollouts, dtype) * state["weight"] + 1
         batch = stats.mean(signal.value.reshape(-1), signal.mask.reshape(-1), axis=0)[0]
         batch = batch.astype(dtype)
-        new = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
-        after = base.with_value(signal, after)
-        return after, _unless_empty(signal, new, state), {"baseline": mean(baseline)}
+        new_state = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
+        centred = base.with_value(signal, centred)
+        return centred, _unless_empty(signal, new_state, state), {"baseline": mean(baseline)}
 
     return AdvantageTransform("ema_baseline", _zeros("mean", "weight"), update, levels=(2,))
 
@@ -207,9 +209,9 @@ def divide_by_running_scale(
         scale = jnp.where(state["weight"] > 0, jnp.sqrt(state["variance"]), first)
         divisor = jnp.where(scale > 0, scale + eps, 1)
         value = stats.widen(signal.value)
-        after = base.with_value(signal, value / divisor.astype(value.dtype))
-        new = _mixed(state, base.at_step(decay, rollouts, dtype), *moments)
-        return after, _unless_empty(signal, new, state), {"scale": mean(divisor)}
+        new_signal = base.with_value(signal, value / divisor.astype(value.dtype))
+        new_state = _mixed(state, base.at_step(decay, rollouts, dtype), *moments)
+        return new_signal, _unless_empty(signal, new_state, state), {"scale": mean(divisor)}
 
     return AdvantageTransform(name, _zeros("mean", "variance", "weight"), update)
 
@@ -235,17 +237,17 @@ class _Tracker(NamedTuple):
 
     def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = base.read("subtract_tracked_success", rollouts, "row")
-        alpha, beta = self._before(state, row, rollouts)
+        alpha, beta = self._row_counts(state, row, rollouts)
         estimate = alpha / (alpha + beta)
         value = stats.widen(signal.value)
-        after = base.with_value(signal, value - estimate[:, None].astype(value.dtype))
-        rho = self._kept(row, rollouts, alpha.dtype)
+        centred = base.with_value(signal, value - estimate[:, None].astype(value.dtype))
+        rho = self._retention(row, rollouts, alpha.dtype)
         success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
         visited = number > 0
-        new = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
-        return after, new, {"estimate": mean(estimate, visited), "kept": mean(rho, visited)}
+        new_state = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
+        return centred, new_state, {"estimate": mean(estimate, visited), "kept": mean(rho, visited)}
 
-    def _before(self, state: Any, row: Array, rollouts: Rollouts) -> tuple[Array, Array]:
+    def _row_counts(self, state: Any, row: Array, rollouts: Rollouts) -> tuple[Array, Array]:
         """alpha and beta of each prompt's row, [P], with the prior where it was never visited."""
         alpha, beta = state["alpha"][row], state["beta"][row]
         prior = _per_prompt(self.initial, rollouts, row, alpha.dtype)
@@ -256,7 +258,7 @@ class _Tracker(NamedTuple):
             jnp.where(fresh, self.count * (1 - prior), beta),
         )
 
-    def _kept(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
+    def _retention(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
         """rho of each prompt, [P]."""
         if self.drift is None:
             rho = jnp.asarray(base.at_step(self.keep, rollouts, dtype), dtype)
@@ -272,25 +274,25 @@ def _visit(
     row: Array,
     visited: Array,
     rho: Array,
-    old: tuple[Array, Array],
-    new: tuple[Array, Array],
+    old_counts: tuple[Array, Array],
+    increments: tuple[Array, Array],
 ) -> dict[str, Array]:
-    """x[row p] <- rho[p] x[row p] + new[p] for one prompt p after the other, without a loop.
+    """x[row p] <- rho[p] x[row p] + increments[p], one prompt p after the other, without a loop.
 
     Such steps compose: (rho, a) then (rho', a') is (rho rho', rho' a + a'). Sorted by row, a scan
     that begins again at each row leaves the whole composition at the row's last prompt.
 
     Args:
-      old: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
-      new: what a visit adds, [P].
+      old_counts: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
+      increments: what a visit adds, [P].
     """
     number = state["alpha"].shape[0]
     row = jnp.where(visited, row, number)  # sorted to the end, and dropped by the scatter
     order = jnp.argsort(row, stable=True)
     row = row[order]
     differs = row[1:] != row[:-1]
-    one = jnp.ones(1, bool)
-    begins, ends = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
+    edge = jnp.ones(1, bool)
+    begins, ends = jnp.concatenate([edge, differs]), jnp.concatenate([differs, edge])
 
     def compose(left: Any, right: Any) -> Any:
         (begin, rho, a, b), (begins_again, rho_2, a_2, b_2) = left, right
@@ -301,14 +303,17 @@ def _visit(
             jnp.where(begins_again, b_2, rho_2 * b + b_2),
         )
 
-    steps = (begins, rho[order], new[0][order], new[1][order])
-    _, kept, alpha, beta = jax.lax.associative_scan(compose, steps)
-    at = jnp.where(ends, row, number)
-    after = {
-        "alpha": kept * old[0][order] + alpha,
-        "beta": kept * old[1][order] + beta,
+    steps = (begins, rho[order], increments[0][order], increments[1][order])
+    _, rho_product, alpha, beta = jax.lax.associative_scan(compose, steps)
+    target_row = jnp.where(ends, row, number)
+    new_numbers = {
+        "alpha": rho_product * old_counts[0][order] + alpha,
+        "beta": rho_product * old_counts[1][order] + beta,
     }
-    return {name: state[name].at[at].set(value, mode="drop") for name, value in after.items()}
+    return {
+        name: state[name].at[target_row].set(value, mode="drop")
+        for name, value in new_numbers.items()
+    }
 
 
 def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> dict[str, Array]:
@@ -320,11 +325,11 @@ def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> di
         return empty.at[row].add(value.astype(dtype), mode="drop")
 
     won, number = _sums(success.astype(dtype), mask)
-    added = by_row(number)
-    share = jnp.where(added > 0, keep, jnp.ones((), dtype))
+    new_samples = by_row(number)
+    share = jnp.where(new_samples > 0, keep, jnp.ones((), dtype))
     return {
         "successes": share * state["successes"] + by_row(won),
-        "samples": share * state["samples"] + added,
+        "samples": share * state["samples"] + new_samples,
     }
 
 
@@ -334,11 +339,11 @@ def _sums(value: Array, mask: Array) -> tuple[Array, Array]:
     return total, stats.count(mask)[:, 0]
 
 
-def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
+def _per_prompt(option: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
     """A number, or a field [P], as [P]."""
-    if not isinstance(given, str):
-        return jnp.full(row.shape, given, dtype)
-    return base.read_field("subtract_tracked_success", given, rollouts, row.shape).astype(dtype)
+    if not isinstance(option, str):
+        return jnp.full(row.shape, option, dtype)
+    return base.read_field("subtract_tracked_success", option, rollouts, row.shape).astype(dtype)
 
 
 def _check_band(
@@ -369,11 +374,13 @@ def _mixed(state: Any, decay: Any, average: Array, variance: Array) -> dict[str,
 def _whole_moments(signal: Signal, dtype: Any) -> tuple[Array, Array]:
     """Mean and variance of all unmasked values, []; exact where they are all equal."""
     value, mask = signal.value.reshape(-1), signal.mask.reshape(-1)
-    whole = stats.summary(value, mask, axis=0)
-    variance = stats.variance(value, mask, axis=0, about=whole)
-    return whole.mean[0].astype(dtype), variance[0].astype(dtype)
+    summary = stats.summary(value, mask, axis=0)
+    variance = stats.variance(value, mask, axis=0, about=summary)
+    return summary.mean[0].astype(dtype), variance[0].astype(dtype)
 
 
-def _unless_empty(signal: Signal, new: Any, old: Any) -> Any:
-    some = signal.mask.any()
-    return jax.tree.map(lambda one, other: jnp.where(some, one, other), new, old)
+def _unless_empty(signal: Signal, new_state: Any, old_state: Any) -> Any:
+    has_samples = signal.mask.any()
+    return jax.tree.map(
+        lambda new_leaf, old_leaf: jnp.where(has_samples, new_leaf, old_leaf), new_state, old_state
+    )

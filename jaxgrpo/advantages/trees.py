@@ -58,15 +58,15 @@ def tree_normalise(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         ids = base.read_field("tree_normalise", field, rollouts)
-        tree, whole = _node(value, ids, mask), stats.summary(value, mask)
-        added = jnp.asarray(base.at_step(eps, rollouts, value.dtype), value.dtype)
+        tree, prompt = _node(value, ids, mask), stats.summary(value, mask)
+        eps_value = jnp.asarray(base.at_step(eps, rollouts, value.dtype), value.dtype)
         total = jnp.zeros_like(value)
-        of_tree = _variance(value, ids, mask, tree, ddof)
-        of_whole = stats.variance(value, mask, ddof=ddof, about=whole)
-        for node, variance in ((tree, of_tree), (whole, of_whole)):
+        tree_variance = _variance(value, ids, mask, tree, ddof)
+        prompt_variance = stats.variance(value, mask, ddof=ddof, about=prompt)
+        for node, variance in ((tree, tree_variance), (prompt, prompt_variance)):
             part = node.centred(value)
             if std:
-                part = part / jnp.where(node.flat, 1, jnp.sqrt(variance) + added)
+                part = part / jnp.where(node.flat, 1, jnp.sqrt(variance) + eps_value)
             total = total + jnp.where(node.flat, 0, part)
         return base.with_value(signal, total), {"flat_trees": mean(tree.flat, mask)}
 
@@ -103,9 +103,9 @@ def tree_process(
     leave-one-out, and divided by the root before parents are subtracted.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
-    >>> given["token_mask"] = [[[True, True], [True, True]]]
-    >>> evaluate(tree_process(), [[1.0, 0.0]], **given)[0].tolist()
+    >>> fields = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> fields["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate(tree_process(), [[1.0, 0.0]], **fields)[0].tolist()
     [[[0.0, 1.0], [0.0, -1.0]]]
     """
 
@@ -116,9 +116,9 @@ def tree_process(
         tokens = base.read("tree_process", rollouts, "token_mask").astype(bool)
         weights = [base.at_step(w, rollouts, value.dtype) for w in (global_weight, local_weight)]
         parts = _steps(value, signal.mask, path, weights, leaf_power)
-        there = _on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths)
+        has_node = _on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths)
         spread, mask = _on_tokens(parts, depths), tokens & signal.mask[..., None]
-        metrics: Metrics = {"unplaced": mean(~there, mask), "live": mean(spread != 0, mask)}
+        metrics: Metrics = {"unplaced": mean(~has_node, mask), "live": mean(spread != 0, mask)}
         return Signal(value=spread.astype(signal.value.dtype), mask=mask), metrics
 
     needs = frozenset({ancestors, token_depth})
@@ -183,9 +183,9 @@ def token_share_weights(
     Source: ours; the papers of the other parts count a shared token once per leaf.
 
     >>> from jaxgrpo.advantages import evaluate, to_tokens
-    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
-    >>> given["token_mask"] = [[[True, True], [True, True]]]
-    >>> evaluate([to_tokens(), token_share_weights()], [[1.0, 4.0]], **given)[0].tolist()
+    >>> fields = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> fields["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate([to_tokens(), token_share_weights()], [[1.0, 4.0]], **fields)[0].tolist()
     [[[0.5, 1.0], [2.0, 4.0]]]
     """
     needs = frozenset({ancestors, token_depth})
@@ -215,16 +215,18 @@ def _pairs(ids: Array, mask: Array) -> Array:
 
 def _node(value: Array, ids: Array, mask: Array) -> stats.Summary:
     """What each leaf [P, G] finds at one node above it; masked leaves are of no node."""
-    same = _pairs(ids, mask)
-    other = jnp.broadcast_to(value[:, :, None], same.shape)
-    low, high, *rest = (one[:, 0] for one in stats.summary(other, same))
-    return stats.Summary(low, high, *(jnp.where(mask, one, 0) for one in rest))
+    same_node = _pairs(ids, mask)
+    other_value = jnp.broadcast_to(value[:, :, None], same_node.shape)
+    low, high, *statistics = (
+        statistic[:, 0] for statistic in stats.summary(other_value, same_node)
+    )
+    return stats.Summary(low, high, *(jnp.where(mask, statistic, 0) for statistic in statistics))
 
 
 def _variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: int) -> Array:
-    same = _pairs(ids, mask)
-    squares = jnp.broadcast_to(jnp.square(node.centred(value))[:, :, None], same.shape)
-    (total,) = reduce(summed(squares, same), axis=1)
+    same_node = _pairs(ids, mask)
+    squares = jnp.broadcast_to(jnp.square(node.centred(value))[:, :, None], same_node.shape)
+    (total,) = reduce(summed(squares, same_node), axis=1)
     return total[:, 0] / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
 
 
@@ -232,17 +234,17 @@ def _steps(
     value: Array, mask: Array, path: Array, weights: Sequence[Any], leaf_power: float
 ) -> list[Array]:
     """Per depth [P, G]: what its node adds against the prompt and its parent; 0 without a node."""
-    of_prompt, of_parent = (jnp.asarray(weight, value.dtype) for weight in weights)
+    prompt_weight, parent_weight = (jnp.asarray(weight, value.dtype) for weight in weights)
     prompt = _node(value, jnp.zeros(mask.shape, jnp.int32), mask).mean
     steps, parent = [], None
     for depth in range(path.shape[-1]):
-        there = path[..., depth] >= 0
-        node = _node(value, path[..., depth], mask & there)
-        step = of_prompt * (node.mean - prompt)
+        has_node = path[..., depth] >= 0
+        node = _node(value, path[..., depth], mask & has_node)
+        step = prompt_weight * (node.mean - prompt)
         if parent is not None:
-            step = step + of_parent * (node.mean - parent)
+            step = step + parent_weight * (node.mean - parent)
         step = step / jnp.maximum(node.count, 1).astype(value.dtype) ** leaf_power
-        steps.append(jnp.where(there, step, 0))
+        steps.append(jnp.where(has_node, step, 0))
         parent = node.mean
     return steps
 

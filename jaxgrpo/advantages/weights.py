@@ -46,18 +46,20 @@ def shrink_rare_success(
     base.check("shrink_rare_success", "more than 0 successes", lambda n: n > 0, count=count)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = base.samples("shrink_rare_success", reward, signal, rollouts)
+        successes = base.samples("shrink_rare_success", reward, signal, rollouts)
         if threshold is None:
-            success = read.value > 0
+            success = successes.value > 0
         else:
-            success = read.value >= base.at_step(threshold, rollouts, read.value.dtype)
-        number = stats.count(read.mask & success).astype(read.value.dtype)
+            success = successes.value >= base.at_step(threshold, rollouts, successes.value.dtype)
+        number = stats.count(successes.mask & success).astype(successes.value.dtype)
         share = jnp.minimum(1, number / base.at_step(count, rollouts, number.dtype))
         factor = jnp.where(number == 0, 1, share)
         scored = signal.mask.any(axis=1, keepdims=True)
         return base.scaled(signal, factor), {"shrunk_groups": mean(factor < 1, scored)}
 
-    return base.stateless("shrink_rare_success", apply, needs=base.needs_of(reward), levels=(2,))
+    return base.stateless(
+        "shrink_rare_success", apply, needs=base.needed_fields(reward), levels=(2,)
+    )
 
 
 def weight_by_absolute_advantage(normalise: bool = False) -> AdvantageTransform:
@@ -115,12 +117,12 @@ def weight_by_learnability(
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = base.samples(name, reward, signal, rollouts)
-        flat = stats.is_flat(read.value, read.mask)
-        weight = jnp.where(flat, 0, stats.variance(read.value, read.mask))
+        samples = base.samples(name, reward, signal, rollouts)
+        flat = stats.is_flat(samples.value, samples.mask)
+        weight = jnp.where(flat, 0, stats.variance(samples.value, samples.mask))
         return _weighed(signal, weight, normalise)
 
-    needs = base.needs_of(reward)
+    needs = base.needed_fields(reward)
     name = "weight_by_learnability"
     return base.stateless(name, apply, needs=needs, levels=(2,), relative=True)
 
@@ -154,18 +156,18 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         if field is None:
-            chosen = base.read("darling", rollouts, "token_mask").astype(bool)
+            token_mask = base.read("darling", rollouts, "token_mask").astype(bool)
             tokens = base.read("darling", rollouts, "completion_tokens")
-            same = _same_tokens(tokens, chosen)
+            same_class = _same_tokens(tokens, token_mask)
         else:
             classes = base.read_field("darling", field, rollouts)
-            same = classes[:, :, None] == classes[:, None, :]
+            same_class = classes[:, :, None] == classes[:, None, :]
             # NaN, a class that is not known, equals nothing: the sample is a class of its own.
-            same = same | jnp.eye(classes.shape[1], dtype=bool)[None]
-        same = same & mask[:, :, None] & mask[:, None, :]
+            same_class = same_class | jnp.eye(classes.shape[1], dtype=bool)[None]
+        same_class = same_class & mask[:, :, None] & mask[:, None, :]
         number = stats.count(mask)
-        others = jnp.maximum(number - 1, 1).astype(value.dtype)
-        apart = (number - same.sum(-1, dtype=jnp.int32)).astype(value.dtype) / others
+        other_count = jnp.maximum(number - 1, 1).astype(value.dtype)
+        apart = (number - same_class.sum(-1, dtype=jnp.int32)).astype(value.dtype) / other_count
         diversity = jnp.where(number > 1, apart, 1)
         least = jnp.asarray(base.at_step(floor, rollouts, value.dtype), value.dtype)
         metrics: Metrics = {
@@ -174,7 +176,7 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
         }
         return base.with_value(signal, value * jnp.maximum(diversity, least)), metrics
 
-    return base.stateless("darling", apply, needs=base.needs_of(field), levels=(2,))
+    return base.stateless("darling", apply, needs=base.needed_fields(field), levels=(2,))
 
 
 def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
@@ -198,21 +200,21 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
     so that the least likely loses beta / n too.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"behavior_logp": [[[-1.0], [-2.0]]], "token_mask": [[[True], [True]]]}
-    >>> evaluate(unlikeliness(beta=0.25), [[1.0, 1.0]], **given)[0].tolist()
+    >>> fields = {"behavior_logp": [[[-1.0], [-2.0]]], "token_mask": [[[True], [True]]]}
+    >>> evaluate(unlikeliness(beta=0.25), [[1.0, 1.0]], **fields)[0].tolist()
     [[0.75, 1.0]]
     """
     base.check_share("unlikeliness", beta=beta)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
-        chosen = base.read("unlikeliness", rollouts, "token_mask").astype(bool)
+        token_mask = base.read("unlikeliness", rollouts, "token_mask").astype(bool)
         logp = stats.widen(base.read("unlikeliness", rollouts, "behavior_logp"))
-        logp = jnp.where(chosen & mask[..., None], logp, 0).sum(-1)
+        logp = jnp.where(token_mask & mask[..., None], logp, 0).sum(-1)
         mask = mask & ~jnp.isnan(logp)
-        own, other = logp[:, :, None], logp[:, None, :]
-        less = ((other < own) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
-        tied = ((other == own) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
+        sample_logp, other_logp = logp[:, :, None], logp[:, None, :]
+        less = ((other_logp < sample_logp) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
+        tied = ((other_logp == sample_logp) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
         # Ranks less, less + 1, ..., less + tied - 1 are shared by `tied` samples.
         rank = less.astype(value.dtype) + (tied - 1).astype(value.dtype) / 2
         number = jnp.maximum(stats.count(mask) - 1, 1).astype(value.dtype)
@@ -239,17 +241,17 @@ def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Me
     return base.scaled(signal, weight), metrics
 
 
-def _same_tokens(tokens: Array, chosen: Array) -> Array:
+def _same_tokens(tokens: Array, token_mask: Array) -> Array:
     """[P, G, G]: True where two samples have the same tokens at the places the policy chose.
 
     By two sums of 32 bits each: samples that differ are taken for the same once in 1e19 pairs. One
     pass over the tokens, where comparing all pairs of samples takes G^2 / 2.
     """
     size = tokens.shape[1]
-    same = jnp.ones((tokens.shape[0], size, size), bool)
-    for total in _fingerprints(jnp.where(chosen, tokens, -1)):
-        same = same & (total[:, :, None] == total[:, None])
-    return same
+    equal = jnp.ones((tokens.shape[0], size, size), bool)
+    for total in _fingerprints(jnp.where(token_mask, tokens, -1)):
+        equal = equal & (total[:, :, None] == total[:, None])
+    return equal
 
 
 def _fingerprints(tokens: Array) -> list[Array]:
@@ -259,17 +261,19 @@ def _fingerprints(tokens: Array) -> list[Array]:
     samples that differ at two places alike could agree in both.
     """
     place = jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, tokens.ndim - 1)
-    everywhere = jnp.ones(tokens.shape, bool)
+    all_tokens = jnp.ones(tokens.shape, bool)
     parts = (_scrambled(tokens.astype(jnp.uint32), place, factors) for factors in _FACTORS)
-    sums = reduce(*(summed(part, everywhere) for part in parts), axis=-1)
-    return [one[..., 0] for one in sums]
+    sums = reduce(*(summed(part, all_tokens) for part in parts), axis=-1)
+    return [total[..., 0] for total in sums]
 
 
 def _scrambled(token: Array, place: Array, factors: tuple[int, int, int, int]) -> Array:
-    of_token, once_more, of_place, of_both = (jnp.uint32(factor) for factor in factors)
+    token_factor, second_factor, place_factor, last_factor = (
+        jnp.uint32(factor) for factor in factors
+    )
     half, most = jnp.uint32(16), jnp.uint32(13)
-    token = token * of_token
-    token = (token ^ token >> half) * once_more
-    both = (token ^ token >> most) + place * of_place
-    both = (both ^ both >> half) * of_both
-    return both ^ both >> most
+    token = token * token_factor
+    token = (token ^ token >> half) * second_factor
+    mixed = (token ^ token >> most) + place * place_factor
+    mixed = (mixed ^ mixed >> half) * last_factor
+    return mixed ^ mixed >> most

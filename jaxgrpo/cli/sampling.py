@@ -127,7 +127,14 @@ def write_samples(
             message = "are there already; to sample them again: --overwrite"
         else:
             message = _ask(
-                console, policy, questions, batches, seed_key(config), finished_prompts, samples, file
+                console,
+                policy,
+                questions,
+                batches,
+                seed_key(config),
+                finished_prompts,
+                samples,
+                file,
             )
     if process.is_main():
         message = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {message}"

@@ -24,7 +24,7 @@ from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, no_text, suggest
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.storage import is_url
-from jaxgrpo.rewards import name_of
+from jaxgrpo.rewards import callable_name
 
 RESUMABLE = {
     "train.steps": "train longer, or less; not with a schedule that ends at train.steps",
@@ -332,5 +332,7 @@ def _reward_entries(rewards: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Entries of a config for rewards given as objects; {name: function} names them."""
     has_names = isinstance(rewards, Mapping)
     for name, function in rewards.items() if has_names else ((None, reward) for reward in rewards):
-        use = function if isinstance(function, str) else python_name(name or name_of(function))
+        use = (
+            function if isinstance(function, str) else python_name(name or callable_name(function))
+        )
         yield {"use": use, "name": name} if has_names else {"use": use}

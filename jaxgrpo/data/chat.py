@@ -52,7 +52,7 @@ class Chat(NamedTuple):
     time: str | None = None  # in ISO 8601, for CLOCK; None: the template does not read it
 
 
-def messages_of(value: Any, where: str) -> Conversation:
+def read_messages(value: Any, where: str) -> Conversation:
     """A prompt column's list of messages, checked. Entries that are None, as tables have them
     if some messages lack a key, are left out.
 
@@ -82,18 +82,18 @@ def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[lis
     >>> for_rewards([[{"role": "user", "content": "2+2?"}]], ["4"])[1]
     [[{'role': 'assistant', 'content': '4'}]]
     """
-    asked: list[Any] = []
-    answered: list[Any] = []
+    reward_prompts: list[Any] = []
+    reward_completions: list[Any] = []
     for messages, text in zip(prompts, completions, strict=True):
         if isinstance(messages, str):
-            asked.append(messages)
-            answered.append(text)
+            reward_prompts.append(messages)
+            reward_completions.append(text)
             continue
-        begun = _is_begun(messages)
-        start = messages[-1]["content"] if begun else ""
-        asked.append(list(messages[:-1] if begun else messages))
-        answered.append([{"role": "assistant", "content": start + text}])
-    return asked, answered
+        is_begun = _is_begun(messages)
+        start = messages[-1]["content"] if is_begun else ""
+        reward_prompts.append(list(messages[:-1] if is_begun else messages))
+        reward_completions.append([{"role": "assistant", "content": start + text}])
+    return reward_prompts, reward_completions
 
 
 def make_chat(
@@ -118,8 +118,8 @@ def make_chat(
     """
     template, name = _find(tokenizer, choice, path)
     if template is None:
-        given = {"data.system": system, "data.chat_template_kwargs": options}
-        for key in filter(given.get, given):
+        template_settings = {"data.system": system, "data.chat_template_kwargs": options}
+        for key in filter(template_settings.get, template_settings):
             raise InputError(
                 f"{key} is given, but there is no chat template ({name}): name a Jinja file by "
                 "data.chat_template, or write the text into data.prompt"
@@ -137,8 +137,8 @@ def make_chat(
                 "time that it writes"
             )
         if option not in names:
-            near = difflib.get_close_matches(option, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            matches = difflib.get_close_matches(option, names, n=1)
+            hint = f"did you mean {matches[0]!r}?" if matches else "leave it out"
             raise InputError(f"data.chat_template_kwargs.{option}: {name} does not read it; {hint}")
     chat = Chat(tokenizer, template, name, system, dict(options))
     return chat._replace(time=time) if CLOCK in names else chat
@@ -224,15 +224,15 @@ def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversa
 
 
 def _render(chat: Chat, messages: Conversation, where: str) -> str:
-    begun = _is_begun(messages)
+    is_begun = _is_begun(messages)
     # Whatever the template raises, or jinja2 about it.
     render = functools.partial(
         chat.tokenizer.apply_chat_template,
         messages,
         chat_template=chat.template,
         tokenize=False,
-        add_generation_prompt=not begun,
-        continue_final_message=begun,
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
         **chat.options,
     )
     failing = refusing(lambda error: f"{where}: {_failure(chat.name, error)}")
@@ -277,9 +277,9 @@ def _squeezed(text: str) -> str:
 def _lost(chat: Chat, messages: Conversation, place: int, where: str) -> InputError:
     message = messages[place]
     is_ours = chat.system is not None and place == 0
-    what = "data.system" if is_ours else f"message {place - (chat.system is not None)}"
+    source = "data.system" if is_ours else f"message {place - (chat.system is not None)}"
     return InputError(
-        f"{where}: {chat.name} does not write the text of {what}, {_shown(message['content'])} "
+        f"{where}: {chat.name} does not write the text of {source}, {_shown(message['content'])} "
         f"with role {message['role']!r}: use a role that the template writes, usually user, "
         "assistant or system, or set data.chat_template to a template that writes it"
     )

@@ -61,17 +61,17 @@ def interrupted_after(seconds: float, function: Callable[[], T]) -> T:
 
     handler = signal.signal(signal.SIGALRM, ring)
     began = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    seconds_left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
     try:
         try:
             return function()
         finally:
             armed = False
     finally:
-        after = max(left - (time.monotonic() - began), 1e-3) if left else 0.0
+        remaining = max(seconds_left - (time.monotonic() - began), 1e-3) if seconds_left else 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        signal.setitimer(signal.ITIMER_REAL, after, interval)
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
 
 
 def left_after(seconds: float, function: Callable[[], T]) -> T:
@@ -106,7 +106,7 @@ def left_after(seconds: float, function: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def memory(more: int) -> Iterator[None]:
+def memory(extra_bytes: int) -> Iterator[None]:
     """Within it the process can map so many bytes more; beyond them Python raises MemoryError.
 
     Of use where only Python runs: a library may end the process. Without effect beside Linux.
@@ -116,7 +116,9 @@ def memory(more: int) -> Iterator[None]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(STATUS.read_text().split()[0]) * resource.getpagesize()
-    limits = [limit for limit in (mapped + more, soft, hard) if limit != resource.RLIM_INFINITY]
+    limits = [
+        limit for limit in (mapped + extra_bytes, soft, hard) if limit != resource.RLIM_INFINITY
+    ]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield

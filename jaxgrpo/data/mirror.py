@@ -35,11 +35,11 @@ LAST = "summary.json"
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-def folder_of(url: str) -> Path:
+def local_folder(url: str) -> Path:
     """The folder of this host's cache in which a run of that URL is written."""
     url = url.rstrip("/")
-    made = hashlib.sha256(url.encode()).hexdigest()[:16]
-    return storage.cache_folder() / "runs" / made / url.rpartition("/")[2]
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    return storage.cache_folder() / "runs" / digest / url.rpartition("/")[2]
 
 
 def refuse_scheme(url: str) -> None:
@@ -47,10 +47,10 @@ def refuse_scheme(url: str) -> None:
     where = f"run.dir = {url}"
     scheme = url.partition("://")[0]
     if scheme not in storage.RUNS:
-        known = ", ".join(f"{one}://" for one in storage.RUNS)
+        schemes = ", ".join(f"{name}://" for name in storage.RUNS)
         raise InputError(
-            f"{where}: checkpoints can be written to folders and {known} only: give one of these, "
-            "or mount the bucket as a folder"
+            f"{where}: checkpoints can be written to folders and {schemes} only: give one of "
+            "these, or mount the bucket as a folder"
         )
 
 
@@ -64,14 +64,14 @@ def refuse_unusable(url: str, resume: bool = False) -> None:
     where = f"run.dir = {url}"
     storage.file_system(url, "run.dir")
     try:
-        found = [name for name in storage.listing(url) if name != LOCK]
+        names = [name for name in storage.listing(url) if name != LOCK]
     except OSError as error:
         raise InputError(
             f"{where} cannot be read: {one_line(error)}; see to the name of the bucket, your "
             "credentials and the network"
         ) from error
-    if found and not resume:
-        holds = ", ".join(sorted({name.partition("/")[0] for name in found})[:4])
+    if names and not resume:
+        holds = ", ".join(sorted({name.partition("/")[0] for name in names})[:4])
         raise InputError(
             f"{where} is not empty (it holds {holds}): "
             "go on with that run by --resume auto, or set run.dir to another folder"
@@ -93,8 +93,8 @@ class Mirror:
     def __init__(self, url: str, folder: Path):
         self.url: str = url.rstrip("/")
         self.folder: Path = folder
-        self._me = self._host()
-        self._beats, self._taken = 0, ""  # who took the run from this process
+        self._host_id = self._load_host_id()
+        self._beats, self._new_holder = 0, ""  # who took the run from this process
         self._sent: dict[str, tuple[int, int] | None] = {}  # size and time; None: not from here
         self._copying, self._end = threading.Lock(), threading.Event()
         self._take_lock()
@@ -104,8 +104,8 @@ class Mirror:
             storage.remove(f"{self.url}/{LOCK}")
             raise
         # Two, since a copy may take longer than a lock counts.
-        keep = (self._keep_lock, self._keep_copying)
-        self._threads = [threading.Thread(target=one, daemon=True) for one in keep]
+        targets = (self._keep_lock, self._keep_copying)
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
 
@@ -116,15 +116,15 @@ class Mirror:
           taken the run.
         """
         with self._copying:
-            if self._taken:
-                raise OSError(f"{self.url} was taken by another trainer ({self._taken})")
+            if self._new_holder:
+                raise OSError(f"{self.url} was taken by another trainer ({self._new_holder})")
             files = (file for file in self.folder.rglob("*") if file.is_file())
             files = {str(file.relative_to(self.folder)): file for file in files}
-            found = {name: file for name, file in files.items() if not _is_passing(name)}
-            for name in sorted(found, key=lambda name: (name == LAST, name)):
-                self._send(name, found[name])
-            replaced = {name.partition("/")[0] for name in found}
-            for name in [name for name in self._sent if name not in found]:
+            run_files = {name: file for name, file in files.items() if not _is_passing(name)}
+            for name in sorted(run_files, key=lambda name: (name == LAST, name)):
+                self._send(name, run_files[name])
+            replaced = {name.partition("/")[0] for name in run_files}
+            for name in [name for name in self._sent if name not in run_files]:
                 top = name.partition("/")[0]
                 if top not in STAY or top in replaced - {"checkpoints", "profile"}:
                     storage.remove(f"{self.url}/{name}")
@@ -140,7 +140,7 @@ class Mirror:
         for thread in self._threads:
             thread.join()
         try:
-            if not self._taken:
+            if not self._new_holder:
                 storage.remove(f"{self.url}/{LOCK}")
         except OSError as error:
             logger.warning("the lock stays for %.0f seconds: %s", LEASE, error)
@@ -158,9 +158,9 @@ class Mirror:
 
     def _fetch(self) -> None:
         """Makes the folder what the bucket holds, but for what stays there."""
-        for there in self.folder.iterdir():
-            if there.name != LOCK:
-                shutil.rmtree(there) if there.is_dir() else there.unlink()
+        for path in self.folder.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name in storage.listing(self.url):
             top = name.partition("/")[0]
             if top not in STAY and not _is_passing(name):
@@ -188,15 +188,15 @@ class Mirror:
 
     def _beat(self) -> None:
         try:
-            there = read_lock(self.url)
-            if there is not None and there["id"] != self._me:
-                self._taken = there["who"]
-            elif not self._taken:
+            claim = read_lock(self.url)
+            if claim is not None and claim["id"] != self._host_id:
+                self._new_holder = claim["who"]
+            elif not self._new_holder:
                 storage.write(f"{self.url}/{LOCK}", self._claim())
         except OSError:
             return  # the next beat tries again, and copying says what is wrong
 
-    def _host(self) -> str:
+    def _load_host_id(self) -> str:
         """A name of this folder of this host, which tells its own old lock from others'."""
         file = self.folder.parent / "id"
         if not file.exists():
@@ -206,7 +206,7 @@ class Mirror:
     def _claim(self) -> bytes:
         self._beats += 1
         who = f"process {os.getpid()} on {os.uname().nodename}"
-        claim = {"id": self._me, "who": who, "beat": self._beats, "time": time.time()}
+        claim = {"id": self._host_id, "who": who, "beat": self._beats, "time": time.time()}
         return json.dumps(claim).encode()
 
     def _take_lock(self) -> None:
@@ -215,20 +215,20 @@ class Mirror:
             storage.write(lock, self._claim(), new=True)
             return
         except FileExistsError:
-            first = read_lock(self.url)
+            first_claim = read_lock(self.url)
         began = time.monotonic()
-        while (there := read_lock(self.url)) is not None and there["id"] != self._me:
-            if there != first:
+        while (claim := read_lock(self.url)) is not None and claim["id"] != self._host_id:
+            if claim != first_claim:
                 raise InputError(
-                    f"run.dir = {self.url} is in use by another trainer ({there['who']}): "
+                    f"run.dir = {self.url} is in use by another trainer ({claim['who']}): "
                     "wait for it or stop it, or set run.dir to another folder"
                 )
             if time.monotonic() - began > LEASE:
                 break
-            if there == first and time.monotonic() - began < 1.0:
+            if claim == first_claim and time.monotonic() - began < 1.0:
                 logger.warning(
                     "%s holds %s: waiting up to %.0f seconds to see whether it runs",
-                    there["who"],
+                    claim["who"],
                     self.url,
                     LEASE,
                 )
@@ -240,20 +240,20 @@ def read_lock(url: str) -> dict[str, Any] | None:
     """What the holder of a run wrote about itself; None where there is none. Raises: OSError."""
     content = storage.read(f"{url.rstrip('/')}/{LOCK}")
     try:
-        found = json.loads(content) if content else None
+        claim = json.loads(content) if content else None
     except ValueError:
         return None
-    return found if isinstance(found, dict) and {"id", "who", "time"} <= found.keys() else None
+    return claim if isinstance(claim, dict) and {"id", "who", "time"} <= claim.keys() else None
 
 
 def is_held(url: str) -> bool:
     """Whether a trainer has written the run's lock within LEASE, by both machines' clocks."""
-    there = read_lock(url)
-    return there is not None and abs(time.time() - there["time"]) < LEASE
+    claim = read_lock(url)
+    return claim is not None and abs(time.time() - claim["time"]) < LEASE
 
 
 def _is_passing(name: str) -> bool:
     """Whether a file is no part of the run: the lock, and what is being written or replaced."""
     top = name.partition("/")[0]
-    being = top.startswith(".") and top.endswith((".partial", ".previous"))
-    return name == LOCK or name.endswith(".tmp") or being
+    is_unfinished = top.startswith(".") and top.endswith((".partial", ".previous"))
+    return name == LOCK or name.endswith(".tmp") or is_unfinished

@@ -142,9 +142,11 @@ def prepare(
             f"tokens): set it to {lengths[longest]} "
             f"(--set rollout.max_prompt_tokens={lengths[longest]}){remedy}"
         )
-    kept = np.flatnonzero(lengths <= max_prompt_tokens).tolist()
-    mixture = mixture.keeping(kept) if mixture else None
-    return PromptData([rows[i] for i in kept], [encoded[i] for i in kept], int(over.size), mixture)
+    fitting_rows = np.flatnonzero(lengths <= max_prompt_tokens).tolist()
+    mixture = mixture.keeping(fitting_rows) if mixture else None
+    return PromptData(
+        [rows[i] for i in fitting_rows], [encoded[i] for i in fitting_rows], int(over.size), mixture
+    )
 
 
 def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
@@ -234,13 +236,14 @@ def check_tokens(
 def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> None:
     if name in row:
         return
-    near = difflib.get_close_matches(name, map(str, row), n=1)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
-    there = ", ".join(map(str, row)) or "none"
-    if len(row) == 1 and any(mark in there for mark in ";\t|"):
+    matches = difflib.get_close_matches(name, map(str, row), n=1)
+    suggestion = f" (did you mean {matches[0]!r}?)" if matches else ""
+    column_names = ", ".join(map(str, row)) or "none"
+    if len(row) == 1 and any(mark in column_names for mark in ";\t|"):
         otherwise += ", or set data.delimiter to what is between the columns"
     raise InputError(
-        f"{where}: no column {name!r}{meant}; columns there: {there}; set {key} to one{otherwise}"
+        f"{where}: no column {name!r}{suggestion}; columns there: {column_names}; set {key} "
+        f"to one{otherwise}"
     )
 
 
@@ -258,7 +261,7 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)):
-        return conversations.messages_of(value, f"{where}: column {prompt!r}")
+        return conversations.read_messages(value, f"{where}: column {prompt!r}")
     raise InputError(
         f"{where}: column {prompt!r} holds {_kind(value)} where a prompt is a text or a list of "
         "messages: write the prompt as one string"
@@ -275,17 +278,17 @@ def _check_texts(where: str, row: Row) -> None:
             raise InputError(f"{where}: {name} {text[:SHOWN]!a}: {problem}")
 
 
-def _check_one_kind(located: Sequence[Located], values: Sequence[Any], what: str) -> None:
+def _check_one_kind(located: Sequence[Located], values: Sequence[Any], label: str) -> None:
     """Refuses values of several kinds, as texts in some rows and numbers in others."""
-    found: dict[str, str] = {}  # kind -> the first row of it
+    first_places: dict[str, str] = {}  # kind -> the first row of it
     for (where, _), value in zip(located, values, strict=True):
         if value is not None:
-            found.setdefault(_kind(value), where)
-    if len(found) > 1:
-        (first, before), (kind, where), *_ = found.items()
+            first_places.setdefault(_kind(value), where)
+    if len(first_places) > 1:
+        (first_kind, first_where), (kind, where), *_ = first_places.items()
         raise InputError(
-            f"{where}: {what} of several kinds: {kind} here, {first} in {before}: write one kind "
-            "in all rows"
+            f"{where}: {label} of several kinds: {kind} here, {first_kind} in {first_where}: "
+            "write one kind in all rows"
         )
 
 
@@ -317,9 +320,9 @@ def placeholders(template: str) -> list[str]:
     names = []
     for piece in _PIECE.finditer(template):
         if piece.group() in ("{", "}") or piece.group(1) == "":
-            what = "names no column" if piece.group(1) == "" else "has no partner"
+            fault = "names no column" if piece.group(1) == "" else "has no partner"
             raise InputError(
-                f"data.prompt = {template!r}: the brace at character {piece.start()} {what}: "
+                f"data.prompt = {template!r}: the brace at character {piece.start()} {fault}: "
                 "write {column} for a column's value, {{ or }} for a brace"
             )
         if piece.group(1) is not None:

@@ -89,17 +89,19 @@ class Mixture(NamedTuple):
     weights: tuple[float, ...]
     sizes: tuple[int, ...]  # rows of each
 
-    def source_of(self, row: Any) -> np.ndarray:
+    def source_numbers(self, row: Any) -> np.ndarray:
         """The number of the source that each row is from."""
         return np.searchsorted(np.cumsum(self.sizes), row, side="right")
 
     def keeping(self, rows: Sequence[int]) -> Mixture:
         """With some of its rows only. Raises: InputError where a source has none of them."""
-        sizes = np.bincount(self.source_of(np.asarray(rows)), minlength=len(self.sizes)).tolist()
-        for name, before, after in zip(self.names, self.sizes, sizes, strict=True):
-            if not after:
+        sizes = np.bincount(
+            self.source_numbers(np.asarray(rows)), minlength=len(self.sizes)
+        ).tolist()
+        for name, old_size, new_size in zip(self.names, self.sizes, sizes, strict=True):
+            if not new_size:
                 raise InputError(
-                    f"data.path: no prompt of {name!r} fits: all {before} are longer than "
+                    f"data.path: no prompt of {name!r} fits: all {old_size} are longer than "
                     "rollout.max_prompt_tokens; raise it, or take the source out"
                 )
         return self._replace(sizes=tuple(sizes))
@@ -120,16 +122,16 @@ class NotJSON(ValueError):
 def parse_json(text: str) -> Any:
     """What a JSON text says. Raises: NotJSON, also on a name that stands twice in an object."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
             raise NotJSON(f"the name {twice!r} stands twice: only one of its values would be read")
-        return made
+        return entries
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=build_object)
     except json.JSONDecodeError as error:
         raise NotJSON(error.msg, f", line {error.lineno}, column {error.colno}") from error
     except RecursionError:
@@ -149,16 +151,16 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         located = _counted(source.path, tasks.load(source.path))
     elif path.suffix in FILES:
         if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise InputError(f"{source.key} = {str(path)!r} {what} (looked for {path.absolute()})")
+            fault = "is a folder" if path.is_dir() else "does not exist"
+            raise InputError(f"{source.key} = {str(path)!r} {fault} (looked for {path.absolute()})")
         is_jsonl = path.suffix == ".jsonl"
         located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
-        found = _data_set(source, path)
-        located = _counted(source.path, _exact(found, found.features.arrow_schema))
+        data_set = _data_set(source, path)
+        located = _counted(source.path, _exact(data_set, data_set.features.arrow_schema))
     else:
-        what = "is no file of rows" if path.exists() else "does not exist"
-        raise InputError(f"{source.where} {what}: give {FORMS}")
+        fault = "is no file of rows" if path.exists() else "does not exist"
+        raise InputError(f"{source.where} {fault}: give {FORMS}")
     if not located:
         raise InputError(f"{source.where} holds no rows: give a source with at least one")
     return located
@@ -171,9 +173,9 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
     Raises: InputError if it is none of these or holds no rows.
     """
     if isinstance(dataset, Mapping) and dataset and all(map(_are_rows, dataset.values())):
-        dataset = _chosen(dataset, split, "dataset", "data")
+        dataset = _select_split(dataset, split, "dataset", "data")
     if isinstance(dataset, Mapping) or _is_frame(dataset):
-        dataset = _of_columns(dataset)
+        dataset = _rows_from_columns(dataset)
     if not hasattr(dataset, "__len__"):
         raise InputError(
             f"dataset is a {type(dataset).__name__}, whose rows cannot be counted or read again: "
@@ -205,7 +207,7 @@ def _are_rows(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(row, Mapping) for row in value)
 
 
-def _of_columns(table: Any) -> list[Row]:
+def _rows_from_columns(table: Any) -> list[Row]:
     """The rows of a dict of columns or a DataFrame.
 
     Raises: InputError if columns have one name or other lengths, or one is no list.
@@ -281,8 +283,8 @@ def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Loca
         ) from None
 
     def problem(error: Exception) -> str:
-        counted = " (rows count the header as 1)" if "Row #" in str(error) else ""
-        return f"{file}: {one_line(error)}{counted}: mend it"
+        hint = " (rows count the header as 1)" if "Row #" in str(error) else ""
+        return f"{file}: {one_line(error)}{hint}: mend it"
 
     with refusing(problem, pa.ArrowException, OSError):
         if file.suffix == ".parquet":
@@ -347,25 +349,25 @@ def _data_set(source: Source, path: Path) -> Any:
     saved = any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
     with refusing(lambda error: _failure(source, error, local)):  # of a dozen kinds
         if saved:  # by save_to_disk
-            found = datasets.load_from_disk(name)
+            data_set = datasets.load_from_disk(name)
         else:
-            found = datasets.load_dataset(
+            data_set = datasets.load_dataset(
                 name, source.subset, split=source.split, revision=revision
             )
-    return _chosen(found, source.split, source.where, source.table)
+    return _select_split(data_set, source.split, source.where, source.table)
 
 
-def _chosen(found: Any, split: str | None, where: str, table: str) -> Any:
-    """The rows of one split, where `found` has splits; `table` is the config's, for its key."""
-    if not isinstance(found, Mapping):
-        return found
-    if split is None and len(found) == 1:
-        return next(iter(found.values()))
-    if split not in found:
+def _select_split(data_set: Any, split: str | None, where: str, table: str) -> Any:
+    """The rows of one split, where `data_set` has splits; `table` is the config's, for its key."""
+    if not isinstance(data_set, Mapping):
+        return data_set
+    if split is None and len(data_set) == 1:
+        return next(iter(data_set.values()))
+    if split not in data_set:
         problem = "several splits" if split is None else f"no split {split!r}"
-        known = ", ".join(map(str, found))
-        raise InputError(f"{where} has {problem}: set {table}.split to one of {known}")
-    return found[split]
+        names = ", ".join(map(str, data_set))
+        raise InputError(f"{where} has {problem}: set {table}.split to one of {names}")
+    return data_set[split]
 
 
 def _failure(source: Source, error: Exception, local: bool) -> str:
@@ -389,11 +391,11 @@ def is_name(text: str) -> bool:
     return NAME.fullmatch(text) is not None
 
 
-def fetch_model(name: str, revision: str | None = None, whole: bool = True) -> Path:
+def fetch_model(name: str, revision: str | None = None, with_weights: bool = True) -> Path:
     """The folder of a model of the hub, fetched unless the cache holds it.
 
     Args:
-      whole: False leaves the weights out, unless the cache holds them.
+      with_weights: False leaves the weights out, unless the cache holds them.
 
     Raises: InputError with the cause and the remedy.
     """
@@ -401,13 +403,13 @@ def fetch_model(name: str, revision: str | None = None, whole: bool = True) -> P
 
     source = Source(name, revision=revision, key="model.path")
     with refusing(lambda error: _explain(source, "model", error)):
-        wanted = model_files(whole)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+        patterns = model_files(with_weights)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
-def model_files(whole: bool = True) -> list[str]:
-    """Patterns of the files of a model; without `whole` its weights are left out."""
-    return [pattern for pattern in MODEL_FILES if whole or pattern != WEIGHTS]
+def model_files(with_weights: bool = True) -> list[str]:
+    """Patterns of the files of a model; without `with_weights` its weights are left out."""
+    return [pattern for pattern in MODEL_FILES if with_weights or pattern != WEIGHTS]
 
 
 def _explain(source: Source, kind: str, error: BaseException) -> str:
@@ -419,7 +421,7 @@ def _explain(source: Source, kind: str, error: BaseException) -> str:
     from huggingface_hub import constants
 
     name = source.path
-    kinds = {cls.__name__ for seen in _causes(error) for cls in type(seen).__mro__}
+    kinds = {cls.__name__ for cause in _causes(error) for cls in type(cause).__mro__}
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == DATA_SET else ''}{name}"
     login = "log in with `hf auth login` or set HF_TOKEN"
     if "GatedRepoError" in kinds or "is a gated" in one_line(error):

@@ -66,10 +66,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return URL.fullmatch(os.fspath(path)) is not None
 
 
-def on_host(path: str | os.PathLike[str], what: str) -> Path:
+def on_host(path: str | os.PathLike[str], output: str) -> Path:
     """An absolute path. Raises: InputError where it is a URL, and has to be on this host."""
     if is_url(path):
-        raise InputError(f"{os.fspath(path)}: {what} is written to a folder of this host: name one")
+        raise InputError(
+            f"{os.fspath(path)}: {output} is written to a folder of this host: name one"
+        )
     return Path(path).absolute()
 
 
@@ -150,18 +152,18 @@ def listing(url: str | os.PathLike[str]) -> dict[str, tuple[int, str]]:
 
     Raises: OSError where the bucket cannot be listed, as one that does not exist.
     """
-    files, found = file_system(url), {}
+    files, objects = file_system(url), {}
     root = files._strip_protocol(os.fspath(url)).rstrip("/")
     with failing_as_os_error(url):
         bucket = root.partition("/")[0]
         with contextlib.suppress(FileNotFoundError):
-            found = files.find(root, detail=True)
-        if not found and bucket != root and not files.exists(bucket):
+            objects = files.find(root, detail=True)
+        if not objects and bucket != root and not files.exists(bucket):
             raise OSError(f"there is no bucket {bucket}, or it may not be listed")
     marks = ("md5Hash", "ETag", "etag", "generation", "mtime", "LastModified", "created")
     return {
         name[len(root) + 1 :]: (int(info["size"] or 0), str([info.get(mark) for mark in marks]))
-        for name, info in found.items()
+        for name, info in objects.items()
         if name.startswith(f"{root}/") and not name.endswith("/")
     }
 
@@ -224,29 +226,29 @@ def remove_tree(path: Place, quietly: bool = False) -> None:
         remove(f"{os.fspath(path)}/{name}")
 
 
-def files_of(folder: Place) -> dict[str, Place]:
+def folder_files(folder: Place) -> dict[str, Place]:
     """Name below a folder, here or in a bucket -> each file."""
     if is_url(folder):
         return {name: folder / name for name in sorted(listing(folder))}
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path for path in found}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path for path in paths}
 
 
-def local(path: str | os.PathLike[str], key: str, wanted: Iterable[str] = ("*",)) -> Path:
+def local(path: str | os.PathLike[str], key: str, patterns: Iterable[str] = ("*",)) -> Path:
     """A local path as it is; a URL copied into this host's cache, once for all its processes.
 
     A copy belongs to the contents of one moment: what has changed in the bucket is copied again.
 
     Args:
       key: of the config, for messages.
-      wanted: patterns of the files to copy, of a folder.
+      patterns: patterns of the files to copy, of a folder.
     Raises: InputError where there is nothing, or it cannot be copied.
     """
     if not is_url(path):
         return Path(os.path.expanduser(path))
     url = os.fspath(path).rstrip("/")
     try:
-        return _copied(url, tuple(wanted))
+        return _copied(url, tuple(patterns))
     except FileNotFoundError:
         raise InputError(f"{key} = {url} does not exist: give what is there") from None
     except OSError as error:
@@ -256,16 +258,18 @@ def local(path: str | os.PathLike[str], key: str, wanted: Iterable[str] = ("*",)
         ) from error
 
 
-def _copied(url: str, wanted: tuple[str, ...]) -> Path:
+def _copied(url: str, patterns: tuple[str, ...]) -> Path:
     names = listing(url)
     name = url.rpartition("/")[2]
     with failing_as_os_error(url):
         # A file has nothing below it.
         info = None if names else file_system(url).info(url)
-    chosen = sorted(n for n in names if any(Path(n).match(one) for one in wanted))
-    said = repr([url, *((n, names[n]) for n in chosen), *(sorted(info.items()) if info else ())])
-    home = cache_folder() / "copies" / hashlib.sha256(said.encode()).hexdigest()[:24]
-    if info is None and not chosen:
+    file_names = sorted(n for n in names if any(Path(n).match(pattern) for pattern in patterns))
+    version = repr(
+        [url, *((n, names[n]) for n in file_names), *(sorted(info.items()) if info else ())]
+    )
+    home = cache_folder() / "copies" / hashlib.sha256(version.encode()).hexdigest()[:24]
+    if info is None and not file_names:
         raise FileNotFoundError(url)
     home.parent.mkdir(parents=True, exist_ok=True)
     with open(home.with_suffix(".lock"), "ab", opener=open_file) as lock:
@@ -273,8 +277,8 @@ def _copied(url: str, wanted: tuple[str, ...]) -> Path:
         if not home.exists():
             partial = home.with_suffix(".partial")  # of a process that died
             shutil.rmtree(partial, ignore_errors=True)
-            for one in chosen:
-                download(f"{url}/{one}", partial / name / one)
+            for file_name in file_names:
+                download(f"{url}/{file_name}", partial / name / file_name)
             if info is not None:
                 download(url, partial / name)
             os.rename(partial, home)

@@ -102,7 +102,9 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         )
         run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
         batch = make_answer_batches(run)
-        state = run.state if saved_step is None else loop.restore_state(run, checkpoints, saved_step)
+        state = (
+            run.state if saved_step is None else loop.restore_state(run, checkpoints, saved_step)
+        )
         folder.rewind(saved_step)
         folder.write_config(configs.to_toml(run.config))
         stack.enter_context(process.stop_signals(config.run.stop_grace))

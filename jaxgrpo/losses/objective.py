@@ -34,8 +34,8 @@ class Objective(NamedTuple):
     @property
     def needs(self) -> frozenset[str]:
         """The fields that must be there before the update."""
-        own = self._fields_read.difference(OF_PASS)
-        return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
+        prior_fields = self._fields_read.difference(OF_PASS)
+        return prior_fields | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
 
     @property
     def entropy(self) -> Literal["gradient", "value"]:
@@ -50,8 +50,8 @@ class Objective(NamedTuple):
     @property
     def anchors(self) -> frozenset[str]:
         """The frozen policies that the update itself runs."""
-        read = self._fields_read & OF_PASS.keys()
-        return frozenset(OF_PASS[name] for name in read) - {"trainer"}
+        pass_fields = self._fields_read & OF_PASS.keys()
+        return frozenset(OF_PASS[name] for name in pass_fields) - {"trainer"}
 
     @property
     def _fields_read(self) -> frozenset[str]:
@@ -80,14 +80,16 @@ class Objective(NamedTuple):
 
     def init(self) -> dict[str, Any]:
         """name of a penalty -> what it remembers before the first update."""
-        return {one.name: one.init() for one in self.penalties if one.init is not None}
+        return {
+            penalty.name: penalty.init() for penalty in self.penalties if penalty.init is not None
+        }
 
     def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
         """What the penalties remember after an update with these metrics."""
         return {
-            one.name: one.observe(state[one.name], metrics)
-            for one in self.penalties
-            if one.observe is not None
+            penalty.name: penalty.observe(state[penalty.name], metrics)
+            for penalty in self.penalties
+            if penalty.observe is not None
         }
 
 
@@ -105,7 +107,7 @@ def token_loss(
     Raises: InputError if a penalty's state is missing, or a part returns something else than
     (loss per token, metrics).
 
-    >>> token_loss(build_surrogate("clip"), [], Tokens.of_ratios([1.0, 0.5]))[0].tolist()
+    >>> token_loss(build_surrogate("clip"), [], Tokens.from_ratios([1.0, 0.5]))[0].tolist()
     [-1.0, -0.5]
     """
     name = f"surrogate {surrogate.name}"
@@ -113,10 +115,10 @@ def token_loss(
         loss, metrics = _checked(name, surrogate.compute(tokens), tokens)
     for penalty in penalties:
         name = f"penalty {penalty.name}"
-        state = () if penalty.init is None else (_state_of(penalty, states or {}),)
+        state = () if penalty.init is None else (_penalty_state(penalty, states or {}),)
         with explaining_own_code(name):
-            value, more = _checked(name, penalty.compute(tokens, *state), tokens)
-        loss, metrics = loss + value, merge(metrics, more)
+            value, penalty_metrics = _checked(name, penalty.compute(tokens, *state), tokens)
+        loss, metrics = loss + value, merge(metrics, penalty_metrics)
     return loss, metrics
 
 
@@ -151,8 +153,8 @@ def policy_loss(
 
     Returns: (loss [], metrics).  Raises: InputError on other shapes, unknown names, no state.
 
-    >>> one, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
-    >>> loss, _ = policy_loss("clip", "token_mean", one, one, jnp.ones(1), mask)
+    >>> logp, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    >>> loss, _ = policy_loss("clip", "token_mean", logp, logp, jnp.ones(1), mask)
     >>> float(loss)
     -1.0
     """
@@ -164,8 +166,8 @@ def policy_loss(
     arrays = {"logp": logp, "proximal_logp": proximal_logp, "advantage": advantage, "mask": mask}
     tokens = Tokens(**arrays, segment=segment, fields=fields)
     terms = [build_penalty(penalty) for penalty in penalties]
-    made = build_surrogate(surrogate, surrogate_options)
-    per_token, metrics = token_loss(made, terms, tokens, states)
+    surrogate_part = build_surrogate(surrogate, surrogate_options)
+    per_token, metrics = token_loss(surrogate_part, terms, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
 
@@ -187,7 +189,7 @@ def _checked(where: str, computed: Any, tokens: Tokens) -> tuple[Array, Metrics]
     return loss, as_metrics(where, reported, tokens.mask.sum())
 
 
-def _state_of(penalty: Penalty, states: Mapping[str, Any]) -> Any:
+def _penalty_state(penalty: Penalty, states: Mapping[str, Any]) -> Any:
     name = penalty.name
     if name not in states:
         raise InputError(
@@ -215,10 +217,10 @@ def _layout(
 
 def _ids_from_1(segment: Array) -> Array:
     """Any ids as numbers from 1 to T within each row, 0 where they are 0."""
-    taken = segment != 0
+    in_sequence = segment != 0
     # Padding takes on the row's smallest id, so that there are no more ids than positions.
-    smallest = jnp.where(taken, segment, jnp.iinfo(segment.dtype).max).min(-1, keepdims=True)
-    return jnp.where(taken, dense_ids(jnp.where(taken, segment, smallest)) + 1, 0)
+    smallest = jnp.where(in_sequence, segment, jnp.iinfo(segment.dtype).max).min(-1, keepdims=True)
+    return jnp.where(in_sequence, dense_ids(jnp.where(in_sequence, segment, smallest)) + 1, 0)
 
 
 def _along(value: Array, mask: Array, segment: Array | None = None) -> Array:
@@ -230,8 +232,8 @@ def _along(value: Array, mask: Array, segment: Array | None = None) -> Array:
     return jnp.broadcast_to(value[:, None], (value.shape[0], mask.shape[-1]))
 
 
-def _check_shapes(logp: Array, /, **given: Array) -> None:
-    for name, array in given.items():
+def _check_shapes(logp: Array, /, **arrays: Array) -> None:
+    for name, array in arrays.items():
         if logp.ndim != 2 or array.shape != logp.shape:
             rows = ", or the advantage [B], one for each row" if name == "advantage" else ""
             raise InputError(

@@ -72,7 +72,7 @@ def k2(beta: float, level: str = "token") -> Penalty:
     Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Schulman, Approximating KL divergence, 2020 (joschu.net/blog/kl-approx.html).
 
-    >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
+    >>> tokens = Tokens.from_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
     >>> value, _ = k2(0.1).compute(tokens)
     >>> round(float(value[0]), 3)  # 0.1 * 2 * 2 / 2
     0.2
@@ -104,7 +104,7 @@ def forward_kl_k3(beta: float, level: str = "token") -> Penalty:
     Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Shao et al. 2024, arXiv 2402.03300, equation 4, per token, without a clamp.
 
-    >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
+    >>> tokens = Tokens.from_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
     >>> value, _ = forward_kl_k3(1.0).compute(tokens)
     >>> round(float(value[0]), 3)  # exp(-2) - 1 + 2
     1.135
@@ -140,7 +140,7 @@ def reverse_kl_off_policy(beta: float, level: str = "token") -> Penalty:
     Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, per token.
 
-    >>> tokens = Tokens.of_ratios([0.5], reference_logp=0.0)  # rho = 0.5, l = -log 2
+    >>> tokens = Tokens.from_ratios([0.5], reference_logp=0.0)  # rho = 0.5, l = -log 2
     >>> value, _ = reverse_kl_off_policy(1.0).compute(tokens)
     >>> round(float(value[0]), 3)  # 0.5 (2 - 1 - log 2)
     0.153
@@ -177,7 +177,7 @@ def full_kl(beta: float) -> Penalty:
     Raises: InputError on a negative beta, and if fields lack full_kl.
     Source: the definition.
 
-    >>> value, _ = full_kl(0.25).compute(Tokens.of_ratios([1.0], full_kl=2.0))
+    >>> value, _ = full_kl(0.25).compute(Tokens.from_ratios([1.0], full_kl=2.0))
     >>> value.tolist()
     [0.5]
     """
@@ -205,7 +205,7 @@ def entropy_bonus(coefficient: float) -> Penalty:
     Source: Williams and Peng 1991, Function optimization using connectionist reinforcement
     learning algorithms.
 
-    >>> value, _ = entropy_bonus(0.25).compute(Tokens.of_ratios([1.0], policy_entropy=2.0))
+    >>> value, _ = entropy_bonus(0.25).compute(Tokens.from_ratios([1.0], policy_entropy=2.0))
     >>> value.tolist()
     [-0.5]
     """
@@ -214,7 +214,7 @@ def entropy_bonus(coefficient: float) -> Penalty:
 
     def compute(tokens: Tokens) -> tuple[Array, Metrics]:
         entropy = _from_pass("entropy_bonus", "policy_entropy", tokens)
-        return -coefficient * entropy, _measured(entropy, tokens.mask)
+        return -coefficient * entropy, _entropy_metric(entropy, tokens.mask)
 
     return Penalty("entropy_bonus", compute, ENTROPY, per_token=True)
 
@@ -247,7 +247,7 @@ def adaptive_entropy(
     Source: Skywork-OR1, arXiv 2505.22312, where e_k is measured in update k itself.
 
     >>> penalty = adaptive_entropy(1.0, delta=0.25)
-    >>> tokens = Tokens.of_ratios([1.0], policy_entropy=0.5)
+    >>> tokens = Tokens.from_ratios([1.0], policy_entropy=0.5)
     >>> state = penalty.observe(penalty.init(), penalty.compute(tokens, penalty.init())[1])
     >>> float(state["coefficient"]), penalty.compute(tokens, state)[0].tolist()
     (0.25, [-0.125])
@@ -256,16 +256,18 @@ def adaptive_entropy(
 
     def compute(tokens: Tokens, state: Any) -> tuple[Array, Metrics]:
         entropy = _from_pass("adaptive_entropy", "policy_entropy", tokens)
-        applied = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
-        applied = jax.lax.stop_gradient(applied).astype(entropy.dtype)
-        used = {"entropy_coefficient": mean(applied, tokens.mask)}
-        return -applied * entropy, _measured(entropy, tokens.mask) | used
+        strength = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
+        strength = jax.lax.stop_gradient(strength).astype(entropy.dtype)
+        coefficient_metric = {"entropy_coefficient": mean(strength, tokens.mask)}
+        return -strength * entropy, _entropy_metric(entropy, tokens.mask) | coefficient_metric
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
-        entropy, some = _mean_entropy(metrics)
-        moved = jnp.clip(state["coefficient"] + delta * jnp.sign(target - entropy), low, high)
-        new = {"coefficient": moved, "entropy": entropy}
-        return {name: jnp.where(some, new[name], state[name]) for name in new}
+        entropy, has_tokens = _mean_entropy(metrics)
+        new_coefficient = jnp.clip(
+            state["coefficient"] + delta * jnp.sign(target - entropy), low, high
+        )
+        new_state = {"coefficient": new_coefficient, "entropy": entropy}
+        return {name: jnp.where(has_tokens, new_state[name], state[name]) for name in new_state}
 
     init = functools.partial(_unmeasured, coefficient)
     return Penalty("adaptive_entropy", compute, ENTROPY, init, observe, True)
@@ -311,18 +313,18 @@ def _to_reference(name: str, level: str, tokens: Tokens) -> _Ratio:
     about = "the reference policy's log-probs in the shape of logp"
     reference = tokens.field("reference_logp", name, about)
     token, clamped = clamp_log_ratio(_finite_log_ratio(tokens, reference), tokens.mask)
-    one = jnp.ones_like(token)
+    unit = jnp.ones_like(token)
     if level == "token":
-        return _Ratio(token, one, token, clamped)
-    number = segment_sum(one, tokens.mask, tokens.segment)
-    whole = segment_sum(token, tokens.mask, tokens.segment)
-    return _Ratio(whole, 1 / jnp.maximum(number, 1), token, clamped)
+        return _Ratio(token, unit, token, clamped)
+    number = segment_sum(unit, tokens.mask, tokens.segment)
+    sequence = segment_sum(token, tokens.mask, tokens.segment)
+    return _Ratio(sequence, 1 / jnp.maximum(number, 1), token, clamped)
 
 
 def _finite_log_ratio(tokens: Tokens, other_logp: Array) -> Array:
     """logp - other_logp in at least float32, without gradient, finite, 0 where masked."""
-    here, there = map(tokens.without_gradient, (tokens.logp, other_logp))
-    return jnp.maximum(here, FLOOR) - jnp.maximum(there, FLOOR)
+    current_logp, frozen_logp = map(tokens.without_gradient, (tokens.logp, other_logp))
+    return jnp.maximum(current_logp, FLOOR) - jnp.maximum(frozen_logp, FLOOR)
 
 
 def _with_slope(value: Array, slope: Array, tokens: Tokens) -> Array:
@@ -334,8 +336,8 @@ def _with_slope(value: Array, slope: Array, tokens: Tokens) -> Array:
     # A logp of -inf would make a NaN of its own difference.
     finite = tokens.mask & jnp.isfinite(tokens.logp)
     carrier = jnp.where(finite, tokens.logp, 0).astype(value.dtype)
-    moved = slope * (carrier - jax.lax.stop_gradient(carrier))
-    return jnp.where(tokens.mask, value + moved, 0)
+    slope_term = slope * (carrier - jax.lax.stop_gradient(carrier))
+    return jnp.where(tokens.mask, value + slope_term, 0)
 
 
 def _from_pass(name: str, quantity: str, tokens: Tokens) -> Array:
@@ -386,5 +388,5 @@ def _mean_entropy(metrics: Metrics) -> tuple[Array, Array]:
     return entropy.astype(jnp.float32), measured.weight > 0
 
 
-def _measured(entropy: Array, mask: Array) -> Metrics:
+def _entropy_metric(entropy: Array, mask: Array) -> Metrics:
     return {"entropy": mean(jax.lax.stop_gradient(entropy), mask)}

@@ -33,7 +33,7 @@ class Counts(NamedTuple):
     prompts: Array | None  # prompts with at least one; None: prompts are not known
     prompt_tokens: Array | None  # unmasked tokens of a token's own prompt
 
-    def of_sequences(self, count_empty: bool) -> Array:
+    def count_sequences(self, count_empty: bool) -> Array:
         return self.rows if count_empty else self.sequences
 
 
@@ -77,7 +77,7 @@ def sequence_mean(count_empty: bool = False) -> Reduction:
     """
 
     def divisor(counts: Counts) -> tuple[Array, ...]:
-        return counts.sequence_tokens, counts.of_sequences(count_empty)
+        return counts.sequence_tokens, counts.count_sequences(count_empty)
 
     return _reduction("sequence_mean", divisor)
 
@@ -97,7 +97,7 @@ def sequence_sum(count_empty: bool = False) -> Reduction:
     [[[0.5, 0.5], [0.5, 0.0]]]
     """
 
-    return _reduction("sequence_sum", lambda counts: (counts.of_sequences(count_empty),))
+    return _reduction("sequence_sum", lambda counts: (counts.count_sequences(count_empty),))
 
 
 def constant(length: float, count_empty: bool = False) -> Reduction:
@@ -123,7 +123,7 @@ def constant(length: float, count_empty: bool = False) -> Reduction:
         )
 
     def divisor(counts: Counts) -> tuple[Array, ...]:
-        return counts.of_sequences(count_empty), jnp.asarray(length)
+        return counts.count_sequences(count_empty), jnp.asarray(length)
 
     return _reduction("constant", divisor)
 
@@ -205,15 +205,15 @@ def dense_ids(ids: Int[Array, "*rows N"]) -> Int[Array, "*rows N"]:
 
 def _reduction(name: str, divisor: Callable[[Counts], tuple[Array, ...]]) -> Reduction:
     def weights(mask: Bool[Array, "P G T"]) -> Float[Array, "P G T"]:
-        own = mask.sum(-1, keepdims=True, dtype=jnp.int32)
-        prompt = own.sum(-2, keepdims=True)
+        sequence_tokens = mask.sum(-1, keepdims=True, dtype=jnp.int32)
+        prompt_tokens = sequence_tokens.sum(-2, keepdims=True)
         counts = Counts(
             tokens=_number(mask),
-            sequences=_number(own > 0),
-            rows=jnp.full((1,) * mask.ndim, own.size, jnp.int32),
-            sequence_tokens=own,
-            prompts=_number(prompt > 0),
-            prompt_tokens=prompt,
+            sequences=_number(sequence_tokens > 0),
+            rows=jnp.full((1,) * mask.ndim, sequence_tokens.size, jnp.int32),
+            sequence_tokens=sequence_tokens,
+            prompts=_number(prompt_tokens > 0),
+            prompt_tokens=prompt_tokens,
         )
         return _divide(mask, divisor(counts))
 

@@ -24,10 +24,10 @@ Spec = str | Mapping[str, Any] | Callable[..., Any]
 """A name, or {"use": name or an own factory, option: value, ...}. For surrogates and penalties also
 an own function of tokens, which is the computation itself."""
 
-Made = TypeVar("Made", Surrogate, Reduction, Penalty)
+LossPart = TypeVar("LossPart", Surrogate, Reduction, Penalty)
 
 
-def _by_name(*factories: Callable[..., Made]) -> dict[str, Callable[..., Made]]:
+def _by_name(*factories: Callable[..., LossPart]) -> dict[str, Callable[..., LossPart]]:
     return {factory.__name__: factory for factory in factories}
 
 
@@ -91,22 +91,25 @@ def by_sample(
     Metrics: both's, over all tokens together.  Raises: InputError if fields lack the field.
     Source: ExGRPO, arXiv 2510.02245, whose groups mix replayed and fresh samples.
 
-    >>> tokens = Tokens.of_ratios([1.5, 1.5], replayed=jnp.array([1, 0]))
+    >>> tokens = Tokens.from_ratios([1.5, 1.5], replayed=jnp.array([1, 0]))
     >>> mixed = by_sample("replayed", {"use": "shaped_ratio", "offset": 0.5}, "reinforce")
     >>> loss, _ = mixed.compute(tokens)
     >>> print(loss.round(2))  # -1.5 / (1.5 + 0.5); -log 1.5
     [-0.75 -0.41]
     """
-    chosen, rest = build_surrogate(then), build_surrogate(otherwise)
+    then_surrogate, otherwise_surrogate = build_surrogate(then), build_surrogate(otherwise)
 
     def compute(tokens: Tokens) -> tuple[Array, Metrics]:
-        here = tokens.mask & (tokens.field(field, "by_sample", "one number per token") != 0)
-        loss, metrics = chosen.compute(dataclasses.replace(tokens, mask=here))
-        other, more = rest.compute(dataclasses.replace(tokens, mask=tokens.mask & ~here))
-        return jnp.where(here, loss, other), merge(metrics, more)
+        use_then = tokens.mask & (tokens.field(field, "by_sample", "one number per token") != 0)
+        then_loss, metrics = then_surrogate.compute(dataclasses.replace(tokens, mask=use_then))
+        otherwise_loss, otherwise_metrics = otherwise_surrogate.compute(
+            dataclasses.replace(tokens, mask=tokens.mask & ~use_then)
+        )
+        return jnp.where(use_then, then_loss, otherwise_loss), merge(metrics, otherwise_metrics)
 
-    needs = chosen.needs | rest.needs | {field}
-    weighs, per_token = chosen.weighs or rest.weighs, chosen.per_token and rest.per_token
+    needs = then_surrogate.needs | otherwise_surrogate.needs | {field}
+    weighs = then_surrogate.weighs or otherwise_surrogate.weighs
+    per_token = then_surrogate.per_token and otherwise_surrogate.per_token
     return Surrogate("by_sample", compute, needs, weighs, per_token)
 
 
@@ -171,47 +174,47 @@ def _trl_reduction(loss_type: str, max_completion_length: int) -> Reduction:
 
 
 def _build(
-    what: str,
-    kind: type[Made],
-    table: Mapping[str, Callable[..., Made]],
+    role: str,
+    kind: type[LossPart],
+    table: Mapping[str, Callable[..., LossPart]],
     spec: Any,
     options: Mapping[str, Any] | None,
-) -> Made:
+) -> LossPart:
     spec = {**(spec if isinstance(spec, Mapping) else {"use": spec}), **(options or {})}
-    made = spec.get("use")
-    if kind is not Reduction and _takes_tokens(made) and set(spec) == {"use"}:
-        made = kind(getattr(made, "__name__", what), made)
-    elif not isinstance(made, kind):
-        made = build(what, spec, table)
-    elif given := {name: value for name, value in spec.items() if name != "use"}:
-        raise InputError(f"{what} {made.name} is finished and takes no options: {given}")
-    if not isinstance(made, kind):
+    part = spec.get("use")
+    if kind is not Reduction and _takes_tokens(part) and set(spec) == {"use"}:
+        part = kind(getattr(part, "__name__", role), part)
+    elif not isinstance(part, kind):
+        part = build(role, spec, table)
+    elif unused_options := {name: value for name, value in spec.items() if name != "use"}:
+        raise InputError(f"{role} {part.name} is finished and takes no options: {unused_options}")
+    if not isinstance(part, kind):
         name = getattr(spec["use"], "__name__", spec["use"])
         raise InputError(
-            f"{what} {name} gave {type(made).__name__}, expected a {kind.__name__} or a function"
+            f"{role} {name} gave {type(part).__name__}, expected a {kind.__name__} or a function"
             f" that returns one, {kind.__name__}(name, compute)"
         )
-    if isinstance(made, (Surrogate, Penalty)):
-        _check_arguments(what, made)
-    return made
+    if isinstance(part, (Surrogate, Penalty)):
+        _check_arguments(role, part)
+    return part
 
 
-def _takes_tokens(made: Any) -> bool:
+def _takes_tokens(use: Any) -> bool:
     """Whether it is the computation itself, a function of `tokens`, and not a factory."""
-    if not callable(made) or isinstance(made, (Surrogate, Penalty)):
+    if not callable(use) or isinstance(use, (Surrogate, Penalty)):
         return False
-    return list(inspect.signature(made).parameters) == ["tokens"]
+    return list(inspect.signature(use).parameters) == ["tokens"]
 
 
-def _check_arguments(what: str, made: Surrogate | Penalty) -> None:
+def _check_arguments(role: str, part: Surrogate | Penalty) -> None:
     """Refuses a `compute` in the form of version 0.1, with six arrays instead of `Tokens`."""
-    remembers = getattr(made, "init", None) is not None
+    remembers = getattr(part, "init", None) is not None
     arguments = ("tokens", "state") if remembers else ("tokens",)
     try:
-        inspect.signature(made.compute).bind(*arguments)
+        inspect.signature(part.compute).bind(*arguments)
     except TypeError as error:
         raise InputError(
-            f"{what} {made.name}: {error}: write compute({', '.join(arguments)}), and read"
+            f"{role} {part.name}: {error}: write compute({', '.join(arguments)}), and read"
             f" {', '.join(f'tokens.{name}' for name in Tokens.__dataclass_fields__)}"
         ) from None
 

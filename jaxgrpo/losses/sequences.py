@@ -24,8 +24,8 @@ from jaxgrpo.losses.surrogates import (
     clip_where_it_gains,
     cut_metrics,
     log_ratio,
-    of_ratio,
     ratio_metrics,
+    ratio_surrogate,
 )
 
 
@@ -46,12 +46,12 @@ def segment_sum(
     """
     shape = value.shape
     ids = segment.reshape(-1, shape[-1])
-    kept = jnp.where(mask, value, 0).reshape(ids.shape)
+    terms = jnp.where(mask, value, 0).reshape(ids.shape)
 
-    def row(kept: Array, ids: Array) -> Array:
-        return jnp.zeros(shape[-1] + 1, kept.dtype).at[ids].add(kept)[ids]
+    def row(terms: Array, ids: Array) -> Array:
+        return jnp.zeros(shape[-1] + 1, terms.dtype).at[ids].add(terms)[ids]
 
-    return jax.vmap(row)(kept, ids).reshape(shape)
+    return jax.vmap(row)(terms, ids).reshape(shape)
 
 
 def segment_mean(
@@ -91,7 +91,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
 
     The mean of ratios 4 and 1 is 2, and clipped for A = 1:
 
-    >>> loss, _ = gspo(0.5, 0.5).compute(Tokens.of_ratios([[4.0, 1.0], [4.0, 1.0]], [[1], [-1]]))
+    >>> loss, _ = gspo(0.5, 0.5).compute(Tokens.from_ratios([[4.0, 1.0], [4.0, 1.0]], [[1], [-1]]))
     >>> print(loss.round(2))
     [[-1.5 -1.5]
      [ 2.   2. ]]
@@ -102,7 +102,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
         rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, low, high)
         return -rho * weight, metrics
 
-    return of_ratio("gspo", rule, _mean_log_ratio)
+    return ratio_surrogate("gspo", rule, _mean_log_ratio)
 
 
 def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
@@ -121,7 +121,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
     Source: Zheng et al. 2025, arXiv 2507.18071, equation 14. verl clamps log s_it at 10 from
     above, here +-20.
 
-    >>> loss, _ = gspo_token(0.5, 1.5).compute(Tokens.of_ratios([4.0, 1.0], [1, 3]))
+    >>> loss, _ = gspo_token(0.5, 1.5).compute(Tokens.from_ratios([4.0, 1.0], [1, 3]))
     >>> print(loss.round(2))
     [-2. -6.]
     """
@@ -131,8 +131,10 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
         log_rho, clamped = jax.lax.stop_gradient(_mean_log_ratio(tokens))
         weight = tokens.without_gradient(tokens.advantage)
         # Clamped sequences are constant, as in the other surrogates.
-        own = jnp.where(clamped, 0, tokens.log_ratio_to(tokens.logp))
-        rho, metrics = clip_where_it_gains(jnp.exp(log_rho + own), weight, tokens.mask, low, high)
+        token_log_ratio = jnp.where(clamped, 0, tokens.log_ratio_to(tokens.logp))
+        rho, metrics = clip_where_it_gains(
+            jnp.exp(log_rho + token_log_ratio), weight, tokens.mask, low, high
+        )
         return -rho * weight, ratio_metrics(log_rho, clamped, tokens.mask) | metrics
 
     return Surrogate("gspo_token", compute)
@@ -155,7 +157,7 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> Surrogate:
 
     Of ratios 4 and 1 the first is cut at 2.25, the mean of 2.25 and 1 is 1.5:
 
-    >>> loss, _ = gmpo(high=math.log(2.25)).compute(Tokens.of_ratios([4.0, 1.0], [1, 2]))
+    >>> loss, _ = gmpo(high=math.log(2.25)).compute(Tokens.from_ratios([4.0, 1.0], [1, 2]))
     >>> print(loss.round(2))
     [-1.5 -3. ]
     """
@@ -199,7 +201,7 @@ def vespo(
 
     The weight is 1 where the product of the ratios is; elsewhere e W exp(-W) here, 0.74 at W = 2:
 
-    >>> tokens = Tokens.of_ratios([[2.0, 0.5], [2.0, 1.0]])
+    >>> tokens = Tokens.from_ratios([[2.0, 0.5], [2.0, 1.0]])
     >>> loss, _ = vespo(k_positive=1.0, lambda_positive=1.0).compute(tokens)
     >>> print(loss.round(2))  # -log 2, log 2; -0.74 log 2, 0
     [[-0.69  0.69]
@@ -210,8 +212,8 @@ def vespo(
         raise InputError(f"vespo: k and lambda = {options}, expected positive numbers")
 
     def measure(tokens: Tokens) -> tuple[Array, Array]:
-        each, clamped = jax.lax.stop_gradient(log_ratio(tokens))
-        total = segment_sum(each, tokens.mask, tokens.segment)
+        token_log_ratio, clamped = jax.lax.stop_gradient(log_ratio(tokens))
+        total = segment_sum(token_log_ratio, tokens.mask, tokens.segment)
         log_rho = jnp.clip(total, math.log(1e-8), LOG_RATIO_LIMIT)
         return log_rho, clamped | (tokens.mask & (total != log_rho))
 
@@ -221,7 +223,7 @@ def vespo(
         phi = jnp.exp(k * log_rho - slope * jnp.expm1(log_rho))
         return -phi * weight * tokens.unmasked(tokens.logp), {}
 
-    return of_ratio("vespo", rule, measure)
+    return ratio_surrogate("vespo", rule, measure)
 
 
 def _mean_log_ratio(tokens: Tokens) -> tuple[Array, Array]:

@@ -44,7 +44,7 @@ class Tokens:
     fields: Mapping[str, Array]  # name -> [...], what a surrogate or penalty needs beside these
 
     @classmethod
-    def of_ratios(cls, ratio: Any, advantage: Any = 1.0, **fields: Any) -> Tokens:
+    def from_ratios(cls, ratio: Any, advantage: Any = 1.0, **fields: Any) -> Tokens:
         """Unmasked tokens with these ratios to the proximal policy, for examples and tests.
 
         Shapes: ratio [..., Q], the others broadcast to it; each row is one sequence.
@@ -76,8 +76,8 @@ class Tokens:
     def field(self, name: str, reader: str, about: str) -> Array:
         """A field. Raises: InputError if it is missing, saying who reads it and what it is."""
         if name not in self.fields:
-            given = ", ".join(sorted(self.fields)) or "no fields"
-            raise InputError(f"{reader} reads fields[{name!r}], {about}; given: {given}")
+            field_names = ", ".join(sorted(self.fields)) or "no fields"
+            raise InputError(f"{reader} reads fields[{name!r}], {about}; given: {field_names}")
         return self.fields[name]
 
 
@@ -103,7 +103,7 @@ def log_ratio(tokens: Tokens) -> tuple[Array, Array]:
     ratio and hence no gradient through it, as if they were clipped; they are counted in the
     metric clip_ratio/log_ratio_clamped. Only `logp` carries gradient.
 
-    >>> ratio, clamped = log_ratio(Tokens.of_ratios([1.0, 1e10]))
+    >>> ratio, clamped = log_ratio(Tokens.from_ratios([1.0, 1e10]))
     >>> ratio.tolist(), clamped.tolist()
     ([0.0, 20.0], [False, True])
     """
@@ -137,7 +137,7 @@ def clip(low: float = 0.2, high: float = 0.2, delta: float | None = None) -> Sur
     Source: Schulman et al. 2017, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476; delta:
     INTELLECT-2, arXiv 2505.07291. The same function as dual clip, see `dual_clip`.
 
-    >>> loss, _ = clip(0.25, 0.25).compute(Tokens.of_ratios([0.5, 1.5, 0.5, 1.5], [1, 1, -1, -1]))
+    >>> loss, _ = clip(0.25, 0.25).compute(Tokens.from_ratios([0.5, 1.5, 0.5, 1.5], [1, 1, -1, -1]))
     >>> print(loss.round(2))
     [-0.5  -1.25  0.75  1.5 ]
     """
@@ -152,7 +152,7 @@ def clip(low: float = 0.2, high: float = 0.2, delta: float | None = None) -> Sur
         rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, low, high, delta)
         return -rho * weight, metrics
 
-    return of_ratio("clip", rule)
+    return ratio_surrogate("clip", rule)
 
 
 def dual_clip(low: float = 0.2, high: float = 0.2, floor: float = 3.0) -> Surrogate:
@@ -168,7 +168,7 @@ def dual_clip(low: float = 0.2, high: float = 0.2, floor: float = 3.0) -> Surrog
 
     Source: Ye et al. 2020, arXiv 1912.09729, equation 5.
 
-    >>> loss, _ = dual_clip(high=0.5).compute(Tokens.of_ratios([2.0, 4.0, 4.0], [-1, -1, 1]))
+    >>> loss, _ = dual_clip(high=0.5).compute(Tokens.from_ratios([2.0, 4.0, 4.0], [-1, -1, 1]))
     >>> print(loss.round(2))
     [ 2.   3.  -1.5]
     """
@@ -190,7 +190,7 @@ def cispo(low: float | None = None, high: float = 5.0) -> Surrogate:
 
     The loss of ratio e is -1 A log e; cut at 2, of ratio e it is -2 A:
 
-    >>> loss, _ = cispo(high=2.0).compute(Tokens.of_ratios([1.0, math.e], [1, 3]))
+    >>> loss, _ = cispo(high=2.0).compute(Tokens.from_ratios([1.0, math.e], [1, 3]))
     >>> print(loss.round(2))
     [-0. -6.]
     """
@@ -205,7 +205,7 @@ def cispo(low: float | None = None, high: float = 5.0) -> Surrogate:
         metrics = cut_metrics(mask & (rho < floor), mask & (rho > high), mask)
         return -(jnp.clip(rho, floor, high) * weight) * tokens.unmasked(tokens.logp), metrics
 
-    return of_ratio("cispo", rule)
+    return ratio_surrogate("cispo", rule)
 
 
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
@@ -222,7 +222,7 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
     Metrics: `ratio_metrics`.  Raises: InputError unless both are positive.
     Source: Gao et al. 2025, arXiv 2511.20347.
 
-    >>> loss, _ = sapo().compute(Tokens.of_ratios([1.0, 1e8], [1, 1]))  # -2 A and -4 A
+    >>> loss, _ = sapo().compute(Tokens.from_ratios([1.0, 1e8], [1, 1]))  # -2 A and -4 A
     >>> print(loss.round(2))
     [-2. -4.]
     """
@@ -235,7 +235,7 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
         gate = jax.nn.sigmoid(tau * jnp.expm1(log_rho)) * (4 / tau)
         return -gate * weight, {}
 
-    return of_ratio("sapo", rule)
+    return ratio_surrogate("sapo", rule)
 
 
 def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate:
@@ -257,7 +257,7 @@ def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate
 
     With p' = 1 the ratio is p itself. Of two tokens with A = -1 the first moved too far:
 
-    >>> loss, _ = dppo_tv().compute(Tokens.of_ratios([0.5, 0.9], -1))  # 0 and 0.9 log 0.9
+    >>> loss, _ = dppo_tv().compute(Tokens.from_ratios([0.5, 0.9], -1))  # 0 and 0.9 log 0.9
     >>> print(loss.round(2))
     [-0.   -0.09]
     """
@@ -266,16 +266,16 @@ def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate
         raise InputError(f"dppo_tv: cap = {cap}, expected a positive ratio; 20 is usual")
 
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
-        now, before = map(tokens.without_gradient, (tokens.logp, tokens.proximal_logp))
-        moved = jnp.exp(now) - jnp.exp(before)
-        above = tokens.mask & (weight > 0) & (moved > high)
-        below = tokens.mask & (weight <= 0) & (moved < -low)
+        logp, proximal_logp = map(tokens.without_gradient, (tokens.logp, tokens.proximal_logp))
+        change = jnp.exp(logp) - jnp.exp(proximal_logp)
+        above = tokens.mask & (weight > 0) & (change > high)
+        below = tokens.mask & (weight <= 0) & (change < -low)
         rho = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_rho), cap))
         rho = jnp.where(above | below, 0, rho)
         loss = -rho * weight * tokens.unmasked(tokens.logp)
         return loss, cut_metrics(below, above, tokens.mask)
 
-    return of_ratio("dppo_tv", rule)
+    return ratio_surrogate("dppo_tv", rule)
 
 
 def reinforce() -> Surrogate:
@@ -285,7 +285,7 @@ def reinforce() -> Surrogate:
 
     Metrics: `ratio_metrics`.  Source: Williams 1992, doi 10.1007/BF00992696.
 
-    >>> loss, _ = reinforce().compute(Tokens.of_ratios([math.exp(-2), 1.0], [3, 1]))
+    >>> loss, _ = reinforce().compute(Tokens.from_ratios([math.exp(-2), 1.0], [3, 1]))
     >>> print(loss.round(2))
     [ 6. -0.]
     """
@@ -293,7 +293,7 @@ def reinforce() -> Surrogate:
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         return -weight * tokens.unmasked(tokens.logp), {}
 
-    return of_ratio("reinforce", rule, weighs=False)
+    return ratio_surrogate("reinforce", rule, weighs=False)
 
 
 def on_policy() -> Surrogate:
@@ -304,7 +304,7 @@ def on_policy() -> Surrogate:
     Metrics: `ratio_metrics`, of the true ratio.
     Source: the on-policy switch of NeMo-RL's loss; TRL does so if a batch is used once.
 
-    >>> loss, _ = on_policy().compute(Tokens.of_ratios([0.5, 6.0], [3, 1]))
+    >>> loss, _ = on_policy().compute(Tokens.from_ratios([0.5, 6.0], [3, 1]))
     >>> print(loss.round(2))
     [-3. -1.]
     """
@@ -312,7 +312,7 @@ def on_policy() -> Surrogate:
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         return -jnp.exp(tokens.log_ratio_to(tokens.logp)) * weight, {}
 
-    return of_ratio("on_policy", rule, weighs=False)
+    return ratio_surrogate("on_policy", rule, weighs=False)
 
 
 def shaped_ratio(offset: float = 0.1) -> Surrogate:
@@ -332,7 +332,7 @@ def shaped_ratio(offset: float = 0.1) -> Surrogate:
     Metrics: `ratio_metrics`.  Raises: InputError unless offset is positive.
     Source: LUFFY, arXiv 2504.14945; ExGRPO, arXiv 2510.02245, with 0.1 in both.
 
-    >>> loss, _ = shaped_ratio(0.5).compute(Tokens.of_ratios([0.5, 1.5], [1, 2]))
+    >>> loss, _ = shaped_ratio(0.5).compute(Tokens.from_ratios([0.5, 1.5], [1, 2]))
     >>> print(loss.round(2))
     [-0.5 -1.5]
     """
@@ -343,10 +343,10 @@ def shaped_ratio(offset: float = 0.1) -> Surrogate:
         rho = jnp.exp(log_rho)
         return -rho / (rho + offset) * weight, {}
 
-    return of_ratio("shaped_ratio", rule)
+    return ratio_surrogate("shaped_ratio", rule)
 
 
-def of_ratio(
+def ratio_surrogate(
     name: str,
     rule: Callable[[Tokens, Array, Array], tuple[Array, Metrics]],
     measure: Callable[[Tokens], tuple[Array, Array]] = log_ratio,
@@ -374,13 +374,13 @@ def clip_where_it_gains(
     """(the ratio, held at the bound that it passed in the direction of `weight`; metrics)."""
     above = mask & (weight > 0) & (rho > 1 + high)
     below = mask & (weight < 0) & (rho < 1 - low)
-    kept = jnp.where(above, 1 + high, jnp.where(below, 1 - low, rho))
+    clipped_rho = jnp.where(above, 1 + high, jnp.where(below, 1 - low, rho))
     metrics = cut_metrics(below, above, mask)
     if delta is not None:
         beyond = mask & (weight < 0) & (rho > delta)
-        kept = jnp.where(beyond, delta, kept)
+        clipped_rho = jnp.where(beyond, delta, clipped_rho)
         metrics["clip_ratio/delta_mean"] = mean(beyond, mask)
-    return kept, metrics
+    return clipped_rho, metrics
 
 
 def check_bounds(name: str, low: float, high: float) -> None:

@@ -140,7 +140,10 @@ def planned_mesh(config: Config) -> Mesh | None:
     if config.plan.topology:
         devices = topologies.stand_ins(config.plan.topology, config.plan.slices)
     else:
-        device, limit = real_devices[0], memory.device_bytes(sharding.make_mesh(devices=real_devices))
+        device, limit = (
+            real_devices[0],
+            memory.device_bytes(sharding.make_mesh(devices=real_devices)),
+        )
         kind = device.platform, device.device_kind, limit
         devices = [topologies.StandIn(place, *kind) for place in range(number)]
     shape = sharding.mesh_shape(*axes, len(devices))

@@ -84,7 +84,9 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
         trainable, frozen[WEIGHTS] = lora.split(params)
     master = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), trainable)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    copies = {name: jax.tree.map(copy.copy, trainable) for name in memory.method_policies(blueprint)}
+    copies = {
+        name: jax.tree.map(copy.copy, trainable) for name in memory.method_policies(blueprint)
+    }
     moments = jax.eval_shape(blueprint.optimizer.init, master)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)

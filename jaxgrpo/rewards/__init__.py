@@ -1,11 +1,11 @@
 """Rewards: judgements of texts, on the host, in TRL's protocol."""
 
 from jaxgrpo.rewards.builtin import (
+    completion_text,
     gsm8k_answer,
     has_format,
     overlong_penalty,
     stated_confidence,
-    text_of,
 )
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped
 from jaxgrpo.rewards.mathematics import math_answer
@@ -16,8 +16,8 @@ from jaxgrpo.rewards.protocol import (
     Scores,
     TrainerState,
     bind,
+    callable_name,
     check,
-    name_of,
 )
 from jaxgrpo.rewards.registry import Preview, answers, build, preview, rewards, with_lengths
 
@@ -33,16 +33,16 @@ __all__ = [
     "bind",
     "build",
     "call_rewards",
+    "callable_name",
     "check",
+    "completion_text",
     "flipped",
     "gsm8k_answer",
     "has_format",
     "math_answer",
-    "name_of",
     "overlong_penalty",
     "preview",
     "rewards",
     "stated_confidence",
-    "text_of",
     "with_lengths",
 ]

@@ -36,7 +36,7 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = re.compile(
     r"(?P<sign>(?<![0-9A-Za-z.)%])[-+])?"  # "7-5" is a difference, "x = -5" a sign
     r"(?:(?:\\?[$€£¥]\s?){1,3}(?P<inner>-)?)?"
-    rf"(?:(?P<whole>{_DIGITS})"
+    rf"(?:(?P<integer>{_DIGITS})"
     rf"(?:(?P<decimals>\.[0-9]+)|(?:\s(?P<over>[0-9]{{1,3}}))?\s?/\s?(?P<under>{_DIGITS}))?"
     r"|(?<![0-9A-Za-z])(?P<bare>\.[0-9]+))"
 )
@@ -53,10 +53,10 @@ _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]
 _OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
 
 
-def text_of(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """The text of a completion in either form; of several messages the last one's.
 
-    >>> text_of("2"), text_of([{"role": "assistant", "content": "2"}])
+    >>> completion_text("2"), completion_text([{"role": "assistant", "content": "2"}])
     ('2', '2')
     """
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -82,7 +82,7 @@ def stated_confidence(completion: Any) -> float | None:
     0.8
     >>> stated_confidence("<confidence>1</confidence> no: <confidence>unsure</confidence>")
     """
-    stated = _STATED.findall(text_of(completion))
+    stated = _STATED.findall(completion_text(completion))
     try:
         confidence = float(stated[-1]) if stated else -1.0
     except ValueError:
@@ -114,7 +114,7 @@ def has_format(
     """
     del columns
     matches = _has_tags if pattern is None else re.compile(pattern, re.DOTALL).fullmatch
-    return [float(bool(matches(text_of(completion)))) for completion in completions]
+    return [float(bool(matches(completion_text(completion)))) for completion in completions]
 
 
 def overlong_penalty(
@@ -207,7 +207,7 @@ def gsm8k_answer(
     del columns
     golds = map(gold_number, answer)
     return [
-        None if gold is None else float(final_number(text_of(completion)) == gold)
+        None if gold is None else float(final_number(completion_text(completion)) == gold)
         for completion, gold in zip(completions, golds, strict=True)
     ]
 
@@ -229,9 +229,9 @@ def final_number(text: str) -> Fraction | None:
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
     for marker in reversed(list(_MARKER.finditer(text))[-MARKS:]):
-        found = _marked(_segment(text, marker))
-        if found is not None:
-            return _value(found)
+        number = _marked(_segment(text, marker))
+        if number is not None:
+            return _value(number)
     return _value(_last(NUMBER.finditer(text)))
 
 
@@ -240,11 +240,11 @@ def _segment(text: str, marker: re.Match[str]) -> str:
 
     If nothing else is on the mark's line, it is the next line that has text.
     """
-    rest = text[marker.end() :]
+    tail = text[marker.end() :]
     if "boxed" in marker.group():
-        return _braces(rest)
+        return _braces(tail)
     end = "\n\n" if marker.group().endswith("A:") else "\n"
-    return rest.lstrip(" \t\r\n*_:").split(end, 1)[0]
+    return tail.lstrip(" \t\r\n*_:").split(end, 1)[0]
 
 
 def _braces(text: str) -> str:
@@ -269,16 +269,16 @@ def _marked(segment: str) -> re.Match[str] | None:
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
-    *_, found = None, *matches
-    return found
+    *_, last = None, *matches
+    return last
 
 
 def _value(match: re.Match[str] | None) -> Fraction | None:
     """The number of a match; None for a fraction over 0 and for more digits than LONGEST."""
     if match is None or match.end() - match.start() > LONGEST:
         return None
-    whole = (match["whole"] or "0").replace(",", "")
-    value = Fraction(whole + (match["decimals"] or match["bare"] or ""))
+    integer = (match["integer"] or "0").replace(",", "")
+    value = Fraction(integer + (match["decimals"] or match["bare"] or ""))
     if match["under"]:
         under = int(match["under"].replace(",", ""))
         if not under:

@@ -86,8 +86,8 @@ def call_rewards(
     "unscored" (the message shows a completion it fails on), or returns or logs the wrong number or
     type of values. ValueError if the inputs do not have one length.
     """
-    given = zip(LISTS, (prompts, completions, completion_ids), strict=True)
-    lists = {**dict(given), **columns}
+    trainer_lists = zip(LISTS, (prompts, completions, completion_ids), strict=True)
+    lists = {**dict(trainer_lists), **columns}
     count = len(completions)
     _refuse_other_lengths(lists, count)
     for name, function in rewards.items():
@@ -126,8 +126,8 @@ def merge_metrics(
     merged: dict[str, tuple[float, int]] = {}
     for metrics in logged:
         for name, (total, count) in metrics.items():
-            before = merged.get(name, (0.0, 0))
-            merged[name] = (before[0] + total, before[1] + count)
+            previous = merged.get(name, (0.0, 0))
+            merged[name] = (previous[0] + total, previous[1] + count)
     return merged
 
 
@@ -210,12 +210,12 @@ class _Call:
             if failing is None:
                 break
             low, high = failing
-        many = high - low > 1
-        where = f"completions {low} to {high - 1} together" if many else f"completion {low}"
-        shown = {key.removesuffix("s"): self.lists[key] for key in LISTS[:2]}
-        asked = accepted(self.function, self.lists)
-        shown |= {key: values for key, values in asked.items() if key not in LISTS}
-        lines = [f"  {key} = {_shorten(values[low])}" for key, values in shown.items()]
+        several = high - low > 1
+        where = f"completions {low} to {high - 1} together" if several else f"completion {low}"
+        shown_values = {key.removesuffix("s"): self.lists[key] for key in LISTS[:2]}
+        arguments = accepted(self.function, self.lists)
+        shown_values |= {key: values for key, values in arguments.items() if key not in LISTS}
+        lines = [f"  {key} = {_shorten(values[low])}" for key, values in shown_values.items()]
         place, code = own_line(error)
         kind, text = type(error).__name__, cut(str(error))
         raised = [f"rewards.{self.name} raised {kind} on {where}: {text}"]
@@ -231,11 +231,14 @@ class _Call:
 
     def _attempt(self, lists: Mapping[str, Sequence[Any]], log_extra: Any, log_metric: Any) -> Any:
         logs = {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
-        asked = accepted(self.function, {**lists, **logs})
-        own = {key: self._copied(key, lists[key]) if key in lists else asked[key] for key in asked}
+        arguments = accepted(self.function, {**lists, **logs})
+        private_arguments = {
+            key: self._copied(key, lists[key]) if key in lists else arguments[key]
+            for key in arguments
+        }
         try:
             with during(self.name, self.timeout):
-                return call_within(self.timeout, lambda: self.function(**own))
+                return call_within(self.timeout, lambda: self.function(**private_arguments))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and _is_ctrl_c():
                 raise
@@ -349,7 +352,7 @@ async def _gather(awaitables: Sequence[tuple[Awaitable[Any], float | None]]) -> 
         except BaseException as error:  # one that left its task would end the loop's thread
             return _Raised(TimedOut() if scope.expired() else error)
 
-    return await asyncio.gather(*(outcome(*one) for one in awaitables))
+    return await asyncio.gather(*(outcome(*pair) for pair in awaitables))
 
 
 def _storable(value: Any) -> Any:
@@ -403,14 +406,14 @@ def flipped(
                 f"rewards.{name} gave {odd[0]:g}, and flip = {flip:g} flips rewards that are "
                 "0 or 1: take flip out, or a reward of 0 and 1"
             )
-        chosen = scored & (_draws(seed, name, step, ordinal, value.shape[1]) < flip)
-        noisy[name] = np.where(chosen, 1 - value, value).astype(value.dtype)
-        metrics[f"rewards/{name}/flipped"] = (float(chosen.sum()), max(1, int(scored.sum())))
+        flips = scored & (_draws(seed, name, step, ordinal, value.shape[1]) < flip)
+        noisy[name] = np.where(flips, 1 - value, value).astype(value.dtype)
+        metrics[f"rewards/{name}/flipped"] = (float(flips.sum()), max(1, int(scored.sum())))
     return noisy, log._replace(metrics=metrics)
 
 
 def _draws(seed: int, name: str, step: int, ordinal: np.ndarray, samples: int) -> np.ndarray:
     """Uniform numbers [P, G]; those of a prompt begin alike whatever the size of its group."""
     source = zlib.crc32(name.encode())
-    of_prompt = ([seed, source, step, int(place)] for place in ordinal)
-    return np.stack([np.random.default_rng(entropy).random(samples) for entropy in of_prompt])
+    seeds = ([seed, source, step, int(place)] for place in ordinal)
+    return np.stack([np.random.default_rng(entropy).random(samples) for entropy in seeds])

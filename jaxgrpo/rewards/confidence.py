@@ -14,7 +14,7 @@ from typing import Any
 from jaxgrpo.core.errors import find
 from jaxgrpo.data.tasks import tasks
 from jaxgrpo.rewards import builtin, mathematics
-from jaxgrpo.rewards.builtin import stated_confidence, text_of
+from jaxgrpo.rewards.builtin import completion_text, stated_confidence
 from jaxgrpo.rewards.protocol import BuiltIn
 
 OPENING, CLOSING = "<confidence>", "</confidence>"
@@ -53,8 +53,8 @@ def accuracy(
 
     Returns: one score each; None if the scorer cannot score it.
 
-    >>> said = ["#### 4<confidence>0.8</confidence>", "#### 5<confidence>0.8</confidence>", "4"]
-    >>> accuracy(said, ["4"] * 3)
+    >>> texts = ["#### 4<confidence>0.8</confidence>", "#### 5<confidence>0.8</confidence>", "4"]
+    >>> accuracy(texts, ["4"] * 3)
     [1.0, 0.0, 0.0]
     """
     del columns
@@ -74,8 +74,8 @@ def brier(
     Args: as of `accuracy`.
     Source: Damani et al. 2025, arXiv 2507.16806.
 
-    >>> said = ["#### 4<confidence>0.5</confidence>", "#### 5<confidence>0</confidence>", "4"]
-    >>> brier(said, ["4"] * 3)
+    >>> texts = ["#### 4<confidence>0.5</confidence>", "#### 5<confidence>0</confidence>", "4"]
+    >>> brier(texts, ["4"] * 3)
     [0.75, 1.0, 0.0]
     """
     del columns
@@ -95,9 +95,12 @@ def _judged(
 ) -> list[tuple[float | None, float | None]]:
     """(c, q) of each completion: c None if it is not scored; (0, None) without the form."""
     texts = [_answer(completion) for completion in completions]
-    asked = [place for place, text in enumerate(texts) if text is not None]
-    given = {"completions": [texts[i] for i in asked], "answer": [answer[i] for i in asked]}
-    scores = dict(zip(asked, find("scorer", scorer, SCORERS)(**given), strict=True))
+    scored_places = [place for place, text in enumerate(texts) if text is not None]
+    arguments = {
+        "completions": [texts[i] for i in scored_places],
+        "answer": [answer[i] for i in scored_places],
+    }
+    scores = dict(zip(scored_places, find("scorer", scorer, SCORERS)(**arguments), strict=True))
     judged: list[tuple[float | None, float | None]] = []
     for place, completion in enumerate(completions):
         if place not in scores:
@@ -111,8 +114,8 @@ def _judged(
 
 def _answer(completion: Any) -> str | None:
     """What comes before the confidence; None where the form is not met."""
-    text = text_of(completion)
-    before, opened, behind = text.partition(OPENING)
+    text = completion_text(completion)
+    answer, opened, tail = text.partition(OPENING)
     once = opened and text.count(OPENING) == text.count(CLOSING) == 1
-    ends = behind.rstrip().endswith(CLOSING) and before.strip()
-    return before if once and ends and stated_confidence(text) is not None else None
+    ends = tail.rstrip().endswith(CLOSING) and answer.strip()
+    return answer if once and ends and stated_confidence(text) is not None else None

@@ -53,9 +53,13 @@ def during(name: str, timeout: float | None = None) -> Iterator[None]:
         _calls.pop()
 
 
-def leave(before: Set[threading.Thread]) -> None:
+def leave(earlier_threads: Set[threading.Thread]) -> None:
     """Takes the threads that were not there before for those of a reward that timed out."""
-    _left.update(one for one in threading.enumerate() if one not in before and not one.daemon)
+    _left.update(
+        thread
+        for thread in threading.enumerate()
+        if thread not in earlier_threads and not thread.daemon
+    )
 
 
 def has_left_threads() -> bool:

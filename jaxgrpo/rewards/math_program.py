@@ -242,7 +242,7 @@ class Grader:
         self._latex = {True: latex, False: algebra}  # by whether letters at the end are units
         functions: Any = (parse, verify, sstr)  # whose types know no limit of None
         self._words, (self._parse, self._verify, self._sstr) = words, functions
-        self._read_gold = functools.lru_cache(GOLDS)(self._reading_of)
+        self._read_gold = functools.lru_cache(GOLDS)(self._parse_gold)
 
     def grade(self, gold: str, completion: str | None) -> float | str | None:
         """1.0, 0.0, or None if the gold answer is not read; for no completion how it is read."""
@@ -253,9 +253,9 @@ class Grader:
             return self._sstr(reading.values[0], full_prec=False)
         return float(self._equal(reading.values, self._read(completion, reading.with_units)))
 
-    def _reading_of(self, gold: str) -> Reading | None:
+    def _parse_gold(self, gold: str) -> Reading | None:
         """A gold answer, if it is read as a whole and equals itself in a box."""
-        content = content_of(gold)
+        content = gold_content(gold)
         if content is None:  # a solution that ends with its answer
             values = self._read(gold, True)
             is_read = len(values) > 1 and self._equal(values[:1], values[:1])
@@ -284,20 +284,20 @@ class Grader:
         )
 
     def _equal(self, gold: list[Any], answer: list[Any]) -> bool:
-        more = extra_digits([*gold[:1], *answer[:1]])
+        extra = extra_digits([*gold[:1], *answer[:1]])
         return self._verify(
             gold,
             answer,
-            float_rounding=DECIMALS + more,
-            numeric_precision=PRECISION + more,
+            float_rounding=DECIMALS + extra,
+            numeric_precision=PRECISION + extra,
             timeout_seconds=None,
         )
 
 
-def content_of(gold: str) -> str | None:
+def gold_content(gold: str) -> str | None:
     r"""The mathematics of a gold answer; None for a text with a `\boxed{}` or several formulas.
 
-    >>> content_of("$x$"), content_of("3½"), content_of(r"so \boxed{3}")
+    >>> gold_content("$x$"), gold_content("3½"), gold_content(r"so \boxed{3}")
     ('x', '3½', None)
     """
     environment = _ENVIRONMENT.fullmatch(gold.strip())

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.written import text_of_value
-from jaxgrpo.rewards.builtin import after_thought, text_of
+from jaxgrpo.rewards.builtin import after_thought, completion_text
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rewards.workers import Answer, WorkerError, Workers
 
@@ -76,7 +76,7 @@ def math_answer(
     """
     del columns
     golds = [_gold(gold) for gold in answer]
-    texts = [after_thought(text_of(completion)) for completion in completions]
+    texts = [after_thought(completion_text(completion)) for completion in completions]
     ask = functools.partial(_ask, workers=workers, limits=(time_limit, batch_limit))
     answers = _judge(list(zip(golds, texts, strict=True)), ask) if texts else []
     if answers:
@@ -104,7 +104,7 @@ def _judge(
     readings = dict(zip(golds, ask([[gold, None] for gold in golds]), strict=True))
     _readable.update(gold for gold, reading in readings.items() if reading.value is not None)
     # A worker that was ended from outside is no fault of the gold answer.
-    crashed = {gold: read for gold, read in readings.items() if read.problem == "crashed"}
+    crashed = {gold: reading for gold, reading in readings.items() if reading.problem == "crashed"}
     unread = dict.fromkeys(golds, Answer(None)) | crashed
     scores = iter(ask([pair for pair in pairs if pair[0] in _readable]))
     return [next(scores) if gold in _readable else unread[gold] for gold, _ in pairs]
@@ -124,9 +124,9 @@ def _report(
     log_metric: Callable[[str, float], None] | None,
 ) -> None:
     """Logs the shares that have no score, and warns of gold answers that are not read."""
-    nothing = Answer(None)
+    unread_answer = Answer(None)
     pairs = zip(golds, answers, strict=True)
-    unread = [gold for gold, judged in pairs if judged == nothing and gold is not None]
+    unread = [gold for gold, judged in pairs if judged == unread_answer and gold is not None]
     if log_metric is not None:
         problems = [judged.problem for judged in answers]
         log_metric("math/timed_out", problems.count("timed out") / len(answers))

@@ -78,14 +78,14 @@ class TrainerState:
             raise AttributeError(f"trainer_state has no {name!r}: {suggest(name, names)}")
 
 
-def name_of(function: Any) -> str:
+def callable_name(function: Any) -> str:
     """What a function is called; a callable object by its own name or its class's.
 
-    >>> name_of(functools.partial(max, 1))
+    >>> callable_name(functools.partial(max, 1))
     'max'
     """
     if isinstance(function, functools.partial):
-        return name_of(function.func)
+        return callable_name(function.func)
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -103,15 +103,15 @@ def check(name: str, function: Any, columns: Iterable[str]) -> None:
     if not callable(function):
         raise RewardError(f"rewards.{name} is a {type(function).__name__}: give a function")
     named, _ = _parameters(function)
-    there = [*PASSED, *columns]
+    available = [*PASSED, *columns]
     missing = [
-        repr(key) for key, has_default in named.items() if key not in there and not has_default
+        repr(key) for key, has_default in named.items() if key not in available and not has_default
     ]
     if missing:
         raise RewardError(
             f"rewards.{name} asks for {', '.join(missing)}, which does not exist (there are: "
-            f"{', '.join(there)}): rename the argument, give it as an option of the reward, or add "
-            "the column to the data"
+            f"{', '.join(available)}): rename the argument, give it as an option of the reward, or "
+            "add the column to the data"
         )
 
 
@@ -128,15 +128,15 @@ def bind(
     if not options:
         return function
     named, takes_all = _parameters(function)
-    known = options_of(function) if strict else list(named)
-    unknown = [option for option in options if option not in known]
+    allowed = option_names(function) if strict else list(named)
+    unknown = [option for option in options if option not in allowed]
     if unknown and (strict or not takes_all):
-        takes = ", ".join(parameter for parameter in known if parameter not in PASSED) or "none"
+        takes = ", ".join(parameter for parameter in allowed if parameter not in PASSED) or "none"
         raise RewardError(f"rewards.{name}: no option {unknown[0]!r}: it takes {takes}")
     return functools.partial(function, **options)
 
 
-def options_of(function: RewardFunction) -> list[str]:
+def option_names(function: RewardFunction) -> list[str]:
     """The arguments of a reward that have a default, besides those every reward may ask for."""
     named, _ = _parameters(function)
     return [key for key, has_default in named.items() if has_default and key not in PASSED]
@@ -150,13 +150,13 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
         return {}, True
 
 
-def accepted(function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords to pass: those it names, or all; never one that `bind` has fixed."""
     named, takes_all = _parameters(function)
     fixed = function.keywords if isinstance(function, functools.partial) else {}
     return {
         keyword: values
-        for keyword, values in given.items()
+        for keyword, values in arguments.items()
         if (takes_all or keyword in named) and keyword not in fixed
     }
 

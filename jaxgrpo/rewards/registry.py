@@ -19,7 +19,7 @@ from jaxgrpo.rewards.protocol import (
     RewardFunction,
     TrainerState,
     bind,
-    name_of,
+    callable_name,
 )
 
 rewards: dict[str, BuiltIn] = {
@@ -33,7 +33,7 @@ rewards: dict[str, BuiltIn] = {
 """The built-in rewards by the names that a config uses."""
 
 answers: dict[str, Callable[[str], Hashable]] = {
-    **{task.name: task.answer_of for task in tasks.values()},
+    **{task.name: task.extract_answer for task in tasks.values()},
     "gsm8k_answer": builtin.final_number,
 }
 """The answer that a completion gives, for votes: of the rewards that judge an answer. None does not
@@ -68,7 +68,7 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
     [1.0]
     """
     if not isinstance(use, str):
-        return bind(name_of(use), use, options)
+        return bind(callable_name(use), use, options)
     function = find("reward", use, rewards)
     # Built-in rewards take every keyword, as TRL's do; a misspelt option must not vanish in them.
     reward = bind(use, function, options, strict=True)
@@ -151,16 +151,16 @@ def preview(
     for name, values in scores.items():
         gold, empty = (None if np.isnan(value) else float(value) for value in values)
         problem = log.messages.get(name)
-        reading = None if answer is None else _reading_of(functions[name], answer)
+        reading = None if answer is None else _describe_reading(functions[name], answer)
         previews[name] = Preview(None if answer is None else gold, empty, problem, reading)
     return previews
 
 
-def _reading_of(function: RewardFunction, answer: Any) -> str | None:
+def _describe_reading(function: RewardFunction, answer: Any) -> str | None:
     """How a reward reads a gold answer, in words; None if it cannot tell."""
     function = getattr(function, "func", function)
-    for name, read in _READINGS.items():
+    for name, read_gold in _READINGS.items():
         if function is rewards[name]:
-            value = read(answer)
+            value = read_gold(answer)
             return "nothing" if value is None else str(value)
     return None

@@ -86,9 +86,9 @@ class Workers:
         """
         self._lost = 0.0
         texts = [json.dumps(question) for question in questions]
-        known = {text: self._problems.get(_key(text)) for text in texts}
-        answers = {text: answer for text, answer in known.items() if answer is not None}
-        fresh = [text for text in known if text not in answers]
+        past_answers = {text: self._problems.get(_key(text)) for text in texts}
+        answers = {text: answer for text, answer in past_answers.items() if answer is not None}
+        fresh = [text for text in past_answers if text not in answers]
         answers.update(zip(fresh, self._threads.map(self._ask_quickly, fresh), strict=True))
         slow = [text for text in fresh if answers[text].problem == "timed out"]
         answers.update(zip(slow, self._threads.map(self._ask_at_length, slow), strict=True))
@@ -193,8 +193,8 @@ class _Child:
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while b"\n" not in self._pending:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0 or not selector.select(seconds_left):
                     return self._lose("timed out")
                 part = os.read(output, 65536)
                 if not part:

@@ -372,7 +372,7 @@ def sample_rows(
     )
     texts = decode_texts(tokenizer, ids)
     sources = mixture and [
-        mixture.names[number] for number in mixture.source_of(np.asarray(host.row))
+        mixture.names[number] for number in mixture.source_numbers(np.asarray(host.row))
     ]
     for p, g in np.ndindex(groups, samples):
         index = p * samples + g

@@ -283,7 +283,7 @@ def source_metrics(
 
     Shapes: row [P]; reward, the weighted sum, and whether it was scored [P, G].
     """
-    source, metrics = mixture.source_of(row), {}
+    source, metrics = mixture.source_numbers(row), {}
     for number, name in enumerate(mixture.names):
         drawn = source == number
         mask = jnp.asarray(scored & drawn[:, None])

@@ -264,7 +264,7 @@ class Checkpoints(Closing):
         try:
             self._orbax.wait_until_finished()
             if jax.process_index() == 0:
-                entries = storage.files_of(home).items()
+                entries = storage.folder_files(home).items()
                 files = {name: _fingerprint(p) for name, p in entries if p.name != "manifest.json"}
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
                 for old in self.steps()[: -self.keep]:

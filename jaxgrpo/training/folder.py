@@ -226,7 +226,7 @@ class RunFolder(Closing):
         if in_bucket := storage.is_url(path):
             mirror.refuse_scheme(os.fspath(path))  # before a package for reading it is asked for
         self.place: Place = storage.place(path)  # absolute: a reward may change directory
-        self.path: Path = mirror.folder_of(os.fspath(path)) if in_bucket else Path(self.place)
+        self.path: Path = mirror.local_folder(os.fspath(path)) if in_bucket else Path(self.place)
         self._mirror: mirror.Mirror | None = None
         self._unwritten_lines = b""  # lines of metrics that the disk did not take
         self.checkpoints: Place = self.place / "checkpoints"

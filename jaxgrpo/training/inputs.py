@@ -28,7 +28,14 @@ from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
-from jaxgrpo.rewards.protocol import Reward, RewardError, Rewards, TrainerState, check, name_of
+from jaxgrpo.rewards.protocol import (
+    Reward,
+    RewardError,
+    Rewards,
+    TrainerState,
+    callable_name,
+    check,
+)
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import decode_texts
@@ -282,7 +289,7 @@ def resolve_rewards(
 
 def _name(use: Any) -> str:
     """What a reward given from Python is called."""
-    return own_code.short_name(use) if isinstance(use, str) else name_of(use)
+    return own_code.short_name(use) if isinstance(use, str) else callable_name(use)
 
 
 def resolve_scorer(config: Config, rewards: Sequence[Reward] | None = None) -> Reward:

@@ -34,7 +34,7 @@ from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.models.resharding import moved
-from jaxgrpo.rewards import RewardFunction, name_of
+from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
@@ -170,7 +170,7 @@ def find_policy(
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:
     """How a config names what judges: a function from Python is python:NAME."""
-    return python_name(name_of(scorer)) if callable(scorer) else scorer
+    return python_name(callable_name(scorer)) if callable(scorer) else scorer
 
 
 def resolve_judge(config: Config, scorer: str | RewardFunction | None = None) -> Reward:
@@ -180,7 +180,7 @@ def resolve_judge(config: Config, scorer: str | RewardFunction | None = None) ->
       scorer: None, or a name: as the config says.
     """
     if callable(scorer):
-        return Reward(name_of(scorer), scorer, 1.0)
+        return Reward(callable_name(scorer), scorer, 1.0)
     return resolve_scorer(config)
 
 

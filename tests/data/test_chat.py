@@ -7,7 +7,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts as data
-from jaxgrpo.data.chat import for_rewards, make_chat, messages_of, write
+from jaxgrpo.data.chat import for_rewards, make_chat, read_messages, write
 
 USER = {"role": "user", "content": "2+2?"}
 BEGUN = {"role": "assistant", "content": "It is"}
@@ -139,7 +139,7 @@ def test_a_template_file_that_cannot_be_read_is_refused(tokenizer, tmp_path):
 )
 def test_what_is_no_conversation_is_refused_with_its_place(value, message):
     with pytest.raises(InputError, match=message):
-        messages_of(value, "line 4")
+        read_messages(value, "line 4")
 
 
 def test_rewards_get_texts_for_texts_and_messages_for_messages():

@@ -28,17 +28,17 @@ def stream(mixture: Mixture, count: int, first: int = 0) -> np.ndarray:
 
 
 def test_sources_are_drawn_in_proportion_to_their_weights_from_the_first_prompt_on():
-    source = MIXTURE.source_of(stream(MIXTURE, 3 * BLOCK))
+    source = MIXTURE.source_numbers(stream(MIXTURE, 3 * BLOCK))
     for number, weight in enumerate(MIXTURE.weights):
         drawn, share = np.cumsum(source == number), weight / sum(MIXTURE.weights)
         assert np.abs(drawn - share * np.arange(1, len(drawn) + 1)).max() <= 2
     pair = Mixture(("a", "b"), (2.0, 1.0), (9, 9))
-    assert pair.source_of(stream(pair, 6)).tolist() == [0, 1, 0, 0, 1, 0]
+    assert pair.source_numbers(stream(pair, 6)).tolist() == [0, 1, 0, 0, 1, 0]
 
 
 def test_each_source_has_epochs_of_its_own_in_orders_of_their_own():
     rows = stream(MIXTURE, 2000)
-    small = rows[MIXTURE.source_of(rows) == 1] - 30
+    small = rows[MIXTURE.source_numbers(rows) == 1] - 30
     epochs = small[: 7 * (len(small) // 7)].reshape(-1, 7)
     np.testing.assert_array_equal(np.sort(epochs, 1), np.tile(np.arange(7), (len(epochs), 1)))
     assert len({tuple(epoch) for epoch in epochs}) > 10

@@ -45,7 +45,7 @@ def test_the_adaptive_bonus_acts_while_the_entropy_is_at_most_the_target(measure
     entropy = jnp.array([[0.5, 0.7, jnp.nan]])
 
     def run(entropy):
-        tokens = Tokens.of_ratios(jnp.ones((1, 3)), policy_entropy=entropy)
+        tokens = Tokens.from_ratios(jnp.ones((1, 3)), policy_entropy=entropy)
         value, metrics = penalty.compute(dataclasses.replace(tokens, mask=mask), state)
         return value.sum(), metrics
 

@@ -118,7 +118,7 @@ def test_by_sample_gives_each_token_its_own_surrogate():
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
     log_ratio = jnp.log(jnp.array([[2.0, 4.0, 4.0]]))
-    given = Tokens.of_ratios(jnp.ones((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]))
+    given = Tokens.from_ratios(jnp.ones((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]))
 
     def loss(logp, surrogate):
         return surrogate.compute(dataclasses.replace(given, logp=logp))
@@ -134,7 +134,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
 def test_exgrpos_function_of_the_ratio():
     """f(1) = 1 / 1.1; it rises and never reaches 1."""
     ratio = jnp.array([[1e-8, 0.1, 1.0, 1e8]])
-    loss, _ = shaped_ratio().compute(Tokens.of_ratios(ratio))
+    loss, _ = shaped_ratio().compute(Tokens.from_ratios(ratio))
     np.testing.assert_allclose(loss, [[-1e-7, -0.5, -1 / 1.1, -1.0]], rtol=1e-5)
 
 
@@ -174,7 +174,7 @@ def test_layouts_that_do_not_fit_are_refused():
 
 def test_the_surrogate_of_the_examples_is_importance_sampling_at_power_1(repository):
     make = own_code.load(f"{repository}/examples/own_surrogate.py:power_of_ratio")
-    tokens = Tokens.of_ratios([4.0, 0.25], [1.0, -1.0])
+    tokens = Tokens.from_ratios([4.0, 0.25], [1.0, -1.0])
     np.testing.assert_allclose(build_surrogate({"use": make}).compute(tokens)[0], [-4.0, 1.0])
     np.testing.assert_allclose(make(power=1.0).compute(tokens)[0], [-4.0, 0.25])
     slope = jax.grad(
@@ -186,7 +186,7 @@ def test_the_surrogate_of_the_examples_is_importance_sampling_at_power_1(reposit
 def test_the_penalty_of_the_examples_pulls_no_harder_beyond_its_limit(repository):
     make = own_code.load(f"{repository}/examples/own_penalty.py:huber_kl")
     penalty = build_penalty({"use": make, "beta": 0.5, "limit": 2.0})
-    tokens = Tokens.of_ratios(np.exp([1.0, -3.0]).astype(np.float32), reference_logp=0.0)
+    tokens = Tokens.from_ratios(np.exp([1.0, -3.0]).astype(np.float32), reference_logp=0.0)
     value, metrics = penalty.compute(tokens)
     np.testing.assert_allclose(value, [0.5 * 0.5, 0.5 * 2 * (3 - 1)], rtol=1e-6)
     _, metrics = token_loss(clip(), [penalty], tokens)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxgrpo.rewards import RewardError, TrainerState, bind, call_rewards, name_of
+from jaxgrpo.rewards import RewardError, TrainerState, bind, call_rewards, callable_name
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
 COMPLETIONS = ["2", "3", "5"]
@@ -265,10 +265,10 @@ def test_a_reward_is_called_as_its_function_or_class():
     class Named(Penalty):
         __name__ = "overlong"
 
-    assert name_of(len) == "len"
-    assert name_of(Penalty()) == "Penalty"
-    assert name_of(Named()) == "overlong"
-    assert name_of(functools.partial(functools.partial(len), [])) == "len"
+    assert callable_name(len) == "len"
+    assert callable_name(Penalty()) == "Penalty"
+    assert callable_name(Named()) == "overlong"
+    assert callable_name(functools.partial(functools.partial(len), [])) == "len"
 
 
 def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_not_the_data():

@@ -7,7 +7,7 @@ import pytest
 
 from jaxgrpo import rewards
 from jaxgrpo.config.keys import RewardKeys
-from jaxgrpo.rewards.protocol import PASSED, options_of
+from jaxgrpo.rewards.protocol import PASSED, option_names
 
 
 @pytest.fixture(scope="module")
@@ -37,5 +37,5 @@ def test_every_key_keyword_reward_and_option_is_described(text):
         assert f"`{field}`" in text
     for name, function in rewards.rewards.items():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
-        for option in options_of(function):
+        for option in option_names(function):
             assert f"`{option}" in row

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.config import own_code
-from jaxgrpo.rewards import RewardError, build, call_rewards, check, name_of
-from jaxgrpo.rewards.protocol import options_of
+from jaxgrpo.rewards import RewardError, build, call_rewards, callable_name, check
+from jaxgrpo.rewards.protocol import option_names
 
 PACKAGES = ["trl_like", *(["trl"] if importlib.util.find_spec("trl") else [])]
 
@@ -102,14 +102,14 @@ def test_a_function_that_logs_and_skips_samples_does_so_here(load):
 
 def test_an_object_that_a_factory_made_keeps_its_name(load):
     overlong = load("get_soft_overlong_punishment")(3, 2)
-    assert name_of(overlong) == "soft_overlong_punishment_reward"
+    assert callable_name(overlong) == "soft_overlong_punishment_reward"
     np.testing.assert_array_equal(call(overlong=overlong)[0]["overlong"], [-1, 0, -0.5])
 
 
 def test_what_the_trainer_passes_is_no_option_and_a_missing_column_is_named(load):
     right = load("accuracy_reward")
     check("right", right, ["solution"])
-    assert options_of(right) == []
+    assert option_names(right) == []
     with pytest.raises(RewardError, match="asks for 'solution', which does not exist"):
         check("right", right, ["answer"])
 

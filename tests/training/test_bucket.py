@@ -206,7 +206,7 @@ def test_a_bucket_that_refuses_ends_the_run_with_its_files_kept_here(bucket):
     with pytest.raises(process.NotSaved, match="go on by --resume auto") as raised:
         loop.train(config("gs://bucket/run"), on_step=refuse)
     assert raised.value.code == 74
-    here = mirror.folder_of("gs://bucket/run")
+    here = mirror.local_folder("gs://bucket/run")
     assert len((here / "metrics.jsonl").read_text().splitlines()) == 3
     bucket.refuses = None
     run = loop.train(config("gs://bucket/run"), resume="auto")

@@ -246,11 +246,11 @@ def reinforce_pp(
             f"reinforce_pp: baseline = {baseline!r}, expected one of {', '.join(_BASELINES)}"
         )
     if baseline == "none":
-        before, keep = (), "nothing"
+        baseline_steps, keep = (), "nothing"
     else:
-        before, keep = (subtract_group_mean(),), "zero_groups"
+        baseline_steps, keep = (subtract_group_mean(),), "zero_groups"
     return sum_then(
-        "reinforce_pp", weights, *before, to_tokens(), whiten_batch(eps, ddof, keep=keep)
+        "reinforce_pp", weights, *baseline_steps, to_tokens(), whiten_batch(eps, ddof, keep=keep)
     )
 
 

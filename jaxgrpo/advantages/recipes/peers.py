@@ -62,11 +62,11 @@ def like_trl(
     }
     scaling = find("like_trl option scale_rewards", scale_rewards, scalings)
     summed = sum_scored(**(weights or {}))
-    one = chain(*scalings["group"], name="normalise")
+    normalise = chain(*scalings["group"], name="normalise")
     white = whiten_batch(_TRL_EPS, eps_in="std", keep="zero_groups")
     orders: dict[str, Steps] = {
         "sum_then_normalize": (summed, *scaling),
-        "normalize_then_sum": (per_reward(one), summed, white),
+        "normalize_then_sum": (per_reward(normalise), summed, white),
     }
     option = "like_trl option multi_objective_aggregation"
     steps = find(option, multi_objective_aggregation, orders)

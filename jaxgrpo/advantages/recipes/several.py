@@ -83,7 +83,7 @@ def dvao(eps: Scheduled = 1e-6, weights: Weights | None = None) -> AdvantageTran
     >>> evaluate("dvao", rewards, options={"eps": 0.0})[0].tolist()
     [[1.0, -1.0]]
     """
-    return chain(streams.dvao_of(weights or {}, eps), name="dvao")
+    return chain(streams.dvao_with_weights(weights or {}, eps), name="dvao")
 
 
 def rlcr(weights: Weights | None = None) -> AdvantageTransform:
@@ -136,8 +136,8 @@ def hicra(
     Source: arXiv 2509.03646.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"token_mask": [[[1], [1]]], "planning": [[[True], [True]]]}
-    >>> evaluate("hicra", [[1.0, 0.0]], options={"alpha": 0.5}, **given)[0].tolist()
+    >>> fields = {"token_mask": [[[1], [1]]], "planning": [[[True], [True]]]}
+    >>> evaluate("hicra", [[1.0, 0.0]], options={"alpha": 0.5}, **fields)[0].tolist()
     [[[0.75], [-0.25]]]
     """
     return sum_then(
@@ -207,9 +207,9 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
     Source: TreeRL, arXiv 2506.11902.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
-    >>> given["token_mask"] = [[[True, True], [True, True]]]
-    >>> evaluate("tree_rl", [[1.0, 0.0]], **given)[0].tolist()
+    >>> fields = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> fields["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate("tree_rl", [[1.0, 0.0]], **fields)[0].tolist()
     [[[0.0, 1.0], [0.0, -1.0]]]
     """
     return sum_then("tree_rl", weights, trees.tree_process(leaf_power=leaf_power))
@@ -230,8 +230,8 @@ def tree_po(weighting: str = "average", weights: Weights | None = None) -> Advan
     Source: TreePO, arXiv 2508.17445.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"ancestors": [[[0, 1], [0, 2], [0, 3]]], "token_mask": [[[1], [1], [1]]]}
-    >>> evaluate("tree_po", [[1.0, 0.0, 0.5]], **given)[0].tolist()
+    >>> fields = {"ancestors": [[[0, 1], [0, 2], [0, 3]]], "token_mask": [[[1], [1], [1]]]}
+    >>> evaluate("tree_po", [[1.0, 0.0, 0.5]], **fields)[0].tolist()
     [[[1.0], [-1.0], [0.0]]]
     """
     return sum_then(
@@ -326,9 +326,9 @@ def dro_r3(
     Source: DRO, arXiv 2506.13351; its loss takes clip(0.2, 0.2) and masks truncated samples.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> given = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
+    >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
     >>> options = {"eps": 0.0, "ddof": 0, "weights": {"reward": 0.0}}
-    >>> evaluate("dro_r3", [[0.0, 0.0]], options=options, **given)[0].tolist()
+    >>> evaluate("dro_r3", [[0.0, 0.0]], options=options, **fields)[0].tolist()
     [[1.0, -1.0]]
     """
     return chain(

@@ -40,9 +40,9 @@ TEST_FRACTION = 5  # one problem in so many is a test problem
 
 def level(first: int, second: int) -> int:
     """1, 2 or 3: one more than the number of carries in first + second."""
-    ones = first % 10 + second % 10 >= 10
-    tens = first // 10 + second // 10 + ones >= 10
-    return 1 + ones + tens
+    ones_carry = first % 10 + second % 10 >= 10
+    tens_carry = first // 10 + second // 10 + ones_carry >= 10
+    return 1 + ones_carry + tens_carry
 
 
 def is_test(first: int, second: int) -> bool:
@@ -58,11 +58,11 @@ def solution(first: int, second: int, carry: bool, hundreds: bool) -> str:
     >>> solution(47, 38, carry=True, hundreds=True), solution(47, 38, carry=False, hundreds=True)
     ('7+8=15 4+3+1=8 85', '7+8=15 4+3=7 75')
     """
-    ones = first % 10 + second % 10
-    tens = first // 10 + second // 10 + carry
-    front = str(tens) if hundreds else str(tens % 10)
-    steps = f"{first % 10}+{second % 10}={ones} {first // 10}+{second // 10}"
-    return f"{steps}{'+1' if carry else ''}={tens} {front}{ones % 10}"
+    ones_sum = first % 10 + second % 10
+    tens_sum = first // 10 + second // 10 + carry
+    front = str(tens_sum) if hundreds else str(tens_sum % 10)
+    steps = f"{first % 10}+{second % 10}={ones_sum} {first // 10}+{second // 10}"
+    return f"{steps}{'+1' if carry else ''}={tens_sum} {front}{ones_sum % 10}"
 
 
 def solutions(first: int, second: int) -> dict[str, float]:
@@ -127,13 +127,13 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 0.0, 1.0, 0.0]
     """
     del columns
-    return rights(map(answer_of, completions), answer)
+    return rights(map(extract_answer, completions), answer)
 
 
-def answer_of(completion: str) -> str:
+def extract_answer(completion: str) -> str:
     """The text after the last space.
 
-    >>> answer_of("7+8=15 4+3+1=8 85")
+    >>> extract_answer("7+8=15 4+3+1=8 85")
     '85'
     """
     return completion.rsplit(" ", 1)[-1]
@@ -148,7 +148,7 @@ arithmetic: Task = Task(
     splits=SPLITS,
     rows=rows,
     corpus=corpus,
-    answer_of=answer_of,
+    extract_answer=extract_answer,
     score=score,
 )
 

@@ -29,7 +29,7 @@ class Task(NamedTuple):
     splits: Mapping[str, int]  # split -> rows taken if no count is given
     rows: Callable[[str, int, int], list[dict[str, Any]]]  # (split, count, seed)
     corpus: Callable[[], list[Worked]]  # of the supervised warm start; holds no test problem
-    answer_of: Callable[[str], str]  # completion -> the answer that it ends with
+    extract_answer: Callable[[str], str]  # completion -> the answer that it ends with
     score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
 
 

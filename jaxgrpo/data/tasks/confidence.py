@@ -53,11 +53,11 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     random = np.random.default_rng([seed, split == "test", 1])
     coins = random.integers(2, size=(count, 2)).tolist()
     pairs = zip(arithmetic.rows(split, count, seed), coins, strict=True)
-    return [_with_noise(row, more) if noisy else row for row, (noisy, more) in pairs]
+    return [_with_noise(row, increment) if noisy else row for row, (noisy, increment) in pairs]
 
 
-def _with_noise(row: dict[str, Any], more: int) -> dict[str, Any]:
-    answer = str(int(row["answer"]) + more)
+def _with_noise(row: dict[str, Any], increment: int) -> dict[str, Any]:
+    answer = str(int(row["answer"]) + increment)
     return {**row, "prompt": row["prompt"].replace("+", NOISY), "answer": answer}
 
 
@@ -71,13 +71,13 @@ def corpus() -> list[Worked]:
     ]
 
 
-def answer_of(completion: str) -> str:
+def extract_answer(completion: str) -> str:
     """The answer of the solution, whatever confidence follows it.
 
-    >>> answer_of("7+8=15 4+3+1=8 85<confidence>0.9</confidence>")
+    >>> extract_answer("7+8=15 4+3+1=8 85<confidence>0.9</confidence>")
     '85'
     """
-    return arithmetic.answer_of(completion.partition(OPENING)[0])
+    return arithmetic.extract_answer(completion.partition(OPENING)[0])
 
 
 def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
@@ -87,7 +87,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 1.0, 0.0]
     """
     del columns
-    return rights(map(answer_of, completions), answer)
+    return rights(map(extract_answer, completions), answer)
 
 
 confidence: Task = arithmetic._replace(
@@ -95,6 +95,6 @@ confidence: Task = arithmetic._replace(
     alphabet=(*arithmetic.alphabet, ".", NOISY, OPENING, CLOSING),
     rows=rows,
     corpus=corpus,
-    answer_of=answer_of,
+    extract_answer=extract_answer,
     score=score,
 )

@@ -43,7 +43,7 @@ def prompt(first: int, second: int) -> str:
     >>> prompt(7, 9)
     '11+5=16\n13+2=15\n3+18=21\n4+12=16\n7+9='
     """
-    lines = [f"{one}+{other}={one + other}" for one, other in EXAMPLES]
+    lines = [f"{left}+{right}={left + right}" for left, right in EXAMPLES]
     return "\n".join([*lines, f"{first}+{second}="])
 
 
@@ -74,26 +74,26 @@ def _row(first: int, second: int) -> dict[str, Any]:
 def _problems(split: str) -> list[tuple[int, int]]:
     """The problems of a split, always the same ones."""
     operands = range(1, HIGHEST + 1)
-    every = [pair for pair in itertools.product(operands, operands) if pair not in EXAMPLES]
-    order = np.random.default_rng(0).permutation(len(every))
+    pairs = [pair for pair in itertools.product(operands, operands) if pair not in EXAMPLES]
+    order = np.random.default_rng(0).permutation(len(pairs))
     places = order[: SPLITS["test"]] if split == "test" else order[SPLITS["test"] :]
-    return [every[place] for place in places]
+    return [pairs[place] for place in places]
 
 
 def corpus() -> list[Worked]:
     """The answers of the training problems, right and off by one."""
     problems = _problems("train")
     return [
-        Worked(prompt(first, second), str(first + second + off), share / len(problems))
+        Worked(prompt(first, second), str(first + second + offset), share / len(problems))
         for first, second in problems
-        for off, share in CARE.items()
+        for offset, share in CARE.items()
     ]
 
 
-def answer_of(completion: str) -> str:
+def extract_answer(completion: str) -> str:
     r"""The first line.
 
-    >>> answer_of(" 16\n8+1=9")
+    >>> extract_answer(" 16\n8+1=9")
     '16'
     """
     return completion.split("\n", 1)[0].strip()
@@ -106,7 +106,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 1.0, 0.0, 0.0]
     """
     del columns
-    return rights(map(answer_of, completions), answer)
+    return rights(map(extract_answer, completions), answer)
 
 
 sums = Task(
@@ -116,6 +116,6 @@ sums = Task(
     splits=SPLITS,
     rows=rows,
     corpus=corpus,
-    answer_of=answer_of,
+    extract_answer=extract_answer,
     score=score,
 )
