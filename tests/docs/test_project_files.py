@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,15 @@ def release_step(name: str, folder: Path, **variables: str) -> subprocess.Comple
         capture_output=True,
         text=True,
     )
+
+
+def test_the_changelog_has_the_version_its_day_and_what_is_not_released():
+    heads = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == "Unreleased"
+    versions = [re.fullmatch(r"(\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", head) for head in heads[1:]]
+    assert all(versions)
+    assert next(match[1] for match in versions if match) == jaxgrpo.__version__
+    assert [date.fromisoformat(match[2]) for match in versions if match]
 
 
 # Issues and pull requests
