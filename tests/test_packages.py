@@ -1,4 +1,4 @@
-"""The source distribution and the wheel: what they hold and what they say."""
+"""The source distribution and the wheel: what they hold, what they say, and what they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from email.message import Message
 from pathlib import Path
 from typing import NamedTuple
 
+import oldest
 import pytest
+from packaging.requirements import Requirement
 
 import hatch_build
 import jaxgrpo
@@ -167,3 +169,32 @@ def test_an_address_that_is_none_is_refused(tmp_path, address):
     hook = hatch_build.Metadata(str(tmp_path), {"repository": address})
     with pytest.raises(ValueError, match="expected https://HOST/OWNER/NAME"):
         hook.update({"version": "1.0"})
+
+
+def test_the_lowest_version_of_each_requirement_is_tested(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    versions = dict(line.split("==") for line in oldest.lowest(oldest.requirements()))
+    assert {Requirement(line).name for line in project["dependencies"]} <= versions.keys()
+    for requirement in map(Requirement, oldest.requirements()):
+        assert requirement.specifier.contains(versions[requirement.name])
+
+
+def test_the_versions_that_are_installed_for_the_tests_are_allowed(repository):
+    lines = (repository / "constraints.txt").read_text().splitlines()
+    pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
+    for requirement in map(Requirement, oldest.requirements()):
+        if version := pins.get(requirement.name.lower()):
+            assert requirement.specifier.contains(version), requirement
+
+
+@pytest.mark.parametrize(
+    ("requirements", "problem"),
+    [
+        (["libtpu"], "'libtpu' has no lowest version"),
+        (["jax<1"], "'jax<1' has no lowest version"),
+        (["jax>=0.9", "jax[tpu]>=0.10; extra == 'tpu'"], "jax>=0.10, elsewhere >=0.9"),
+    ],
+)
+def test_a_requirement_without_one_lowest_version_is_refused(requirements, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        oldest.lowest(requirements)
