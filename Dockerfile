@@ -20,7 +20,7 @@ RUN case "$ACCELERATOR" in \
       *) echo "ACCELERATOR=$ACCELERATOR: expected cpu, cuda12, cuda13 or tpu" >&2; exit 1 ;; \
     esac; \
     pip install --no-cache-dir -c constraints.txt "jax[$ACCELERATOR]"
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY jaxgrpo jaxgrpo
 COPY configs configs
 RUN pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"

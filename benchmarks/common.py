@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,9 +19,11 @@ import numpy as np
 def describe() -> dict[str, Any]:
     """Device, versions and commit."""
     device = jax.devices()[0]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    repository = Path(__file__).resolve().parent.parent
+    commit = ""
+    if (repository / ".git").exists():  # not in a source distribution
+        command = ["git", "-C", repository, "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {
         "device": f"{len(jax.devices())} x {device.device_kind} ({device.platform})",
         "jax": jax.__version__,

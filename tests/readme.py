@@ -2,8 +2,8 @@
 
     python tests/readme.py
 
-In a new folder: a copy of the files that git has, and an environment into which the package is
-installed from that copy. The packages that it needs are those of the environment that runs this
+In a new folder: the source distribution of this checkout, and an environment into which the package
+is installed from it. The packages that it needs are those of the environment that runs this
 script; nothing is fetched. Where a line says what it prints, that must come out.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import time
 import venv
@@ -41,8 +41,7 @@ def main() -> int:
         raise SystemExit(f"README.md: only {len(blocks)} blocks of commands were found")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="jaxgrpo-readme-") as made:
-        checkout = Path(made) / "checkout"
-        copy_files(checkout)
+        checkout = source_distribution(Path(made))
         environment = new_environment(checkout / ".venv")
         for block in blocks:
             run(block, checkout, environment)
@@ -56,14 +55,14 @@ def command_blocks(text: str) -> list[list[str]]:
     return [block for block in blocks if block[0].startswith(PROGRAMS)]
 
 
-def copy_files(target: Path) -> None:
-    """The files that git has, or would have."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True, text=True)
-    for name in filter(None, names.stdout.split("\0")):
-        if (REPOSITORY / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, target / name)
+def source_distribution(target: Path) -> Path:
+    """The folder of its files: those that git has or would have, also where there is no git."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(target)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
+    (archive,) = target.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(target, filter="data")
+    return target / archive.name.removesuffix(".tar.gz")
 
 
 def new_environment(folder: Path) -> dict[str, str]:

@@ -426,7 +426,7 @@ def _explain(source: Source, kind: str, error: BaseException) -> str:
     login = "log in with `hf auth login` or set HF_TOKEN"
     if "GatedRepoError" in kinds or "is a gated" in one_line(error):
         problem = f"it is gated: accept its terms at {page}, then {login}"
-    elif "RevisionNotFoundError" in kinds:
+    elif "RevisionNotFoundError" in kinds or one_line(error).startswith("Revision "):
         problem = f"it has no revision {source.revision!r}: name a branch, tag or commit of {page}"
     elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
         problem = f"it does not exist, or is private: check the name, or {login}"

@@ -8,7 +8,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import zipfile
 
 import pytest
 import quickstarts
@@ -208,26 +207,6 @@ def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsy
         assert word in shown
     assert shown.index("grpo (sum_rewards, ") < shown.index("empty text") < shown.index("[rollout]")
     assert not run_dir.exists()
-
-
-def test_the_wheel_holds_the_configs_and_finds_them(repository, tmp_path, environment):
-    build = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run([sys.executable, *build], cwd=repository, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    assert (site / "jaxgrpo" / "py.typed").is_file()
-    program = "import jaxgrpo.config.files as c; print(c.shipped()['quickstart'])"
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(PYTHONPATH=str(site)),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.strip() == str(site / "jaxgrpo" / "configs" / "quickstart.toml")
 
 
 @pytest.mark.parametrize("words", ["--help", "advantages", "model BASE"])

@@ -70,7 +70,7 @@ def test_what_the_image_copies_is_there_and_is_not_ignored(image):
     assert [name for name in sources if not (REPOSITORY / name).exists()] == []
     built = SETTINGS["tool"]["hatch"]["build"]
     wheel = built["targets"]["wheel"]
-    needed = {*wheel["packages"], *wheel["force-include"], PROJECT["readme"]}
+    needed = {*wheel["packages"], *wheel["force-include"], "hatch_build.py", "README.md"}
     assert needed | set(PROJECT["license-files"]) <= set(sources)
 
 

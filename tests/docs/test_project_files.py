@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,13 @@ def test_a_key_that_stands_twice_is_found():
 def test_all_tests_run_on_the_oldest_python_and_the_quick_ones_on_others():
     document = workflow("tests")
     assert {"push", "pull_request"} <= document["on"].keys()
-    rows = {row["python"]: row["target"] for row in matrix(document["jobs"]["test"])}
-    assert rows == {"3.11": "test", "3.12": "test-fast", "3.13": "test-fast"}
+    rows = [(row["python"], row["target"]) for row in matrix(document["jobs"]["test"])]
+    oldest, *others = [("3.11", "test"), ("3.12", "test-fast"), ("3.13", "test-fast")]
+    assert rows == [oldest, ("3.11", "test-oldest"), *others]
+    prefix = "Programming Language :: Python :: 3."
+    assert [f"{prefix}{python[2:]}" for python, _ in (oldest, *others)] == [
+        classifier for classifier in PROJECT["classifiers"] if classifier.startswith(prefix)
+    ]
     allowed = SpecifierSet(PROJECT["requires-python"])
     assert "3.11" in allowed
     assert "3.10" not in allowed
@@ -208,15 +214,47 @@ def test_only_the_last_job_of_a_release_can_publish_and_after_the_tests():
     ("tag", "code"), [(f"v{jaxgrpo.__version__}", 0), (jaxgrpo.__version__, 1), ("v9.9.9", 1)]
 )
 def test_a_tag_that_is_not_the_version_ends_the_release(tag, code):
-    steps = workflow("release")["jobs"]["build"]["steps"]
-    (script,) = (step["run"] for step in steps if step.get("name") == "The tag is the version")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {**os.environ, "PATH": path, "GITHUB_REF_NAME": tag}
-    result = subprocess.run(
-        ["bash", "-e", "-c", script], cwd=REPOSITORY, env=variables, capture_output=True, text=True
-    )
+    result = release_step("The tag is the version", REPOSITORY, GITHUB_REF_NAME=tag)
     assert result.returncode == code, result.stderr
     assert (f"the tag is {tag}" in result.stdout) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("repository", "code"),
+    [("", 1), ("https://host.org/me/another", 1), ("https://host.org/me/jaxgrpo", 0)],
+)
+def test_a_package_that_does_not_say_where_it_lives_ends_the_release(tmp_path, repository, code):
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    line, count = re.subn(r"(?m)^repository = .*$", f'repository = "{repository}"', text)
+    assert count == 1
+    (tmp_path / "pyproject.toml").write_text(line)
+    variables = {"GITHUB_SERVER_URL": "https://host.org", "GITHUB_REPOSITORY": "me/jaxgrpo"}
+    result = release_step("The package says where it lives", tmp_path, **variables)
+    assert result.returncode == code, result.stderr
+    assert ('repository = "https://host.org/me/jaxgrpo"' in result.stdout) == bool(code)
+
+
+def release_step(name: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script of a step of the job `build` in a folder, as GitHub does."""
+    steps = workflow("release")["jobs"]["build"]["steps"]
+    (script,) = (step["run"] for step in steps if step.get("name") == name)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_changelog_has_the_version_its_day_and_what_is_not_released():
+    heads = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == "Unreleased"
+    versions = [re.fullmatch(r"(\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", head) for head in heads[1:]]
+    assert all(versions)
+    assert next(match[1] for match in versions if match) == jaxgrpo.__version__
+    assert [date.fromisoformat(match[2]) for match in versions if match]
 
 
 # Issues and pull requests
@@ -326,7 +364,7 @@ def citation_problems(citation: Any) -> list[str]:
 
 
 def test_the_citation_names_the_version_and_the_licence_of_the_package():
-    assert PROJECT["dynamic"] == ["version"]  # so that __version__ is the one place
+    assert "version" in PROJECT["dynamic"]  # so that __version__ is the one place
     assert citation_problems(yaml_files.read(REPOSITORY / "CITATION.cff")) == []
 
 

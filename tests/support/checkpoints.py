@@ -125,6 +125,8 @@ def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
             spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             noise = spread * torch.randn(weight.shape)
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)
+    if (config.pad_token_id or 0) < 0:  # most releases of transformers 5 refuse to save it
+        model.generation_config.pad_token_id = None
     model.save_pretrained(folder, **options)
     return model
 
