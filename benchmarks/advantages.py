@@ -117,7 +117,7 @@ class Case:
         self.run = jax.jit(run)
 
     def seconds(self) -> float:
-        return seconds_of(self.run, self.reads)
+        return time_call(self.run, self.reads)
 
     @property
     def compiles(self) -> int:
@@ -130,7 +130,7 @@ def copied(arrays: list[jax.Array]) -> list[jax.Array]:
     return [~leaf if leaf.dtype == bool else leaf + 1 for leaf in arrays]
 
 
-def seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
+def time_call(call: Callable[..., Any], *arguments: Any) -> float:
     """The median of five calls behind one that is not timed: threads of another are asleep then."""
     spent = []
     for _ in range(6):
@@ -189,8 +189,8 @@ def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
         return residual / (scale[index] + 1e-6)
 
     return {
-        "TRL (torch)": functools.partial(seconds_of, trl),
-        "verl (torch)": functools.partial(seconds_of, verl),
+        "TRL (torch)": functools.partial(time_call, trl),
+        "verl (torch)": functools.partial(time_call, verl),
     }
 
 
@@ -286,7 +286,7 @@ def measure_tokens(console: Console, cases: Mapping[str, Case], repeats: int) ->
     table = Table("chain", "ms", "copies", "95%", "limit", "within", title=title)
     result: dict[str, Any] = {}
     for name, case in cases.items():
-        copy = functools.partial(seconds_of, copied, case.copied)
+        copy = functools.partial(time_call, copied, case.copied)
         spent = compare({"own": case.seconds, "copy": copy}, repeats)
         pairs = zip(spent["own"], spent["copy"], strict=True)
         median, low, high = interval([seconds / copied_ for seconds, copied_ in pairs])

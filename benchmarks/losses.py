@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.advantages import compare, seconds_of
+from benchmarks.advantages import compare, time_call
 from benchmarks.common import describe, interval, keep_memory, report
 from jaxgrpo.losses import Tokens, build_surrogate, registry, token_loss, token_mean
 from jaxgrpo.models.logprobs import token_logprobs
@@ -132,13 +132,13 @@ def measure_pass(console: Console, names: list[str], repeats: int) -> dict[str, 
     arrays = {**batch(1, TOKENS), "targets": targets}
     rivals = {"alone": on_hidden(None, head), "unchunked": unchunked(head)}
     timers = {
-        name: functools.partial(seconds_of, call, hidden, arrays) for name, call in rivals.items()
+        name: functools.partial(time_call, call, hidden, arrays) for name, call in rivals.items()
     }
     title = f"{TOKENS} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY}, limit {LIMIT}"
     table = Table("surrogate", "x log-probs", "95%", "x unchunked", "95%", "within", title=title)
     result: dict[str, Any] = {}
     for name in names:
-        with_loss = functools.partial(seconds_of, on_hidden(name, head), hidden, arrays)
+        with_loss = functools.partial(time_call, on_hidden(name, head), hidden, arrays)
         spent = compare({"whole": with_loss, **timers}, repeats)
         ratios = [against(spent, rival)["whole"] for rival in rivals]
         within = "yes" if all(median <= LIMIT for median, _, _ in ratios) else "NO"
@@ -153,7 +153,7 @@ def measure_pass(console: Console, names: list[str], repeats: int) -> dict[str, 
 def measure_bare(console: Console, names: list[str], repeats: int) -> dict[str, Any]:
     """Surrogates on given log-probs, over the bare clip."""
     arrays = batch(B, T)
-    timer = lambda call: functools.partial(seconds_of, call, arrays["logp"], arrays)  # noqa: E731
+    timer = lambda call: functools.partial(time_call, call, arrays["logp"], arrays)  # noqa: E731
     reference = timer(jax.jit(jax.value_and_grad(bare)))
     title = f"{B} x {T} log-probs"
     table = Table("surrogate", "ns per token", "x bare clip", "95%", "no metrics", title=title)

@@ -14,8 +14,8 @@ import numpy as np
 from jax import monitoring
 from jax.experimental import topologies
 
-from benchmarks.step import blueprint_of
-from benchmarks.workloads import PAD, Workload, build, prompts_of
+from benchmarks.step import make_blueprint
+from benchmarks.workloads import PAD, Workload, build, make_prompts
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.planning import hlo
@@ -79,7 +79,7 @@ class Program(NamedTuple):
     cache_elements: int = 0  # of the keys, or the values, of one layer, where it decodes
 
     @classmethod
-    def of(cls, function: Any, arguments: Sequence[Any], device: Any) -> Program:
+    def compile(cls, function: Any, arguments: Sequence[Any], device: Any) -> Program:
         """A jitted function compiled for a device, which need not be there."""
         began = time.perf_counter()
         lowered = function.trace(*arguments).lower(lowering_platforms=(device.platform,))
@@ -132,12 +132,12 @@ def decode_program(
         )
 
     params = placed(jax.eval_shape(sampler.split, model.shapes))
-    prompts = prompts_of(work, config.vocab_size)
+    prompts = make_prompts(work, config.vocab_size)
     sizes = Sizes.for_prompts(settings, 1, *prompts.prompt_tokens.shape)
     inputs = placed((prompts, np.zeros(2, np.uint32)))
     state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *inputs))
     arguments = (sizes.aligned(settings), params, state, placed(np.int32(0)))
-    program = Program.of(sampler.decode, arguments, device)
+    program = Program.compile(sampler.decode, arguments, device)
     return program._replace(cache_elements=max(leaf.size for leaf in jax.tree.leaves(state.memory)))
 
 
@@ -147,7 +147,7 @@ def update_program(config: ModelConfig, work: Workload, device: Any, remat: str)
     Forward and backward pass, the sum over micro-batches, AdamW and what is measured.
     """
     mesh = sharding.make_mesh(devices=[device])
-    blueprint = blueprint_of(config, work, mesh, remat=remat)
+    blueprint = make_blueprint(config, work, mesh, remat=remat)
 
     def placed(tree: Any, layout: Any) -> Any:
         return jax.tree.map(
@@ -163,7 +163,7 @@ def update_program(config: ModelConfig, work: Workload, device: Any, remat: str)
     batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
     batch = placed(batch, jax.tree.map(lambda _: sharding.named(mesh), batch))
     update = build_steps(blueprint).update_program
-    return Program.of(update, (params, opt_state, {}, {}, batch), device)
+    return Program.compile(update, (params, opt_state, {}, {}, batch), device)
 
 
 def deep_config(layers: int) -> ModelConfig:
@@ -206,7 +206,7 @@ def late_compilations(work: Workload, steps: int, warm_up: int) -> int:
     key = jax.random.key_data(jax.random.key(0))
 
     def run(step: int) -> None:
-        prompts = prompts_of(work, model.config.vocab_size, seed=step, step=step)
+        prompts = make_prompts(work, model.config.vocab_size, seed=step, step=step)
         jax.block_until_ready(sample(sampler, params, prompts, key))
 
     for step in range(warm_up):

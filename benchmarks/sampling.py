@@ -48,8 +48,8 @@ from benchmarks.workloads import (
     WORKLOADS,
     Workload,
     build,
+    make_prompts,
     model_config,
-    prompts_of,
     qwen3_0p6b,
 )
 from jaxgrpo.core.types import Params, Prompts, Rollouts
@@ -76,7 +76,7 @@ DEEP = Workload(prompts=2, samples=4, shortest=16, longest=16, completion=32)
 Pairs = Mapping[str, Sequence[Run]]
 
 
-def settings_of(work: Workload, slots: int) -> SamplingSettings:
+def work_settings(work: Workload, slots: int) -> SamplingSettings:
     settings = SamplingSettings(work.samples, work.completion, 1.0, work.stop_tokens, PAD)
     return settings._replace(slots=slots)
 
@@ -96,8 +96,8 @@ class Ours:
 
     def prepared(self, work: Workload) -> tuple[Sampler, Params, Prompts]:
         """What samples `work` with this model."""
-        prompts = put_prompts(self.mesh, prompts_of(work, self.config.vocab_size))
-        sampler = make_sampler(self.model, settings_of(work, self.slots), self.mesh)
+        prompts = put_prompts(self.mesh, make_prompts(work, self.config.vocab_size))
+        sampler = make_sampler(self.model, work_settings(work, self.slots), self.mesh)
         return sampler, self.params, prompts
 
     def run(self, seed: int) -> Run:
@@ -257,17 +257,17 @@ def programs(slots: int, quick: bool, console: Console) -> dict[str, Any]:
         for name in (FIXED, RAGGED):
             letter, kind = name.split("/")
             work, config = WORKLOADS[kind], model_config(letter)
-            program = decode_program(config, work, settings_of(work, slots), device)
+            program = decode_program(config, work, work_settings(work, slots), device)
             facts[f"{platform} {name}"] = program.plan()
         if platform == "tpu":
             wide = WORKLOADS["G"]
-            program = decode_program(qwen3_0p6b(4), wide, settings_of(wide, slots), device)
+            program = decode_program(qwen3_0p6b(4), wide, work_settings(wide, slots), device)
             facts["tpu 4 layers of 0.6B"] = program.plan()
             if not quick:
-                chip, settings = tpu_device(LARGER_TPU), settings_of(wide, FITTING)
+                chip, settings = tpu_device(LARGER_TPU), work_settings(wide, FITTING)
                 facts["v6e 0.6B"] = decode_program(qwen3_0p6b(), wide, settings, chip).plan()
         for depth in () if quick else DEPTHS:
-            settings = settings_of(DEEP, DEEP.prompts * DEEP.samples)
+            settings = work_settings(DEEP, DEEP.prompts * DEEP.samples)
             program = decode_program(deep_config(depth), DEEP, settings, device)
             facts[f"{platform} {depth} layers"] = program.size()
     return facts

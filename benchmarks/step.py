@@ -46,7 +46,7 @@ def floor_flops(name: str, workload: str) -> float:
     return 4 * generate
 
 
-def blueprint_of(
+def make_blueprint(
     config: ModelConfig, work: Workload, mesh: Mesh, tokens: int | None = None, remat: str = "auto"
 ) -> Blueprint:
     """GRPO of a workload, on devices that need not be there.
@@ -70,7 +70,7 @@ def blueprint_of(
 
 def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]:
     work, mesh = WORKLOADS[workload], sharding.make_mesh()
-    blueprint = blueprint_of(model_config(name), work, mesh, tokens)
+    blueprint = make_blueprint(model_config(name), work, mesh, tokens)
     init = jax.jit(blueprint.model.init, out_shardings=param_layout(blueprint))
     params = init(jax.random.key(0))
     return blueprint, first_state(blueprint, params, sequential(), 1000, 0, ("reward",))

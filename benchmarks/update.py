@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common import describe, keep_memory, matmul_rate, report, timed, verdict
 from benchmarks.step import build
-from benchmarks.workloads import SMALL, WORKLOADS, Workload, matrices, prompts_of
+from benchmarks.workloads import SMALL, WORKLOADS, Workload, make_prompts, matrices
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.update.step import build_steps
@@ -52,7 +52,7 @@ def make_rollouts(workload: Workload, vocab: int, share: float) -> Rollouts:
         "policy_version": np.zeros(shape, np.int32),
         "fields": {},
     }
-    return jax.tree.map(jnp.asarray, Rollouts(**vars(prompts_of(workload, vocab)), **rollouts))
+    return jax.tree.map(jnp.asarray, Rollouts(**vars(make_prompts(workload, vocab)), **rollouts))
 
 
 def floor(config: ModelConfig, tokens: int, completion: int, passes: int) -> float:

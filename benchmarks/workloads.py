@@ -115,7 +115,7 @@ def build(config: ModelConfig, ragged: bool, mesh: Mesh | None = None) -> tuple[
     return model, params
 
 
-def prompts_of(workload: Workload, vocab: int, seed: int = 0, step: int = 0) -> Prompts:
+def make_prompts(workload: Workload, vocab: int, seed: int = 0, step: int = 0) -> Prompts:
     """Random prompts with lengths from `shortest` to `longest`, both drawn from `seed`."""
     random = np.random.default_rng(seed)
     lengths = random.integers(workload.shortest, workload.longest + 1, workload.prompts)

@@ -108,7 +108,7 @@ def kl_uses() -> str:
         angle = "–" if zero else f"{use_distances['cosine'].mean():.2f}"
         if gradient == REVERSE:
             gradient, angle = f"**{gradient}**", "1"
-        cells = (use.name, use.level, use.here or "–", gradient, angle, value)
+        cells = (use.name, use.level, use.part or "–", gradient, angle, value)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

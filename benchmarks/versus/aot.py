@@ -133,7 +133,7 @@ def theirs(run: programs.Run, devices: Topology, contender: str) -> Lowered:
         completion=geometry.max_completion_tokens,
         calls=samples // chips,
     )
-    mesh = tunix_step.mesh_of(devices.devices, chips, 1)
+    mesh = tunix_step.device_mesh(devices.devices, chips, 1)
     rate = run.config.optimizer.learning_rate
     config = run.blueprint.model.config
     traced, argument_bytes = tunix_step.trace(config, mesh, sizes, *NUMBERS[contender], rate)

@@ -24,8 +24,8 @@ from benchmarks.workloads import (
     WORKLOADS,
     Workload,
     build,
+    make_prompts,
     model_config,
-    prompts_of,
 )
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.tasks.base import character_tokenizer
@@ -54,7 +54,7 @@ def write(name: str, folder: Path, workload: Workload | None = None, device: str
     if not workload.ragged:
         params = never_ending(params)
     folders.save_model(model, params, folder / "model", tokenizer, {"eos_token_id": END})
-    prompts = prompts_of(workload, config.vocab_size)
+    prompts = make_prompts(workload, config.vocab_size)
     flat = round(workload.flat * workload.prompts)
     lines = [
         json.dumps({"prompt": tokenizer.decode(tokens[mask]), "hard": row < flat})
@@ -79,7 +79,7 @@ def write(name: str, folder: Path, workload: Workload | None = None, device: str
         end=END,
     )
     work.save()
-    (folder / "run.toml").write_text(tomli_w.dumps(config_of(work)))
+    (folder / "run.toml").write_text(tomli_w.dumps(run_config(work)))
     return work
 
 
@@ -95,7 +95,7 @@ def never_ending(params: Params) -> Params:
     return params | {"embed": {"table": table.at[:, 0].set(1.0)}, "head": {"table": head}}
 
 
-def config_of(work: Work, steps: int = 11) -> dict[str, Any]:
+def run_config(work: Work, steps: int = 11) -> dict[str, Any]:
     """The config by which jaxgrpo trains on a workload, as tables."""
     folder = Path(work.folder)
     return {

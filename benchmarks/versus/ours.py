@@ -17,13 +17,13 @@ def main() -> None:
     # transformers loads torch where it finds it. Nothing here needs it, so it is not to be found.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     import jaxgrpo
-    from benchmarks.versus.files import config_of
+    from benchmarks.versus.files import run_config
 
     def on_step(_number: int, metrics: dict[str, float]) -> None:
         names = {"sample": "time/sample", "reward": "time/reward", "score": "time/prepare"}
         teller.stepped({phase: metrics[name] for phase, name in names.items()})
 
-    config = config_of(work, steps=10**6)
+    config = run_config(work, steps=10**6)
     config["run"]["dir"] += f"_{os.getpid()}"
     jaxgrpo.train(config, rewards={"reward": teller.reward}, on_step=on_step)
 

@@ -84,7 +84,7 @@ def show(folder: Path, against: Sequence[str], console: Console) -> dict[str, An
 
 def record(work: Work) -> Path:
     """A file of one step's rollouts, with behaviour log-probs that are not the policy's."""
-    config = files.config_of(work, steps=1)
+    config = files.run_config(work, steps=1)
     config["run"]["rollouts_every"] = 1
     run = silent(config)
     rollouts = recorded.load(next((run.path / "rollouts").glob("*.safetensors")))
@@ -99,7 +99,7 @@ def record(work: Work) -> Path:
 
 def ours(work: Work, file: Path) -> tuple[float, Arrays]:
     """Loss, and gradients under the names of a Hugging Face checkpoint."""
-    config = files.config_of(work, steps=1)
+    config = files.run_config(work, steps=1)
     config["optimizer"] = {"use": "sgd", "learning_rate": LARGE, "clip_norm": 0.0}
     run = silent(config, rollouts=[file])
     before, after = (load_file(place / WEIGHTS) for place in (work.model, run.path / "model"))

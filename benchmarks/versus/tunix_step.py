@@ -47,7 +47,7 @@ class Traced(NamedTuple):
     argument_bytes: int  # bytes of its arguments on each device
 
 
-def mesh_of(devices: Any, fsdp: int, tensor: int) -> Mesh:
+def device_mesh(devices: Any, fsdp: int, tensor: int) -> Mesh:
     """Its mesh, with the names of its examples."""
     return Mesh(np.asarray(devices).reshape(fsdp, tensor), ("fsdp", "tp"))
 

@@ -38,7 +38,7 @@ class Use(NamedTuple):
 
     name: str
     level: str
-    here: str  # how jaxgrpo calls it; "" where it is not offered, and written out in this file
+    part: str  # how jaxgrpo calls it; "" where it is not offered, and written out in this file
     gradient: str  # of what, by the targets' names; "" where we know of none
     loss: Any  # Terms -> loss of each sequence [27]
     old: bool = False  # sequences are drawn from another policy
@@ -58,7 +58,7 @@ class Terms(NamedTuple):
         return self.logp - self.reference
 
     @property
-    def whole(self) -> Array:
+    def sequence(self) -> Array:
         return self.token.sum(1)
 
     def ratio(self) -> Array:
@@ -145,8 +145,8 @@ def token_ratio(policy_terms: Terms, value: Array) -> Array:
 
 
 USES = (
-    Use("k1 as loss", "either", "", NOTHING, lambda x: x.whole),
-    Use("k1 in the reward", "sequence", "", REVERSE, lambda x: rewarded(x.whole, x)),
+    Use("k1 as loss", "either", "", NOTHING, lambda x: x.sequence),
+    Use("k1 in the reward", "sequence", "", REVERSE, lambda x: rewarded(x.sequence, x)),
     Use("k1 in the reward, to go", "token", "`k1_in_reward`", REVERSE,
         in_reward({"use": "add_kl_return", "beta": 1.0})),
     Use("k1 in the reward, own token", "token", "part `kl_in_reward`", STATES,
@@ -158,21 +158,21 @@ USES = (
     Use("k3 as loss", "sequence", '`forward_kl_k3`, `level = "sequence"`', FORWARD,
         penalty("forward_kl_k3", "sequence")),
     Use("k3 as loss", "token", "`forward_kl_k3`", FORWARD_STATES, penalty("forward_kl_k3")),
-    Use("k2 in the reward", "sequence", "", K2_REWARD, lambda x: rewarded(k2(x.whole), x)),
+    Use("k2 in the reward", "sequence", "", K2_REWARD, lambda x: rewarded(k2(x.sequence), x)),
     Use("k2 in the reward", "token", "", K2_TOKENS, lambda x: rewarded(k2(x.token).sum(1), x)),
-    Use("k3 in the reward", "sequence", "", K3_REWARD, lambda x: rewarded(k3(x.whole), x)),
+    Use("k3 in the reward", "sequence", "", K3_REWARD, lambda x: rewarded(k3(x.sequence), x)),
     Use("k3 in the reward", "token", "", K3_TOKENS, lambda x: rewarded(k3(x.token).sum(1), x)),
-    Use("old: ρ k1 as loss", "sequence", "", REVERSE, lambda x: x.ratio() * x.whole, True),
+    Use("old: ρ k1 as loss", "sequence", "", REVERSE, lambda x: x.ratio() * x.sequence, True),
     Use("old: ρ k3 as loss", "sequence", '`reverse_kl_off_policy`, `level = "sequence"`', REVERSE,
         penalty("reverse_kl_off_policy", "sequence"), True),
     Use("old: held ρ, k2 as loss", "sequence", "", REVERSE,
-        lambda x: stop_gradient(x.ratio()) * k2(x.whole), True),
+        lambda x: stop_gradient(x.ratio()) * k2(x.sequence), True),
     Use("old: held ρ, k1 in the reward", "sequence", "", REVERSE,
-        lambda x: rewarded(x.ratio() * x.whole, x), True),
+        lambda x: rewarded(x.ratio() * x.sequence, x), True),
     Use("old: ρ k1 as loss", "token", "", OLD_STATES, lambda x: token_ratio(x, x.token), True),
     Use("old: ρ k3 as loss", "token", "`reverse_kl_off_policy`", OLD_STATES,
         penalty("reverse_kl_off_policy"), True),
-    Use("old: k1 in the reward", "sequence", "", "", lambda x: rewarded(x.whole, x), True),
+    Use("old: k1 in the reward", "sequence", "", "", lambda x: rewarded(x.sequence, x), True),
     Use("old: k2 as loss", "token", "`k2`", "", penalty("k2"), True),
     Use("old: k3 as loss", "token", "`forward_kl_k3`", "", penalty("forward_kl_k3"), True),
 )  # fmt: skip

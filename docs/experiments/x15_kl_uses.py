@@ -117,7 +117,7 @@ def measure(logits: Array, anchor: Array, old: Array) -> Measurement:
     square = jnp.einsum("un,unsv->u", weight, slope**2)
     expected = (weight * losses(logits)).sum(1)
     spread = jnp.sqrt(jnp.maximum(square - (mean**2).sum((1, 2)), 0))
-    token, sequence = policy_terms.token, policy_terms.whole
+    token, sequence = policy_terms.token, policy_terms.sequence
     estimates = [
         sequence,
         k2(sequence),
@@ -151,7 +151,7 @@ def use_rows(far: Measurement, near: Measurement) -> list[list[Any]]:
     rows = []
     for index, use in enumerate(USES):
         gradient = far.gradient[:, index]
-        row: list[Any] = [use.name, use.level, use.here or "written out", use.gradient or "none"]
+        row: list[Any] = [use.name, use.level, use.part or "written out", use.gradient or "none"]
         for name in (REVERSE, FORWARD):
             if use.gradient == NOTHING:
                 row.append("–")

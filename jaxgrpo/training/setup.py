@@ -92,7 +92,7 @@ class Collected(NamedTuple):
     """What `Setup.collect` returns: the rollouts of a step, and what the log shows of them."""
 
     rollouts: Rollouts
-    said: RewardLog  # what the rewards logged
+    reward_log: RewardLog  # what the rewards logged
     metrics: Metrics
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.peers import Run, Transformers
 from benchmarks.programs import deep_config
-from benchmarks.sampling import in_turn, ratio, settings_of
-from benchmarks.workloads import Workload, build, prompts_of
+from benchmarks.sampling import in_turn, ratio, work_settings
+from benchmarks.workloads import Workload, build, make_prompts
 from jaxgrpo.rollout.sampler import make_sampler, sample
 
 SMALL = Workload(prompts=2, samples=3, shortest=2, longest=9, completion=5)
@@ -19,10 +19,10 @@ def test_the_peer_has_our_model_and_counts_what_it_generates(ragged):
     pytest.importorskip("torch")
     work = SMALL._replace(ragged=ragged)
     model, params = build(deep_config(2), ragged)
-    prompts = prompts_of(work, 512)
+    prompts = make_prompts(work, 512)
     peer = Transformers(model, params, prompts, work)
     key = jax.random.key_data(jax.random.key(0))
-    rollouts = sample(make_sampler(model, settings_of(work, 64)), params, prompts, key)
+    rollouts = sample(make_sampler(model, work_settings(work, 64)), params, prompts, key)
     assert peer.difference(rollouts) < 1e-4
     tokens = [peer.run(seed).tokens for seed in range(3)]
     assert max(tokens) <= 2 * 3 * 5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.programs import compilations, deep_config
-from benchmarks.workloads import Workload, build, prompts_of
+from benchmarks.workloads import Workload, build, make_prompts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import make_sampler, sample
@@ -46,7 +46,7 @@ def test_smaller_programs_are_compiled_once_and_take_the_state_as_it_is_laid_out
     model, params = build(deep_config(1), True, mesh)
     settings = SamplingSettings(8, 48, 1.0, RAGGED.stop_tokens, 0, slots=32)
     sampler = make_sampler(model, settings, mesh)
-    prompts = put_prompts(mesh, prompts_of(RAGGED, 512))
+    prompts = put_prompts(mesh, make_prompts(RAGGED, 512))
     key = jax.random.key_data(jax.random.key(0))
     first = sample(sampler, params, prompts, key)
     ((_, programs),) = sampler.smaller.items()
@@ -85,7 +85,7 @@ def test_samples_of_few_calls_are_those_of_many_with_fewer_programs():
     for calls in (0, 1):
         settings = SamplingSettings(8, 48, 1.0, RAGGED.stop_tokens, 0, slots=16, calls=calls)
         sampler = make_sampler(model, settings)
-        drawn.append(sample(sampler, params, prompts_of(RAGGED, 512), key))
+        drawn.append(sample(sampler, params, make_prompts(RAGGED, 512), key))
         programs.append([*sampler.smaller.values()])
     many, few = drawn
     for name in ("completion_tokens", "token_mask", "truncated"):

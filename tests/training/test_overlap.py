@@ -56,8 +56,8 @@ def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path)
     assert sum(count for _, count in calls) == 24 * 4
     assert sum(began < ended for began, _ in calls) >= 2
     np.testing.assert_array_equal(found.rollouts.rewards["waits"], whole.rollouts.rewards["waits"])
-    assert found.said.extra == whole.said.extra
-    assert found.said.numbers() == whole.said.numbers()
+    assert found.reward_log.extra == whole.reward_log.extra
+    assert found.reward_log.numbers() == whole.reward_log.numbers()
 
 
 def test_a_reward_that_compares_samples_gets_the_whole_step_beside_one_that_does_not(tmp_path):
@@ -80,8 +80,8 @@ def test_a_reward_that_compares_samples_gets_the_whole_step_beside_one_that_does
     np.testing.assert_allclose(
         found.rollouts.rewards["centred"], lengths - lengths.mean(), rtol=0, atol=1e-5
     )
-    assert found.said.extra["each/text"] == found.said.extra["centred/text"]
-    assert [len(text) for text in found.said.extra["each/text"]] == lengths.ravel().tolist()
+    assert found.reward_log.extra["each/text"] == found.reward_log.extra["centred/text"]
+    assert [len(text) for text in found.reward_log.extra["each/text"]] == lengths.ravel().tolist()
 
 
 def test_a_reward_that_fails_ends_the_step_before_its_last_sample(tmp_path):

@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks.versus import contest, files, proof
 from benchmarks.versus.contest import Step, ratios
 from benchmarks.versus.work import Work, parity, spread
-from benchmarks.workloads import WORKLOADS, Workload, model_config, prompts_of
+from benchmarks.workloads import WORKLOADS, Workload, make_prompts, model_config
 from jaxgrpo.config import files as configs
 from jaxgrpo.models.hf import folders
 
@@ -22,7 +22,7 @@ def test_the_files_hold_the_prompts_and_sizes_of_the_workload(tmp_path):
     written = files.write("S/C", tmp_path)
     assert Work.read(tmp_path) == written
     tokenizer = folders.read_tokenizer(written.model)
-    asked = prompts_of(WORKLOADS["C"], model_config("S").vocab_size)
+    asked = make_prompts(WORKLOADS["C"], model_config("S").vocab_size)
     rollout = configs.load(tmp_path / "run.toml").rollout
     sizes = rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens
     assert sizes == (len(written.rows()), WORKLOADS["C"].samples, WORKLOADS["C"].completion)

@@ -176,7 +176,7 @@ def test_memory_that_the_arguments_alone_exceed_is_not_compiled_for():
 
 def test_tunix_shards_as_on_the_devices_it_is_compiled_for():
     devices = jax.devices()
-    mesh = tunix_step.mesh_of(devices[::-1], len(devices), 1)
+    mesh = tunix_step.device_mesh(devices[::-1], len(devices), 1)
     with tunix_step.on(mesh):
         np.testing.assert_array_equal(jax.devices(), devices[::-1])
     assert jax.devices() == devices
