@@ -15,39 +15,11 @@ FILES = sorted(
     for file in (REPOSITORY / folder).rglob("*.py")
 )
 
-REFUSED = frozenset(
-    [
-        "one",
-        "ones",
-        "own",
-        "whole",
-        "other",
-        "others",
-        "both",
-        "here",
-        "there",
-        "such",
-        "found",
-        "given",
-        "kept",
-        "asked",
-        "made",
-        "said",
-        "told",
-        "chosen",
-        "taken",
-        "wanted",
-        "done",
-        "seen",
-        "known",
-        "held",
-        "meant",
-        "left_over",
-        "anew",
-        "thing",
-        "things",
-    ]
-)
+WORDS = """
+    one ones own whole other others both here there such found given kept asked made said told
+    chosen taken wanted done seen known held meant left_over anew thing things
+"""
+REFUSED = frozenset(WORDS.split())
 """Pronouns and participles: a reader has to look up each time what they stand for."""
 
 PUBLIC = frozenset({"params_of", "row_of", "spec_of"})
