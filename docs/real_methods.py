@@ -29,7 +29,7 @@ from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.results import Outcome
 from jaxgrpo.models.hf.folders import read_tokenizer
-from jaxgrpo.training.folder import read_metrics
+from jaxgrpo.training.records.folder import read_metrics
 
 PAGE = Path(__file__).resolve().parent / "real-model.md"
 QUESTIONS = PAGE.with_name("general_questions.jsonl")

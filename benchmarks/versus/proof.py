@@ -33,7 +33,7 @@ from benchmarks.versus.work import Work
 from benchmarks.workloads import Workload
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import recorded
+from jaxgrpo.training.records import rollout_files
 from jaxgrpo.update.optimizer import make_optimizer
 
 WORKLOAD = Workload(prompts=4, samples=4, shortest=16, longest=64, completion=64, ragged=True)
@@ -87,12 +87,12 @@ def record(work: Work) -> Path:
     config = files.run_config(work, steps=1)
     config["run"]["rollouts_every"] = 1
     run = silent(config)
-    rollouts = recorded.load(next((run.path / "rollouts").glob("*.safetensors")))
+    rollouts = rollout_files.load(next((run.path / "rollouts").glob("*.safetensors")))
     ratio = np.random.default_rng(0).uniform(*RATIOS, rollouts.behavior_logp.shape)
     shifted = np.where(rollouts.token_mask, rollouts.behavior_logp - np.log(ratio), 0)
     logp: Any = shifted.astype(np.float32)
     file = Path(work.folder) / "rollouts.safetensors"
-    recorded.save(file, dataclasses.replace(rollouts, behavior_logp=logp), 1)
+    rollout_files.save(file, dataclasses.replace(rollouts, behavior_logp=logp), 1)
     shutil.rmtree(run.path)
     return file
 

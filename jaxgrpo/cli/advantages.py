@@ -21,7 +21,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Rollouts, Signal
-from jaxgrpo.training.console import Document
+from jaxgrpo.training.records.console import Document
 
 
 class Field(NamedTuple):

@@ -19,10 +19,16 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.experiments.sections import Section, show_whole, terminal_table
 from jaxgrpo.training import fingerprints
-from jaxgrpo.training.console import Document
-from jaxgrpo.training.folder import write_atomically
-from jaxgrpo.training.report import html
-from jaxgrpo.training.report.record import Record, accuracy_first, natural, read_run, visible
+from jaxgrpo.training.records.console import Document
+from jaxgrpo.training.records.folder import write_atomically
+from jaxgrpo.training.records.report import html
+from jaxgrpo.training.records.report.record import (
+    Record,
+    accuracy_first,
+    natural,
+    read_run,
+    visible,
+)
 
 ABSENT = "–"
 PAGE, PICTURE = (".html", ".htm"), (".png",)
@@ -52,7 +58,7 @@ def diff(runs: Sequence[str], out: str | None = None, as_json: bool = False) -> 
     if not as_json:
         _show(console, *sections)
     if out is not None and suffix in PICTURE:
-        from jaxgrpo.training.report import charts
+        from jaxgrpo.training.records.report import charts
 
         write_atomically(Path(out), charts.picture(records))
     elif out is not None:
@@ -71,7 +77,7 @@ def differing_keys(by_run: Mapping[str, Mapping[str, str]]) -> dict[str, list[st
 
 def render(records: Mapping[str, Record], sections: Sequence[Section]) -> str:
     """The HTML page."""
-    from jaxgrpo.training.report import charts
+    from jaxgrpo.training.records.report import charts
 
     figures = [
         html.figure(panel.title, svg, panel.note) for panel, svg in charts.draw_together(records)

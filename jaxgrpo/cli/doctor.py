@@ -22,8 +22,8 @@ from rich.console import Console
 import jaxgrpo
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data import storage
-from jaxgrpo.training import process
-from jaxgrpo.training.console import Document
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Document
 
 PACKAGES = (
     ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxgrpo.models.gguf.importing import import_gguf
-from jaxgrpo.training.console import Document, facts
+from jaxgrpo.training.records.console import Document, facts
 
 
 def main(file: str, out: str, *, overwrite: bool = False, as_json: bool = False) -> int | Document:

@@ -29,9 +29,6 @@ from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import policy as policies
-from jaxgrpo.training import process
-from jaxgrpo.training.console import Document, telling
-from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import find_config
 from jaxgrpo.training.policy import (
     NO_REWARD,
@@ -44,6 +41,9 @@ from jaxgrpo.training.policy import (
     resolve_judge,
     seed_key,
 )
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Document, telling
+from jaxgrpo.training.records.folder import plain, write_atomically
 
 
 def evaluate(

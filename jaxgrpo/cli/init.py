@@ -19,7 +19,7 @@ from rich.console import Console
 
 from jaxgrpo.cli.start import make_small_base
 from jaxgrpo.core.errors import InputError, refusing
-from jaxgrpo.training import process
+from jaxgrpo.training.processes import process
 
 ROWS, HELD_OUT = 400, 64
 COMMENT = 44  # the column of comments

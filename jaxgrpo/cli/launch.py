@@ -21,7 +21,7 @@ from typing import IO
 
 from jaxgrpo.cli.main import COMMANDS
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.training.parent import STOP_SIGNALS, end_with_parent, is_nohup
+from jaxgrpo.training.processes.parent import STOP_SIGNALS, end_with_parent, is_nohup
 
 TICK = 0.1  # seconds between two looks
 GRACE = 7.0

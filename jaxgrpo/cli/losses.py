@@ -31,7 +31,7 @@ from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import FIELDS, OF_PASS
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
-from jaxgrpo.training.console import Document
+from jaxgrpo.training.records.console import Document
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "surrogates (loss.surrogate)": registry.surrogates,

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.training import parent
+from jaxgrpo.training.processes import parent
 
 CLOSED = 128 + signal.SIGPIPE
 """The exit code if what reads the output closes it."""
@@ -218,7 +218,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "report": (
         "write RUN/report.html again, or print a summary",
-        "jaxgrpo.training.report.html:report",
+        "jaxgrpo.training.records.report.html:report",
         argument("run", "RUN", "a run folder, of a run at any stage"),
         switch("--text", "print it instead"),
         JSON,
@@ -360,7 +360,7 @@ def _guarded(calls: str, options: dict[str, Any]) -> int:
     if calls != COMMANDS["plan"][1]:  # it alone compiles for GPUs that are not here
         parent.hide_cuda()
     with parent.without_cuda_lines():
-        from jaxgrpo.training import process  # and JAX
+        from jaxgrpo.training.processes import process  # and JAX
 
     return process.guard(lambda: _until_closed(lambda: _run_command(calls, options)))
 

@@ -12,10 +12,10 @@ from rich.text import Text
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
-from jaxgrpo.training.console import Document
-from jaxgrpo.training.folder import is_number, read_samples, sample_steps
-from jaxgrpo.training.report.html import weights
-from jaxgrpo.training.report.record import (
+from jaxgrpo.training.records.console import Document
+from jaxgrpo.training.records.folder import is_number, read_samples, sample_steps
+from jaxgrpo.training.records.report.html import weights
+from jaxgrpo.training.records.report.record import (
     mean_advantage,
     read_run,
     shown,

@@ -15,8 +15,8 @@ from rich.progress import Progress
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import Place
-from jaxgrpo.training import process
-from jaxgrpo.training.console import Document, comparison, facts, is_summary, telling
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Document, comparison, facts, is_summary, telling
 
 
 def quickstart(

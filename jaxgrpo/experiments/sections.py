@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 
-from jaxgrpo.training.report import html
+from jaxgrpo.training.records.report import html
 
 MAX_WIDTH = 1000
 """Columns of a table that is not cut."""

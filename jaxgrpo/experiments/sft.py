@@ -29,11 +29,12 @@ from jaxgrpo.models.sequences import token_is_likeliest
 from jaxgrpo.rollout.answers import answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
-from jaxgrpo.training import loop, memory, parameters, process
+from jaxgrpo.training import loop, memory, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.training.console import facts, show_config
-from jaxgrpo.training.folder import RunFolder, refuse_unusable
-from jaxgrpo.training.process import StopRequested
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes.process import StopRequested
+from jaxgrpo.training.records.console import facts, show_config
+from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.update.forward import params_of
 from jaxgrpo.update.optimizer import current_rate

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from jaxgrpo.config.files import Config
     from jaxgrpo.planning.programs import Run
-    from jaxgrpo.training.console import Document
+    from jaxgrpo.training.records.console import Document
 
 NO_FIT = 1
 """The exit code of a plan that does not fit."""
@@ -48,7 +48,7 @@ def main(
 
     from jaxgrpo.config import files
     from jaxgrpo.planning import advice, plan, report
-    from jaxgrpo.training.console import Document
+    from jaxgrpo.training.records.console import Document
 
     console = Console(highlight=False, quiet=as_json)
     settings, began = files.load(config, overrides), time.monotonic()
@@ -130,7 +130,7 @@ def _telling(activity: str) -> Iterator[None]:
     """Says on stderr what is done, at its beginning and every few seconds."""
     from rich.console import Console
 
-    from jaxgrpo.training.console import telling
+    from jaxgrpo.training.records.console import telling
 
     # On a terminal too: no bar is seen there.
     console = Console(stderr=True, highlight=False, force_terminal=False)

@@ -23,10 +23,11 @@ from jaxgrpo.models.hf import families
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.judging import make_selector
-from jaxgrpo.training import inputs, loop, memory, parameters, process, setup
+from jaxgrpo.training import inputs, loop, memory, parameters, setup
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.console import facts, show_config
-from jaxgrpo.training.folder import refuse_unusable
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import facts, show_config
+from jaxgrpo.training.records.folder import refuse_unusable
 from jaxgrpo.update.forward import Blueprint
 
 

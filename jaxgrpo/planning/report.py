@@ -14,8 +14,8 @@ from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.planning.topologies import Topology
-from jaxgrpo.training.console import facts
 from jaxgrpo.training.memory import shown
+from jaxgrpo.training.records.console import facts
 
 
 def show_changes(console: Console, nearest: Candidate, config: Config, topology: Topology) -> None:

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 
 from jaxgrpo.core.chips import CHIPS, Chip
 from jaxgrpo.core.errors import InputError, one_line, suggest
-from jaxgrpo.training import parent
+from jaxgrpo.training.processes import parent
 
 GPUS = ("h100", "h200")
 DEVICES_PER_CHIP = {"tpu7x": 2}  # others have one

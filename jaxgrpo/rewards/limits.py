@@ -1,8 +1,8 @@
 """Time limits of rewards, and which reward is running now.
 
-A reward is interrupted (`data.limits`). Where that has no effect, training/watchdog.py, which reads
-`running`, can only end the process. A thread that is left alone would be worse: it would go on
-changing what later calls read, and a regular expression in it stops every other thread.
+A reward is interrupted (`data.limits`). Where that has no effect, training/processes/watchdog.py,
+which reads `running`, can only end the process. A thread that is left alone would be worse: it
+would go on changing what later calls read, and a regular expression in it stops every other thread.
 """
 
 from __future__ import annotations

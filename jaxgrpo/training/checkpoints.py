@@ -34,8 +34,9 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
-from jaxgrpo.training import fingerprints, process
-from jaxgrpo.training.folder import Closing, is_step, write_atomically
+from jaxgrpo.training import fingerprints
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.folder import Closing, is_step, write_atomically
 
 FORMAT = 1  # of the files of a step
 logger: logging.Logger = logging.getLogger(__name__)

@@ -39,8 +39,8 @@ from jaxgrpo.rewards.protocol import (
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import decode_texts
-from jaxgrpo.training import process
-from jaxgrpo.training.console import facts
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import facts
 from jaxgrpo.update.forward import Blueprint
 
 SHOWN = 80  # characters of an answer

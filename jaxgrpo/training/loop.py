@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -30,18 +30,25 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families, texts
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import fingerprints, memory, parameters, peers, process
+from jaxgrpo.training import fingerprints, memory, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
-from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import RunFolder, evaluation_metrics, plain, read_metrics, read_samples
 from jaxgrpo.training.inputs import answers_line, at_time, dropped_line, gold_problem, with_logged
-from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_for_run, export
-from jaxgrpo.training.recovery import Keeper, Progress
+from jaxgrpo.training.processes import peers, process
+from jaxgrpo.training.processes.recovery import Keeper, Progress
+from jaxgrpo.training.processes.watchdog import Watchdog
+from jaxgrpo.training.records.console import Display
+from jaxgrpo.training.records.folder import (
+    RunFolder,
+    evaluation_metrics,
+    plain,
+    read_metrics,
+    read_samples,
+)
+from jaxgrpo.training.records.logbook import Clock, Logbook
 from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
-from jaxgrpo.training.watchdog import Watchdog
 from jaxgrpo.update.optimizer import current_rate
 
 OnStep = Callable[[int, dict[str, float]], object]
@@ -418,7 +425,7 @@ class _Loop:
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:
-        clock = _Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
+        clock = Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
         run, progress, first_state = self.run, self.progress, state
         with self.keeper.saving(number, first_state):
             state, (rollouts, reward_log, collected) = run.collect(state, clock)
@@ -475,24 +482,6 @@ class _Loop:
                 self.progress.best = (number, value)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         return named | {"time/evaluate": time.monotonic() - began}
-
-
-class _Clock:
-    """Wall-clock seconds of the phases of a step, as metrics; `on_phase` hears which one begins."""
-
-    def __init__(self, on_phase: Callable[[str], None]) -> None:
-        self.on_phase = on_phase
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self.on_phase(phase)
-        began = time.monotonic()
-        with jax.profiler.TraceAnnotation(phase):
-            yield
-        spent = time.monotonic() - began
-        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + spent
-        self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
 
 
 def _due(number: int, interval: int) -> bool:

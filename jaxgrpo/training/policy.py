@@ -36,9 +36,8 @@ from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.training import memory, parameters, process
+from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
-from jaxgrpo.training.folder import evaluation_metrics, read_metrics
 from jaxgrpo.training.inputs import (
     at_time,
     eval_source,
@@ -47,7 +46,9 @@ from jaxgrpo.training.inputs import (
     make_chat,
     resolve_scorer,
 )
-from jaxgrpo.training.report.record import accuracy_first, with_interval
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.folder import evaluation_metrics, read_metrics
+from jaxgrpo.training.records.report.record import accuracy_first, with_interval
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import (
     ModelSetup,

@@ -33,8 +33,9 @@ from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, Answers
 from jaxgrpo.rollout.judging import make_rewarder, make_selector, put_prompts
 from jaxgrpo.rollout.selection import PromptPolicy, sequential
-from jaxgrpo.training import inputs, recorded
+from jaxgrpo.training import inputs
 from jaxgrpo.training.fingerprints import checksum
+from jaxgrpo.training.records import rollout_files
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.step import Sample, Steps
 
@@ -130,7 +131,7 @@ def read_files(
             "key out of the config, in a copy of it that you give by --config"
         )
     load = functools.partial(
-        recorded.load,
+        rollout_files.load,
         vocab_size=model.vocab_size,
         end_tokens=end_tokens,
         without_text=model.without_text,
@@ -191,7 +192,7 @@ def _decisive_keys(config: Config) -> dict[str, Any]:
 
 def _prompts(path: Path, rollouts: Any) -> list[tuple[tuple[int, bytes], np.ndarray]]:
     """What tells the prompts of a file apart, and their tokens."""
-    named = "row" in recorded.names_in(path)
+    named = "row" in rollout_files.names_in(path)
     lengths = rollouts.prompt_mask.sum(-1)
     tokens = [row[:n] for row, n in zip(rollouts.prompt_tokens, lengths, strict=True)]
     rows = rollouts.row if named else np.full(len(tokens), -1)

@@ -36,7 +36,7 @@ from jaxgrpo.rollout.judging import make_selector
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training import setup
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.folder import RunFolder, refuse_unusable
+from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
 from jaxgrpo.update.packing import Geometry
 
 DIGITS = "1" + "0" * 5000  # more than Python reads or writes

@@ -9,7 +9,7 @@ import pytest
 from pictures import legends, pictures
 
 from jaxgrpo.cli.main import main
-from jaxgrpo.training.folder import RunFolder
+from jaxgrpo.training.records.folder import RunFolder
 
 REWARDS = {
     "inline": 'rewards = [{ use = "mine.py:right" }, { use = "math", weight = 2.0 }]',

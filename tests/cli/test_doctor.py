@@ -13,7 +13,7 @@ import jaxgrpo
 from jaxgrpo.cli import doctor
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import process
+from jaxgrpo.training.processes import process
 
 METADATA = {
     "jaxgrpo": [

@@ -12,7 +12,7 @@ import pytest
 from jaxgrpo.cli import start
 from jaxgrpo.cli.main import COMMANDS, JSON, main
 from jaxgrpo.training import loop
-from jaxgrpo.training.console import Document
+from jaxgrpo.training.records.console import Document
 
 WITH_TABLES = {
     *("quickstart", "plan", "probe", "eval", "model", "import", "report", "samples", "diff"),

@@ -17,8 +17,8 @@ import small_run
 from jaxgrpo.cli import launch
 from jaxgrpo.cli.launch import environments
 from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING, main
-from jaxgrpo.training import peers
-from jaxgrpo.training.process import PROCESS_VARIABLES
+from jaxgrpo.training.processes import peers
+from jaxgrpo.training.processes.process import PROCESS_VARIABLES
 
 JUDGES = '''
 """Rewards that hold their process up, or end it, in their second call but one of process 0 or 1."""

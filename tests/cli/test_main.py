@@ -15,7 +15,7 @@ import quickstarts
 import jaxgrpo
 from jaxgrpo.cli import make_base
 from jaxgrpo.cli.main import COMMANDS, main
-from jaxgrpo.training.process import EXIT_CODES
+from jaxgrpo.training.processes.process import EXIT_CODES
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def odd(signal, rollouts):
     return dataclasses.replace(signal, value=signal.value / 0)
 """
 DISPLAY = """
-from jaxgrpo.training.console import Display, warning
+from jaxgrpo.training.records.console import Display, warning
 
 display = Display(steps=4, finished_steps=0, active=True)
 with display.bar:

@@ -45,7 +45,7 @@ def command(capsys: Any, *words: str) -> Any:
 
 def as_json(value: Any) -> Any:
     """As JSON holds it: no NaN, lists and texts."""
-    from jaxgrpo.training.folder import plain
+    from jaxgrpo.training.records.folder import plain
 
     return json.loads(json.dumps(plain(value)))
 

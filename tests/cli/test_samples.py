@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxgrpo.cli.main import main
-from jaxgrpo.training.folder import RunFolder
+from jaxgrpo.training.records.folder import RunFolder
 
 CONFIG = 'rewards = [{ use = "mine.py:right", weight = 2.0 }, { use = "short", name = "brief" }]'
 

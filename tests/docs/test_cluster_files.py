@@ -20,7 +20,7 @@ from jax._src.clusters import ClusterEnv
 
 from jaxgrpo.cli import main
 from jaxgrpo.config.files import Config, load
-from jaxgrpo.training import process
+from jaxgrpo.training.processes import process
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CLUSTER = REPOSITORY / "examples" / "cluster"

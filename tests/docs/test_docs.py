@@ -9,7 +9,7 @@ from minimal_config import keys
 from jaxgrpo.cli.main import COMMANDS, JSON
 from jaxgrpo.config.files import RESUMABLE
 from jaxgrpo.models.hf.families import FAMILIES
-from jaxgrpo.training.process import EXIT_CODES
+from jaxgrpo.training.processes.process import EXIT_CODES
 
 
 @pytest.fixture(scope="module")

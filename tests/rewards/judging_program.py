@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxgrpo.rewards import TrainerState
 from jaxgrpo.rollout import judging
-from jaxgrpo.training import process
+from jaxgrpo.training.processes import process
 
 
 class Letters:

@@ -22,10 +22,11 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.models.logprobs import token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.stopping import EarlyStop
-from jaxgrpo.training import loop, recorded
+from jaxgrpo.training import loop
+from jaxgrpo.training.records import rollout_files
 
 SIZE = 32
-METADATA = {"format": recorded.FORMAT, "version": recorded.VERSION}
+METADATA = {"format": rollout_files.FORMAT, "version": rollout_files.VERSION}
 KEY = jax.random.key_data(jax.random.key(3))
 GAPS = dataclasses.replace(tiny.UNIFORM, without_text=((2, 5), (33, 40)))
 HAS_TEXT = np.array([not (2 <= token < 5 or token >= 33) for token in range(tiny.VOCAB)])
@@ -148,7 +149,7 @@ def test_a_run_draws_and_trains_on_tokens_with_text_alone(base, tmp_path):
     (line,) = small_run.metrics(run.path)
     assert line["sampling/sampling_logp_difference/max"] < 1e-4
     (file,) = (run.path / "rollouts").iterdir()
-    rollouts = recorded.load(file)
+    rollouts = rollout_files.load(file)
     tokens = np.asarray(rollouts.completion_tokens)[np.asarray(rollouts.token_mask)]
     assert tokens.max() < size
     rows = jaxgrpo.sample(run.path, ["1+1="], samples=16, temperature=2.0, max_tokens=24)

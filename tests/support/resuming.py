@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
+from jaxgrpo.training.processes import process
 
 
 class Killed(Exception):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxgrpo.training import alarms
-from jaxgrpo.training.alarms import RULES, replay, see
+from jaxgrpo.training.records import alarms
+from jaxgrpo.training.records.alarms import RULES, replay, see
 
 
 def lines(metric: str, values: list[Any], start: int = 1) -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ import small_run
 from jaxgrpo.config import files as configs
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import loop, memory, recovery
+from jaxgrpo.training import loop, memory
 from jaxgrpo.training.fingerprints import evaluation_facts
-from jaxgrpo.training.folder import evaluation_metrics
 from jaxgrpo.training.policy import find_base
+from jaxgrpo.training.processes import recovery
+from jaxgrpo.training.records.folder import evaluation_metrics
 from jaxgrpo.training.setup import setup
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}

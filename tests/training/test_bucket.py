@@ -23,8 +23,10 @@ from safetensors.numpy import load, load_file
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage, tasks
-from jaxgrpo.training import folder, loop, process
+from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records import folder
 
 # Read when gcsfs is imported: it would ask Google's own servers about the bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"

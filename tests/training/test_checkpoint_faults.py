@@ -167,7 +167,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeo
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.training.folder import SAMPLE_KEYS, RunFolder
+from jaxgrpo.training.records.folder import SAMPLE_KEYS, RunFolder
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
 def put(array, *axes):
@@ -254,7 +254,8 @@ number = int(number)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, number, initialization_timeout=60)
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import fingerprints, process
+from jaxgrpo.training import fingerprints
+from jaxgrpo.training.processes import process
 from jaxgrpo.training.checkpoints import Checkpoints
 
 def missing():

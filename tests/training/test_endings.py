@@ -14,8 +14,9 @@ import pytest
 import small_run
 
 from jaxgrpo.cli.main import main
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.processes import process
 
 
 def fill() -> None:

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training.folder import SAMPLE_KEYS, RunFolder, plain, read_metrics, write_atomically
+from jaxgrpo.training.records.folder import (
+    SAMPLE_KEYS,
+    RunFolder,
+    plain,
+    read_metrics,
+    write_atomically,
+)
 
 ROW = {
     "step": np.int32(3),
@@ -70,7 +76,7 @@ def test_two_trainers_cannot_share_a_folder(tmp_path):
 
 HOLD = """
 import sys, time
-from jaxgrpo.training.folder import RunFolder
+from jaxgrpo.training.records.folder import RunFolder
 run = RunFolder(sys.argv[1])
 run.write_metrics(1, {"loss": 1.0})
 print("held", flush=True)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import small_run
 
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.logbook import TensorBoard
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.logbook import TensorBoard
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,10 @@ from jaxgrpo.data.sources import Mixture
 from jaxgrpo.evaluation.diversity import stated_metrics
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.selection import source_metrics
-from jaxgrpo.training import console, logbook, loop
-from jaxgrpo.training.folder import RunFolder
-from jaxgrpo.training.report.record import read_run
+from jaxgrpo.training import loop
+from jaxgrpo.training.records import console, logbook
+from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.report.record import read_run
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,9 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders, texts
 from jaxgrpo.planning import preview
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.processes import process
 
 pytestmark = pytest.mark.slow
 

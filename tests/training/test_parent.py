@@ -17,7 +17,7 @@ from jaxgrpo.training.checkpoints import Checkpoints
 # A command that does what its arguments say.
 PROGRAM = """
 import ctypes, os, re, signal, subprocess, sys, time
-from jaxgrpo.training import parent
+from jaxgrpo.training.processes import parent
 
 def lock_twice():
     mutex = ctypes.create_string_buffer(64)  # of zeros: a plain pthread_mutex_t

@@ -11,8 +11,8 @@ import time
 import pytest
 from processes import starting, together
 
-from jaxgrpo.training import peers
-from jaxgrpo.training import process as runtime
+from jaxgrpo.training.processes import peers
+from jaxgrpo.training.processes import process as runtime
 
 LIMIT = 30.0
 """Seconds until all have to be gone."""
@@ -22,7 +22,7 @@ RUN = """
 import sys, time
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
-from jaxgrpo.training import process as runtime
+from jaxgrpo.training.processes import process as runtime
 
 def reward():
     raise ValueError("no grader")
@@ -173,7 +173,7 @@ def test_a_stranger_who_connects_is_no_process_of_the_run():
 
 STRANGERS = """
 import resource, socket, sys, time
-from jaxgrpo.training import peers
+from jaxgrpo.training.processes import peers
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 peers.TOKEN_SECONDS = float(sys.argv[1])

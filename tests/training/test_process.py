@@ -16,14 +16,14 @@ from processes import starting, together
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import process as runtime
+from jaxgrpo.training.processes import process as runtime
 
 # Steps until it is told to stop; with several processes each step is one collective.
 LOOP = """
 import sys, time
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
-from jaxgrpo.training import process as runtime
+from jaxgrpo.training.processes import process as runtime
 
 def command():
     line = runtime.start("cpu")
@@ -91,7 +91,7 @@ def test_programs_of_several_cpu_devices_are_not_kept(devices, python, environme
     # Taken from the cache they would wait for one another for ever.
     code = """
 import jax, jax.numpy as jnp
-from jaxgrpo.training import process as runtime
+from jaxgrpo.training.processes import process as runtime
 runtime.start()
 jax.jit(lambda x: jnp.tanh(x @ x))(jnp.ones((3, 3)))
 """
@@ -254,7 +254,7 @@ def test_a_closed_terminal_does_not_end_the_run_in_an_error():
     reader, terminal = os.openpty()
     script = (
         "import os, signal, time\n"
-        "from jaxgrpo.training import process\n"
+        "from jaxgrpo.training.processes import process\n"
         "with process.stop_signals():\n"
         "    print('ready', flush=True)\n"
         "    while process._Stop.number is None: time.sleep(0.05)\n"

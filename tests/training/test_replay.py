@@ -17,7 +17,8 @@ from jaxgrpo.cli import main as cli
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
-from jaxgrpo.training import loop, recorded, replay
+from jaxgrpo.training import loop, replay
+from jaxgrpo.training.records import rollout_files
 
 REQUIRED = (
     *("prompt_tokens", "prompt_mask", "completion_tokens", "token_mask", "behavior_logp"),
@@ -309,7 +310,7 @@ def test_a_file_that_changes_during_a_replay_is_noticed(files, tmp_path):
     file = shutil.copy(files[0], tmp_path / "x.safetensors")
     saved = loop.setup(config(tmp_path / "r"), rollouts=[files[0], file]).replay
     assert saved is not None
-    rollouts = recorded.load(files[1])
-    recorded.save(file, rollouts, 1)
+    rollouts = rollout_files.load(files[1])
+    rollout_files.save(file, rollouts, 1)
     with pytest.raises(InputError, match="other prompts than when the run began"):
         saved.load(1)

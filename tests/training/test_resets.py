@@ -12,9 +12,10 @@ import small_run
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxgrpo.core.errors import ConfigError, InputError
-from jaxgrpo.training import loop, process, setup
+from jaxgrpo.training import loop, setup
 from jaxgrpo.training import resets as resetting
 from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.processes import process
 from jaxgrpo.training.resets import is_better
 from jaxgrpo.update.optimizer import current_rate
 

@@ -11,7 +11,8 @@ import pytest
 import small_run
 
 from jaxgrpo.cli.main import main
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
+from jaxgrpo.training.processes import process
 
 pytestmark = pytest.mark.slow
 

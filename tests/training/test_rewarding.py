@@ -12,9 +12,10 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.rewards import RewardError, RewardLog
 from jaxgrpo.rollout import judging
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import resolve_rewards, with_logged
+from jaxgrpo.training.processes import process
 
 pytestmark = pytest.mark.slow
 

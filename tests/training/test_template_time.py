@@ -15,7 +15,8 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.data.chat import Chat, make_chat, write, writes_time
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import inputs, loop, policy, recorded
+from jaxgrpo.training import inputs, loop, policy
+from jaxgrpo.training.records import rollout_files
 
 SECONDS = "{{ strftime_now('%H%M%S') }}+{{ messages[-1]['content'] }}"
 LLAMA = (
@@ -111,7 +112,7 @@ def begun(tmp_path, clock):
 
 def trained_on(run, step: int) -> list[str]:
     """The prompts of a step, as the model read them."""
-    rollouts = recorded.load(run / "rollouts" / f"{step:08}.safetensors")
+    rollouts = rollout_files.load(run / "rollouts" / f"{step:08}.safetensors")
     tokenizer = folders.read_tokenizer(run / "model")
     rows = zip(rollouts.prompt_tokens, rollouts.prompt_mask, strict=True)
     return [tokenizer.decode(tokens[mask]).replace(" ", "") for tokens, mask in rows]

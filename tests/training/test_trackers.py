@@ -12,7 +12,7 @@ from event_files import events, records, wandb_history
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.checks import wandb_problem
 from jaxgrpo.core.errors import ConfigError, InputError
-from jaxgrpo.training.logbook import TensorBoard, WandB, numbers
+from jaxgrpo.training.records.logbook import TensorBoard, WandB, numbers
 
 
 def test_event_files_hold_every_number_under_its_step(tmp_path):

@@ -16,9 +16,10 @@ from processes import starting, together
 from rich.console import Console
 from rich.text import Text
 
-from jaxgrpo.training import console, process
-from jaxgrpo.training.console import Display
-from jaxgrpo.training.watchdog import STUCK, Watchdog
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes.watchdog import STUCK, Watchdog
+from jaxgrpo.training.records import console
+from jaxgrpo.training.records.console import Display
 
 # Hangs in a reward of its second step, as its arguments say; the others wait for it.
 RUN = """
@@ -26,7 +27,7 @@ import re, sys, time
 import jax, numpy as np
 from jax.experimental import multihost_utils
 from jaxgrpo.rewards import call_rewards
-from jaxgrpo.training import process, watchdog
+from jaxgrpo.training.processes import process, watchdog
 
 def judge(completions):
     print("hangs", flush=True)

@@ -18,8 +18,8 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training import alarms
 from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.records import alarms
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import ROUNDING, build_steps, expected_rounding

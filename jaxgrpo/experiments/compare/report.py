@@ -15,7 +15,7 @@ from jaxgrpo.experiments.compare import numbers, results
 from jaxgrpo.experiments.compare.experiment import SPARE, Experiment, seeds_needed
 from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, arm_values
 from jaxgrpo.experiments.sections import Section
-from jaxgrpo.training.report import charts, html
+from jaxgrpo.training.records.report import charts, html
 
 CURVES = {
     "reward": ("Reward in training", "Mean over the samples of a step."),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxgrpo.training.alarms import RULES
+from jaxgrpo.training.records.alarms import RULES
 
 GAIN = 0.9
 """The group size advised is the smallest with this share of the live groups of the largest."""

@@ -22,9 +22,6 @@ from jaxgrpo.experiments.probe import measure, report
 from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.rewards.protocol import TrainerState
-from jaxgrpo.training import process
-from jaxgrpo.training.console import Document, telling
-from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.inputs import show_previews, try_rewards
 from jaxgrpo.training.policy import (
     NO_REWARD,
@@ -35,7 +32,10 @@ from jaxgrpo.training.policy import (
     resolve_judge,
     seed_key,
 )
-from jaxgrpo.training.report.html import check_can_draw, check_writable
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Document, telling
+from jaxgrpo.training.records.folder import write_atomically
+from jaxgrpo.training.records.report.html import check_can_draw, check_writable
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from jaxgrpo.experiments.probe.advice import value_at
 from jaxgrpo.experiments.probe.measure import PER
 from jaxgrpo.experiments.sections import Section, show_table, show_whole, terminal_table
-from jaxgrpo.training.report import html
-from jaxgrpo.training.report.charts import (
+from jaxgrpo.training.records.report import html
+from jaxgrpo.training.records.report.charts import (
     COLOURS,
     FAIL,
     MIXED,
@@ -27,7 +27,7 @@ from jaxgrpo.training.report.charts import (
     blank,
     legend_below,
 )
-from jaxgrpo.training.report.record import visible
+from jaxgrpo.training.records.report.record import visible
 
 ProbeNumbers = Mapping[str, Any]
 """The numbers of a probe, in the structure of its JSON"""

@@ -14,7 +14,7 @@ from pictures import legends, pictures
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.experiment import Experiment
 from jaxgrpo.experiments.compare.results import Outcome
-from jaxgrpo.training.report import charts
+from jaxgrpo.training.records.report import charts
 
 STEPS = 6
 

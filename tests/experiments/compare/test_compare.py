@@ -22,8 +22,9 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments.compare import command, report, results
 from jaxgrpo.experiments.compare import experiment as experiments
-from jaxgrpo.training import loop, process
-from jaxgrpo.training.folder import read_metrics
+from jaxgrpo.training import loop
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.folder import read_metrics
 
 pytestmark = pytest.mark.slow
 

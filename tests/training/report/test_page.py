@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from pictures import legends, pictures
 
-from jaxgrpo.training import alarms
-from jaxgrpo.training.report import charts
-from jaxgrpo.training.report import html as page
-from jaxgrpo.training.report.record import FINISHED, Record
+from jaxgrpo.training.records import alarms
+from jaxgrpo.training.records.report import charts
+from jaxgrpo.training.records.report import html as page
+from jaxgrpo.training.records.report.record import FINISHED, Record
 
 EVIL = (
     '<img src=x onerror="alert(1)"></pre></td><script>alert(2)</script>\u202e\x1b[31m\udc80\'&amp;'

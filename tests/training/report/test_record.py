@@ -10,10 +10,10 @@ import pytest
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training.console import METRICS
-from jaxgrpo.training.folder import RunFolder
-from jaxgrpo.training.report.html import write_report
-from jaxgrpo.training.report.record import (
+from jaxgrpo.training.records.console import METRICS
+from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.report.html import write_report
+from jaxgrpo.training.records.report.record import (
     FINISHED,
     STOPPED,
     UNDER_WAY,

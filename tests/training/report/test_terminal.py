@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxgrpo.training import console
-from jaxgrpo.training.report.record import FINISHED, Record, visible
+from jaxgrpo.training.records import console
+from jaxgrpo.training.records.report.record import FINISHED, Record, visible
 
 MARKUP = "[bold red]x[/bold red] [link=http://a]y[/link] \x1b[31m\x1b]0;title\x07 \r\x08[/]"
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.training.report.record import Record, natural, visible
+from jaxgrpo.training.records.report.record import Record, natural, visible
 
 MAX_POINTS = 300
 """Points of a curve; a longer run is shown by the means of as many stretches of steps."""

@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 from jaxgrpo.core.errors import InputError, refuse_all, refusing, suggest
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.models import sharding
-from jaxgrpo.training.folder import write_atomically
+from jaxgrpo.training.records.folder import write_atomically
 
 FORMAT, VERSION = "jaxgrpo-rollouts", "1"
 

@@ -11,9 +11,11 @@ import importlib
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.checks import wandb_problem
@@ -21,11 +23,18 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.core.types import Rollouts
-from jaxgrpo.training import alarms, process, recorded
-from jaxgrpo.training.console import Display, best_and_worst, warning
-from jaxgrpo.training.folder import Closing, RunFolder, is_number, read_metrics, write_atomically
-from jaxgrpo.training.report.html import write_report
-from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records import alarms, rollout_files
+from jaxgrpo.training.records.console import Display, best_and_worst, warning
+from jaxgrpo.training.records.folder import (
+    Closing,
+    RunFolder,
+    is_number,
+    read_metrics,
+    write_atomically,
+)
+from jaxgrpo.training.records.report.html import write_report
+from jaxgrpo.training.records.report.record import FINISHED, STOPPED, UNDER_WAY
 
 REPORT_SHARE = 0.01
 """Of the seconds since the start, so much at most goes into reports during the run."""
@@ -111,7 +120,7 @@ class Logbook(Closing):
     def rollouts(self, number: int, rollouts: Rollouts) -> None:
         """Writes the rollouts of a step, host arrays."""
         if self._active:
-            content = recorded.encode(rollouts, number)
+            content = rollout_files.encode(rollouts, number)
             write = self._folder.write_rollouts
             self._attempt("rollouts", number, lambda: write(number, content))
 
@@ -304,3 +313,21 @@ def _wandb_id(folder: Path) -> str:
     if not file.exists():
         write_atomically(file, os.urandom(8).hex())
     return file.read_text(encoding="utf-8").strip()
+
+
+class Clock:
+    """Wall-clock seconds of the phases of a step, as metrics; `on_phase` hears which one begins."""
+
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self.on_phase = on_phase
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.on_phase(phase)
+        began = time.monotonic()
+        with jax.profiler.TraceAnnotation(phase):
+            yield
+        spent = time.monotonic() - began
+        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + spent
+        self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent

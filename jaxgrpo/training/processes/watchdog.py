@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jaxgrpo.rewards import limits
-from jaxgrpo.training import parent, peers, process
+from jaxgrpo.training.processes import parent, peers, process
 
 STUCK = 4
 """The exit code of a run that was stuck."""

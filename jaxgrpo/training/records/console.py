@@ -22,9 +22,9 @@ from rich.text import Text
 
 from jaxgrpo.core.errors import without_passwords
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.training import process
-from jaxgrpo.training.folder import plain
-from jaxgrpo.training.report.record import (
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.folder import plain
+from jaxgrpo.training.records.report.record import (
     Record,
     accuracy_first,
     shown,

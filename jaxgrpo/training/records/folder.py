@@ -1,7 +1,7 @@
 """The run folder: what a run leaves on disk, readable after a kill at any moment.
 
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
-    rollouts/0000000N.safetensors  replay.json  (the formats are in recorded.py and replay.py)
+    rollouts/0000000N.safetensors  replay.json  (by rollout_files.py and training/replay.py)
     report.html  tensorboard/  (written by report/html.py and logbook.py)
     before_N/  (what was logged from step N on, before a start that continued there)
 
@@ -28,7 +28,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
-from jaxgrpo.training.process import broadcast
+from jaxgrpo.training.processes.process import broadcast
 
 SAMPLE_KEYS = (
     "step",  # the step it was drawn for, as in metrics.jsonl

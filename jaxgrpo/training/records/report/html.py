@@ -22,9 +22,9 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.training import console
-from jaxgrpo.training.folder import is_number, write_atomically
-from jaxgrpo.training.report.record import (
+from jaxgrpo.training.records import console
+from jaxgrpo.training.records.folder import is_number, write_atomically
+from jaxgrpo.training.records.report.record import (
     UNDER_WAY,
     Record,
     accuracy_first,
@@ -212,7 +212,7 @@ def _evaluation(record: Record) -> str:
 
 
 def _charts(record: Record) -> str:
-    from jaxgrpo.training.report import charts
+    from jaxgrpo.training.records.report import charts
 
     figures = [figure(panel.title, svg, panel.note) for panel, svg in charts.draw(record)]
     if not figures:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
-from jaxgrpo.training import recorded
+from jaxgrpo.training.records import rollout_files
 
 METADATA = {"format": "jaxgrpo-rollouts", "version": "1", "step": "3"}
 REQUIRED = (
@@ -35,7 +35,7 @@ def rollouts(**changes):
 def arrays(tmp_path_factory) -> dict[str, np.ndarray]:
     """The arrays of a file, by name."""
     file = tmp_path_factory.mktemp("whole") / "x.safetensors"
-    recorded.save(file, rollouts(fields={"level": np.arange(2)}), 3)
+    rollout_files.save(file, rollouts(fields={"level": np.arange(2)}), 3)
     return load_file(file)
 
 
@@ -61,11 +61,11 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
         step=np.int32(4),
     )
     file = tmp_path / "x.safetensors"
-    recorded.save(file, before, 5)
-    resuming.assert_same_bits(before, recorded.load(file, tiny.VOCAB))
+    rollout_files.save(file, before, 5)
+    resuming.assert_same_bits(before, rollout_files.load(file, tiny.VOCAB))
     assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
     first = file.read_bytes()
-    recorded.save(file, recorded.load(file), 5)
+    rollout_files.save(file, rollout_files.load(file), 5)
     assert file.read_bytes() == first
 
 
@@ -81,19 +81,19 @@ def test_what_a_file_leaves_out_has_the_documented_defaults(tmp_path, arrays):
         "rewards.reward": np.zeros((3, 3), np.int64),
     }
     file = saved(tmp_path / "x.safetensors", given, {**METADATA, "step": "9"})
-    read = recorded.load(file, tiny.VOCAB, end_tokens=[tiny.END])
+    read = rollout_files.load(file, tiny.VOCAB, end_tokens=[tiny.END])
     assert read.truncated.tolist() == [[True, False, False]] * 3
-    assert recorded.load(file).truncated.tolist() == [[True, True, False]] * 3
+    assert rollout_files.load(file).truncated.tolist() == [[True, True, False]] * 3
     assert read.row.tolist() == [0, 1, 0]
     assert read.ordinal.tolist() == [0, 1, 2]
     assert read.policy_version.tolist() == [[-1] * 3] * 3
     assert (read.step, read.fields) == (8, {})
     np.testing.assert_array_equal(read.behavior_logp, np.where(tokens > 0, -1, 0))
-    dtypes = {name: dtype for name, (_, dtype) in recorded.ARRAYS.items()}
+    dtypes = {name: dtype for name, (_, dtype) in rollout_files.ARRAYS.items()}
     assert all(getattr(read, name).dtype == dtype for name, dtype in dtypes.items())
     assert read.rewards["reward"].dtype == np.float32
-    short = saved(tmp_path / "y.safetensors", arrays, without=recorded.OPTIONAL)
-    assert recorded.load(short).behavior_logp.tobytes() == arrays["behavior_logp"].tobytes()
+    short = saved(tmp_path / "y.safetensors", arrays, without=rollout_files.OPTIONAL)
+    assert rollout_files.load(short).behavior_logp.tobytes() == arrays["behavior_logp"].tobytes()
 
 
 def test_the_example_of_the_page_writes_a_file_in_pytorch(repository, tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_the_example_of_the_page_writes_a_file_in_pytorch(repository, tmp_path, 
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(example, {})
-    read = recorded.load("step.safetensors", vocab_size=10, end_tokens=[1])
+    read = rollout_files.load("step.safetensors", vocab_size=10, end_tokens=[1])
     assert read.completion_tokens.tolist() == [[[4, 1], [3, 3]], [[2, 1], [1, 0]]]
     assert read.truncated.tolist() == [[False, True], [False, False]]
     assert read.behavior_logp[1, 1].tolist() == [-1.5, 0]
@@ -112,14 +112,14 @@ def test_pytorch_reads_what_is_written_and_its_other_dtypes_are_cast(tmp_path, a
     from safetensors.torch import load_file, save_file
 
     file = tmp_path / "x.safetensors"
-    recorded.save(file, rollouts(), 3)
+    rollout_files.save(file, rollouts(), 3)
     read = load_file(file)
     assert read["completion_tokens"].tolist() == arrays["completion_tokens"].tolist()
     wide = {name: read[name] for name in REQUIRED}
     wide = {n: a.long() if a.dtype in (torch.int32, torch.bool) else a for n, a in wide.items()}
     wide["behavior_logp"] = wide["behavior_logp"].bfloat16()
     save_file(wide, file, METADATA)
-    again = recorded.load(file, tiny.VOCAB)
+    again = rollout_files.load(file, tiny.VOCAB)
     before = rollouts()
     for name in ("prompt_mask", "completion_tokens", "token_mask"):
         assert getattr(again, name).tobytes() == getattr(before, name).tobytes()
@@ -128,7 +128,7 @@ def test_pytorch_reads_what_is_written_and_its_other_dtypes_are_cast(tmp_path, a
 
 def test_no_token_at_all_is_a_sample_too(tmp_path, arrays):
     none = np.zeros_like(arrays["token_mask"])
-    read = recorded.load(saved(tmp_path / "x", arrays, without=["truncated"], token_mask=none))
+    read = rollout_files.load(saved(tmp_path / "x", arrays, without=["truncated"], token_mask=none))
     assert not read.behavior_logp.any()
     assert not read.truncated.any()
 
@@ -229,21 +229,21 @@ def test_a_wrong_file_is_refused_by_name(case, tmp_path, arrays):
     change, message = WRONG[case]
     file = saved(tmp_path / "wrong.safetensors", arrays, **change(arrays))
     with pytest.raises(InputError, match=message) as caught:
-        recorded.load(file, tiny.VOCAB)
+        rollout_files.load(file, tiny.VOCAB)
     assert str(caught.value).startswith(str(file))
 
 
 def test_all_that_is_wrong_with_the_values_is_said_at_once(tmp_path, arrays):
     wrong = changed(arrays, "row", 0, -1) | changed(arrays, "rewards.reward", (1, 1), -np.inf)
     with pytest.raises(InputError) as caught:
-        recorded.load(saved(tmp_path / "x", arrays, **wrong))
+        rollout_files.load(saved(tmp_path / "x", arrays, **wrong))
     assert len(str(caught.value).splitlines()) == 3
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):
     file = tmp_path / "x.safetensors"
     with pytest.raises(InputError, match="there is no such file of rollouts"):
-        recorded.load(file)
+        rollout_files.load(file)
     file.write_bytes(b"12345678 not safetensors")
     with pytest.raises(InputError, match=r"x\.safetensors is no readable safetensors file"):
-        recorded.load(file)
+        rollout_files.load(file)

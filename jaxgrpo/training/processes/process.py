@@ -25,8 +25,8 @@ import jaxgrpo
 from jaxgrpo.core.errors import InputError, cut, without_passwords
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
-from jaxgrpo.training import parent, peers
-from jaxgrpo.training.parent import STOP_SIGNALS
+from jaxgrpo.training.processes import parent, peers
+from jaxgrpo.training.processes.parent import STOP_SIGNALS
 
 EXIT_CODES = {
     0: "done",
@@ -223,7 +223,7 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
     An exception raised wherever the signal arrives is lost now and then, and the loop goes on.
 
     Args:
-      grace: seconds that the message names; training/watchdog.py ends the process then.
+      grace: seconds that the message names; training/processes/watchdog.py ends the process then.
       after: what the loop finishes before it stops.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -16,10 +16,12 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.data import storage
 from jaxgrpo.rewards.protocol import RewardError
-from jaxgrpo.training import alarms, parameters, process
+from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import RunFolder
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records import alarms
+from jaxgrpo.training.records.console import Display
+from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.resets import Resets
 
 MAX_UNSAVED = 3

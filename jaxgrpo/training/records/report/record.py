@@ -15,8 +15,14 @@ from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import read_interval
-from jaxgrpo.training import alarms
-from jaxgrpo.training.folder import LOCK, evaluation_metrics, is_number, read_metrics, read_samples
+from jaxgrpo.training.records import alarms
+from jaxgrpo.training.records.folder import (
+    LOCK,
+    evaluation_metrics,
+    is_number,
+    read_metrics,
+    read_samples,
+)
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"

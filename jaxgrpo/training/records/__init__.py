@@ -1,0 +1,1 @@
+"""What a run leaves: its folder, log, terminal, warnings, reports and files of rollouts."""
