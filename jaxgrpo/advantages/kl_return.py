@@ -107,8 +107,7 @@ def add_kl_return_for_validity(
 
     Fields: base_logp and trainer_logp [P, G, T]; base_logp against behavior_logp for A.
     Signal: [P, G] or [P, G, T] -> [P, G, T].  What earlier steps masked counts for A.
-    State: total, count [rows].  Raises: InputError on a stream of data, and on several rewards
-    where none is named.
+    State: total, count [rows].  Raises: InputError on a stream; of several rewards one must be named.
     Metrics: those of `add_kl_return`; beta; base_rate (mean of A over rows met), rows_left_out
     (share of them), refused (see `sign`).
     Source: beta(mu) of arXiv 2605.02375; E[a v / policy] = A as in alpha-DPG, arXiv 2512.05962.
@@ -120,11 +119,8 @@ def add_kl_return_for_validity(
     [[[1.0], [0.0]]]
     """
     _check_target(target_validity, max_beta)
-    rates = (
-        partial(_rates_from_field, base_rate)
-        if base_rate
-        else partial(_rates_from_samples, reward, threshold)
-    )
+    from_samples = partial(_rates_from_samples, reward, threshold)
+    rates = partial(_rates_from_field, base_rate) if base_rate else from_samples
     needs = base.needed_fields("trainer_logp", "base_logp", reward, base_rate)
 
     def build(shrunk: bool) -> AdvantageTransform:

@@ -103,8 +103,7 @@ def mask_difficulty_band(
 
     Signal: [P, G] -> [P, G], mask cut.  Put it on rewards, before any baseline.
     State: successes, samples [rows].  Raises: InputError on a stream of data.
-    Metrics: masked_groups, the share of groups with a sample that went; too_hard, too_easy, the
-    shares below and above.
+    Metrics: masked_groups; too_hard, too_easy (below, above): shares of groups with a sample.
     Source: ours; that overly hard samples hurt: arXiv 2605.28388.
 
     >>> from jaxgrpo.advantages import evaluate
@@ -119,9 +118,8 @@ def mask_difficulty_band(
         estimate = ((successes + prior[0]) / (samples + sum(prior)))[:, None]
         hard, easy = estimate < low, estimate > high
         success = signal.value >= base.at_step(threshold, rollouts, signal.value.dtype)
-        new_state = _count(
-            state, row, base.at_step(keep, rollouts, samples.dtype), success, signal.mask
-        )
+        share = base.at_step(keep, rollouts, samples.dtype)
+        new_state = _count(state, row, share, success, signal.mask)
         scored = signal.mask.any(axis=1, keepdims=True)
         shares = {"too_hard": mean(hard, scored), "too_easy": mean(easy, scored)}
         new_signal, metrics = base.keep_groups(signal, ~(hard | easy), **shares)

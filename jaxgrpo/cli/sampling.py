@@ -127,16 +127,8 @@ def write_samples(
         if finished_prompts == len(texts):
             message = "are there already; to sample them again: --overwrite"
         else:
-            message = _ask(
-                console,
-                policy,
-                questions,
-                batches,
-                seed_key(config),
-                finished_prompts,
-                samples,
-                file,
-            )
+            ask = functools.partial(_ask, console, policy, questions, batches)
+            message = ask(seed_key(config), finished_prompts, samples, file)
     if process.is_main():
         message = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {message}"
         console.print(message, soft_wrap=True, markup=False)

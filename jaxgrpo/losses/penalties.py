@@ -263,10 +263,8 @@ def adaptive_entropy(
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
         entropy, has_tokens = _mean_entropy(metrics)
-        new_coefficient = jnp.clip(
-            state["coefficient"] + delta * jnp.sign(target - entropy), low, high
-        )
-        new_state = {"coefficient": new_coefficient, "entropy": entropy}
+        moved = state["coefficient"] + delta * jnp.sign(target - entropy)
+        new_state = {"coefficient": jnp.clip(moved, low, high), "entropy": entropy}
         return {name: jnp.where(has_tokens, new_state[name], state[name]) for name in new_state}
 
     init = functools.partial(_unmeasured, coefficient)
