@@ -107,7 +107,7 @@ def add_kl_return_for_validity(
 
     Fields: base_logp and trainer_logp [P, G, T]; base_logp against behavior_logp for A.
     Signal: [P, G] or [P, G, T] -> [P, G, T].  What earlier steps masked counts for A.
-    State: total, count [rows].  Raises: InputError on a stream; one of several rewards must be named.
+    State: total, count [rows].  Raises: InputError on a stream; `reward` must choose from several.
     Metrics: those of `add_kl_return`; beta; base_rate (mean of A over rows met), rows_left_out
     (share of them), refused (see `sign`).
     Source: beta(mu) of arXiv 2605.02375; E[a v / policy] = A as in alpha-DPG, arXiv 2512.05962.

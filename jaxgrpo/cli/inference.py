@@ -28,9 +28,12 @@ from jaxgrpo.evaluation.intervals import is_end, read_interval
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.rewards import RewardFunction
-from jaxgrpo.training import policy as policies
+from jaxgrpo.training import export as exporting
 from jaxgrpo.training.inputs import find_config
-from jaxgrpo.training.policy import (
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Document, telling
+from jaxgrpo.training.records.folder import plain, write_atomically
+from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     config_for,
     find_policy,
@@ -41,9 +44,6 @@ from jaxgrpo.training.policy import (
     resolve_judge,
     seed_key,
 )
-from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import Document, telling
-from jaxgrpo.training.records.folder import plain, write_atomically
 
 
 def evaluate(
@@ -147,7 +147,7 @@ def export(
 ) -> int:
     """Writes a step of a run as a Hugging Face folder. Returns the exit code."""
     print(process.start())  # noqa: T201
-    folder = policies.export(run, out, step, dtype, overwrite)
+    folder = exporting.export(run, out, step, dtype, overwrite)
     print(f"{folder}: model, tokenizer, generation config and model card")  # noqa: T201
     return 0
 

@@ -26,9 +26,9 @@ from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.hf import families, folders, rope
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.inputs import find_config
-from jaxgrpo.training.policy import config_for
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, facts
+from jaxgrpo.training.stored_policy import config_for
 from jaxgrpo.update.forward import trained
 from jaxgrpo.update.optimizer import make_optimizer
 

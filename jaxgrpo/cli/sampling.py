@@ -31,10 +31,10 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.inputs import at_time
-from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, seed_key
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
 from jaxgrpo.training.records.folder import Closing, plain, write_atomically
+from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_policy, seed_key
 
 ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""

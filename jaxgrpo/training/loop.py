@@ -32,8 +32,8 @@ from jaxgrpo.rewards import Rewards
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, memory, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
+from jaxgrpo.training.export import export
 from jaxgrpo.training.inputs import answers_line, at_time, dropped_line, gold_problem, with_logged
-from jaxgrpo.training.policy import base_params, evaluator_for_run, export
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.recovery import Keeper, Progress
 from jaxgrpo.training.processes.watchdog import Watchdog
@@ -49,6 +49,7 @@ from jaxgrpo.training.records.logbook import Clock, Logbook
 from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
+from jaxgrpo.training.stored_policy import base_params, evaluator_for_run
 from jaxgrpo.update.optimizer import current_rate
 
 OnStep = Callable[[int, dict[str, float]], object]

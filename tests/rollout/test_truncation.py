@@ -13,7 +13,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rollout.drawing import Distribution, draw, truncate
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
-from jaxgrpo.training.policy import DEFAULTS
+from jaxgrpo.training.stored_policy import DEFAULTS
 
 LOGITS = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32) * 3
 LOGITS[::2] = np.round(LOGITS[::2])  # with ties, and zeros of both signs

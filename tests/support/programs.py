@@ -42,7 +42,7 @@ def shared_by_all_runs() -> Iterator[None]:
 
     A run given Python objects shares what does not depend on them: the sampler and the update.
     """
-    from jaxgrpo.training import loop, policy, setup
+    from jaxgrpo.training import loop, setup, stored_policy
 
     shared = setup.Shared()
 
@@ -63,7 +63,7 @@ def shared_by_all_runs() -> Iterator[None]:
     def evaluator(run: Any) -> Any:
         ((rewards, objects),) = described  # the run that was set up last
         assert rewards is run.rewards
-        return policy.evaluator_for_run(run, share_of(run.config, objects))
+        return stored_policy.evaluator_for_run(run, share_of(run.config, objects))
 
     described: list[tuple[Any, bool]] = []  # of the newest run: its rewards, has it objects
     with pytest.MonkeyPatch.context() as patch:

@@ -15,10 +15,10 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop, memory
 from jaxgrpo.training.fingerprints import evaluation_facts
-from jaxgrpo.training.policy import find_base
 from jaxgrpo.training.processes import recovery
 from jaxgrpo.training.records.folder import evaluation_metrics
 from jaxgrpo.training.setup import setup
+from jaxgrpo.training.stored_policy import find_base
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
 

@@ -21,7 +21,7 @@ from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.hf import adapters, folders, texts
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.checkpoints import parameter_hash
-from jaxgrpo.training.policy import export
+from jaxgrpo.training.export import export
 from jaxgrpo.training.setup import setup
 
 LORA = {

@@ -10,8 +10,8 @@ import small_run
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.training import loop
-from jaxgrpo.training.policy import evaluator_for_run
 from jaxgrpo.training.setup import DEPENDS, Shared
+from jaxgrpo.training.stored_policy import evaluator_for_run
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.data.chat import Chat, make_chat, write, writes_time
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import inputs, loop, policy
+from jaxgrpo.training import inputs, loop, stored_policy
 from jaxgrpo.training.records import rollout_files
 
 SECONDS = "{{ strftime_now('%H%M%S') }}+{{ messages[-1]['content'] }}"
@@ -130,7 +130,9 @@ def test_later_starts_of_train_eval_and_sample_write_the_time_of_the_first(begun
     with pytest.raises(InputError, match=r'template_time: "2026-11-25T09:36:21" -> "2026-11-26"'):
         loop.train(begun, resume="auto", data={"template_time": "2026-11-26"})
 
-    _, asked = policy.find_policy(Console(), policy.config_for(str(run)))  # as `eval` does
+    _, asked = stored_policy.find_policy(
+        Console(), stored_policy.config_for(str(run))
+    )  # as `eval` does
     tokenizer = folders.read_tokenizer(run / "model")
     texts = [tokenizer.decode(tokens).replace(" ", "") for tokens in asked.encoded]
     assert all(text.startswith("093621+") for text in texts)

@@ -16,7 +16,7 @@ from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.hf import families, texts
 from jaxgrpo.training import inputs
-from jaxgrpo.training.policy import LIMITS, config_for
+from jaxgrpo.training.stored_policy import LIMITS, config_for
 
 PROMPT, COMPLETION = LIMITS
 LONGROPE = {

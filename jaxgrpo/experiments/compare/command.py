@@ -29,12 +29,12 @@ from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
 from jaxgrpo.training.inputs import at_time, load_rows, local_time, resolve_rewards
-from jaxgrpo.training.policy import evaluator_for_run, read_run
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
 from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared
+from jaxgrpo.training.stored_policy import evaluator_for_run, read_run
 
 
 def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> int | Document:

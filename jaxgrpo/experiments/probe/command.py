@@ -23,7 +23,11 @@ from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.rewards.protocol import TrainerState
 from jaxgrpo.training.inputs import show_previews, try_rewards
-from jaxgrpo.training.policy import (
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Document, telling
+from jaxgrpo.training.records.folder import write_atomically
+from jaxgrpo.training.records.report.html import check_can_draw, check_writable
+from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     StoredPolicy,
     config_for,
@@ -32,10 +36,6 @@ from jaxgrpo.training.policy import (
     resolve_judge,
     seed_key,
 )
-from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import Document, telling
-from jaxgrpo.training.records.folder import write_atomically
-from jaxgrpo.training.records.report.html import check_can_draw, check_writable
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
 

@@ -1,43 +1,36 @@
-"""A policy outside its training: to sample from, to evaluate, to compare with, to export."""
+"""A policy outside its training: to sample from, to evaluate, to compare with."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
-import tempfile
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.own_code import python_name
-from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_questions
-from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model, params_per_layer
-from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import memory, parameters
-from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.inputs import (
     at_time,
     eval_source,
@@ -47,8 +40,6 @@ from jaxgrpo.training.inputs import (
     resolve_scorer,
 )
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.folder import evaluation_metrics, read_metrics
-from jaxgrpo.training.records.report.record import accuracy_first, with_interval
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import (
     ModelSetup,
@@ -61,11 +52,9 @@ from jaxgrpo.update.forward import (
     layout_to_sample,
     param_layout,
     sampling_layout,
-    trained,
 )
 from jaxgrpo.update.step import Share, share_nothing
 
-DTYPES = ("float32", "bfloat16")  # of exported weights
 SLOTS = 64  # samples decoded at once where no run says how many
 NO_REWARD = python_name("no_reward")  # what the config made for a model folder names as its reward
 
@@ -278,92 +267,6 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
     return share("evaluator", make)
 
 
-def export(
-    run: str | Place,
-    out: str | Place,
-    step: str | int = "last",
-    dtype: str | None = None,
-    overwrite: bool = False,
-) -> Place:
-    """Writes the model of one step of a run, with tokenizer, generation config and model card.
-
-    Args:
-      run: a run folder, or its URL.
-      out: the folder to write, or a URL; a model there that we wrote is replaced.
-      step: a number of finished steps, "last", or "best" by the run's checkpoint.keep_best.
-      dtype: of the weights; None: as they were trained.
-      overwrite: replace a model that someone else wrote too, but never the base of the run.
-
-    Returns: `out`.
-
-    Raises: InputError where the run, the step or the dtype is none, or `out` is not ours.
-    """
-    folder, config = read_run(run)
-    home, stored = find_config(config)
-    target = _target(out, [home, *parameters.bases(config)], overwrite)
-    tokenizer = make_chat(config, folders.read_tokenizer(home)).tokenizer
-    ends = texts.end_fields(folders.read_end_tokens(home, tokenizer, stored.vocab_size))
-    # On the host and without the rest of the state: neither the mesh of the run is needed for it,
-    # nor its data, rewards and method, which may have come from Python.
-    with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
-        number = _number(folder, config, step, checkpoints)
-        source_step = checkpoints.latest() if number is None else number
-        meta = checkpoints.meta(source_step) if source_step in checkpoints.steps() else {}
-        model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
-        zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes))
-        abstract_state = {"step": np.zeros((), np.int32), "trainable": zeros}
-        state, _ = checkpoints.restore(abstract_state, number, partial=True)
-        refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
-    number, params = int(state["step"]), state["trainable"]
-    if model.config.lora is not None:
-        parameters.refuse_changed_adapters(config, meta, parameters.adapter_identity(home, model))
-        base = lora.base_model(model)
-        weights = folders.read_params(home, base, "float32")
-        model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
-    if dtype is not None:
-        model, params = _cast(model, params, dtype)
-    card = model_card(config, number, _evaluation(folder, number))
-    with _local_folder(out) as local:
-        folders.save_model(
-            model, params, local, tokenizer, ends, card=card, overwrite=overwrite, base=home
-        )
-    return target
-
-
-def _target(out: str | Place, bases: Iterable[str | Path], overwrite: bool) -> Place:
-    """Where to export to. Raises: InputError where what is there may not be replaced."""
-    target = storage.place(out) if storage.is_url(out) else Path(out)
-    with refusing(f"{out} cannot be read ({{reason}})", OSError):
-        folders.refuse_unless_ours(target, bases, overwrite)
-    return target
-
-
-def _cast(model: Model, params: Params, dtype: str) -> tuple[Model, Params]:
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")
-    model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
-    return model, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def _evaluation(folder: Place, step: int) -> dict[str, Any]:
-    """What was evaluated at a step of a run."""
-    lines = [line for line in read_metrics(folder) if line["step"] == step]
-    values = {name: value for line in lines for name, value in evaluation_metrics(line).items()}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-@contextlib.contextmanager
-def _local_folder(out: str | Place) -> Iterator[Path]:
-    """A folder of this host: `out`, or one whose files are copied there at the end."""
-    if not storage.is_url(out):
-        yield Path(out)
-        return
-    with tempfile.TemporaryDirectory(prefix="jaxgrpo-export-") as temporary:
-        yield (local := Path(temporary, "model"))
-        with refusing(f"{out} cannot be written ({{reason}})", OSError):
-            storage.upload_folder(local, os.fspath(out))
-
-
 def is_run(target: str | Place) -> bool:
     """Whether it is the folder of a run. Raises: InputError where a bucket does not answer."""
     if not storage.is_url(target):
@@ -381,54 +284,3 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
     if not is_run(run):
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
     return folder, configs.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
-
-
-def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> str:
-    """README.md of an exported model, with the metadata block that the hub reads."""
-    path = config.data.path or "own rows"
-    data = "`, `".join(p.title for p in path) if isinstance(path, tuple) else Path(path).name
-    steps = [config.method] if config.method else config.advantage or ()
-    method = " -> ".join(str(part["use"]) for part in steps)
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [jaxgrpo, reinforcement-learning, grpo]",
-        "---",
-        f"{replacing.CARD_TITLE} {jaxgrpo.__version__}",
-        "",
-        f"Base model `{Path(config.model.path).name}`, {step} of {config.train.steps} steps of "
-        f"`{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "
-        f"x {config.rollout.group_size} samples a step, {config.optimizer.use} at learning rate "
-        f"{config.optimizer.learning_rate:g}, seed {config.train.seed}).",
-    ]
-    if evaluation:
-        held_out = Path(str(config.eval.data)).name
-        lines += ["", f"Evaluated on `{held_out}`, with 95% intervals over prompts:"]
-        lines += ["", "| | |", "|---|---|"]
-        names = sorted((name for name in evaluation if not is_end(name)), key=accuracy_first)
-        lines += [f"| {name} | {with_interval(evaluation, name)} |" for name in names]
-    return "\n".join(lines) + "\n"
-
-
-def _number(folder: Place, config: Config, step: str | int, checkpoints: Checkpoints) -> int | None:
-    """The step to restore; None for the newest."""
-    if step == "last":
-        return None
-    if step == "best":
-        metric, newest = config.checkpoint.keep_best or "", checkpoints.latest()
-        saved = {} if newest is None else checkpoints.meta(newest)
-        if saved.get("best") and saved.get("best_metric"):
-            return saved["best"][0]
-        # Version 0.1.0 saved no name of a metric.
-        lines = [line for line in read_metrics(folder) if line["step"] > 0]
-        measured_lines = [line for line in lines if line.get(metric) is not None]
-        if not measured_lines:
-            raise InputError(
-                f"{folder}: no best step was kept; set checkpoint.keep_best before training, "
-                "or name a step"
-            )
-        return max(measured_lines, key=lambda line: (line[metric], -line["step"]))["step"]
-    if isinstance(step, int) or step.isdecimal():
-        return int(step)
-    raise InputError(f"--step {step}: use last, best or a number of steps")
