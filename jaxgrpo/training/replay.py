@@ -269,7 +269,7 @@ def to_json(replay: Replay) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-class Origin(NamedTuple):
+class RolloutSource(NamedTuple):
     """What the rollouts of a run come from."""
 
     policy: PromptPolicy
@@ -280,13 +280,13 @@ class Origin(NamedTuple):
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
 
 
-def make_origin(
+def make_rollout_source(
     config: Config,
     disk_inputs: Mapping[str, Any],
     blueprint: Blueprint,
     steps: Steps,
     rewards: Sequence[Reward],
-) -> Origin:
+) -> RolloutSource:
     """The policy with its sampler and rewards; or the files of a replay.
 
     Args:
@@ -303,10 +303,10 @@ def make_origin(
     if disk_inputs["replay"]:
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        origin = origin_from_files(disk_inputs["replay"], mesh, names, needs)
+        rollout_source = rollout_source_from_files(disk_inputs["replay"], mesh, names, needs)
         fields = disk_inputs["replay"].load(0).fields
         methods.trace_chain(config, blueprint.chain, rewards, len(rows), fields)
-        return origin
+        return rollout_source
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)
@@ -320,12 +320,12 @@ def make_origin(
     )
     refills = config.rollout.refill is not None
     leftover = refill.no_leftover(geometry, names, columns, answers) if refills else None
-    return Origin(policy, select, steps.sample, reward, leftover, answers)
+    return RolloutSource(policy, select, steps.sample, reward, leftover, answers)
 
 
-def origin_from_files(
+def rollout_source_from_files(
     replay: Replay, mesh: Mesh, rewards: Collection[str], fields: Collection[str]
-) -> Origin:
+) -> RolloutSource:
     """Saved rollouts: each function returns its part of what the file of the step holds.
 
     The prompt policy that comes with them is never asked.
@@ -371,4 +371,4 @@ def origin_from_files(
         placed: dict[str, Any] = put_prompts(mesh, {"rewards": source.rewards, "fields": values})
         return state, dataclasses.replace(rollouts, **placed), RewardLog({}, {}, {}, {})
 
-    return Origin(sequential(), select, sample, reward, None, None)
+    return RolloutSource(sequential(), select, sample, reward, None, None)

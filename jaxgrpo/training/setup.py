@@ -48,7 +48,13 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.replay import Origin, Replay, SavedRollouts, make_origin, read_files
+from jaxgrpo.training.replay import (
+    Replay,
+    RolloutSource,
+    SavedRollouts,
+    make_rollout_source,
+    read_files,
+)
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -229,19 +235,21 @@ def setup(
     method = functools.partial(build_method, config, model_setup, run_rewards, advantage, share)
     blueprint, steps = share("method", method)
     memory.refuse_too_large(memory.run_memory(config, blueprint), model_setup.mesh)
-    origin = make_origin(config, disk_inputs, blueprint, steps, run_rewards)
-    state_of = state_of or functools.partial(_read_state, config, disk_inputs, origin, run_rewards)
+    rollout_source = make_rollout_source(config, disk_inputs, blueprint, steps, run_rewards)
+    state_of = state_of or functools.partial(
+        _read_state, config, disk_inputs, rollout_source, run_rewards
+    )
     return Setup(
         config=inputs.at_time(config, disk_inputs["chat"].time),
         **disk_inputs,
         rewards=run_rewards,
-        answers=origin.answers,
+        answers=rollout_source.answers,
         blueprint=blueprint,
         state=state_of(blueprint),
-        policy=origin.policy,
-        select=origin.select,
-        sample=origin.sample,
-        reward=origin.reward,
+        policy=rollout_source.policy,
+        select=rollout_source.select,
+        sample=rollout_source.sample,
+        reward=rollout_source.reward,
         **{name: getattr(steps, name) for name in _STEP_FUNCTIONS},
     )
 
@@ -249,17 +257,17 @@ def setup(
 def _read_state(
     config: Config,
     disk_inputs: Mapping[str, Any],
-    origin: Origin,
+    rollout_source: RolloutSource,
     rewards: Sequence[Reward],
     blueprint: Blueprint,
 ) -> TrainState:
     """The first state, with the weights of the model."""
     model, seed = disk_inputs["model"], config.train.seed
     names = tuple(reward.name for reward in rewards)
-    start = origin.policy, len(disk_inputs["rows"]), seed, names
+    start = rollout_source.policy, len(disk_inputs["rows"]), seed, names
     dtype, layout = held_dtype(model), param_layout(blueprint)
     params = parameters.read_start(config, disk_inputs["folder"], model, dtype, layout)
-    return parameters.first_state(blueprint, params, *start, leftover=origin.leftover)
+    return parameters.first_state(blueprint, params, *start, leftover=rollout_source.leftover)
 
 
 class ModelSetup(NamedTuple):
