@@ -2,7 +2,7 @@
 
     python -m docs.real_methods [GSM8K]     (make real-methods)
 
-Needs the base of `make real-model` in runs/smollm2. Makes the 42 runs of the experiments
+Needs the base of `make real-model` in runs/smollm2. Makes the 40 runs of the experiments
 smollm2_methods, smollm2_lora and smollm2_kl, asks their models what they forgot, and probes three
 kinds of prompts: about an hour and a half on two cores. Finished runs are not repeated. GSM8K is a
 .jsonl file, or a data set of the hub; "openai/gsm8k" without it.
@@ -29,7 +29,6 @@ from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.results import Outcome
 from jaxgrpo.models.hf.folders import read_tokenizer
-from jaxgrpo.training.records.folder import read_metrics
 
 PAGE = Path(__file__).resolve().parent / "real-model.md"
 QUESTIONS = PAGE.with_name("general_questions.jsonl")
@@ -94,20 +93,16 @@ def rates_table(compared: Compared) -> str:
     return common.table(["method", *(f"{rate:g}" for rate in experiment.learning_rates)], rows)
 
 
-def lora_table(all_weights: Compared, adapted: Compared) -> str:
-    """Adapters beside all weights, for the methods that both experiments have."""
+def lora_table(full: Compared, adapted: Compared) -> str:
+    """Adapters beside all weights: the methods and the seeds that both experiments have."""
+    arms, seeds = adapted.experiment.arms, adapted.experiment.seeds
     rows = []
-    for trained, compared in (("all weights", all_weights), ("adapters, rank 16", adapted)):
-        for arm, runs in report.best_runs(*compared).items():
-            if arm not in adapted.experiment.arms:
-                continue
-            seconds = np.median([np.median(_step_seconds(run)) for run in runs])
-            scores = _scores(runs)
-            rows.append([
-                f"`{arm}`", trained, f"{runs[0].case.rate:g}", *scores, f"{seconds:.1f}",
-            ])  # fmt: skip
-    header = ["method", "trained", "rate", "pass@1", "pass@4", "greedy", "seconds a step"]
-    return common.table(header, rows)
+    for trained, compared in (("all weights", full), ("adapters, rank 16", adapted)):
+        best = report.best_runs(*compared)
+        for arm in arms:
+            runs = [run for run in best[arm] if run.case.seed in seeds]
+            rows.append([f"`{arm}`", trained, f"{runs[0].case.rate:g}", *_scores(runs)])
+    return common.table(["method", "trained", "rate", "pass@1", "pass@4", "greedy"], rows)
 
 
 def kl_table(compared: Compared) -> str:
@@ -297,10 +292,6 @@ def _recall_cells(recalled: Sequence[Recall]) -> list[str]:
     nats = np.mean([model.nats for model in recalled])
     likeliest = np.mean([model.likeliest for model in recalled])
     return [f"{nats:.1f}", f"{likeliest:.1f}"]
-
-
-def _step_seconds(run: Outcome) -> list[float]:
-    return [line["time/step"] for line in read_metrics(run.case.path) if "time/step" in line]
 
 
 if __name__ == "__main__":
