@@ -235,21 +235,19 @@ def setup(
     method = functools.partial(build_method, config, model_setup, run_rewards, advantage, share)
     blueprint, steps = share("method", method)
     memory.refuse_too_large(memory.run_memory(config, blueprint), model_setup.mesh)
-    rollout_source = make_rollout_source(config, disk_inputs, blueprint, steps, run_rewards)
-    state_of = state_of or functools.partial(
-        _read_state, config, disk_inputs, rollout_source, run_rewards
-    )
+    source = make_rollout_source(config, disk_inputs, blueprint, steps, run_rewards)
+    read_state = functools.partial(_read_state, config, disk_inputs, source, run_rewards)
     return Setup(
         config=inputs.at_time(config, disk_inputs["chat"].time),
         **disk_inputs,
         rewards=run_rewards,
-        answers=rollout_source.answers,
+        answers=source.answers,
         blueprint=blueprint,
-        state=state_of(blueprint),
-        policy=rollout_source.policy,
-        select=rollout_source.select,
-        sample=rollout_source.sample,
-        reward=rollout_source.reward,
+        state=(state_of or read_state)(blueprint),
+        policy=source.policy,
+        select=source.select,
+        sample=source.sample,
+        reward=source.reward,
         **{name: getattr(steps, name) for name in _STEP_FUNCTIONS},
     )
 

@@ -16,7 +16,7 @@ from jaxgrpo.config.keys import SHIPPED
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.models.gguf.importing import import_gguf
 
-EXPERIMENTS = {real_methods.METHODS: 30, real_methods.LORA: 4, real_methods.KL: 6}
+EXPERIMENTS = {real_methods.METHODS: 30, real_methods.LORA: 4, real_methods.KL: 3}
 """The shipped experiments, and how many runs each has."""
 
 
