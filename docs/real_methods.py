@@ -163,7 +163,7 @@ def _chat(tokenizer: Any, question: str) -> list[int]:
 
 def probe_table(gsm8k: str) -> str:
     """Whether there is signal, by kind of prompt."""
-    chat = {"data.prompt": "What is {first} + {second}?", **_lengths(64, 24)}
+    chat = {"data.prompt": "What is {first} + {second}?", **_lengths(80, 24)}
     probes: dict[str, tuple[str, str, dict[str, Any]]] = {
         "sums, four examples as text": (
             "task:sums:test",
