@@ -164,22 +164,25 @@ def _chat(tokenizer: Any, question: str) -> list[int]:
 def probe_table(gsm8k: str) -> str:
     """Whether there is signal, by kind of prompt."""
     chat = {"data.prompt": "What is {first} + {second}?", **_lengths(80, 24)}
-    probes: dict[str, tuple[str, str, dict[str, Any]]] = {
+    probes: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         "sums, four examples as text": (
             "task:sums:test",
             "sums",
+            32,
             {"data.chat_template": "none", "rollout.stop_strings": ["\n"], **_lengths(48, 4)},
         ),
-        "sums as a chat, first line judged": ("task:sums:test", "sums", chat),
-        "sums as a chat, last number judged": ("task:sums:test", "gsm8k_answer", chat),
-        "GSM8K as a chat": (gsm8k, "gsm8k_answer", _gsm8k_keys(gsm8k)),
+        "sums as a chat, first line judged": ("task:sums:test", "sums", 32, chat),
+        "sums as a chat, last number judged": ("task:sums:test", "gsm8k_answer", 32, chat),
+        "GSM8K as a chat": (gsm8k, "gsm8k_answer", 8, _gsm8k_keys(gsm8k)),
     }
     rows = []
-    for name, (data, reward, keys) in probes.items():
-        probe = jaxgrpo.probe(str(BASE), data=data, reward=reward, **PROBED, **GROUPS, **keys)
+    for name, (data, reward, prompts, keys) in probes.items():
+        sizes = {**PROBED, "prompts": min(prompts, PROBED["prompts"])}
+        probe = jaxgrpo.probe(str(BASE), data=data, reward=reward, **sizes, **GROUPS, **keys)
         rows.append(_probe_row(name, probe))
     header = [
         "prompts",
+        "their number",
         "success",
         "pass@4",
         f"pass@{PROBED['samples']}",
@@ -189,13 +192,13 @@ def probe_table(gsm8k: str) -> str:
     return common.table([*header, "Jensen gap, 99% interval"], rows)
 
 
-PROBED: dict[str, Any] = {"samples": 16, "prompts": 64}
+PROBED: dict[str, Any] = {"samples": 16, "prompts": 32}
 GROUPS: dict[str, Any] = {"rollout.prompts_per_step": 8, "rollout.group_size": 8}
 
 
 def _gsm8k_keys(source: str) -> dict[str, Any]:
     words = 'Let\'s think step by step and output the final answer after "####".'
-    keys = {"data.prompt": f"{{question}} {words}", "data.too_long": "drop", **_lengths(256, 200)}
+    keys = {"data.prompt": f"{{question}} {words}", "data.too_long": "drop", **_lengths(256, 128)}
     if not Path(source).exists():  # on the hub
         keys |= {"eval.subset": "main", "eval.split": "test"}
     return keys
@@ -211,7 +214,8 @@ def _probe_row(name: str, probe: Mapping[str, Any]) -> list[str]:
     low, high = group["ci"] if group["ci"] else (None, None)
     gap = f"{group['gap']:.3f}" + (f", {low:.3f} to {high:.3f}" if low is not None else "")
     shares = [probe["success"]["rate"], passes[4]["value"], passes[most]["value"]]
-    return [name, *(f"{value:.3f}" for value in (*shares, group["measured"], group["iid"])), gap]
+    shares += [group["measured"], group["iid"]]
+    return [name, str(probe["prompts"]), *(f"{value:.3f}" for value in shares), gap]
 
 
 def cost(compared: Mapping[str, Compared]) -> str:
