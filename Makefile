@@ -14,7 +14,7 @@ help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
 	@echo "make quickstarts the same with Llama, with Gemma 3 and by LoRA; fails if one learns too little"
 	@echo "make real-model  import a model that was pretrained, train it, compare with transformers"
-	@echo "make real-methods compare methods on that model and write docs/real-model.md: an hour and a half"
+	@echo "make real-methods compare methods on that model and write docs/real-model.md: two hours"
 	@echo "make test-fast   the quick tests"
 	@echo "make test-oldest the quick tests with the lowest versions that pyproject.toml allows"
 	@echo "make test        lint and all tests but those of test-all; what CI runs"

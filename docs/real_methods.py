@@ -3,8 +3,8 @@
     python -m docs.real_methods [GSM8K]     (make real-methods)
 
 Needs the base of `make real-model` in runs/smollm2. Makes the 37 runs of the experiments
-smollm2_methods, smollm2_lora and smollm2_kl, asks their models what they forgot, and probes three
-kinds of prompts: about an hour and a half on two cores. Finished runs are not repeated. GSM8K is a
+smollm2_methods, smollm2_lora and smollm2_kl, asks their models what they forgot, and probes four
+kinds of prompts: about two hours on two busy cores. Finished runs are not repeated. GSM8K is a
 .jsonl file, or a data set of the hub; "openai/gsm8k" without it.
 """
 
