@@ -22,13 +22,14 @@ from matplotlib.figure import Figure
 
 import jaxgrpo
 from docs.experiments import common
-from docs.experiments.x3_advantages import Compared
+from docs.experiments.x3_advantages import Compared, total_cost
 from docs.real_model import BASE
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.results import Outcome
 from jaxgrpo.models.hf.folders import read_tokenizer
+from jaxgrpo.models.sequences import token_is_likeliest
 
 PAGE = Path(__file__).resolve().parent / "real-model.md"
 QUESTIONS = PAGE.with_name("general_questions.jsonl")
@@ -37,7 +38,7 @@ METHODS, LORA, KL = "smollm2_methods", "smollm2_lora", "smollm2_kl"
 
 
 def main(gsm8k: str = "openai/gsm8k") -> int:
-    """Exit code 1 where a check of `checks` fails; the page then says so too."""
+    """Writes page and figure. Exit code 1 if a check of `checks` fails."""
     if not (BASE / "config.json").exists():
         sys.exit(f"{BASE} holds no model: run `make real-model` first")
     compared = {name: compare_runs(name) for name in (METHODS, LORA, KL)}
@@ -145,9 +146,8 @@ def recall(folder: Path) -> Recall:
         mask[row, :end] = 1
         is_answer[row, len(prompt) : end] = 1
     logp = np.asarray(jaxgrpo.token_logp(model, params, tokens, mask), float)
-    logits = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
-    hits = logits[:, :-1].argmax(-1) == tokens[:, 1:]
-    likeliest = (hits | (is_answer[:, 1:] == 0)).all(1)
+    hits = np.asarray(token_is_likeliest(model, params, tokens, mask))
+    likeliest = (hits | (is_answer == 0)).all(1)
     question = [{"role": "user", "content": FRANCE}]
     (france,) = jaxgrpo.sample(str(folder), [question], temperature=0, max_tokens=16)
     nats = -(logp * is_answer).sum(1).mean()
@@ -220,16 +220,9 @@ def _probe_row(name: str, probe: Mapping[str, Any]) -> list[str]:
 
 def cost(compared: Mapping[str, Compared]) -> str:
     """What the runs took."""
-    runs = [
-        run
-        for comparison in compared.values()
-        for by_seed in comparison.outcomes.values()
-        for run in by_seed.values()
-    ]
-    minutes = sum(run.numbers["time/seconds"] for run in runs) / 60
-    tokens = sum(run.numbers["tokens"] for run in runs)
+    runs, tokens, minutes = total_cost(compared.values())
     return (
-        f"{len(runs)} runs of 10 steps; {tokens:,.0f} tokens sampled in training, "
+        f"{runs} runs of 10 steps; {tokens:,.0f} tokens sampled in training, "
         f"{minutes:.0f} minutes of training without evaluation."
     )
 

@@ -8,7 +8,7 @@ on two cores; finished runs are not repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,20 +125,34 @@ def ends_table(comparison: Compared) -> str:
     return common.table(head, rows)
 
 
-def cost(comparisons: Mapping[int, Compared]) -> str:
-    """What all of it took."""
+class Totals(NamedTuple):
+    """What the runs of several comparisons took."""
+
+    runs: int
+    tokens: float  # sampled in training
+    minutes: float  # of training, without evaluation
+
+
+def total_cost(comparisons: Iterable[Compared]) -> Totals:
+    """Summed over all finished runs."""
     runs = [
         run
-        for comparison in comparisons.values()
+        for comparison in comparisons
         for by_seed in comparison.outcomes.values()
         for run in by_seed.values()
     ]
     tokens, seconds = (
         sum(run.numbers[name] for run in runs) for name in ("tokens", "time/seconds")
     )
+    return Totals(len(runs), tokens, seconds / 60)
+
+
+def cost(comparisons: Mapping[int, Compared]) -> str:
+    """What all of it took."""
+    runs, tokens, minutes = total_cost(comparisons.values())
     return (
-        f"{len(runs)} runs, {tokens / 1e6:.1f} million tokens sampled in training, "
-        f"{seconds / 60:.0f} minutes of training without evaluation."
+        f"{runs} runs, {tokens / 1e6:.1f} million tokens sampled in training, "
+        f"{minutes:.0f} minutes of training without evaluation."
     )
 
 

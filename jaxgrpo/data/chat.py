@@ -326,7 +326,7 @@ def _find(tokenizer: Any, choice: str, path: str) -> tuple[str | None, str]:
 
 
 def _is_begun(messages: Conversation) -> bool:
-    """Whether the model goes on with a message that the prompt begins."""
+    """Whether the model continues a message that the prompt begins."""
     return messages[-1]["role"] == "assistant"
 
 

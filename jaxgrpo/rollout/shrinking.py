@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 
 def next_slots(slots: int) -> int | None:
-    """The number of slots that a bin goes on with when so few are in use; None: it stays.
+    """The number of slots that a bin keeps when so few are in use; None: all of them.
 
     >>> next_slots(64), next_slots(40), next_slots(24), next_slots(16), next_slots(8), next_slots(4)
     (40, 32, 16, 8, 4, None)

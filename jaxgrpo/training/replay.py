@@ -241,7 +241,7 @@ def _fit_to_config(config: Config, path: Path, rollouts: Any, numbers: Rows) -> 
 
 
 def refuse_other_files(replay_json: str | None, has_begun: bool, replay: Replay | None) -> None:
-    """A run goes on with the files that it began with, or with samples of its own.
+    """A resumed run takes the files that it began with, or samples of its own.
 
     Args:
       replay_json: that of the run folder; None: there is none.

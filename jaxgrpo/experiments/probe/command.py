@@ -57,7 +57,7 @@ def probe(
       data: as data.path, or rows; by default the training data of the run or config.
       reward: the name of one or a function; by default the first of the run or config.
       samples: N per prompt; 16 by default.
-      prompts: the first so many of the data; all by default.
+      prompts: how many, from the start of the data; all by default.
       level: of the intervals.
       overrides: tables of the config, rollout={"temperature": 0.5}, as of `train`.
 

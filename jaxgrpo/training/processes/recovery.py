@@ -80,7 +80,7 @@ class Keeper:
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
     def resume_command(self) -> str:
-        """The command that goes on with this run."""
+        """The command that resumes this run."""
         if self.replays:
             return "the same jaxgrpo replay, and --resume auto"
         source = self.config.source or self.folder.path / "config.toml"

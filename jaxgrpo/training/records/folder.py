@@ -458,7 +458,7 @@ class RunFolder(Closing):
     def copy_code(self, files: Iterable[str | os.PathLike[str]]) -> None:
         """Copies own code files into code/. A name taken by other contents gets a number.
 
-        So a run that goes on with a changed file keeps what it began with: reward.py, reward_2.py.
+        So a resumed run whose file has changed keeps what it began with: reward.py, reward_2.py.
         """
         if not self._writes:
             return
