@@ -19,6 +19,8 @@ from jaxgrpo.models.gguf.importing import import_gguf
 
 EXPERIMENTS = {real_methods.METHODS: 30, real_methods.LORA: 4, real_methods.KL: 3}
 """The shipped experiments, and how many runs each has."""
+ARMS = {"grpo", "sign", "beta_0", "beta_01"}
+"""Those of a smaller run: adapters are compared with all weights arm by arm."""
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -69,7 +71,7 @@ def test_the_command_makes_runs_asks_models_probes_and_writes_the_page(
     assert code == ("FAIL" in printed)  # one step need not teach anything
     assert "one base in each seed: yes" in printed
     text = page.read_text()
-    for arm in ("grpo", "dr_grpo"):
+    for arm in ("grpo", "sign"):
         assert f"| `{arm}` |" in text
     assert "The capital of France is Paris." in text  # what the base says
     assert (tmp_path / "real-model.png").stat().st_size > 10_000
@@ -82,7 +84,7 @@ def shorter(name: str, file: Path) -> None:
     )
     tables |= {"seeds": [0], "dir": str(file.with_suffix("")), "base": "smollm2_sums"}
     tables["learning_rates"] = tables["learning_rates"][:1]
-    tables["arms"] = dict(list(tables["arms"].items())[:2])
+    tables["arms"] = {arm: keys for arm, keys in tables["arms"].items() if arm in ARMS}
     tables["set"] = {
         **tables.get("set", {}),
         "train": {"steps": 1},
