@@ -23,12 +23,13 @@ from jax.sharding import Mesh
 from benchmarks.common import describe, interval, matmul_rate, report, timed
 from benchmarks.workloads import SMALL, WORKLOADS, Workload, model_config
 from jaxgrpo import advantages, losses
+from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import pad_prompts, sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.rollout.selection import pad_prompts
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.step import build_steps
@@ -68,12 +69,12 @@ def make_blueprint(
     )
 
 
-def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]:
+def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Learner]:
     work, mesh = WORKLOADS[workload], sharding.make_mesh()
     blueprint = make_blueprint(model_config(name), work, mesh, tokens)
     init = jax.jit(blueprint.model.init, out_shardings=param_layout(blueprint))
     params = init(jax.random.key(0))
-    return blueprint, first_state(blueprint, params, sequential(), 1000, 0, ("reward",))
+    return blueprint, first_learner(blueprint, params, 1000, ("reward",))
 
 
 def main() -> None:
@@ -88,8 +89,8 @@ def main() -> None:
     rate = matmul_rate(2048, 2048, 2048)
     flops = floor_flops(arguments.model, arguments.workload)
     print(f"{about['device']}, jax {about['jax']}, {rate / 1e9:.0f} GFLOP/s in a 2048^3 product")
-    blueprint, state = build(arguments.model, arguments.workload, arguments.tokens)
-    spent = measure(blueprint, state, arguments.repeats)
+    blueprint, learner = build(arguments.model, arguments.workload, arguments.tokens)
+    spent = measure(blueprint, learner, arguments.repeats)
     floor = flops / rate
     result: dict[str, Any] = {**about, "model": arguments.model, "workload": arguments.workload}
     for phase, values in spent.items():
@@ -100,22 +101,22 @@ def main() -> None:
     report({**result, "floor": floor, "gflops": rate / 1e9})
 
 
-def measure(blueprint: Blueprint, state: Any, repeats: int) -> dict[str, list[float]]:
+def measure(blueprint: Blueprint, learner: Learner, repeats: int) -> dict[str, list[float]]:
     """Seconds of each phase, the first (compiling) step left out."""
     steps, geometry = build_steps(blueprint), blueprint.geometry
     rng = np.random.default_rng(0)
     shape = (geometry.num_prompts, geometry.max_prompt_tokens)
-    order = np.arange(geometry.num_prompts)
+    order, key = np.arange(geometry.num_prompts), np.zeros(2, np.uint32)
     tokens = rng.integers(2, blueprint.model.config.vocab_size, shape)
     prompts = put_prompts(blueprint.mesh, pad_prompts(list(tokens), shape[1], order, order, 0))
     spent: dict[str, list[float]] = {"sample": [], "prepare": [], "update": [], "step": []}
     for step in range(repeats + 1):
-        rollouts, sample = timed(steps.sample, steps.sync(state), prompts, state.key)
+        rollouts, sample = timed(steps.sample, steps.sync(learner), prompts, key)
         reward = rng.normal(size=(geometry.num_prompts, geometry.group_size)).astype(np.float32)
         placed = sharding.put(reward, sharding.named(blueprint.mesh, "bins", None))
         rollouts = dataclasses.replace(rollouts, rewards={"reward": placed})
-        (state, prepared), prepare = timed(steps.prepare, state, rollouts)
-        (state, _), update = timed(steps.update, state, prepared.batches)
+        (learner, prepared), prepare = timed(steps.prepare, learner, rollouts)
+        (learner, _), update = timed(steps.update, learner, prepared.batches)
         if step:
             phases = (sample, prepare, update, sample + prepare + update)
             for name, value in zip(spent, phases, strict=True):

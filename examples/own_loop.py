@@ -4,19 +4,23 @@ python examples/own_loop.py CONFIG [KEY=VALUE ...]
 """
 
 import sys
+from functools import partial
 
 import jaxgrpo as jg
 
 config = jg.load_config(sys.argv[1], sys.argv[2:])
 run = jg.setup(config)
-state = run.state
+learner, stream = run.learner, run.stream
 
-for _ in range(config.train.steps):
-    # run.select, run.sample and run.reward; with rollout.refill until the step is full
-    state, collected = run.collect(state)
-    state, prepared = run.prepare(state, collected.rollouts)
-    state, metrics = run.update(state, prepared.batches)
+for step in range(config.train.steps):
+    params = run.sync(learner)
+    # Prompts are selected, sampled and rewarded; with rollout.refill until enough groups are live.
+    live_groups = partial(run.live_groups, learner)
+    stream, collected = run.collect(params, step, stream, live_groups)
+    del params, live_groups  # makes room for the update
+    learner, prepared = run.prepare(learner, collected.rollouts)
+    learner, metrics = run.update(learner, prepared.batches)
     reward = prepared.metrics["reward"].result()
-    print(f"step {state.step}: reward {reward:.3f}, loss {metrics['loss'].result():.2e}")
+    print(f"step {learner.step}: reward {reward:.3f}, loss {metrics['loss'].result():.2e}")
 
-print("parameter hash", jg.parameter_hash(state.trainable))
+print("parameter hash", jg.parameter_hash(learner.trainable))

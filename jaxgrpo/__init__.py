@@ -33,12 +33,13 @@ if TYPE_CHECKING:  # the public words as type checkers see them; `_WORDS` has th
     from jaxgrpo.core.errors import ConfigError, InputError
     from jaxgrpo.core.metrics import Max, Mean
     from jaxgrpo.core.types import (
+        Learner,
         Prompts,
         Rollouts,
         RolloutSpec,
         Signal,
+        Stream,
         TrainBatch,
-        TrainState,
     )
     from jaxgrpo.data import tasks
     from jaxgrpo.experiments.probe.command import probe
@@ -68,7 +69,7 @@ _WORDS = {
     "jaxgrpo.training.checkpoints": ("parameter_hash",),
     "jaxgrpo.training.loop": ("Run", "train"),
     "jaxgrpo.core.types": (
-        *("Prompts", "RolloutSpec", "Rollouts", "Signal", "TrainBatch", "TrainState"),
+        *("Learner", "Prompts", "RolloutSpec", "Rollouts", "Signal", "Stream", "TrainBatch"),
     ),
 }
 _MODULES = {
@@ -83,6 +84,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "InputError",
+    "Learner",
     "Max",
     "Mean",
     "Prompts",
@@ -91,8 +93,8 @@ __all__ = [
     "Run",
     "Setup",
     "Signal",
+    "Stream",
     "TrainBatch",
-    "TrainState",
     "__version__",
     "advantages",
     "chain",

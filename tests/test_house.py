@@ -47,7 +47,7 @@ def words(text: str) -> frozenset[str]:
 
 CORE = words("jax jaxtyping")
 HOUSE = {
-    "core": Package(words(""), CORE, pure=True),
+    "core": Package(words(""), CORE | words("numpy"), pure=True),
     "advantages": Package(words("core"), CORE, pure=True),
     "losses": Package(words("core"), CORE, pure=True),
     "data": Package(words("core")),

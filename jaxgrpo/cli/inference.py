@@ -29,7 +29,7 @@ from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import export as exporting
-from jaxgrpo.training.inputs import find_config
+from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
 from jaxgrpo.training.records.folder import plain, write_atomically

@@ -25,7 +25,7 @@ from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.hf import families, folders, rope
 from jaxgrpo.training import memory, parameters
-from jaxgrpo.training.inputs import find_config
+from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, facts
 from jaxgrpo.training.stored_policy import config_for

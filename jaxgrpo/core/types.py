@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from jax import Array
 
 Params = dict[str, Any]
@@ -104,27 +105,37 @@ class TrainBatch:
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """Everything that resuming needs, and nothing else."""
+class Learner:
+    """What an update changes and reads, on the devices of the update, which donates it."""
 
     step: Array  # [] int32, finished steps
     trainable: Params  # all parameters, or the adapters if the model has them
     frozen: dict[str, Params]  # "reference", "base", ...: only those a method asks for; WEIGHTS
     opt_state: Any
     advantage_state: Any
-    prompt_policy_state: Any  # host arrays
-    cursor: Array  # [] int32, next ordinal of the prompt stream
-    key: Array  # [2] uint32, key data of the run's key
-    leftover: Rollouts | None = None
-    """host arrays with room for P groups that the next step trains on first; ordinal -1: an empty
-    place. None: nothing is ever left over (no `rollout.refill`)
-    """
     objective_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """name of a penalty -> what it remembers, as the coefficient of `adaptive_entropy`"""
 
 
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Where a run is in its prompts, as host arrays, the same in every process.
+
+    With the Learner it is everything that resuming needs, and nothing else.
+    """
+
+    cursor: np.ndarray  # [] int32, next ordinal of the prompts
+    key: np.ndarray  # [2] uint32, key data of the run's key
+    prompt_policy_state: Any
+    waiting: Rollouts | None = None
+    """rollouts that were generated and not trained on yet: room for P groups that the next step
+    trains on first; ordinal -1: an empty place. None: none ever wait (no `rollout.refill`)
+    """
+
+
 WEIGHTS = "weights"
-"""In `TrainState.frozen` of a model with adapters: the weights that all its policies share. What is
+"""In `Learner.frozen` of a model with adapters: the weights that all its policies share. What is
 trained and the other policies are then adapters."""
 
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -290,3 +291,11 @@ def download(url: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with failing_as_os_error(url):
         file_system(url).get_file(url, str(file))
+
+
+def checksum(parts: Iterable[bytes]) -> str:
+    """The crc32 of all parts, in hexadecimal digits."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return f"{crc:08x}"

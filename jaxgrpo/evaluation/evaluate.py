@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.types import Params
@@ -88,7 +88,7 @@ class Answers(NamedTuple):
         return np.isfinite(self.scores)
 
 
-Ask = Callable[[Params, Array, int], Answers]
+Ask = Callable[[Params, ArrayLike, int], Answers]
 """(sampling parameters, key data of the run, step) -> Answers"""
 
 
@@ -96,7 +96,7 @@ class Batches(NamedTuple):
     """Questions in batches of `size`."""
 
     size: int
-    ask: Callable[[int, Params, Array, int], Answers]
+    ask: Callable[[int, Params, ArrayLike, int], Answers]
     """(first question, sampling parameters, key data of the run, step) -> Answers of that batch"""
 
 
@@ -106,7 +106,7 @@ class Evaluation(NamedTuple):
     sampled: Answers
 
 
-Evaluate = Callable[[Params, Array, int], Evaluation]
+Evaluate = Callable[[Params, ArrayLike, int], Evaluation]
 """(sampling parameters, key data of the run, step) -> Evaluation"""
 
 
@@ -159,7 +159,7 @@ def make_evaluator(
     # The likeliest answer is one sample more, so that one set of programs draws all.
     ask = make_asker(policy, questions, samples + 1, rescore, greedy=1, purpose=PURPOSE)
 
-    def evaluate(params: Params, key: Array, step: int) -> Evaluation:
+    def evaluate(params: Params, key: ArrayLike, step: int) -> Evaluation:
         answers = ask(params, key, step)
         greedy, sampled = answers.columns(samples, samples + 1), answers.columns(0, samples)
         return Evaluation(
@@ -274,7 +274,7 @@ def make_asker(
     """
     size, ask_batch = make_batches(policy, questions, samples, rescore, **changes)
 
-    def ask(params: Params, key: Array, step: int) -> Answers:
+    def ask(params: Params, key: ArrayLike, step: int) -> Answers:
         begins = range(0, len(questions.rows), size)
         batches = [ask_batch(begin, params, key, step) for begin in begins]
         texts = [text for batch in batches for text in batch.texts]
@@ -318,7 +318,7 @@ def make_batches(
         timeout={"scorer": questions.timeout},
     )
 
-    def ask(begin: int, params: Params, key: Array, step: int) -> Answers:
+    def ask(begin: int, params: Params, key: ArrayLike, step: int) -> Answers:
         # The last batch is filled up by repeating rows, whose answers are dropped.
         rows = np.arange(begin, begin + size) % count
         encoded = [questions.encoded[int(row)] for row in rows]

@@ -22,14 +22,14 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Rollouts, TrainState
+from jaxgrpo.core.types import Learner, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.models.sequences import token_is_likeliest
 from jaxgrpo.rollout.answers import answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
-from jaxgrpo.training import loop, memory, parameters
+from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.process import StopRequested
@@ -96,30 +96,30 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.broadcast(folder.config)
-        config, saved_config = loop.refuse_other_config(folder.place, text, config)
+        config, saved_config = opening.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        saved_step, meta = loop.newest_checkpoint(
+        saved_step, meta = opening.newest_checkpoint(
             checkpoints, folder, saved_config.checkpoint.every
         )
-        run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
+        run, input_facts = opening.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
         batch = make_answer_batches(run)
-        state = (
-            run.state if saved_step is None else loop.restore_state(run, checkpoints, saved_step)
-        )
+        learner, stream, pretrained = run.learner, run.stream, run.inputs.pretrained
+        if saved_step is not None:
+            learner, stream = opening.restore(run, checkpoints, saved_step)
         folder.rewind(saved_step)
         folder.write_config(configs.to_toml(run.config))
         stack.enter_context(process.stop_signals(config.run.stop_grace))
-        adapters = parameters.adapter_identity(run.folder, run.model)
-        meta = {"inputs": inputs} | ({} if adapters is None else {"lora": adapters})
+        adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
+        meta = {"inputs": input_facts} | ({} if adapters is None else {"lora": adapters})
         last, line = config.train.steps, {}
         for number in range((saved_step or 0) + 1, last + 1):
-            state, line = _step(run, state, batch(number - 1))
+            learner, line = _step(run, learner, batch(number - 1))
             folder.write_metrics(number, line)
             if number == last or number % -(-last // LINES) == 0:
                 _say(console, f"step {number} of {last}: {_words(line)}")
             stop = process.stop_requested(number)
             if stop or number == last or number % config.checkpoint.every == 0:
-                checkpoints.save(number, state, meta)
+                checkpoints.save(number, parameters.to_save(learner, stream), meta)
             if stop and number < last:
                 checkpoints.wait()
                 raise StopRequested(
@@ -128,10 +128,11 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
                 )
         checkpoints.wait()
         ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
-        parameters.save(run.model, state, folder.path, run.config, run.folder, run.tokenizer, ends)
+        target = (folder.path, run.config, pretrained.folder)
+        parameters.save(pretrained.model, learner, *target, pretrained.tokenizer, ends)
         model = str(folder.place / "model")
         summary = {"step": last, **line, "model": model}
-        summary["parameter_hash"] = parameter_hash(state.trainable)
+        summary["parameter_hash"] = parameter_hash(learner.trainable)
         folder.write_summary(summary)
         folder.publish()
         _say(console, f"{model}: for model.path of a run")
@@ -144,12 +145,10 @@ def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
 
     Raises: InputError if a row has no answer, or one that is too long.
     """
-    geometry, end = (
-        run.blueprint.geometry,
-        answer_end_tokens(run.tokenizer, run.blueprint.sampling.stop_tokens),
-    )
+    geometry, pretrained, data = run.blueprint.geometry, run.inputs.pretrained, run.inputs.prompts
+    end = answer_end_tokens(pretrained.tokenizer, run.blueprint.sampling.stop_tokens)
     reader = "a warm start trains on the reference answer of each row"
-    references = read_answers(run.tokenizer, run.rows, reader=reader)
+    references = read_answers(pretrained.tokenizer, data.rows, reader=reader)
     answers = [np.append(ids, end) for ids in references.forced]
     longest, limit = max(map(len, answers)), geometry.max_completion_tokens
     if longest > limit:
@@ -163,8 +162,8 @@ def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
 
     def batch(step: int) -> Rollouts:
         ordinals = np.arange(step * count, (step + 1) * count, dtype=np.int32)
-        rows = row_of(ordinals, len(run.rows), seed, run.mixture)
-        encoded = [run.encoded[row] for row in rows]
+        rows = row_of(ordinals, len(data.rows), seed, data.mixture)
+        encoded = [data.encoded[row] for row in rows]
         prompts = pad_prompts(encoded, geometry.max_prompt_tokens, ordinals, rows, step)
         tokens, mask = np.zeros((count, 1, limit), np.int32), np.zeros((count, 1, limit), bool)
         for place, row in enumerate(rows):
@@ -179,26 +178,26 @@ def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
             "policy_version": np.full((count, 1), -1, np.int32),  # no policy of this run
             "fields": {},
         }
-        return put_prompts(run.mesh, Rollouts(**vars(prompts), **completions))
+        return put_prompts(pretrained.mesh, Rollouts(**vars(prompts), **completions))
 
     return batch
 
 
-def _step(run: Setup, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, dict[str, float]]:
+def _step(run: Setup, learner: Learner, rollouts: Rollouts) -> tuple[Learner, dict[str, float]]:
     """An update on the answers, and its line of metrics, of the policy before it."""
     tokens = jnp.concatenate([rollouts.prompt_tokens, rollouts.completion_tokens[:, 0]], 1)
     mask = jnp.concatenate([rollouts.prompt_mask, rollouts.token_mask[:, 0]], 1)
-    likeliest = token_is_likeliest(run.model, params_of(state), tokens, mask)
+    likeliest = token_is_likeliest(run.inputs.pretrained.model, params_of(learner), tokens, mask)
     right = likeliest[:, rollouts.prompt_tokens.shape[1] :].sum()
     counts = sharding.to_host((right, rollouts.token_mask.sum()))
-    state, prepared = run.prepare(state, rollouts)
-    state, metrics = run.update(state, prepared.batches)
+    learner, prepared = run.prepare(learner, rollouts)
+    learner, metrics = run.update(learner, prepared.batches)
     values = finalise(sharding.to_host(metrics))
     line = {name: values[name] for name in LOGGED}
     line["token_accuracy"] = float(counts[0]) / float(counts[1])
     line["num_tokens"] = int(counts[1])
-    line["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
-    return state, line
+    line["learning_rate"] = float(sharding.to_host(current_rate(learner.opt_state)))
+    return learner, line
 
 
 def _show(console: Console, config: Config, resume: bool) -> None:
@@ -206,8 +205,10 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     refuse_unusable(config.run.dir, resume)
     run = setup(config, rewards={REWARD: _reward_answer})
     first = sharding.to_host(make_answer_batches(run)(0))
-    update_bytes = memory.plan(run.update_program, run.blueprint, run.state)
-    process_bytes = memory.process_bytes(run.mesh, parameters.save_copy_bytes(config, run.state))
+    pretrained, rows = run.inputs.pretrained, run.inputs.prompts.rows
+    update_bytes = memory.plan(run.steps.update_program, run.blueprint, run.learner)
+    copied = parameters.save_copy_bytes(config, parameters.to_save(run.learner, run.stream))
+    process_bytes = memory.process_bytes(pretrained.mesh, copied)
     usage = memory.run_memory(config, run.blueprint)._replace(
         sampler=0, decode=0, update=update_bytes, process=process_bytes
     )
@@ -215,15 +216,15 @@ def _show(console: Console, config: Config, resume: bool) -> None:
         first.prompt_tokens[0][first.prompt_mask[0]],
         first.completion_tokens[0, 0][first.token_mask[0, 0]],
     )
-    decode = functools.partial(run.tokenizer.decode, clean_up_tokenization_spaces=False)
+    decode = functools.partial(pretrained.tokenizer.decode, clean_up_tokenization_spaces=False)
     facts(
         console,
         {
             "model": config.model.path,
-            **usage.lines(memory.device_bytes(run.mesh)),
-            "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
+            **usage.lines(memory.device_bytes(pretrained.mesh)),
+            "data": f"{len(rows)} rows, {config.train.steps} steps draw "
             f"{config.train.steps * config.rollout.prompts_per_step}",
-            "chat template": run.chat.name,
+            "chat template": run.inputs.chat.name,
             "first prompt": f"row {first.row[0]}, {len(prompt)} tokens: {decode(prompt)!r}",
             "its answer": f"{len(answer)} tokens: {decode(answer)!r}",
         },

@@ -153,12 +153,12 @@ def _training_work(run: Run) -> dict[str, Work]:
     chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
     head_flops = 2.0 * samples * geometry.max_completion_tokens * head
     recomputed = RECOMPUTED[remat] * (forward - head_flops)
-    trained_bytes = memory.on_device(run.state.trainable)
+    trained_bytes = memory.on_device(run.learner.trainable)
     activation_bytes = (
         memory.activations(config, remat) * geometry.tokens / blueprint.mesh.shape["context"]
     )
     micro_bytes = (2 + RECOMPUTED[remat]) * weights + 3 * trained_bytes + 2 * activation_bytes
-    read = micro * micro_bytes + 2 * (trained_bytes + memory.on_device(run.state.opt_state))
+    read = micro * micro_bytes + 2 * (trained_bytes + memory.on_device(run.learner.opt_state))
     calls = train.num_iterations * train.minibatches
     loops = (micro, chunks)
     minibatches = train.minibatches  # which share the step's samples

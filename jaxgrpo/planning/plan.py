@@ -23,7 +23,8 @@ from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
-from jaxgrpo.training import inputs, memory, parameters
+from jaxgrpo.training import memory, parameters
+from jaxgrpo.training.pretrained import own_family
 
 TOO_MUCH = 1.3
 """Times a chip's memory, from which on nothing is compiled: the formulas err by less."""
@@ -93,7 +94,7 @@ def read_model_config(config: Config) -> ModelConfig:
 
     Raises: InputError where neither a local folder nor `model.config` says what it is.
     """
-    keys, user_family = config.model, inputs.own_family(config)
+    keys, user_family = config.model, own_family(config)
     if keys.config:
         stored = families.model_config(keys.config, "model.config", user_family, keys.ignore)
     elif Path(keys.path).expanduser().is_dir():
@@ -244,10 +245,10 @@ def _beside(run: Run, program: Program) -> int:
     """Bytes of the run's state that a program does not read."""
     arguments = program.arguments
     if program.name == "sync":  # it is given the state, and reads the policy
-        arguments = (run.state.trainable, run.state.frozen.get(WEIGHTS))
+        arguments = (run.learner.trainable, run.learner.frozen.get(WEIGHTS))
     argument_ids = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     return memory.on_device(
-        [leaf for leaf in jax.tree.leaves(run.state) if id(leaf) not in argument_ids]
+        [leaf for leaf in jax.tree.leaves(run.learner) if id(leaf) not in argument_ids]
     )
 
 

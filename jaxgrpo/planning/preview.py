@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 from pathlib import Path
@@ -15,15 +14,13 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.types import WEIGHTS, TrainState
+from jaxgrpo.core.types import WEIGHTS, Learner, Stream
 from jaxgrpo.data import chat, storage
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import families
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.judging import make_selector
-from jaxgrpo.training import inputs, loop, memory, parameters, setup
+from jaxgrpo.training import inputs, memory, opening, parameters, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts, show_config
@@ -42,13 +39,17 @@ def dry_run(config: Config, resume: bool = False) -> None:
     earlier_run = _find_earlier_run(config) if resume else None
     config, meta = (config, {}) if earlier_run is None else (earlier_run.config, earlier_run.meta)
     run = _set_up(config, meta, {}) if mesh is None else _planned(config, meta, mesh)
-    geometry = run.blueprint.geometry
+    geometry, pretrained, prompts = (
+        run.blueprint.geometry,
+        run.inputs.pretrained,
+        run.inputs.prompts,
+    )
     needed = memory.run_memory(config, run.blueprint)
     needed = needed._replace(update=_update_bytes(run, compiles=mesh is None))
     if mesh is None:
-        copied = parameters.save_copy_bytes(config, run.state)
-        needed = needed._replace(process=memory.process_bytes(run.mesh, copied))
-    unread = families.unread(run.model.config)
+        copied = parameters.save_copy_bytes(config, parameters.to_save(run.learner, run.stream))
+        needed = needed._replace(process=memory.process_bytes(pretrained.mesh, copied))
+    unread = families.unread(pretrained.model.config)
     facts(
         console,
         {
@@ -56,31 +57,31 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "model": config.model.path,
             **({"  not read": unread} if unread else {}),
             "method": _method(run.blueprint),
-            "mesh": _mesh(run.mesh, run.blueprint.samples_on),
+            "mesh": _mesh(pretrained.mesh, run.blueprint.samples_on),
             **({} if mesh is None else {"  planned": _not_built(mesh)}),
             "parameters": _parameters(run),
-            **needed.lines(memory.device_bytes(run.mesh)),
-            "disk": disk_line(config, run.state, run.model),
+            **needed.lines(memory.device_bytes(pretrained.mesh)),
+            "disk": disk_line(config, run.learner, run.stream),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{setup.samples_per_step(config)} completions of at most "
             f"{geometry.max_completion_tokens} tokens, "
             f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
             f"x {geometry.tokens} tokens ({geometry.rows} rows){_updates(config)}",
-            "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
+            "data": f"{len(prompts.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",
-            "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
+            "too long": inputs.dropped_line(config, len(prompts.rows), prompts.dropped),
             **_mixture(run) | _evaluation(run),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
-            **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
-            "chat template": f"{run.chat.name}{_time(run)}",
+            **({"answers": inputs.answers_line(run.source.answers)} if run.source.answers else {}),
+            "chat template": f"{run.inputs.chat.name}{_time(run)}",
             "first prompt": _first_prompt(run),
         },
     )
-    inputs.show_previews(console, run.rewards, run.rows[0], run.try_rewards())
+    inputs.show_previews(console, run.rewards, prompts.rows[0], run.try_rewards())
     show_config(console, configs.to_toml(config))
-    memory.refuse_too_large(needed, run.mesh)
+    memory.refuse_too_large(needed, pretrained.mesh)
 
 
 def _method(blueprint: Blueprint) -> str:
@@ -92,22 +93,22 @@ def _method(blueprint: Blueprint) -> str:
 
 def _parameters(run: setup.Setup) -> str:
     """How many numbers are trained."""
-    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
-    return f"{count:,}{parameters.adapters_line(run.model)}"
+    count = sum(leaf.size for leaf in jax.tree.leaves(run.learner.trainable))
+    return f"{count:,}{parameters.adapters_line(run.inputs.pretrained.model)}"
 
 
-def disk_line(config: Config, state: TrainState, model: Model) -> str:
+def disk_line(config: Config, learner: Learner, stream: Stream) -> str:
     """What a run writes at the most, but for its logs, and what the disk has free.
 
     A checkpoint holds what is trained, the optimizer's moments and the method's other policies. One
     more than `checkpoint.keep` lies there while the next is written, and the best one.
     """
-    step = _bytes(parameters.without_weights(state))
+    step = _bytes(parameters.to_save(learner, stream))
     saves = -(-config.train.steps // config.checkpoint.every)
     count = min(config.checkpoint.keep + 1 + (config.checkpoint.keep_best is not None), saves)
-    model_bytes = _bytes(state.trainable)
-    if model.config.lora is not None:  # merged, beside the adapters
-        model_bytes += _bytes(state.frozen[WEIGHTS])
+    model_bytes = _bytes(learner.trainable)
+    if WEIGHTS in learner.frozen:  # merged, beside the adapters
+        model_bytes += _bytes(learner.frozen[WEIGHTS])
     checkpoints = f"{count} x {memory.shown(step)} of checkpoints"
     text = f"{memory.shown(count * step + model_bytes)} at the most: {checkpoints}, "
     return f"{text}model {memory.shown(model_bytes)}{_free(config.run.dir)}"
@@ -169,7 +170,7 @@ def _find_earlier_run(config: Config) -> _EarlierRun | None:
     place = storage.place(config.run.dir)
     if not (file := place / "config.toml").exists():
         return None
-    config, _ = loop.refuse_other_config(place, file.read_text(encoding="utf-8"), config)
+    config, _ = opening.refuse_other_config(place, file.read_text(encoding="utf-8"), config)
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints:
         step = checkpoints.latest()
         if step is None:
@@ -194,35 +195,29 @@ def _start(console: Console, config: Config) -> Mesh | None:
 
 def _set_up(config: Config, meta: dict[str, Any], options: dict[str, Any]) -> setup.Setup:
     """A run; what it reads is compared with what its checkpoint says, if there is one."""
-    return loop.set_up(config, meta, options)[0] if meta else setup.setup(config, **options)
+    return opening.set_up(config, meta, options)[0] if meta else setup.setup(config, **options)
 
 
 def _planned(config: Config, meta: dict[str, Any], mesh: Mesh) -> setup.Setup:
-    """A run on a mesh of stand-ins: without weights, and with prompts that are selected here."""
-    state_of = programs.abstract_state
-    run = _set_up(config, meta, {"mesh": mesh, "state_of": state_of})
-    at_start = run.policy.init(len(run.rows), config.train.seed)
-    zero: Any = np.int32(0)
-    state = dataclasses.replace(run.state, step=zero, cursor=zero, prompt_policy_state=at_start)
-    local_mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-    sources = run.encoded, run.blueprint.geometry, config.train.seed, run.mixture
-    select = make_selector(local_mesh, run.policy, *sources)
-    return run._replace(state=state, select=select)
+    """A run on a mesh of stand-ins, without weights."""
+    make_learner = programs.abstract_learner
+    return _set_up(config, meta, {"mesh": mesh, "make_learner": make_learner})
 
 
 def _first_prompt(run: setup.Setup) -> str:
     """The prompt of the first group, as the model reads it."""
-    prompts, _ = run.select(run.state)
-    row = int(sharding.to_host(prompts.row)[0])
-    ids = run.encoded[row]
-    return f"row {row}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}"
+    inputs = run.inputs
+    _, prompts = run.source.select(run.stream, 0)
+    row = int(prompts.row[0])
+    ids = inputs.prompts.encoded[row]
+    return f"row {row}, {len(ids)} tokens: {inputs.pretrained.tokenizer.decode(ids)!r}"
 
 
 def _update_bytes(run: setup.Setup, compiles: bool) -> int:
     """The working memory of an update: as its program is compiled, or by formula."""
     if compiles:
-        return memory.plan(run.update_program, run.blueprint, run.state)
-    platform = run.mesh.devices.flat[0].platform
+        return memory.plan(run.steps.update_program, run.blueprint, run.learner)
+    platform = run.inputs.pretrained.mesh.devices.flat[0].platform
     remat = decoder.choose_remat(run.config.train.remat, platform)
     return sum(memory.update_bytes(run.blueprint, remat).values())
 
@@ -238,30 +233,31 @@ def _not_built(mesh: Mesh) -> str:
 
 def _time(run: setup.Setup) -> str:
     """What to say of a chat template that writes the date or the time."""
-    if not chat.writes_time(run.chat, (row["prompt"] for row in run.rows)):
+    if not chat.writes_time(run.inputs.chat, (row["prompt"] for row in run.inputs.prompts.rows)):
         return ""
     first = "a run writes that of its first start; data.template_time sets another"
-    return f"; it writes the date or time, now {run.chat.time}: {first}"
+    return f"; it writes the date or time, now {run.inputs.chat.time}: {first}"
 
 
 def _mixture(run: setup.Setup) -> dict[str, str]:
     """The share and the rows of each source, where data.path names several."""
-    if run.mixture is None:
+    mixture = run.inputs.prompts.mixture
+    if mixture is None:
         return {}
-    total = sum(run.mixture.weights)
-    parts = zip(run.mixture.names, run.mixture.weights, run.mixture.sizes, strict=True)
+    total = sum(mixture.weights)
+    parts = zip(mixture.names, mixture.weights, mixture.sizes, strict=True)
     words = (f"{name} {weight / total:.3g} ({size} rows)" for name, weight, size in parts)
     return {"sources": "shares " + ", ".join(words)}
 
 
 def _evaluation(run: setup.Setup) -> dict[str, str]:
     """What is evaluated, and whether the KL to the base is measured; {} without eval.data."""
-    if run.held_out is None:
+    if run.inputs.held_out is None:
         return {}
     keys, distance = run.config.eval, "without the KL to the base"
     if run.config.measures_kl_to_base:
         distance = "with the KL to the base, which stays in memory (eval.kl_to_base)"
-    prompts = len(run.held_out.rows[: keys.prompts])
+    prompts = len(run.inputs.held_out.rows[: keys.prompts])
     return {"evaluation": f"{prompts} prompts x {keys.samples} samples, {distance}"}
 
 

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.types import FIELDS, WEIGHTS, Prompts, TrainState
+from jaxgrpo.core.types import FIELDS, WEIGHTS, Learner, Prompts
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.sampler import Sizes, chunk_shape
 from jaxgrpo.training import inputs, memory, setup
+from jaxgrpo.training.pretrained import Pretrained, make_sampling_settings
 from jaxgrpo.update import step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -44,7 +45,7 @@ class Run(NamedTuple):
     config: Config
     blueprint: Blueprint
     steps: step.Steps
-    state: TrainState  # of jax.ShapeDtypeStruct, each with its sharding
+    learner: Learner  # of jax.ShapeDtypeStruct, each with its sharding
 
 
 class Program(NamedTuple):
@@ -69,14 +70,14 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = inputs.resolve_rewards(config, None, None)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
-    model_on_mesh = setup.ModelSetup(mesh, Path(config.model.path), None, built)
-    sampling = setup.make_sampling_settings(config, (0,), 0)
+    model_on_mesh = Pretrained(mesh, Path(config.model.path), None, built)
+    sampling = make_sampling_settings(config, (0,), 0)
     blueprint, steps = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
-    return Run(config, blueprint, steps, abstract_state(blueprint))
+    return Run(config, blueprint, steps, abstract_learner(blueprint))
 
 
-def abstract_state(blueprint: Blueprint) -> TrainState:
-    """The shapes of the state that `parameters.first_state` makes, but for what the host keeps."""
+def abstract_learner(blueprint: Blueprint) -> Learner:
+    """The shapes of what `parameters.first_learner` makes, but for its chain's state."""
     model, replicated = blueprint.model, sharding.replicated(blueprint.mesh)
     params = placed(model.shapes, param_layout(blueprint))
     trainable, frozen = params, {}
@@ -89,17 +90,13 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
     }
     moments = jax.eval_shape(blueprint.optimizer.init, master)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
     remembered = jax.eval_shape(blueprint.objective.init)
-    return TrainState(
+    return Learner(
         step=small,
         trainable=master,
         frozen=frozen | copies,
         opt_state=placed(moments, opt_layout(blueprint)),
         advantage_state=(),
-        prompt_policy_state=(),
-        cursor=small,
-        key=key,
         objective_state=placed(remembered, jax.tree.map(lambda _: replicated, remembered)),
     )
 
@@ -122,13 +119,13 @@ def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
     """
     names = program_names(run, names)
     if "sync" in names:
-        yield compile_program(run, "sync", jax.jit(run.steps.sync), run.state)
+        yield compile_program(run, "sync", jax.jit(run.steps.sync), run.learner)
     if sampling := {"prefill", "decode"} & {*names}:
         yield from _sampling(run, sampling)
     if "score" in names:
         yield _score(run)
     if "update" in names:
-        arguments = memory.update_arguments(run.blueprint, run.state)
+        arguments = memory.update_arguments(run.blueprint, run.learner)
         program = run.steps.update_program
         yield compile_program(run, "update", program, *arguments, donated=arguments[:2])
 
@@ -153,17 +150,18 @@ def lowering_platform(run: Run) -> str:
 def sampler_params(run: Run) -> Any:
     """The shapes of what the sampler reads, stacked."""
     blueprint = run.blueprint
-    state = jax.eval_shape(functools.partial(as_computed, blueprint.model), params_of(run.state))
-    return placed(state, sampling_layout(blueprint))
+    cast = functools.partial(as_computed, blueprint.model)
+    params = jax.eval_shape(cast, params_of(run.learner))
+    return placed(params, sampling_layout(blueprint))
 
 
 def is_moved(run: Run) -> bool:
     """Whether `sync` casts or lays out the parameters for the sampler, beside slicing them."""
-    state, params, blueprint = run.state, sampler_params(run), run.blueprint
+    learner, params, blueprint = run.learner, sampler_params(run), run.blueprint
     in_place = blueprint.mesh.shape["fsdp"] == 1 and not blueprint.has_two_meshes
     if blueprint.model.config.lora is not None and in_place:
-        return not _alike(lora.split(params)[0], state.trainable)
-    return not _alike(params, params_of(state))
+        return not _alike(lora.split(params)[0], learner.trainable)
+    return not _alike(params, params_of(learner))
 
 
 def _alike(left: Any, right: Any) -> bool:
@@ -219,14 +217,14 @@ def scored(run: Run) -> list[str]:
 
 def _score(run: Run) -> Program:
     """The pass that gives the fields which the method reads."""
-    blueprint, state = run.blueprint, run.state
+    blueprint, learner = run.blueprint, run.learner
     needs = scored(run)
     policy = FIELDS[needs[0]].policy
     entropy = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
-    *_, batch = memory.update_arguments(blueprint, state)
+    *_, batch = memory.update_arguments(blueprint, learner)
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & FIELDS.keys()
     fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}
     batch = dataclasses.replace(batch, fields=fields)
-    arguments = (params_of(state, policy), batch, entropy, blueprint.geometry)
+    arguments = (params_of(learner, policy), batch, entropy, blueprint.geometry)
     return compile_program(run, "score", run.steps.score, *arguments)

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Prompts, Rollouts, TrainState
+from jaxgrpo.core.types import Prompts, Rollouts, Stream
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
@@ -30,6 +30,20 @@ from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 SMALLEST = 4096  # bytes of a value that processes exchange
+
+Select = Callable[[Stream, int], tuple[Stream, Prompts]]
+"""(stream, finished steps) -> (stream, prompts of the next step as host arrays)"""
+
+
+class RolloutSource(NamedTuple):
+    """What the rollouts of a run come from."""
+
+    policy: PromptPolicy
+    select: Select
+    sample: Callable[..., Rollouts]  # (params, prompts, key), as `rollout.sampler.sample`
+    reward: Callable[..., tuple[Stream, Rollouts, RewardLog]]  # (stream, rollouts, early=())
+    waiting: Rollouts | None  # of the first stream
+    answers: Answers | None  # of each row, where the chain reads what a pass over them gives
 
 
 def put_prompts(mesh: Mesh, tree: Any) -> Any:
@@ -42,24 +56,29 @@ def put_prompts(mesh: Mesh, tree: Any) -> Any:
 
 
 def make_selector(
-    mesh: Mesh,
     policy: PromptPolicy,
     encoded: Sequence[np.ndarray],
-    geometry: Any,
+    num_prompts: int,
+    width: int,
     seed: int,
     mixture: Mixture | None = None,
-) -> Callable[[TrainState], tuple[Prompts, TrainState]]:
-    """The function that asks the prompt policy for the next step's prompts."""
+) -> Select:
+    """The function that asks the prompt policy for the next step's prompts.
 
-    def select(state: TrainState) -> tuple[Prompts, TrainState]:
-        cursor, step = sharding.to_host((state.cursor, state.step))
-        selection = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
-        ordinals = _checked_ordinals(policy.name, selection, geometry.num_prompts)
+    Args:
+      encoded: token ids of each row's prompt.
+      num_prompts: of a step.
+      width: tokens that a prompt may have.
+      seed: of the run, which orders the rows.
+    """
+
+    def select(stream: Stream, step: int) -> tuple[Stream, Prompts]:
+        selection = policy.select(stream.prompt_policy_state, int(stream.cursor), num_prompts)
+        ordinals = _checked_ordinals(policy.name, selection, num_prompts)
         rows = row_of(ordinals, len(encoded), seed, mixture)
-        tokens = [encoded[row] for row in rows]
-        prompts = pad_prompts(tokens, geometry.max_prompt_tokens, ordinals, rows, int(step))
-        next_cursor = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
-        return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=next_cursor)
+        prompts = pad_prompts([encoded[row] for row in rows], width, ordinals, rows, step)
+        cursor = np.asarray(ordinals.max() + 1, np.int32)
+        return dataclasses.replace(stream, cursor=cursor), prompts
 
     return select
 
@@ -283,7 +302,7 @@ def make_rewarder(
     answers: Answers | None,
     steps: int,
     seed: int,
-) -> Callable[..., tuple[TrainState, Rollouts, RewardLog]]:
+) -> Callable[..., tuple[Stream, Rollouts, RewardLog]]:
     """The function that judges rollouts and shows them, with their scores, to the prompt policy.
 
     The policy sees them here since every group that is generated is judged, once, whether or not it
@@ -300,8 +319,8 @@ def make_rewarder(
     judge = make_judge(tokenizer, rewards, rows)
 
     def reward(
-        state: TrainState, rollouts: Rollouts, early: Sequence[Judged] = ()
-    ) -> tuple[TrainState, Rollouts, RewardLog]:
+        stream: Stream, rollouts: Rollouts, early: Sequence[Judged] = ()
+    ) -> tuple[Stream, Rollouts, RewardLog]:
         row, tokens, mask = sharding.to_host(
             (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
         )
@@ -319,8 +338,8 @@ def make_rewarder(
         judged = dataclasses.replace(
             rollouts, rewards=device_scores, fields={**rollouts.fields, **fields}
         )
-        policy_state = policy.observe(state.prompt_policy_state, judged)
-        return dataclasses.replace(state, prompt_policy_state=policy_state), judged, log
+        policy_state = policy.observe(stream.prompt_policy_state, judged)
+        return dataclasses.replace(stream, prompt_policy_state=policy_state), judged, log
 
     return reward
 

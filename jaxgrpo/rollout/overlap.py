@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax import Array
+from jax.typing import ArrayLike
 
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
@@ -45,7 +45,7 @@ class _Groups:
 
 
 def sample_and_judge(
-    sample: Sample, params: Params, prompts: Prompts, key: Array, judge: Judge, progress: Any
+    sample: Sample, params: Params, prompts: Prompts, key: ArrayLike, judge: Judge, progress: Any
 ) -> tuple[Rollouts, list[Judged]]:
     """Samples, and calls the rewards in `judge.per_sample` on this process's groups as they end,
     but for the last ones.

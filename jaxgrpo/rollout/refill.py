@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Rollouts, TrainState
+from jaxgrpo.core.types import Rollouts, Stream
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.answers import Answers
@@ -70,35 +70,35 @@ class Verdict(NamedTuple):
     scored: np.ndarray  # [P, G] bool: there is one
 
 
-Generate = Callable[[TrainState], tuple[TrainState, Rollouts, RewardLog]]
+Generate = Callable[[Stream], tuple[Stream, Rollouts, RewardLog]]
 """Selects, samples and rewards one round of prompts."""
 
 
 def fill(
-    state: TrainState,
+    stream: Stream,
     generate: Generate,
-    judge: Callable[[TrainState, Rollouts], Verdict],
+    judge: Callable[[Rollouts], Verdict],
     rounds: int,
-) -> tuple[TrainState, Rollouts, RewardLog, Metrics]:
+) -> tuple[Stream, Rollouts, RewardLog, Metrics]:
     """The groups that a step trains on, after at most so many rounds.
 
     Everything here is on the host, and alike on every process.
 
-    Returns: the state with the new leftover groups; rollouts as host arrays; what rewards logged,
+    Returns: the stream with the new leftover groups; rollouts as host arrays; what rewards logged,
       where metrics and failures are of all rounds and columns are of the rollouts, None where a
       group was judged in the step before.
-    Raises: ValueError if rollouts have other fields than those that a state has room for.
+    Raises: ValueError if rollouts have other fields than those that a stream has room for.
     """
-    room: Any = state.leftover
+    room: Any = stream.waiting
     need, samples = room.policy_version.shape
     groups = [_take(room, np.flatnonzero(room.ordinal >= 0))]
     live, logs = np.ones(len(groups[0].ordinal), bool), []
     judged: list[Verdict] = []
     planned = plan(live, need)
     while planned.shortfall and len(logs) < rounds:
-        state, rollouts, log = generate(state)
+        stream, rollouts, log = generate(stream)
         groups.append(_checked(sharding.to_host(rollouts), room))
-        judged.append(judge(state, rollouts))
+        judged.append(judge(rollouts))
         logs.append(log)
         live = np.concatenate([live, judged[-1].live])
         planned = plan(live, need)
@@ -114,8 +114,8 @@ def fill(
         for reward, logged in merged_log.columns.items()
     }
     metrics = _metrics(all_groups, planned, sizes[0], live, judged)
-    state = dataclasses.replace(state, leftover=_stored(_take(all_groups, planned.leftover), need))
-    return state, used, merged_log._replace(columns=columns), metrics
+    stream = dataclasses.replace(stream, waiting=_stored(_take(all_groups, planned.leftover), need))
+    return stream, used, merged_log._replace(columns=columns), metrics
 
 
 def no_leftover(
@@ -179,7 +179,7 @@ def _joined(*leaves: np.ndarray) -> np.ndarray:
 
 
 def _checked(rollouts: Rollouts, room: Rollouts) -> Rollouts:
-    """The rollouts of a round. Raises: ValueError if a state has no room for an array of theirs."""
+    """The rollouts of a round. Raises: ValueError if a stream has no room for an array."""
 
     def shapes(groups: Rollouts) -> dict[str, str]:
         named = {
@@ -195,8 +195,8 @@ def _checked(rollouts: Rollouts, room: Rollouts) -> Rollouts:
         actual_array = actual.get(wrong[0], "nothing")
         expected_array = expected.get(wrong[0], "nothing")
         raise ValueError(
-            f"rollout.refill: rollouts hold {actual_array} as {wrong[0]}, and a state has room for "
-            f"{expected_array} there: add it to jaxgrpo.rollout.refill.no_leftover"
+            f"rollout.refill: rollouts hold {actual_array} as {wrong[0]}, and a stream has room "
+            f"for {expected_array} there: add it to jaxgrpo.rollout.refill.no_leftover"
         )
     return rollouts
 

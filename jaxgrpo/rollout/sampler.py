@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
@@ -128,7 +129,7 @@ def sample(
     sampler: Sampler,
     params: Params,
     prompts: Prompts,
-    key: Array,
+    key: ArrayLike,
     finished: Callable[[Finished], None] | None = None,
 ) -> Rollouts:
     """Draws G completions for every prompt from the policy `params`.
@@ -153,7 +154,7 @@ def sample_counted(
     sampler: Sampler,
     params: Params,
     prompts: Prompts,
-    key: Array,
+    key: ArrayLike,
     finished: Callable[[Finished], None] | None = None,
 ) -> tuple[Rollouts, Array]:
     """`sample`, and its slot-steps: decoding steps times slots, over all bins."""
@@ -161,8 +162,8 @@ def sample_counted(
     number, width = prompts.prompt_tokens.shape
     sizes = Sizes.for_prompts(sampler.settings, bins, number, width)
     _check(sampler.settings, prompts)
-    if sampler.mesh is not None and getattr(key.sharding, "mesh", sampler.mesh) != sampler.mesh:
-        key = jax.device_put(key, sharding.replicated(sampler.mesh))
+    if sampler.mesh is not None:
+        key = sharding.put(key, sharding.replicated(sampler.mesh))
     state = sampler.begin(sizes, prompts, key)
     state = _Call(sampler, sizes, params, prompts, state, finished).run()
     return sampler.finish(state.samples, prompts), state.slot_steps

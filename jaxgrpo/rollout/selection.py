@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, build, suggest
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Prompts, Rollouts, TrainState
+from jaxgrpo.core.types import Prompts, Rollouts, Stream
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 
@@ -257,21 +257,21 @@ def spo_priority(
 
 
 def prompt_metrics(
-    policy: PromptPolicy, state_before: TrainState, state_after: TrainState, n: int
+    policy: PromptPolicy, before: Stream, after: Stream, step: int, n: int
 ) -> Metrics:
     """What a policy that leaves rows out chose from, and how many prompts it has passed over.
 
     Args:
-      state_before: the state that it selected with.
-      state_after: the state after that, whose cursor has moved.
+      before: the stream that it selected with.
+      after: the stream after that, whose cursor has moved.
+      step: finished steps.
       n: prompts of a step.
     """
     if policy.chance is None:
         return {}
-    logged = {"prompts/eligible": policy.chance(state_before.prompt_policy_state, n).mean()}
-    if state_before.leftover is None:  # every step before has taken n
-        step, cursor = sharding.to_host((state_after.step, state_after.cursor))
-        logged["prompts/skipped"] = cursor - (step + 1) * n
+    logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
+    if before.waiting is None:  # every step before has taken n
+        logged["prompts/skipped"] = int(after.cursor) - (step + 1) * n
     return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole TrainState, saved in the background, checked byte by byte when restored.
+"""Checkpoints: Learner and Stream, saved in the background, checked byte by byte when restored.
 
     FOLDER/STEP/state/         the arrays, one entry per leaf, written by Orbax
     FOLDER/STEP/meta.json      names, dtypes and shapes of the leaves, and the caller's own data
@@ -346,8 +346,7 @@ def _read_meta(home: Place) -> dict[str, Any]:
             f"{home / 'meta.json'} has format {stored.get('format')!r}, and this jaxgrpo reads "
             f"{FORMAT}: go on with the version that saved it, or set run.dir to another folder"
         )
-    # Version 0.1.0 wrote no step: only the state itself can then tell.
-    refuse_other_step(home.parent, int(home.name), stored.get("step", int(home.name)))
+    refuse_other_step(home.parent, int(home.name), stored["step"])
     return stored
 
 

@@ -26,9 +26,9 @@ from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.inputs import (
-    find_config,
     make_chat,
 )
+from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.records.folder import evaluation_metrics, read_metrics
 from jaxgrpo.training.records.report.record import accuracy_first, with_interval
 from jaxgrpo.training.stored_policy import read_run
@@ -72,10 +72,10 @@ def export(
         meta = checkpoints.meta(source_step) if source_step in checkpoints.steps() else {}
         model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
         zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes))
-        abstract_state = {"step": np.zeros((), np.int32), "trainable": zeros}
-        state, _ = checkpoints.restore(abstract_state, number, partial=True)
-        refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
-    number, params = int(state["step"]), state["trainable"]
+        abstract = {"learner": {"step": np.zeros((), np.int32), "trainable": zeros}}
+        saved, _ = checkpoints.restore(abstract, number, partial=True)
+        number, params = int(saved["learner"]["step"]), saved["learner"]["trainable"]
+        refuse_other_step(checkpoints.folder, checkpoints.newest or 0, number)
     if model.config.lora is not None:
         parameters.refuse_changed_adapters(config, meta, parameters.adapter_identity(home, model))
         base = lora.base_model(model)
@@ -160,9 +160,8 @@ def _number(folder: Place, config: Config, step: str | int, checkpoints: Checkpo
     if step == "best":
         metric, newest = config.checkpoint.keep_best or "", checkpoints.latest()
         saved = {} if newest is None else checkpoints.meta(newest)
-        if saved.get("best") and saved.get("best_metric"):
+        if saved.get("best"):
             return saved["best"][0]
-        # Version 0.1.0 saved no name of a metric.
         lines = [line for line in read_metrics(folder) if line["step"] > 0]
         measured_lines = [line for line in lines if line.get(metric) is not None]
         if not measured_lines:

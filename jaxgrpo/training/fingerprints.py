@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,9 @@ from jaxgrpo.config.keys import INPUTS
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.storage import checksum
 from jaxgrpo.models.hf import adapters, folders, texts
+from jaxgrpo.training.inputs import Inputs
 
 REMEDY = "give every process of a run the same config, code, data and base model"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -58,16 +59,12 @@ def file_checksums(files: Iterable[Path]) -> dict[str, str]:
     return checksums
 
 
-def row_facts(disk_inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Which rows a run reads, to train and to evaluate on; and the rollouts that it replays.
-
-    Args:
-      disk_inputs: fields of `setup.Setup` that are read from disk.
-    """
-    held_out, replay = disk_inputs["held_out"], disk_inputs["replay"]
-    facts = {"data.path": describe_rows(disk_inputs["rows"], disk_inputs["encoded"])}
-    if disk_inputs["mixture"]:
-        facts["data.path"] += f", mixed as {tuple(disk_inputs['mixture'])}"
+def row_facts(run_inputs: Inputs) -> dict[str, str]:
+    """Which rows a run reads, to train and to evaluate on; and the rollouts that it replays."""
+    prompts, held_out, replay = run_inputs.prompts, run_inputs.held_out, run_inputs.replay
+    facts = {"data.path": describe_rows(prompts.rows, prompts.encoded)}
+    if prompts.mixture:
+        facts["data.path"] += f", mixed as {tuple(prompts.mixture)}"
     if held_out:
         facts["eval.data"] = describe_rows(held_out.rows, held_out.encoded)
     if replay:
@@ -75,15 +72,13 @@ def row_facts(disk_inputs: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def input_facts(config: Config, disk_inputs: Mapping[str, Any]) -> dict[str, Any]:
+def input_facts(config: Config, run_inputs: Inputs) -> dict[str, Any]:
     """What a run reads and a later start of it has to read again: kind of INPUTS -> JSON value.
 
     Rows and prompts of a replay are left out: replay.json holds the checksums of its files.
-
-    Args:
-      disk_inputs: fields of `setup.Setup` that are read from disk.
     """
-    base, chat = folders.fingerprint(disk_inputs["folder"]), disk_inputs["chat"]
+    folder, chat = run_inputs.pretrained.folder, run_inputs.chat
+    base = folders.fingerprint(folder)
     template: dict[str, Any] = {
         name: base.pop(name) for name in list(base) if "chat_template" in name
     }
@@ -94,14 +89,15 @@ def input_facts(config: Config, disk_inputs: Mapping[str, Any]) -> dict[str, Any
         name: base.pop(name) for name in texts.TOKENIZER_FILES if name in base
     }
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
-        fields = json.loads((disk_inputs["folder"] / name).read_text(encoding="utf-8"))
+        fields = json.loads((folder / name).read_text(encoding="utf-8"))
         tokenizer[name] = _json_checksum({**fields, "chat_template": None})
     adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
     facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
     facts |= {"base": {**base, **file_checksums(adapter)}, "code": file_checksums(config.own_files)}
-    if disk_inputs["replay"] is None:
-        tokens = (part for ids in disk_inputs["encoded"] for part in (b"|", ids.tobytes()))
-        facts |= {"rows": describe_rows(disk_inputs["rows"]), "prompts": checksum(tokens)}
+    if run_inputs.replay is None:
+        rows, encoded = run_inputs.prompts.rows, run_inputs.prompts.encoded
+        tokens = (part for ids in encoded for part in (b"|", ids.tobytes()))
+        facts |= {"rows": describe_rows(rows), "prompts": checksum(tokens)}
     return facts
 
 
@@ -188,14 +184,6 @@ def evaluation_facts(config: Config, held_out: PromptData) -> dict[str, Any]:
         "eval.data": describe_rows(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
         "eval.scorer": [short_name(use), *file_checksums(files).values()],
     }
-
-
-def checksum(parts: Iterable[bytes]) -> str:
-    """The crc32 of all parts, in hexadecimal digits."""
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return f"{crc:08x}"
 
 
 def _json_checksum(value: Any) -> str:

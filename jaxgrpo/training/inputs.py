@@ -7,15 +7,15 @@ import datetime
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import PartKeys, RewardKeys
-from jaxgrpo.core.errors import InputError, refuse_all
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
@@ -23,10 +23,7 @@ from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Mixture, Rows, Source
 from jaxgrpo.data.tasks import PREFIX
-from jaxgrpo.models import sequences
-from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.models.hf import families, folders
-from jaxgrpo.models.hf.families import Family
+from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import (
     Reward,
@@ -39,70 +36,47 @@ from jaxgrpo.rewards.protocol import (
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import decode_texts
+from jaxgrpo.training.pretrained import Pretrained, check_length, find_model
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts
+from jaxgrpo.training.replay import Replay, SavedRollouts, read_files
 from jaxgrpo.update.forward import Blueprint
 
 SHOWN = 80  # characters of an answer
 
 
-def find_config(config: Config, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:
-    """The folder of a config's model, and what its config.json says; a family of one's own is
-    registered.
+class Inputs(NamedTuple):
+    """What a run reads from disk, but for weights."""
 
-    Args:
-      fetch_weights: whether to fetch them too, if the model is a name on the hub.
-
-    Raises: InputError where there is no such model or family, or `model.config` is another model's.
-    """
-    keys = config.model
-    folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
-    family = own_family(config)
-    stored = folders.read_config(folder, family, keys.ignore)
-    if keys.config:
-        user_config = families.model_config(keys.config, "model.config", family, keys.ignore)
-        names = [field.name for field in dataclasses.fields(user_config)]
-        differences = [
-            f"{name} = {getattr(user_config, name)!r}, there {getattr(stored, name)!r}"
-            for name in names
-            if name not in families.RUN_FIELDS
-            and getattr(user_config, name) != getattr(stored, name)
-        ]
-        refuse_all(f"model.config is not what the config.json of {keys.path} says:", differences)
-    return folder, stored
+    pretrained: Pretrained
+    chat: Chat  # how prompts are written out
+    prompts: PromptData
+    held_out: PromptData | None  # of eval.data
+    replay: Replay | None  # the rollouts that it trains on, if they are saved ones
 
 
-def own_family(config: Config) -> Family | None:
-    """The family of one's own that a config names."""
-    name = config.model.family
-    return None if name is None else own_code.load(name, config.folder, Family, "family")
-
-
-def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
-    """Refuses sequences longer than those that the model is meant for, or has positions for.
-
-    Args:
-      answer: tokens of the longest reference answer, with its prefix.
-    """
-    rollout = config.rollout
-    prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
-    parts = [f"rollout.max_prompt_tokens = {prompt}", f"max_completion_tokens = {completion}"]
-    room = max(2, stored.longest - answer)
-    prompt_room = max(1, room * prompt // (prompt + completion))
-    remedy = (
-        f"make them shorter, as --set rollout.max_prompt_tokens={prompt_room} "
-        f"rollout.max_completion_tokens={room - prompt_room}"
-    )
-    if answer:
-        parts.append(f"the longest answer with data.answer_prefix, {answer} tokens,")
-        remedy = f"set data.max_answer_tokens, or {remedy}"
-    total, terms = prompt + completion + answer, " and ".join(parts)
-    if total > stored.max_positions:
-        raise InputError(
-            f"{terms} are {total} tokens, but the config.json of {config.model.path} says "
-            f"max_position_embeddings = {stored.max_positions}: {remedy}"
-        )
-    sequences.check_length(stored, total, terms, remedy)
+def read_inputs(
+    config: Config,
+    dataset: Rows | None,
+    rollouts: SavedRollouts | None,
+    mesh: Mesh | None,
+) -> Inputs:
+    """Reads them. Each run reads the weights itself: its update overwrites them."""
+    pretrained = find_model(config, mesh, fetch_weights=mesh is None)
+    folder, tokenizer, stored = pretrained.folder, pretrained.tokenizer, pretrained.model.config
+    chat = make_chat(config, tokenizer, stored.vocab_size)
+    replay = None
+    if rollouts is None:
+        training_prompts = load_prompts(config, chat, dataset)
+    elif dataset is not None:
+        raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
+    else:
+        ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
+        replay = read_files(config, rollouts, tokenizer, stored, ends)
+        training_prompts = replay.data
+    source = eval_source(config) if config.eval.data else None
+    held_out = load_prompts(config, chat, source) if source else None
+    return Inputs(pretrained, chat, training_prompts, held_out, replay)
 
 
 def load_prompts(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -17,23 +17,24 @@ import jax
 from safetensors import SafetensorError
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.tables import TrainOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
-from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.core.types import Learner, Params, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
-from jaxgrpo.models.hf import families, texts
+from jaxgrpo.models.hf import texts
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import fingerprints, memory, parameters
-from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
+from jaxgrpo.training import fingerprints, memory, opening, parameters
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.export import export
-from jaxgrpo.training.inputs import answers_line, at_time, dropped_line, gold_problem, with_logged
+from jaxgrpo.training.inputs import (
+    with_logged,
+)
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.recovery import Keeper, Progress
 from jaxgrpo.training.processes.watchdog import Watchdog
@@ -46,9 +47,9 @@ from jaxgrpo.training.records.folder import (
     read_samples,
 )
 from jaxgrpo.training.records.logbook import Clock, Logbook
-from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
+from jaxgrpo.training.replay import SavedRollouts
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
-from jaxgrpo.training.setup import Setup, setup
+from jaxgrpo.training.setup import Setup
 from jaxgrpo.training.stored_policy import base_params, evaluator_for_run
 from jaxgrpo.update.optimizer import current_rate
 
@@ -61,7 +62,8 @@ class Run(NamedTuple):
 
     path: Place
     summary: dict[str, Any]
-    state: TrainState
+    learner: Learner
+    stream: Stream
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -122,7 +124,7 @@ def train(
     line = process.start(config.mesh.platform)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
     options |= {"rollouts": rollouts, "on_step": on_step, "profile": profile}
-    return take(config, evaluator_for_run, resume=resume == "auto", opening=line, **options)
+    return take(config, evaluator_for_run, resume=resume == "auto", devices_line=line, **options)
 
 
 def take(
@@ -130,7 +132,7 @@ def take(
     evaluator: Callable[[Setup], Evaluate],
     *,
     resume: bool = False,
-    opening: str = "",
+    devices_line: str = "",
     shown: bool = True,
     on_step: OnStep | None = None,
     profile: bool = False,
@@ -140,7 +142,7 @@ def take(
 
     Args:
       evaluator: makes the evaluation, where the config has eval.data.
-      opening, shown: a line to print first, and whether steps are shown in the terminal.
+      devices_line, shown: a line to print first, and whether steps are shown in the terminal.
       on_step, profile, setup_options: as in `train`, and of `setup` beside the config.
     """
     peers.set_timeout(config.run.peer_timeout)
@@ -148,154 +150,34 @@ def take(
         fingerprints.refuse_unless_alike(lambda: fingerprints.config_facts(config))
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.broadcast(folder.config)
-        config, last_config = refuse_other_config(folder.place, text, config)
+        config, last_config = opening.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        step, meta = newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
-        run, inputs = set_up(config, meta, setup_options)
-        problem = _check_rewards(run, folder)
-        run = run if step is None else run._replace(state=restore_state(run, checkpoints, step))
-        state, finished_steps = run.state, int(sharding.to_host(run.state.step))
+        step, meta = opening.newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
+        run, inputs = opening.set_up(config, meta, setup_options)
+        problem = opening.check_rewards(run, folder)
+        if step is not None:
+            learner, stream = opening.restore(run, checkpoints, step)
+            run = run._replace(learner=learner, stream=stream)
+        finished_steps = step or 0
         aside_folder = folder.rewind(None if step is None else finished_steps)
-        _record(run, folder)
+        opening.record(run, folder)
         display = Display(config.train.steps, finished_steps, active=shown and process.is_main())
         stack.enter_context(display.bar)
-        _open(run, display, opening, problem, aside_folder)
+        opening.say_start(run, display, devices_line, problem, aside_folder)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        facts = (Progress.from_meta(meta), inputs, *_replay_and_adapters(run, meta))
+        facts = (Progress.from_meta(meta), inputs, *opening.replay_and_adapters(run, meta))
         keeper = Keeper(config, folder, checkpoints, display, *facts)
         watch = stack.enter_context(Watchdog(display.under_way, keeper.saved_line, *limits))
         log = stack.enter_context(Logbook(config, folder, display, finished_steps))
         evaluate = evaluator(run) if config.eval.data is not None else None
         loop = _Loop(run, keeper, display, log, evaluate, watch, on_step, profile)
-        state = loop.take_steps(state, finished_steps)
+        learner, stream = loop.take_steps(run.learner, run.stream, finished_steps)
         watch.phase("end of the run")
         checkpoints.wait()
-        summary = loop.finish(state)
+        summary = loop.finish(learner)
         process.meet()
-    return Run(folder.place, summary, state)
-
-
-def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple[Config, Config]:
-    """A run goes on only with the config it began with, but for keys that may change.
-
-    Nor may it write its model over its base.
-
-    Args:
-      text: the config.toml of the run folder `place`; None: there is none yet.
-
-    Returns: the config, with the time of the run's first start, and that of its last start.
-    """
-    last_config = config if text is None else configs.from_dict(tomllib.loads(text))
-    if None in (config.data.template_time, last_config.data.template_time):
-        config = at_time(config, last_config.data.template_time)
-    difference = configs.resume_difference(last_config, config)
-    if difference:
-        raise InputError(
-            f"{place}: the run began with another config; these keys may not change:\n  "
-            + "\n  ".join(difference)
-            + "\nset them back, or set run.dir to another folder"
-        )
-    process.broadcast(lambda: parameters.refuse_unwritable(config, place))
-    return config, last_config
-
-
-def newest_checkpoint(
-    checkpoints: Checkpoints, folder: RunFolder, save_every: int
-) -> tuple[int | None, dict[str, Any]]:
-    """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
-    if process.broadcast(checkpoints.latest) is None:
-        process.broadcast(lambda: folder.refuse_to_forget(save_every))
-        return None, {}
-    step = checkpoints.choose()
-    return step, checkpoints.meta(step)
-
-
-def set_up(
-    config: Config, meta: Mapping[str, Any], setup_options: Mapping[str, Any]
-) -> tuple[Setup, dict[str, Any]]:
-    """A run, and what it reads: the same in all processes, and as its checkpoint says.
-
-    Args:
-      meta: what the checkpoint holds beside the state; {} where there is none.
-      setup_options: of `setup`.
-    """
-    inputs: dict[str, Any] = {}
-
-    def check(disk_inputs: Mapping[str, Any]) -> None:
-        fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(disk_inputs))
-        inputs.update(fingerprints.input_facts(config, disk_inputs))
-        if meta:
-            adapters = parameters.adapter_identity(disk_inputs["folder"], disk_inputs["model"])
-            parameters.refuse_changed_adapters(config, meta, adapters)
-            # Version 0.1.0 saved no inputs: unknown.
-            saved_inputs = meta.get("inputs", inputs)
-            process.broadcast(lambda: fingerprints.refuse_changes(config, saved_inputs, inputs))
-
-    return setup(config, check=check, **setup_options), inputs
-
-
-def _check_rewards(run: Setup, folder: RunFolder) -> str | None:
-    """Calls every reward, so that one that cannot be called is found before the first samples.
-
-    Returns: what to say of the gold answer; see `gold_problem`. None for a replay, whose rewards
-      are in its files: that they are those of the folder is what can be tried.
-    """
-    has_begun = lambda: folder.config() is not None  # noqa: E731
-    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), run.replay))
-    if run.replay:
-        return None
-    return gold_problem(run.rewards, run.try_rewards())
-
-
-def _record(run: Setup, folder: RunFolder) -> None:
-    """Writes what a run is made from: its config, own code and the files that it replays."""
-    if run.replay:
-        folder.write_replay(to_json(run.replay))
-    folder.write_config(configs.to_toml(run.config))
-    folder.copy_code(run.config.own_files)
-
-
-def _replay_and_adapters(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
-    """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
-    held before, if there are any, as `set_up` has compared."""
-    adapters = meta.get("lora") or parameters.adapter_identity(run.folder, run.model)
-    return bool(run.replay), adapters
-
-
-def restore_state(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
-    """The state that was saved at a step."""
-    first = parameters.without_weights(run.state)
-    # The first state makes room, and keeps its shapes: a device holds one, not two.
-    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, first)
-    state, _ = checkpoints.restore(first, step)
-    refuse_other_step(checkpoints.folder, step, int(sharding.to_host(state.step)))
-    return parameters.with_weights(state, run.state)
-
-
-def _open(
-    run: Setup, display: Display, opening: str, problem: str | None, aside_folder: Path | None
-) -> None:
-    """Says what a run begins with: devices, its attention, prompts left out, answers, a problem,
-    and where the lines and files are that it will write again.
-    """
-    display.say(opening)
-    if unread := families.unread(run.model.config):
-        display.say(unread)
-    kernel = run.blueprint.kernel
-    if kernel.name != "xla" or kernel.why:
-        display.say(f"attention by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))
-    if run.dropped:
-        display.say(dropped_line(run.config, len(run.rows), run.dropped))
-    if run.held_out and run.held_out.dropped:
-        num_rows, dropped = len(run.held_out.rows), run.held_out.dropped
-        display.say(f"eval.data: {dropped_line(run.config, num_rows, dropped)}")
-    if run.answers:
-        display.say(f"reference answers: {answers_line(run.answers)}")
-    if problem:
-        display.say(problem)
-    if aside_folder is not None:
-        display.say(f"what was logged after the checkpoint is in {aside_folder}")
+    return Run(folder.place, summary, learner, stream)
 
 
 @dataclasses.dataclass
@@ -316,32 +198,34 @@ class _Loop:
         self.folder, self.progress = self.keeper.folder, self.keeper.progress
         self.reset = make_resetter(self.config, self.run.blueprint)
 
-    def take_steps(self, state: TrainState, finished_steps: int) -> TrainState:
+    def take_steps(
+        self, learner: Learner, stream: Stream, finished_steps: int
+    ) -> tuple[Learner, Stream]:
         """Steps finished_steps + 1 to train.steps. Raises: StopRequested after a stop signal."""
         last, progress = self.config.train.steps, self.progress
         self._forget_other_best()
-        if self.evaluate and self.run.held_out:
-            facts = fingerprints.evaluation_facts(self.config, self.run.held_out)
-            self._evaluate_base(self.evaluate, facts, state, finished_steps)
+        if self.evaluate and self.run.inputs.held_out:
+            facts = fingerprints.evaluation_facts(self.config, self.run.inputs.held_out)
+            self._evaluate_base(self.evaluate, facts, learner, finished_steps)
         for number in range(finished_steps + 1, last + 1):
             # The first step compiles.
             traced = self.profile and number == min(finished_steps + 2, last)
             trace = jax.profiler.trace(self.folder.path / "profile") if traced else None
             with trace or contextlib.nullcontext():
-                state = self._step(state, number)
+                learner, stream = self._step(learner, stream, number)
             stop = process.stop_requested(number)
             best = progress.best[0] if progress.best else None
             due = number in (best, last) or _due(number, self.config.checkpoint.every)
             if stop or due:
                 self.watch.phase(f"step {number}: save")
                 self.keeper.checkpoints.best = best
-                self.keeper.save(state, number, must=bool(stop) or number == last)
+                self.keeper.save(learner, stream, number, must=bool(stop) or number == last)
             if stop and number < last:
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.place}; go on "
                     f"with: {self.keeper.resume_command()}"
                 )
-        return state
+        return learner, stream
 
     def _forget_other_best(self) -> None:
         """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
@@ -354,7 +238,7 @@ class _Loop:
         progress.best_metric = metric
 
     def _evaluate_base(
-        self, evaluate: Evaluate, facts: dict[str, Any], state: TrainState, step: int
+        self, evaluate: Evaluate, facts: dict[str, Any], learner: Learner, step: int
     ) -> None:
         """Evaluates the base before the first step, and again where something else is asked now.
 
@@ -367,7 +251,7 @@ class _Loop:
         if saved_facts == facts and process.broadcast(self.folder.base) == plain(metrics):
             return
         if step == 0:
-            values = self._measure(evaluate, run.sync(state), state, 0)
+            values = self._measure(evaluate, run.sync(learner), 0)
             progress.resets = see(config, progress.resets, values)
             self.log.step(0, values)
         else:
@@ -384,28 +268,29 @@ class _Loop:
                 f"earlier numbers are eval_until_{step}/... in metrics.jsonl"
             )
             progress.best = None
-            values = self._measure(evaluate, base_params(run), state, 0)
+            values = self._measure(evaluate, base_params(run), 0)
             lines = {0: values}
             if step == config.train.steps:
-                lines[step] = self._measure(evaluate, run.sync(state), state, step)
+                lines[step] = self._measure(evaluate, run.sync(learner), step)
             self.log.replace_evaluations(step, lines)
         progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 
-    def finish(self, state: TrainState) -> dict[str, Any]:
+    def finish(self, learner: Learner) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
         run, progress, model = self.run, self.progress, self.folder.place / "model"
+        pretrained = run.inputs.pretrained
         ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
         self.keeper.refuse_moved(self.config.train.steps)
         try:
-            target = (self.folder.path, self.config, run.folder)
-            parameters.save(run.model, state, *target, run.tokenizer, ends)
+            target = (self.folder.path, self.config, pretrained.folder)
+            parameters.save(pretrained.model, learner, *target, pretrained.tokenizer, ends)
         except (OSError, SafetensorError) as error:
             raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None
         summary: dict[str, Any] = {
-            "step": int(sharding.to_host(state.step)),
-            "parameter_hash": parameter_hash(state.trainable),
-            "dropped_prompts": run.dropped,
+            "step": int(sharding.to_host(learner.step)),
+            "parameter_hash": parameter_hash(learner.trainable),
+            "dropped_prompts": run.inputs.prompts.dropped,
             "model": str(model),
             "metrics": str(self.folder.place / "metrics.jsonl"),
             "time/seconds": time.monotonic() - progress.started,
@@ -421,25 +306,31 @@ class _Loop:
         summary = self.log.finish(summary)
         self.keeper.publish()
         self.display.say(f"parameter hash {summary['parameter_hash']}")
-        files = f"model, {'' if run.model.config.lora is None else 'adapter, '}metrics.jsonl"
+        adapter = "" if pretrained.model.config.lora is None else "adapter, "
+        files = f"model, {adapter}metrics.jsonl"
         self.display.say(f"{self.folder.place}: report.html, {files}, samples")
         return summary
 
-    def _step(self, state: TrainState, number: int) -> TrainState:
+    def _step(self, learner: Learner, stream: Stream, number: int) -> tuple[Learner, Stream]:
         clock = Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
-        run, progress, first_state = self.run, self.progress, state
-        with self.keeper.saving(number, first_state):
-            state, (rollouts, reward_log, collected) = run.collect(state, clock)
-        memory.give_back(run.mesh)
+        run, progress, inputs = self.run, self.progress, self.run.inputs
+        with self.keeper.saving(number, (learner, stream)):
+            with clock("sample"):
+                params = run.sync(learner)
+            live_groups = functools.partial(run.live_groups, learner)
+            stream, collected = run.collect(params, number - 1, stream, live_groups, clock)
+        del params, live_groups  # what is sampled with makes room for the update
+        memory.give_back(inputs.pretrained.mesh)
+        rollouts, reward_log = collected.rollouts, collected.reward_log
         with clock("prepare"):
-            state, prepared = run.prepare(state, rollouts)
+            learner, prepared = run.prepare(learner, rollouts)
         with clock("update"):
-            state, metrics = run.update(state, prepared.batches)
+            learner, metrics = run.update(learner, prepared.batches)
             # Of all that was sampled, where `collect` and `prepare` count the same.
-            metrics = merge(prepared.metrics, metrics) | collected
+            metrics = merge(prepared.metrics, metrics) | collected.metrics
             values = finalise(sharding.to_host(metrics))
         values = with_logged(values, reward_log)
-        values["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
+        values["learning_rate"] = float(sharding.to_host(current_rate(learner.opt_state)))
         values |= clock.seconds
         progress.tokens += values["num_tokens"]
         progress.seconds += values["time/step"]
@@ -450,13 +341,15 @@ class _Loop:
                 self.display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
         last = number == self.config.train.steps
         if self.evaluate and (last or _due(number, self.config.eval.every)):
-            values |= self._measure(self.evaluate, run.sync(state), state, number)
-        state, progress.resets = self.reset(state, progress.resets, number, values)
+            values |= self._measure(self.evaluate, run.sync(learner), number)
+        learner, progress.resets = self.reset(learner, progress.resets, number, values)
         values |= progress.resets.metrics(self.config)
         if number == 1 or _due(number, self.config.run.samples_every):
             weights = {reward.name: reward.weight for reward in run.rewards}
-            data = (run.tokenizer, run.rows, rollouts, prepared.advantage, number, reward_log.extra)
-            self.log.samples(number, sample_rows(*data, run.mixture), weights)
+            prompts, tokenizer = inputs.prompts, inputs.pretrained.tokenizer
+            data = (tokenizer, prompts.rows, rollouts, prepared.advantage, number)
+            sampled = sample_rows(*data, reward_log.extra, prompts.mixture)
+            self.log.samples(number, sampled, weights)
         if _due(number, self.config.run.rollouts_every):
             self.log.rollouts(number, sharding.to_host(rollouts))
         self.display.step(number, values)
@@ -464,16 +357,14 @@ class _Loop:
         self.keeper.refuse_diverged(number, values)
         if self.on_step is not None:
             self.on_step(number, values)
-        return state
+        return learner, stream
 
-    def _measure(
-        self, evaluate: Evaluate, params: Params, state: TrainState, number: int
-    ) -> dict[str, float]:
+    def _measure(self, evaluate: Evaluate, params: Params, number: int) -> dict[str, float]:
         """The metrics of an evaluation of the policy after step `number`, as they are logged."""
         began = time.monotonic()
         self.watch.phase(f"step {number}: evaluate")
         with self.keeper.saving(number):
-            metrics = evaluate(params, state.key, number).metrics
+            metrics = evaluate(params, self.run.stream.key, number).metrics
         self.display.evaluated(number, metrics)
         best, metric = self.progress.best, self.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)

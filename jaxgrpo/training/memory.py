@@ -22,7 +22,7 @@ from jax.sharding import Mesh, Sharding
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import FIELDS, TrainState
+from jaxgrpo.core.types import FIELDS, Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
@@ -228,16 +228,16 @@ def activations(config: ModelConfig, remat: decoder.Remat) -> int:
     return config.num_layers * layer_bytes[remat] + 2 * numbers * 4
 
 
-def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
+def plan(program: Any, blueprint: Blueprint, learner: Learner) -> int:
     """The working memory that XLA plans for the update program, which is compiled for it.
 
     Beside it lie the batches of a step's other minibatches.
 
     Args:
       program: `update_program` of `update.step.Steps`.
-      state: of the run; its arrays are not read.
+      learner: of the run; its arrays are not read.
     """
-    *arguments, batch = update_arguments(blueprint, state)
+    *arguments, batch = update_arguments(blueprint, learner)
     compiled = program.lower(*arguments, batch).compile()
     analysis = compiled.memory_analysis()
     if analysis is None:  # a platform that does not tell
@@ -248,9 +248,9 @@ def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
     return program_bytes - on_device(arguments) + other_batches
 
 
-def update_arguments(blueprint: Blueprint, state: TrainState) -> tuple[Any, ...]:
-    """What the update program of a run is compiled for: its state, and the shapes of a batch."""
-    anchors = read_by_update(state, blueprint.objective.anchors)
+def update_arguments(blueprint: Blueprint, learner: Learner) -> tuple[Any, ...]:
+    """What the update program of a run is compiled for: its learner, and the shapes of a batch."""
+    anchors = read_by_update(learner, blueprint.objective.anchors)
     batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
 
     def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -258,7 +258,7 @@ def update_arguments(blueprint: Blueprint, state: TrainState) -> tuple[Any, ...]
         layout = sharding.named(blueprint.mesh, *names)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
-    changing = (state.trainable, state.opt_state, state.objective_state)
+    changing = (learner.trainable, learner.opt_state, learner.objective_state)
     return (*changing, anchors, jax.tree.map(placed, batch))
 
 
@@ -321,10 +321,11 @@ def sampler_weight_bytes(
     model: Model, mesh: Mesh, trained_dtype: str, sampling_mesh: Mesh | None = None
 ) -> int:
     """Bytes of the weights that only the sampler reads: in the model's dtype and laid out for it
-    where the trained ones are not, and each layer's apart, since layers are read one by one.
+    where the trained ones are not, each layer's apart, since layers are read one by one, and a copy
+    of what the update overwrites.
 
     A sync writes them at once, without a stacked copy beside them, but from mesh to mesh and where
-    adapters alone are cast (`update.step.Steps.sync`).
+    adapters alone are trained (`update.step.Steps.sync`).
 
     Args:
       mesh, trained_dtype: where the parameters given to the sampler lie, and their dtype.
@@ -336,7 +337,7 @@ def sampler_weight_bytes(
     layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
     if target_mesh != mesh:
         return layer_weights + all_weights
-    if mesh.shape["fsdp"] > 1 or (is_cast and model.config.lora is None):
+    if mesh.shape["fsdp"] > 1 or model.config.lora is None:
         return all_weights
     return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 

@@ -1,8 +1,7 @@
-"""The parameters and the state of a run: as it begins, between a checkpoint and the state, and as
-it ends.
+"""The parameters of a run and its learner: as it begins, in a checkpoint, and as it ends.
 
 Without adapters all of them are trained. With adapters (`[lora]`) the weights are read from
-model.path, stay as they are, and are in no checkpoint: `without_weights` and `with_weights`.
+model.path, stay as they are, and are in no checkpoint: `to_save` and `with_weights`.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import WEIGHTS, Params, Rollouts, RolloutSpec, TrainState
+from jaxgrpo.core.types import WEIGHTS, Learner, Params, RolloutSpec, Stream
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
 from jaxgrpo.models.hf import adapters, folders
-from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.training import memory
 from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
@@ -96,16 +94,10 @@ def adapters_line(model: Model) -> str:
     return f" of adapters (rank {settings.rank}, of {names}); {count:,} stay as they are"
 
 
-def first_state(
-    blueprint: Blueprint,
-    params: Params,
-    policy: PromptPolicy,
-    num_rows: int,
-    seed: int,
-    rewards: tuple[str, ...],
-    leftover: Rollouts | None = None,
-) -> TrainState:
-    """The state before the first step, laid out on the mesh."""
+def first_learner(
+    blueprint: Blueprint, params: Params, num_rows: int, rewards: tuple[str, ...]
+) -> Learner:
+    """The learner before the first step, laid out on the mesh."""
     replicated = sharding.replicated(blueprint.mesh)
     # Geometry and RolloutSpec begin with the same four sizes.
     spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
@@ -118,36 +110,39 @@ def first_state(
         out_shardings=trained_layout(blueprint),
     )
     put = lambda value: sharding.put(value, replicated)  # noqa: E731
-    return TrainState(
+    return Learner(
         step=put(np.int32(0)),
         trainable=trainable,
         frozen=frozen | {name: copy(trainable) for name in memory.method_policies(blueprint)},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(trainable),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
-        prompt_policy_state=policy.init(num_rows, seed),
-        cursor=put(np.int32(0)),
-        key=put(jax.random.key_data(jax.random.key(seed))),
-        leftover=leftover,
         objective_state=jax.tree.map(put, blueprint.objective.init()),
     )
 
 
-def without_weights(state: TrainState) -> TrainState:
-    """What a checkpoint holds of a state: all but weights that are not trained."""
-    frozen = {name: params for name, params in state.frozen.items() if name != WEIGHTS}
-    return dataclasses.replace(state, frozen=frozen)
+class Saved(NamedTuple):
+    """What a checkpoint holds: all that resuming needs but weights that are not trained."""
+
+    learner: Learner
+    stream: Stream
 
 
-def save_copy_bytes(config: Config, state: TrainState) -> int:
-    """Bytes of the copy of a state that lies in memory while the next step is taken, until it is
-    written as a checkpoint; 0 where only the last step writes one."""
+def to_save(learner: Learner, stream: Stream) -> Saved:
+    """What a checkpoint holds of them."""
+    frozen = {name: params for name, params in learner.frozen.items() if name != WEIGHTS}
+    return Saved(dataclasses.replace(learner, frozen=frozen), stream)
+
+
+def save_copy_bytes(config: Config, saved: Saved) -> int:
+    """Bytes of the copy that lies in memory while the next step is taken, until it is written as a
+    checkpoint; 0 where only the last step writes one."""
     if config.checkpoint.every >= config.train.steps:
         return 0
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(without_weights(state)))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(saved))
 
 
-def with_weights(restored: TrainState, first: TrainState) -> TrainState:
-    """A restored state, and the weights of the state that the run began with."""
+def with_weights(restored: Learner, first: Learner) -> Learner:
+    """A restored learner, and the weights of the one that the run began with."""
     weights = {name: params for name, params in first.frozen.items() if name == WEIGHTS}
     return dataclasses.replace(restored, frozen=restored.frozen | weights)
 
@@ -195,7 +190,7 @@ def refuse_changed_adapters(
 
 def save(
     model: Model,
-    state: TrainState,
+    learner: Learner,
     folder: Path,
     config: Config,
     base: Path,
@@ -210,10 +205,10 @@ def save(
       tokenizer: with the run's chat template.
       ends: fields of generation_config.json.
     """
-    params = state.trainable
+    params = learner.trainable
     if model.config.lora is not None:
         adapters.save(model, params, folder / "adapter", config.model.path)
-        weights = state.frozen[WEIGHTS]
+        weights = learner.frozen[WEIGHTS]
         layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
         merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
         model, params = lora.base_model(model), merge(lora.join(params, weights))

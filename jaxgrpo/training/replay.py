@@ -11,33 +11,25 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Params, Prompts, Rollouts, TrainState
+from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.storage import checksum
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, Answers
-from jaxgrpo.rollout.judging import make_rewarder, make_selector, put_prompts
-from jaxgrpo.rollout.selection import PromptPolicy, sequential
-from jaxgrpo.training import inputs
-from jaxgrpo.training.fingerprints import checksum
+from jaxgrpo.rollout.judging import RolloutSource, put_prompts
+from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.records import rollout_files
-from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.step import Sample, Steps
 
 SIZES = (
     *("prompts_per_step", "group_size"),
@@ -269,60 +261,6 @@ def to_json(replay: Replay) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-class RolloutSource(NamedTuple):
-    """What the rollouts of a run come from."""
-
-    policy: PromptPolicy
-    select: Callable[[TrainState], tuple[Prompts, TrainState]]
-    sample: Sample
-    reward: Callable[..., tuple[TrainState, Rollouts, RewardLog]]
-    leftover: Rollouts | None  # of the first state
-    answers: Answers | None  # of each row, where the chain reads what a pass over them gives
-
-
-def make_rollout_source(
-    config: Config,
-    disk_inputs: Mapping[str, Any],
-    blueprint: Blueprint,
-    steps: Steps,
-    rewards: Sequence[Reward],
-) -> RolloutSource:
-    """The policy with its sampler and rewards; or the files of a replay.
-
-    Args:
-      disk_inputs: fields of `Setup` by name: what was read from disk.
-
-    Raises: InputError where the method reads a field that nothing brings, and where files have
-      other rewards than the run.
-    """
-    names, geometry = tuple(reward.name for reward in rewards), blueprint.geometry
-    # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
-    scored = blueprint.chain.needs & OF_ANSWERS.keys()
-    needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
-    tokenizer, rows, mesh = disk_inputs["tokenizer"], disk_inputs["rows"], blueprint.mesh
-    if disk_inputs["replay"]:
-        needs = needs - FIELDS.keys() - set(names)
-        needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        rollout_source = rollout_source_from_files(disk_inputs["replay"], mesh, names, needs)
-        fields = disk_inputs["replay"].load(0).fields
-        methods.trace_chain(config, blueprint.chain, rewards, len(rows), fields)
-        return rollout_source
-    answers = inputs.load_answers(config, blueprint, tokenizer, rows)
-    columns = methods.needed_columns(needs, rows, rewards)
-    methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)
-    mixture, seed = disk_inputs["mixture"], config.train.seed
-    policy = methods.make_policy(config, rewards, mixture)
-    # Until `prepare`, which brings the rollouts to the update's mesh.
-    sampling_mesh = blueprint.samples_on
-    select = make_selector(sampling_mesh, policy, disk_inputs["encoded"], geometry, seed, mixture)
-    reward = make_rewarder(
-        sampling_mesh, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
-    )
-    refills = config.rollout.refill is not None
-    leftover = refill.no_leftover(geometry, names, columns, answers) if refills else None
-    return RolloutSource(policy, select, steps.sample, reward, leftover, answers)
-
-
 def rollout_source_from_files(
     replay: Replay, mesh: Mesh, rewards: Collection[str], fields: Collection[str]
 ) -> RolloutSource:
@@ -348,27 +286,27 @@ def rollout_source_from_files(
                 f"it holds {', '.join(sorted(columns)) or 'none'}: write fields.{missing[0]} too"
             )
 
-    def load_step(step: Any) -> Rollouts:
-        return replay.load(int(sharding.to_host(step)) % len(replay.files))
+    def load_step(step: int) -> Rollouts:
+        return replay.load(step % len(replay.files))
 
-    def select(state: TrainState) -> tuple[Prompts, TrainState]:
+    def select(stream: Stream, step: int) -> tuple[Stream, Prompts]:
         names = [field.name for field in dataclasses.fields(Prompts) if field.name != "step"]
-        rollouts = load_step(state.step)
+        rollouts = load_step(step)
         arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
-        return put_prompts(mesh, Prompts(**arrays, step=sharding.to_host(state.step))), state
+        return stream, Prompts(**arrays, step=np.asarray(step, np.int32))  # pyright: ignore[reportArgumentType]
 
-    def sample(params: Params, prompts: Prompts, key: Array) -> Rollouts:
+    def sample(params: Params, prompts: Prompts, key: np.ndarray) -> Rollouts:
         names = ("completion_tokens", "token_mask", "behavior_logp", "truncated", "policy_version")
-        rollouts = load_step(prompts.step)
+        rollouts = load_step(int(sharding.to_host(prompts.step)))
         arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
         return Rollouts(**vars(prompts), **put_prompts(mesh, arrays), rewards={}, fields={})
 
     def reward(
-        state: TrainState, rollouts: Rollouts, early: Sequence[Any] = ()
-    ) -> tuple[TrainState, Rollouts, RewardLog]:
-        source = load_step(rollouts.step)
+        stream: Stream, rollouts: Rollouts, early: Sequence[Any] = ()
+    ) -> tuple[Stream, Rollouts, RewardLog]:
+        source = load_step(int(sharding.to_host(rollouts.step)))
         values = {name: source.fields[name] for name in sorted(fields)}
         placed: dict[str, Any] = put_prompts(mesh, {"rewards": source.rewards, "fields": values})
-        return state, dataclasses.replace(rollouts, **placed), RewardLog({}, {}, {}, {})
+        return stream, dataclasses.replace(rollouts, **placed), RewardLog({}, {}, {}, {})
 
     return RolloutSource(sequential(), select, sample, reward, None, None)

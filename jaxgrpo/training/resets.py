@@ -15,15 +15,15 @@ import optax
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.core.types import Learner, Params
 from jaxgrpo.losses import Objective
 from jaxgrpo.training.records.folder import evaluation_metrics
 from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
 
-def reset_reference(state: TrainState, fresh: Callable[..., tuple[Params, Any]]) -> TrainState:
-    """The state with its policy as the new reference, and nothing remembered of gradients.
+def reset_reference(learner: Learner, fresh: Callable[..., tuple[Params, Any]]) -> Learner:
+    """The learner with its policy as the new reference, and nothing remembered of gradients.
 
     Trained parameters, the base and all else stay; KL(policy || reference) is 0 afterwards. The
     learning rate goes on along its schedule (ProRL says that the optimizer's state is reset, and
@@ -32,17 +32,17 @@ def reset_reference(state: TrainState, fresh: Callable[..., tuple[Params, Any]])
     Args:
       fresh: `fresh_parts` for the run's optimizer, jitted or not.
 
-    Raises: InputError where the state has no reference.
+    Raises: InputError where the learner has no reference.
     Source: ProRL, arXiv 2505.24864, section 3.2.
     """
-    if "reference" not in state.frozen:
+    if "reference" not in learner.frozen:
         raise InputError(
-            "reset_reference: the state has no reference policy, since nothing in the run reads "
+            "reset_reference: the learner has no reference policy, since nothing in the run reads "
             "reference_logp; add a KL to it"
         )
-    reference, moments = fresh(state.trainable, state.frozen["reference"], state.opt_state)
-    frozen = {**state.frozen, "reference": reference}
-    return dataclasses.replace(state, frozen=frozen, opt_state=moments)
+    reference, moments = fresh(learner.trainable, learner.frozen["reference"], learner.opt_state)
+    frozen = {**learner.frozen, "reference": reference}
+    return dataclasses.replace(learner, frozen=frozen, opt_state=moments)
 
 
 def fresh_parts(
@@ -68,8 +68,9 @@ class Resets(NamedTuple):
         return {"reference/resets": float(self.count)} if may_reset(config) else {}
 
 
-Reset = Callable[[TrainState, Resets, int, Mapping[str, float]], tuple[TrainState, Resets]]
-"""(state, resets, step, the step's metrics) -> (state, resets), where due with a new reference"""
+Reset = Callable[[Learner, Resets, int, Mapping[str, float]], tuple[Learner, Resets]]
+"""(learner, resets, step, the step's metrics) -> (learner, resets), where due with a new reference
+"""
 
 
 def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
@@ -78,7 +79,7 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
     Raises: InputError where resets are asked for and nothing in the run reads a reference.
     """
     if not may_reset(config):
-        return lambda state, resets, number, values: (state, resets)
+        return lambda learner, resets, number, values: (learner, resets)
     if not ("reference_logp" in blueprint.chain.needs or _reads_reference(blueprint.objective)):
         raise InputError(
             "reference: nothing in the run reads the reference's log-probs, so that a reset would "
@@ -89,15 +90,15 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
     fresh = jax.jit(functools.partial(fresh_parts, blueprint.optimizer), out_shardings=layout)
 
     def reset(
-        state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
-    ) -> tuple[TrainState, Resets]:
+        learner: Learner, resets: Resets, number: int, values: Mapping[str, float]
+    ) -> tuple[Learner, Resets]:
         # A run with more steps would not evaluate after this last one.
         if number % (config.eval.every or 1) == 0:
             resets = see(config, resets, values)
         if not is_due(config, resets, number, values, names):
-            return state, resets
+            return learner, resets
         resets = resets._replace(count=resets.count + 1, last=number, stale=0)
-        return reset_reference(state, fresh), resets
+        return reset_reference(learner, fresh), resets
 
     return reset
 

@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,46 +18,29 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.metrics import Metrics
-from jaxgrpo.core.types import (
-    Params,
-    Prompts,
-    Rollouts,
-    TrainState,
-)
-from jaxgrpo.data.chat import Chat
-from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import Mixture, Rows
+from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream
+from jaxgrpo.data.sources import Rows
 from jaxgrpo.models import attention, decoder, sharding
-from jaxgrpo.models.api import Model
-from jaxgrpo.models.hf import folders
-from jaxgrpo.models.hf.weights import IN_A_COPY
-from jaxgrpo.rewards import RewardLog, Rewards
+from jaxgrpo.rewards import Rewards
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.answers import Answers
-from jaxgrpo.rollout.judging import Judged, make_judge, put_prompts, rollout_progress, step_progress
-from jaxgrpo.rollout.overlap import sample_and_judge
-from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
-from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
-from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.replay import (
-    Replay,
+from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
+from jaxgrpo.rollout.judging import (
     RolloutSource,
-    SavedRollouts,
-    make_rollout_source,
-    read_files,
+    make_judge,
+    make_rewarder,
+    make_selector,
+    step_progress,
 )
-from jaxgrpo.update import diagnostics, packing, step
-from jaxgrpo.update.forward import (
-    Blueprint,
-    held_dtype,
-    param_layout,
-    trained,
-)
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.training import inputs, memory, parameters
+from jaxgrpo.training.collecting import Collected, Collector
+from jaxgrpo.training.inputs import Inputs
+from jaxgrpo.training.pretrained import Pretrained, sampling_settings
+from jaxgrpo.training.replay import SavedRollouts, rollout_source_from_files
+from jaxgrpo.update import packing, step
+from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, trained
 from jaxgrpo.update.optimizer import make_optimizer
 
 DIVIDED = {
@@ -87,117 +66,52 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
 seed nor the run's folder matters to any of it."""
 
-_STEP_FUNCTIONS = ("prepare", "live_groups", "update", "sync", "update_program")
-"""Functions of step.Steps that `Setup` has."""
-
-CALLS = 100
-"""Steps that programs of sampling are chosen for; not train.steps, since a run may be prolonged."""
-
-
-class Collected(NamedTuple):
-    """What `Setup.collect` returns: the rollouts of a step, and what the log shows of them."""
-
-    rollouts: Rollouts
-    reward_log: RewardLog  # what the rewards logged
-    metrics: Metrics
-
 
 class Setup(NamedTuple):
-    """A run, ready to be stepped: functions, the first state, and what they were built from."""
+    """A run, ready to be stepped: functions, where they begin, and what they were built from."""
 
     config: Config
-    mesh: Mesh
-    folder: Path  # of the model
-    model: Model
-    tokenizer: Any
-    chat: Chat  # how prompts are written out
-    rows: list[dict[str, Any]]
-    encoded: list[np.ndarray]  # token ids of each row's prompt
-    dropped: int  # rows left out because their prompts are too long
-    mixture: Mixture | None  # of the rows, where they are from several sources
-    held_out: PromptData | None  # of eval.data
-    replay: Replay | None  # the rollouts that it trains on, if they are saved ones
+    inputs: Inputs
     rewards: tuple[Reward, ...]
-    answers: Answers | None  # of each row, where the chain reads what a pass over them gives
     blueprint: Blueprint
-    state: TrainState
-    policy: PromptPolicy
-    select: Callable[[TrainState], tuple[Prompts, TrainState]]
-    sample: step.Sample  # (sync(state), prompts, state.key)
-    reward: Callable[..., tuple[TrainState, Rollouts, RewardLog]]  # (state, rollouts, early=())
-    prepare: step.Prepare
-    live_groups: Callable[[TrainState, Rollouts], np.ndarray]  # of step.Steps
-    update: step.Update
-    sync: step.Sync
-    update_program: Any  # of step.Steps
+    steps: step.Steps
+    source: RolloutSource
+    collector: Collector
+    learner: Learner
+    stream: Stream
 
-    def collect(
-        self,
-        state: TrainState,
-        phase: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> tuple[TrainState, Collected]:
-        """Rollouts for one step: select, sample, reward; with `rollout.refill` until it is full.
+    @property
+    def sync(self) -> step.Sync:
+        """`step.Steps.sync`: learner -> parameters to sample with."""
+        return self.steps.sync
 
-        Args:
-          phase: a context round each "sample" and each "reward".
-        """
-        with phase("sample"):
-            params = self.sync(state)
+    @property
+    def collect(self) -> Callable[..., tuple[Stream, Collected]]:
+        """`Collector.collect`: (params, version, stream) -> (stream, rollouts and more)."""
+        return self.collector.collect
 
-        def generate(state: TrainState) -> tuple[TrainState, Rollouts, RewardLog]:
-            with phase("sample"):
-                prompts, state = self.select(state)
-                rollouts, early = self._sample_step(params, prompts, state.key)
-                jax.block_until_ready(rollouts.completion_tokens)
-            with phase("reward"):
-                return self.reward(state, rollouts, early)
+    @property
+    def prepare(self) -> step.Prepare:
+        """`step.Steps.prepare`: (learner, rollouts) -> (learner, batches and more)."""
+        return self.steps.prepare
 
-        def judge(state: TrainState, rollouts: Rollouts) -> refill.Verdict:
-            with phase("prepare"):
-                live = self.live_groups(state, rollouts)
-            return refill.Verdict(live, *self._summed_rewards(rollouts))
+    @property
+    def live_groups(self) -> Callable[[Learner, Rollouts], np.ndarray]:
+        """`step.Steps.live_groups`: (learner, rollouts) -> [P] bool."""
+        return self.steps.live_groups
 
-        first_state, refill_keys = state, self.config.rollout.refill
-        if refill_keys is None:
-            state, rollouts, reward_log = generate(state)
-            metrics: Metrics = {}
-        else:
-            rounds = refill.max_rounds(refill_keys["factor"])
-            state, filled, reward_log, metrics = refill.fill(state, generate, judge, rounds)
-            rollouts = put_prompts(self.mesh, filled)
-        metrics |= prompt_metrics(self.policy, first_state, state, len(rollouts.row))
-        if self.mixture is not None:
-            row = sharding.to_host(rollouts.row)
-            metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
-        return state, Collected(rollouts, reward_log, metrics)
-
-    def _summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-        """The weighted sum of each sample's rewards and whether it was scored, [P, G], on the
-        host."""
-        weights = self.blueprint.reward_weights
-        rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
-        summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
-        return sharding.to_host(diagnostics.weighted_sum(summed, weights))
+    @property
+    def update(self) -> step.Update:
+        """`step.Steps.update`: (learner, batches) -> (learner, metrics)."""
+        return self.steps.update
 
     def try_rewards(self) -> dict[str, Preview]:
         """What every reward gives row 0's gold answer and the empty text, called as in step 1."""
-        rows, settings = self.rows, self.blueprint.sampling
-        prompts, steps = self.blueprint.geometry.num_prompts, self.config.train.steps
-        state = step_progress(0, 0, prompts, len(rows), steps)
-        return inputs.try_rewards(
-            self.rewards, rows[0], self.tokenizer, settings.stop_tokens, state
-        )
-
-    def _sample_step(
-        self, params: Params, prompts: Prompts, key: jax.Array
-    ) -> tuple[Rollouts, list[Judged]]:
-        """Samples, and where the engine can tell, what was judged before it ended."""
-        tells = "finished" in inspect.signature(self.sample).parameters
-        judge = make_judge(self.tokenizer, self.rewards, self.rows)
-        if not (self.config.rollout.overlap_rewards and tells and judge.per_sample):
-            return self.sample(params, prompts, key), []
-        progress = rollout_progress(prompts, len(self.rows), self.config.train.steps)
-        return sample_and_judge(self.sample, params, prompts, key, judge, progress)
+        rows, settings = self.inputs.prompts.rows, self.blueprint.sampling
+        num_prompts, steps = self.blueprint.geometry.num_prompts, self.config.train.steps
+        state = step_progress(0, 0, num_prompts, len(rows), steps)
+        tokenizer = self.inputs.pretrained.tokenizer
+        return inputs.try_rewards(self.rewards, rows[0], tokenizer, settings.stop_tokens, state)
 
 
 def setup(
@@ -208,9 +122,9 @@ def setup(
     dataset: Rows | None = None,
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.share_nothing,
-    check: Callable[[Mapping[str, Any]], None] = lambda disk_inputs: None,
+    check: Callable[[Inputs], None] = lambda run_inputs: None,
     mesh: Mesh | None = None,
-    state_of: Callable[[Blueprint], TrainState] | None = None,
+    make_learner: Callable[[Blueprint], Learner] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -221,114 +135,121 @@ def setup(
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
-      check: gets the fields of Setup that are read from disk, before weights are, and may raise.
-      mesh, state_of: of a run that is planned, on devices that need not be here; no weights are
-        read then.
+      check: gets what is read from disk, before weights are, and may raise.
+      mesh, make_learner: of a run that is planned, on devices that need not be here; no weights
+        are read then.
 
     Raises: InputError where parts do not fit one another.
     """
-    disk_inputs = share("inputs", lambda: _read_inputs(config, dataset, rollouts, mesh))
-    check(disk_inputs)
-    model_setup = ModelSetup(*(disk_inputs[name] for name in ModelSetup._fields))
-    row = None if disk_inputs["replay"] else disk_inputs["rows"][0]
+    run_inputs = share("inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh))
+    check(run_inputs)
+    pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
+    row = None if run_inputs.replay else rows[0]
     run_rewards = inputs.resolve_rewards(config, rewards, row)
-    method = functools.partial(build_method, config, model_setup, run_rewards, advantage, share)
+    method = functools.partial(build_method, config, pretrained, run_rewards, advantage, share)
     blueprint, steps = share("method", method)
-    memory.refuse_too_large(memory.run_memory(config, blueprint), model_setup.mesh)
-    source = make_rollout_source(config, disk_inputs, blueprint, steps, run_rewards)
-    read_state = functools.partial(_read_state, config, disk_inputs, source, run_rewards)
+    memory.refuse_too_large(memory.run_memory(config, blueprint), pretrained.mesh)
+    source = make_rollout_source(config, run_inputs, blueprint, steps, run_rewards)
+    seed = config.train.seed
+    names = tuple(reward.name for reward in run_rewards)
+    if make_learner is None:
+        layout = held_dtype(pretrained.model), param_layout(blueprint)
+        params = parameters.read_start(config, pretrained.folder, pretrained.model, *layout)
+        learner = parameters.first_learner(blueprint, params, len(rows), names)
+    else:
+        learner = make_learner(blueprint)
     return Setup(
-        config=inputs.at_time(config, disk_inputs["chat"].time),
-        **disk_inputs,
+        config=inputs.at_time(config, run_inputs.chat.time),
+        inputs=run_inputs,
         rewards=run_rewards,
-        answers=source.answers,
         blueprint=blueprint,
-        state=(state_of or read_state)(blueprint),
-        policy=source.policy,
-        select=source.select,
-        sample=source.sample,
-        reward=source.reward,
-        **{name: getattr(steps, name) for name in _STEP_FUNCTIONS},
+        steps=steps,
+        source=source,
+        collector=make_collector(config, run_inputs, blueprint, source, run_rewards),
+        learner=learner,
+        stream=first_stream(source, len(rows), seed),
     )
 
 
-def _read_state(
+def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
+    """The stream before the first step."""
+    return Stream(
+        cursor=np.zeros((), np.int32),
+        key=np.asarray(jax.random.key_data(jax.random.key(seed))),
+        prompt_policy_state=source.policy.init(num_rows, seed),
+        waiting=source.waiting,
+    )
+
+
+def make_rollout_source(
     config: Config,
-    disk_inputs: Mapping[str, Any],
-    rollout_source: RolloutSource,
-    rewards: Sequence[Reward],
+    run_inputs: Inputs,
     blueprint: Blueprint,
-) -> TrainState:
-    """The first state, with the weights of the model."""
-    model, seed = disk_inputs["model"], config.train.seed
-    names = tuple(reward.name for reward in rewards)
-    start = rollout_source.policy, len(disk_inputs["rows"]), seed, names
-    dtype, layout = held_dtype(model), param_layout(blueprint)
-    params = parameters.read_start(config, disk_inputs["folder"], model, dtype, layout)
-    return parameters.first_state(blueprint, params, *start, leftover=rollout_source.leftover)
+    steps: step.Steps,
+    rewards: Sequence[Reward],
+) -> RolloutSource:
+    """The policy with its sampler and rewards; or the files of a replay.
 
-
-class ModelSetup(NamedTuple):
-    """The model that a config names, without weights, on the devices that it names."""
-
-    mesh: Mesh
-    folder: Path
-    tokenizer: Any
-    model: Model
-
-
-def find_model(config: Config, mesh: Mesh | None = None, fetch_weights: bool = True) -> ModelSetup:
-    """The model of a config, on a mesh of its own by default.
-
-    Args:
-      fetch_weights: as of `inputs.find_config`.
-
-    Raises: InputError where there is no such model, a file of it cannot be read, or it has no
-    positions for prompt and completion.
+    Raises: InputError where the method reads a field that nothing brings, and where files have
+      other rewards than the run.
     """
-    if mesh is None:
-        sizes = config.mesh
-        mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    folder, stored = inputs.find_config(config, fetch_weights)
-    inputs.check_length(config, stored)
-    tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
-    ends = folders.read_end_tokens(folder, tokenizer, size)
-    without_text = folders.tokens_without_text(tokenizer, ends, size)
-    model_config = parameters.model_config_for_run(config, stored, without_text)
-    remat = _remat(config, mesh)
-    model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=remat)
-    return ModelSetup(mesh, folder, tokenizer, model)
+    names, geometry = tuple(reward.name for reward in rewards), blueprint.geometry
+    # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
+    scored = blueprint.chain.needs & OF_ANSWERS.keys()
+    needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
+    prompts, tokenizer = run_inputs.prompts, run_inputs.pretrained.tokenizer
+    rows, mixture, seed = prompts.rows, prompts.mixture, config.train.seed
+    if run_inputs.replay:
+        needs = needs - FIELDS.keys() - set(names)
+        needs |= {FORCED, THOUGHT, MASK} if scored else set()
+        source = rollout_source_from_files(run_inputs.replay, blueprint.mesh, names, needs)
+        fields = run_inputs.replay.load(0).fields
+        methods.trace_chain(config, blueprint.chain, rewards, len(rows), fields)
+        return source
+    answers = inputs.load_answers(config, blueprint, tokenizer, rows)
+    columns = methods.needed_columns(needs, rows, rewards)
+    methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)
+    policy = methods.make_policy(config, rewards, mixture)
+    sizes = geometry.num_prompts, geometry.max_prompt_tokens
+    select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
+    # Until `prepare`, which brings the rollouts to the update's mesh.
+    mesh, max_steps = blueprint.samples_on, config.train.steps
+    reward = make_rewarder(
+        mesh, policy, tokenizer, rewards, rows, columns, answers, max_steps, seed
+    )
+    refills = config.rollout.refill is not None
+    waiting = refill.no_leftover(geometry, names, columns, answers) if refills else None
+    return RolloutSource(policy, select, steps.sample, reward, waiting, answers)
 
 
-def _read_inputs(
+def make_collector(
     config: Config,
-    dataset: Rows | None,
-    rollouts: SavedRollouts | None,
-    mesh: Mesh | None,
-) -> dict[str, Any]:
-    """The fields of Setup that are read from disk. Each run reads the weights itself: its update
-    overwrites them."""
-    model_setup = find_model(config, mesh, fetch_weights=mesh is None)
-    vocab_size = model_setup.model.config.vocab_size
-    chat = inputs.make_chat(config, model_setup.tokenizer, vocab_size)
-    replay = None
-    if rollouts is None:
-        prompts = inputs.load_prompts(config, chat, dataset)
-    elif dataset is not None:
-        raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
-    else:
-        ends = folders.read_end_tokens(model_setup.folder, model_setup.tokenizer, vocab_size)
-        replay = read_files(config, rollouts, model_setup.tokenizer, model_setup.model.config, ends)
-        prompts = replay.data
-    source = inputs.eval_source(config) if config.eval.data else None
-    held_out = inputs.load_prompts(config, chat, source) if source else None
-    run_inputs = {"chat": chat, "held_out": held_out, "replay": replay}
-    return {**model_setup._asdict(), **prompts._asdict(), **run_inputs}
+    run_inputs: Inputs,
+    blueprint: Blueprint,
+    source: RolloutSource,
+    rewards: Sequence[Reward],
+) -> Collector:
+    """What makes the rollouts of each step."""
+    rollout, rows = config.rollout, run_inputs.prompts.rows
+    judge = make_judge(run_inputs.pretrained.tokenizer, rewards, rows)
+    judges_early = rollout.overlap_rewards and bool(judge.per_sample)
+    return Collector(
+        source=source,
+        mesh=blueprint.mesh,
+        sampling_mesh=blueprint.mesh if run_inputs.replay else blueprint.samples_on,
+        chain=blueprint.chain,
+        reward_weights=blueprint.reward_weights,
+        mixture=run_inputs.prompts.mixture,
+        num_rows=len(rows),
+        max_steps=config.train.steps,
+        early_judge=judge if judges_early else None,
+        max_rounds=refill.max_rounds(rollout.refill["factor"]) if rollout.refill else None,
+    )
 
 
 def build_method(
     config: Config,
-    model_setup: ModelSetup,
+    pretrained: Pretrained,
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.share_nothing,
@@ -339,7 +260,7 @@ def build_method(
     Args:
       sampling: how it samples; None: as the tokenizer of the model says.
     """
-    mesh, model = model_setup.mesh, model_setup.model
+    mesh, model = pretrained.mesh, pretrained.model
     sampling_mesh, geometry = _sampling_mesh(config, mesh), _geometry(config, mesh)
     recipe = methods.make_recipe(config, rewards, advantage)
     chain = methods.make_chain(config, recipe)
@@ -355,7 +276,7 @@ def build_method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling or sampling_settings(config, model_setup),
+        sampling=sampling or sampling_settings(config, pretrained),
         mesh=mesh,
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
@@ -370,8 +291,9 @@ def build_method(
         ),
     )
     policies = memory.copied_policies(config, blueprint)
+    remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     if config.train.tokens_per_micro_batch is None:
-        blueprint = memory.with_fitting_tokens(blueprint, policies, _remat(config, mesh))
+        blueprint = memory.with_fitting_tokens(blueprint, policies, remat)
     blueprint = memory.with_slots(blueprint, policies)
     return blueprint, step.build_steps(blueprint, share)
 
@@ -399,60 +321,9 @@ def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
     return sampling_mesh
 
 
-def _remat(config: Config, mesh: Mesh) -> decoder.Remat:
-    return decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
-
-
 def samples_per_step(config: Config) -> int:
     """Samples of a step."""
     return config.rollout.prompts_per_step * config.rollout.group_size
-
-
-def sampling_settings(config: Config, model_setup: ModelSetup | Setup) -> SamplingSettings:
-    """How a config samples from a model.
-
-    Raises: InputError where no token ends a sample.
-    """
-    tokenizer, size = model_setup.tokenizer, model_setup.model.config.vocab_size
-    ends = folders.read_end_tokens(model_setup.folder, tokenizer, size)
-    if not ends:
-        raise InputError(
-            f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
-            f"end; set eos_token in tokenizer_config.json {IN_A_COPY}"
-        )
-    pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
-    if pad is None or pad >= size:
-        pad = ends[0]
-    return make_sampling_settings(
-        config,
-        ends,
-        pad,
-        StopStrings(tokenizer, strings) if strings else None,
-    )
-
-
-def make_sampling_settings(
-    config: Config, ends: tuple[int, ...], pad: int, strings: StopStrings | None = None
-) -> SamplingSettings:
-    """How a config samples from a model whose tokens `ends` end a sample."""
-    rollout = config.rollout
-    return SamplingSettings(
-        group_size=rollout.group_size,
-        max_completion_tokens=rollout.max_completion_tokens,
-        temperature=rollout.temperature,
-        stop_tokens=ends,
-        pad_token=pad,
-        segment_tokens=rollout.segment_tokens,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        min_completion_tokens=rollout.min_completion_tokens,
-        slots=rollout.slots or 0,
-        stop_strings=strings,
-        early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
-        kv_cache_dtype=rollout.kv_cache_dtype,
-        calls=CALLS,
-    )
 
 
 class Shared:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -34,19 +35,14 @@ from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.inputs import (
     at_time,
     eval_source,
-    find_config,
     load_prompts,
     make_chat,
     resolve_scorer,
 )
+from jaxgrpo.training.pretrained import Pretrained, find_config, find_model, sampling_settings
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.setup import (
-    ModelSetup,
-    Setup,
-    find_model,
-    sampling_settings,
-)
+from jaxgrpo.training.setup import Setup
 from jaxgrpo.update.forward import (
     full_params,
     layout_to_sample,
@@ -151,11 +147,15 @@ def find_policy(
     line = process.start(config.mesh.platform)
     if process.is_main():
         console.print(line, soft_wrap=True)
-    model_setup = find_model(config)
-    chat = make_chat(config, model_setup.tokenizer, model_setup.model.config.vocab_size)
+    pretrained = find_model(config)
+    chat = make_chat(config, pretrained.tokenizer, pretrained.model.config.vocab_size)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
     config = at_time(config, chat.time)
-    return _policy(config, model_setup, has_base), prompts
+    model, mesh = pretrained.model, _sampling_mesh(config, pretrained)
+    parameter_bytes = memory.parameters(model, mesh)
+    copies = 2 if has_base else 1
+    sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
+    return _policy(config, pretrained, copies * parameter_bytes + sampler_bytes), prompts
 
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:
@@ -174,42 +174,42 @@ def resolve_judge(config: Config, scorer: str | RewardFunction | None = None) ->
     return resolve_scorer(config)
 
 
-def _policy(
-    config: Config, model_setup: ModelSetup | Setup, has_base: bool = False
-) -> StoredPolicy:
-    mesh = sharding.sampling_mesh(model_setup.mesh, config.mesh.sampling_tensor)
-    model = _model_on_mesh(model_setup, mesh)
-    parameter_bytes = memory.parameters(model, mesh)
-    if isinstance(model_setup, Setup):
-        sampler_bytes = memory.weights_to_sample(model_setup.blueprint)
-        persistent_bytes = memory.run_memory(config, model_setup.blueprint).persistent
-    else:
-        sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
-        persistent_bytes = 2 * parameter_bytes if has_base else parameter_bytes
-    used_bytes = persistent_bytes + sampler_bytes
-    settings = sampling_settings(config, model_setup)
+def _sampling_mesh(config: Config, pretrained: Pretrained) -> Mesh:
+    return sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
+
+
+def _policy(config: Config, pretrained: Pretrained, used_bytes: int) -> StoredPolicy:
+    """Args: used_bytes: of each device, by what is in memory beside the state of decoding."""
+    mesh = _sampling_mesh(config, pretrained)
     return StoredPolicy(
-        model=model,
-        tokenizer=model_setup.tokenizer,
+        model=_model_on_mesh(pretrained, mesh),
+        tokenizer=pretrained.tokenizer,
         mesh=mesh,
-        settings=settings._replace(calls=1),
+        settings=sampling_settings(config, pretrained)._replace(calls=1),
         width=config.rollout.max_prompt_tokens,
         free=memory.free_beside(mesh, used_bytes),
         config=config,
-        folder=model_setup.folder,
+        folder=pretrained.folder,
     )
 
 
-def _model_on_mesh(model_setup: ModelSetup | Setup, mesh: Mesh) -> Model:
+def _policy_for_run(run: Setup) -> StoredPolicy:
+    """The policy that a run began with."""
+    persistent_bytes = memory.run_memory(run.config, run.blueprint).persistent
+    used_bytes = persistent_bytes + memory.weights_to_sample(run.blueprint)
+    return _policy(run.config, run.inputs.pretrained, used_bytes)
+
+
+def _model_on_mesh(pretrained: Pretrained, mesh: Mesh) -> Model:
     """The model whose activations are laid out on a mesh."""
-    if mesh == model_setup.mesh:
-        return model_setup.model
-    return decoder.build(model_setup.model.config, constrain=sharding.constrain(mesh))
+    if mesh == pretrained.mesh:
+        return pretrained.model
+    return decoder.build(pretrained.model.config, constrain=sharding.constrain(mesh))
 
 
-def seed_key(config: Config) -> Any:
+def seed_key(config: Config) -> np.ndarray:
     """The key data of a config's seed."""
-    return jax.random.key_data(jax.random.key(config.train.seed))
+    return np.asarray(jax.random.key_data(jax.random.key(config.train.seed)))
 
 
 def load_base(config: Config, mesh: Mesh) -> Base:
@@ -217,18 +217,18 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 
     Fresh adapters add nothing; those of lora.path belong to it.
     """
-    model_setup = find_model(config, mesh)
-    base = model_setup.model
+    pretrained = find_model(config, mesh)
+    base = pretrained.model
     if base.config.lora is not None and config.lora.path is None:
         base = decoder.build(lora.base_config(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
-    return Base(base, parameters.read_start(config, model_setup.folder, base, layout=layout))
+    return Base(base, parameters.read_start(config, pretrained.folder, base, layout=layout))
 
 
 def find_base(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read from disk."""
-    blueprint, frozen = run.blueprint, run.state.frozen
-    model = _model_on_mesh(run, blueprint.samples_on)
+    blueprint, frozen = run.blueprint, run.learner.frozen
+    model = _model_on_mesh(run.inputs.pretrained, blueprint.samples_on)
     layouts = [param_layout(blueprint), sampling_layout(blueprint)]
     names = ("base",) if may_reset(run.config) else ("base", "reference")
     if name := next((name for name in names if name in frozen), None):
@@ -251,18 +251,18 @@ def _move(layouts: Sequence[Params], params: Params) -> Params:
 
 def base_params(run: Setup) -> Params:
     """The parameters that a run began with, laid out for sampling, read from disk."""
-    return _policy(run.config, run).read_params()
+    return _policy_for_run(run).read_params()
 
 
 def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
     """The evaluation that a run's config asks for; `share` as of `setup`."""
 
     def make() -> Evaluate:
-        config = run.config
-        held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
+        config, inputs = run.config, run.inputs
+        held_out = inputs.held_out or load_prompts(config, inputs.chat, eval_source(config))
         questions = make_questions(config, held_out, resolve_scorer(config, run.rewards))
         base = find_base(run) if config.measures_kl_to_base else None
-        return make_evaluator(config, _policy(config, run), questions, base)
+        return make_evaluator(config, _policy_for_run(run), questions, base)
 
     return share("evaluator", make)
 

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.core.types import WEIGHTS, Params, TrainBatch, TrainState
+from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, custom_vjp
@@ -335,15 +335,16 @@ def full_params(params: Params, frozen: Mapping[str, Params]) -> Params:
     return lora.join(params, frozen[WEIGHTS]) if WEIGHTS in frozen else params
 
 
-def params_of(state: TrainState, name: str = "trainer") -> Params:
-    """The parameters of one of the policies of a state, as the model takes them."""
-    return full_params(state.trainable if name == "trainer" else state.frozen[name], state.frozen)
+def params_of(learner: Learner, name: str = "trainer") -> Params:
+    """The parameters of one of a learner's policies, as the model takes them."""
+    policy = learner.trainable if name == "trainer" else learner.frozen[name]
+    return full_params(policy, learner.frozen)
 
 
-def read_by_update(state: TrainState, anchors: Collection[str]) -> dict[str, Params]:
+def read_by_update(learner: Learner, anchors: Collection[str]) -> dict[str, Params]:
     """What is frozen and the update program reads: the anchors, and the weights under adapters."""
-    names = {*anchors, *({WEIGHTS} & state.frozen.keys())}
-    return {name: state.frozen[name] for name in sorted(names)}
+    names = {*anchors, *({WEIGHTS} & learner.frozen.keys())}
+    return {name: learner.frozen[name] for name in sorted(names)}
 
 
 def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxgrpo import advantages
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.metrics import Metrics, mean, merge
-from jaxgrpo.core.types import FIELDS, Params, Rollouts, Signal, TrainBatch, TrainState
+from jaxgrpo.core.types import FIELDS, Learner, Params, Rollouts, Signal, TrainBatch
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.logprobs import Entropy
@@ -71,23 +71,23 @@ class Preparer:
         self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=1)
         self.pick_answer_logp: Jitted = jax.jit(answers.pick_answer_logp)
 
-    def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+    def prepare(self, learner: Learner, rollouts: Rollouts) -> tuple[Learner, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(state, rollouts, lengths, self.blueprint.chain.needs)
+        rollouts = self.with_fields(learner, rollouts, lengths, self.blueprint.chain.needs)
         advantage_state, judged, live, per_sample, metrics = self.judge(
-            state.advantage_state, rollouts
+            learner.advantage_state, rollouts
         )
         live = sharding.to_host(live)
         plans, batches = [], []
         planned = live if compact else np.ones_like(live)
         for prompts, plan in _plans(lengths, planned, geometry):
             metrics = merge(metrics, packing.work(plan, lengths, geometry))
-            batches.append(self.assemble(state, rollouts, judged, prompts, plan))
+            batches.append(self.assemble(learner, rollouts, judged, prompts, plan))
             plans.append(plan)
-        state = dataclasses.replace(state, advantage_state=advantage_state)
+        learner = dataclasses.replace(learner, advantage_state=advantage_state)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batches[0].fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
@@ -97,19 +97,19 @@ class Preparer:
                 drift = self.drift(rollouts.behavior_logp, anchor_logp, mask, FIELDS[name].policy)
                 metrics = merge(metrics, drift)
         updates = _in_order(batches, self.blueprint.num_iterations)
-        return state, Prepared(updates, per_sample, live, metrics)
+        return learner, Prepared(updates, per_sample, live, metrics)
 
-    def live_groups(self, state: TrainState, rollouts: Rollouts) -> np.ndarray:
+    def live_groups(self, learner: Learner, rollouts: Rollouts) -> np.ndarray:
         """Groups [P] of which the recipe gives a token an advantage that is not 0."""
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(state, rollouts, lengths, self.recipe.needs)
-        return sharding.to_host(self.live(state.advantage_state, rollouts))
+        rollouts = self.with_fields(learner, rollouts, lengths, self.recipe.needs)
+        return sharding.to_host(self.live(learner.advantage_state, rollouts))
 
     def with_fields(
         self,
-        state: TrainState,
+        learner: Learner,
         rollouts: Rollouts,
         lengths: packing.Lengths,
         needs: frozenset[str],
@@ -118,24 +118,24 @@ class Preparer:
         fields = {}
         if names := needs & FIELDS.keys():
             geometry = self.blueprint.geometry
-            fields |= self.score_samples(state, names, rollouts, lengths, geometry)
+            fields |= self.score_samples(learner, names, rollouts, lengths, geometry)
         if needs & {answers.ANSWER, answers.MASKED}:
-            fields |= self.score_answers(state, rollouts)
+            fields |= self.score_answers(learner, rollouts)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
-    def score_answers(self, state: TrainState, rollouts: Rollouts) -> dict[str, Array]:
+    def score_answers(self, learner: Learner, rollouts: Rollouts) -> dict[str, Array]:
         """The log-probs of the reference answers, in a pass over them and the thoughts."""
         blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
         masked = answers.MASKED in blueprint.chain.needs
         geometry = answers.answer_geometry(blueprint.geometry, longest, masked, blueprint.mesh)
         longer = self.behind_thoughts(rollouts, geometry)
         lengths = sharding.to_host(self.measure(longer))
-        scored = self.score_samples(state, {"trainer_logp"}, longer, lengths, geometry)
+        scored = self.score_samples(learner, {"trainer_logp"}, longer, lengths, geometry)
         return self.pick_answer_logp(scored["trainer_logp"], rollouts)
 
     def score_samples(
         self,
-        state: TrainState,
+        learner: Learner,
         names: Collection[str],
         rollouts: Rollouts,
         lengths: packing.Lengths,
@@ -146,7 +146,7 @@ class Preparer:
         zero = jnp.zeros(mask.shape, jnp.float32)
         for _, plan in _plans(lengths, np.ones(mask.shape[:2], bool), geometry):
             batch = self.gather(rollouts, plan, zero, zero, mask, {})
-            scored.append(self.score_fields(state, names, batch, geometry))
+            scored.append(self.score_fields(learner, names, batch, geometry))
             plans.append(plan)
         return {
             name: self.rows_to_samples([fields[name] for fields in scored], plans, mask)
@@ -164,7 +164,7 @@ class Preparer:
 
     def assemble(
         self,
-        state: TrainState,
+        learner: Learner,
         rollouts: Rollouts,
         judged: _Judged,
         prompts: np.ndarray,
@@ -179,10 +179,10 @@ class Preparer:
             name: self.per_token(available_fields[name]) for name in needs & available_fields.keys()
         }
         fields["behavior_logp"] = rollouts.behavior_logp
-        fields["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
+        fields["sampled_now"] = self.per_token(rollouts.policy_version == learner.step)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
         names = (needs & FIELDS.keys()) - fields.keys()
-        late = self.score_fields(state, names, batch, self.blueprint.geometry)
+        late = self.score_fields(learner, names, batch, self.blueprint.geometry)
         batch = dataclasses.replace(batch, fields={**batch.fields, **late})
         if self.blueprint.objective.proximal == "trainer":
             batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
@@ -190,7 +190,7 @@ class Preparer:
 
     def score_fields(
         self,
-        state: TrainState,
+        learner: Learner,
         names: Collection[str],
         batch: TrainBatch,
         geometry: packing.Geometry,
@@ -198,7 +198,7 @@ class Preparer:
         """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
         fields: dict[str, Array] = {}
         for policy in sorted({FIELDS[name].policy for name in names}):
-            params = params_of(state, policy)
+            params = params_of(learner, policy)
             policy_fields = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
             entropy_mode = (
                 "value"

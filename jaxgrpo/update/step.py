@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
-from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
+from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import params_per_layer
@@ -72,17 +72,18 @@ def share_nothing(name: str, make: Callable[[], Any]) -> Any:
 Sample = Callable[..., Rollouts]
 """(params, prompts, key, finished=None) -> Rollouts, as `jaxgrpo.rollout.sampler.sample`. Another
 engine may stand in its place; without `finished` rewards wait until it has ended."""
-Prepare = Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
-Update = Callable[[TrainState, Sequence[TrainBatch]], tuple[TrainState, Metrics]]
-Sync = Callable[[TrainState], Params]
+Prepare = Callable[[Learner, Rollouts], tuple[Learner, Prepared]]
+Update = Callable[[Learner, Sequence[TrainBatch]], tuple[Learner, Metrics]]
+Sync = Callable[[Learner], Params]
+"""What it returns stays valid when the learner it is made from is donated to an update."""
 
 
 class Steps(NamedTuple):
-    """The functions of training: state in, state out. `update` donates the state it gets."""
+    """The functions of training: learner in, learner out. `update` donates the one it gets."""
 
     sample: Sample
     prepare: Prepare
-    live_groups: Callable[[TrainState, Rollouts], np.ndarray]  # [P] bool: not flat
+    live_groups: Callable[[Learner, Rollouts], np.ndarray]  # [P] bool: not flat
     update: Update
     sync: Sync
     sampler: sampling.Sampler  # the programs of `sample`
@@ -119,48 +120,55 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
 def _syncer(blueprint: Blueprint) -> Sync:
     """Trained parameters as the sampler reads them: each layer's apart, cast and laid out for it.
 
-    No stacked copy of them stays beside those.
+    No stacked copy of them stays beside those, and none of them is an array that an update of the
+    learner overwrites: what jitted functions return is not, nor are frozen weights.
     """
     model, gathers = blueprint.model, blueprint.mesh.shape["fsdp"] > 1
     narrow = jnp.finfo(model.config.dtype).bits < 32
     apart = functools.partial(params_per_layer, model.config)
     if not gathers and not narrow and not blueprint.has_two_meshes:
-        return lambda state: apart(params_of(state))
+        return lambda learner: _copied(learner.trainable, apart(params_of(learner)))
     cast = functools.partial(as_computed, model)
     if blueprint.has_two_meshes:
         layouts = param_layout(blueprint), sampling_layout(blueprint)
         move = jax.jit(lambda params: jax.tree.map(moved, cast(params), *layouts))
-        return lambda state: apart(move(params_of(state)))
+        return lambda learner: apart(move(params_of(learner)))
     if model.config.lora is None or gathers:
         layout = sampling_layout(blueprint)
         sync = jax.jit(lambda params: apart(jax.lax.with_sharding_constraint(cast(params), layout)))
-        return lambda state: sync(params_of(state))
+        return lambda learner: sync(params_of(learner))
     cast_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
-    return lambda state: apart(full_params(cast_adapters(state.trainable), state.frozen))
+    return lambda learner: apart(full_params(cast_adapters(learner.trainable), learner.frozen))
+
+
+def _copied(donated: Params, params: Params) -> Params:
+    """The parameters, with copies in the places of arrays that are in `donated` too."""
+    shared = {id(leaf) for leaf in jax.tree.leaves(donated)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in shared else leaf, params)
 
 
 _merge = jax.jit(merge)
 
 
 def _update(
-    program: Any, anchors: frozenset[str], state: TrainState, batches: Sequence[TrainBatch]
-) -> tuple[TrainState, Metrics]:
+    program: Any, anchors: frozenset[str], learner: Learner, batches: Sequence[TrainBatch]
+) -> tuple[Learner, Metrics]:
     """All updates of a step, which is counted once; metrics are merged over them."""
-    frozen = read_by_update(state, anchors)
-    changing, measured = [state.trainable, state.opt_state, state.objective_state], []
+    frozen = read_by_update(learner, anchors)
+    changing, measured = [learner.trainable, learner.opt_state, learner.objective_state], []
     for batch in batches:
         *changing, metrics = program(*changing, frozen, batch)
         measured.append(metrics)
     trainable, opt_state, objective_state = changing
-    state = dataclasses.replace(
-        state,
-        step=state.step + 1,
+    learner = dataclasses.replace(
+        learner,
+        step=learner.step + 1,
         trainable=trainable,
         opt_state=opt_state,
         objective_state=objective_state,
     )
     last = {"weights/norm": measured[-1]["weights/norm"]}
-    return state, functools.reduce(_merge, measured) | last
+    return learner, functools.reduce(_merge, measured) | last
 
 
 def _update_program(blueprint: Blueprint) -> Any:

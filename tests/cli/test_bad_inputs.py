@@ -21,23 +21,22 @@ from jaxgrpo.cli import main as cli
 from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Stream
 from jaxgrpo.data import tasks
 from jaxgrpo.data.prompts import load_rows
 from jaxgrpo.data.sources import Source
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.losses import Tokens
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import numbers
 from jaxgrpo.rollout.judging import make_selector
 from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training import setup
+from jaxgrpo.training import pretrained
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
-from jaxgrpo.update.packing import Geometry
 
 DIGITS = "1" + "0" * 5000  # more than Python reads or writes
 DEEP = "[" * 100_000
@@ -140,8 +139,8 @@ def model(message: str, edit: Callable[[Made], Any], **rollout: int) -> Case:
         edit(made)
         changes = [f"rollout.{name}={value}" for name, value in rollout.items()]
         config = minimal_config.read(f"model.path={made.folder}", *changes)
-        found = setup.find_model(config)
-        setup.sampling_settings(config, found)
+        found = pretrained.find_model(config)
+        pretrained.sampling_settings(config, found)
 
     return read, message
 
@@ -186,11 +185,9 @@ def surrogate(made: Made, home: Path) -> None:
 def select(returned: Any, message: str) -> Case:
     def run(made: Made, home: Path) -> None:
         policy = sequential()._replace(name="own", select=lambda state, cursor, n: returned)
-        mesh, encoded = sharding.make_mesh(4), [np.ones(3, np.int32)] * 8
-        chooser = make_selector(mesh, policy, encoded, Geometry(4, 2, 8, 8, 4, 32), seed=0)
-        zero, nothing = jnp.int32(0), dict.fromkeys(("opt_state", "advantage_state"))
-        known = {"trainable": {}, "frozen": {}, "prompt_policy_state": {}, "key": np.zeros(2)}
-        chooser(TrainState(step=zero, cursor=zero, **known, **nothing))
+        chooser = make_selector(policy, [np.ones(3, np.int32)] * 8, 4, 8, seed=0)
+        zero = np.zeros((), np.int32)
+        chooser(Stream(cursor=zero, key=np.zeros(2, np.uint32), prompt_policy_state={}), 0)
 
     return run, message
 

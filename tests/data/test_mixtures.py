@@ -15,7 +15,6 @@ from minimal_config import problems
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts
 from jaxgrpo.data.sources import Mixture
-from jaxgrpo.models.hf import folders
 from jaxgrpo.rollout.selection import BLOCK, build_policy, row_of
 from jaxgrpo.training import fingerprints, inputs, loop
 
@@ -143,15 +142,14 @@ def test_a_run_on_a_mixture_reports_its_sources_and_resumes_on_the_same_rows(tmp
 
 def test_rows_of_every_source_and_weights_are_compared_between_processes_and_starts(tmp_path):
     def compared(**changes: Any) -> tuple[str, str]:
-        made = config(tmp_path, **changes)
-        chat = inputs.make_chat(made, folders.read_tokenizer(Path(made.model.path)))
-        read = inputs.load_prompts(made, chat)
+        read_inputs = inputs.read_inputs(config(tmp_path, **changes), None, None, None)
+        read = read_inputs.prompts
         assert [len(read.rows), read.rows[-1]["level"], read.rows[0]["solution"]] == [
             3082,
             19,
             None,
         ]
-        between = fingerprints.row_facts({**read._asdict(), "held_out": None, "replay": None})
+        between = fingerprints.row_facts(read_inputs._replace(held_out=None))
         return between["data.path"], fingerprints.describe_rows(read.rows)
 
     first = compared()

@@ -118,5 +118,5 @@ def test_the_pages_step_with_memory_trains_from_toml_and_resumes_bit_for_bit(pag
     resumed = train("broken", 4, resume="auto")
     assert resumed.summary["parameter_hash"] == straight.summary["parameter_hash"]
     assert small_run.metrics(resumed.path) == small_run.metrics(straight.path)
-    baseline = float(resumed.state.advantage_state["running_baseline"])
-    assert baseline == float(straight.state.advantage_state["running_baseline"]) != 0
+    baseline = float(resumed.learner.advantage_state["running_baseline"])
+    assert baseline == float(straight.learner.advantage_state["running_baseline"]) != 0

@@ -14,8 +14,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.preparing import Preparer
@@ -37,12 +36,12 @@ def prepared(recipe, objective, anchor, compact=True):
         mesh=mesh,
         compact=compact,
     )
-    state = first_state(blueprint, tiny.params(), sequential(), 8, 0, ("reward",))
-    assert set(state.frozen) == ({anchor} if anchor else set())
+    learner = first_learner(blueprint, tiny.params(), 8, ("reward",))
+    assert set(learner.frozen) == ({anchor} if anchor else set())
     other = tiny.params(seed=7)
-    state = dataclasses.replace(state, frozen=dict.fromkeys(state.frozen, other))
+    learner = dataclasses.replace(learner, frozen=dict.fromkeys(learner.frozen, other))
     rollouts = tiny.rollouts(REWARDS)
-    _, result = Preparer(blueprint).prepare(state, rollouts)
+    _, result = Preparer(blueprint).prepare(learner, rollouts)
     theirs = tiny.whole_logps(tiny.UNIFORM, other, rollouts, TEMPERATURE)
     gaps = np.asarray(rollouts.behavior_logp - theirs, float).sum(-1)
     return finalise(jax.device_get(result.metrics)), gaps

@@ -17,7 +17,7 @@ from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.planning import plan
-from jaxgrpo.training import setup
+from jaxgrpo.training import pretrained
 
 UNKNOWN = {"rotary_pct": 0.5, "alibi": True}
 NAMES = list(UNKNOWN)
@@ -52,8 +52,8 @@ def test_what_is_read_of_a_run_ignores_them(folder):
         "rollout.max_prompt_tokens=8",
         "rollout.max_completion_tokens=8",
     )
-    found = setup.find_model(config)
-    assert setup.sampling_settings(config, found).stop_tokens == (1,)
+    found = pretrained.find_model(config)
+    assert pretrained.sampling_settings(config, found).stop_tokens == (1,)
     assert plan.read_model_config(config) == found.model.config
     assert families.unread(found.model.config) == (
         "rotary_pct of config.json is not read (model.ignore); "

@@ -14,7 +14,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
-from jaxgrpo.training import fingerprints, inputs
+from jaxgrpo.training import fingerprints, pretrained
 
 LAYERS = [checkpoints.SLIDING, checkpoints.FULL, checkpoints.SLIDING]
 
@@ -78,7 +78,7 @@ def test_a_config_names_a_family_and_its_file_is_own_code(exaone, reference):
     config = minimal_config.read(f"model.path={exaone[1]}", f"model.family={reference}")
     with pytest.raises(InputError, match=r"model_type = 'exaone4' is not built: .*model\.family"):
         folders.read_config(exaone[1])
-    folder, stored = inputs.find_config(config)
+    folder, stored = pretrained.find_config(config)
     assert (folder, stored.family) == (exaone[1], "exaone4")
     assert folders.read_config(folder) == stored  # registered: whatever reads it finds it
     assert "own_family.py" in fingerprints.config_facts(config)["own code"]

@@ -1,4 +1,4 @@
-"""A plan beside the run that it is of: its state, the arguments of its programs, its memory."""
+"""A plan beside the run that it is of: its learner, the arguments of its programs, its memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import pytest
 
 from jaxgrpo.cli import make_base
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Learner
 from jaxgrpo.models import logprobs
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import plan, programs, topologies
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.rollout import sampler
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training import parameters, setup
 from jaxgrpo.update import step
 
@@ -95,16 +96,16 @@ def assert_alike(abstract: Any, real: Any, placed: bool = True) -> None:
         *(("reference", mesh) for mesh in MESHES),
     ],
 )
-def test_the_state_of_a_plan_is_that_of_the_run(method, mesh):
+def test_the_learner_of_a_plan_is_that_of_the_run(method, mesh):
     real, run = both(method, mesh)
     assert run.blueprint.geometry == real.blueprint.geometry
     assert run.blueprint.sampling.slots == real.blueprint.sampling.slots
-    for name in ("step", "trainable", "frozen", "opt_state", "objective_state", "cursor", "key"):
-        assert_alike(getattr(run.state, name), getattr(real.state, name))
-    assert real.state.frozen.keys() == run.state.frozen.keys()
+    for name in ("step", "trainable", "frozen", "opt_state", "objective_state"):
+        assert_alike(getattr(run.learner, name), getattr(real.learner, name))
+    assert real.learner.frozen.keys() == run.learner.frozen.keys()
 
 
-def called(real: setup.Setup, state: TrainState) -> dict[str, tuple[Any, ...]]:
+def called(real: setup.Setup, learner: Learner) -> dict[str, tuple[Any, ...]]:
     """What the programs of a real step are given first."""
     given: dict[str, tuple[Any, ...]] = {}
 
@@ -115,18 +116,19 @@ def called(real: setup.Setup, state: TrainState) -> dict[str, tuple[Any, ...]]:
 
         return call
 
-    (made,) = real.sample.args  # type: ignore[attr-defined]
+    (made,) = real.source.sample.args  # type: ignore[attr-defined]
     counted = made._replace(**{name: noting(name, getattr(made, name)) for name in SAMPLING})
-    params = real.sync(state)
-    given["sync"] = jax.tree.map(kept, (state,))
-    prompts, state = real.select(state)
-    rollouts = sampler.sample(counted, params, prompts, state.key)
-    state, rollouts, _ = real.reward(state, rollouts)
+    params = real.sync(learner)
+    given["sync"] = jax.tree.map(kept, (learner,))
+    stream, prompts = real.source.select(real.stream, 0)
+    prompts = put_prompts(real.blueprint.samples_on, prompts)
+    rollouts = sampler.sample(counted, params, prompts, stream.key)
+    _, rollouts, _ = real.source.reward(stream, rollouts)
     preparer = real.prepare.__self__  # type: ignore[attr-defined]
     preparer.score = noting("score", preparer.score)
-    state, prepared = real.prepare(state, rollouts)
-    program = noting("update", real.update_program)
-    step._update(program, real.blueprint.objective.anchors, state, prepared.batches)
+    learner, prepared = real.prepare(learner, rollouts)
+    program = noting("update", real.steps.update_program)
+    step._update(program, real.blueprint.objective.anchors, learner, prepared.batches)
     return given
 
 
@@ -155,7 +157,7 @@ def step_of(request) -> tuple[Run, dict[str, Program], dict[str, Any]]:
     """A plan's run and its programs, and what those of a real step were given."""
     real, run = both(*request.param)
     made = {one.name: one for one in programs.compiled(run)}
-    return run, made, called(real, real.state)
+    return run, made, called(real, real.learner)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Stream
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.refill import Verdict, fill, max_rounds, no_leftover, plan
 from jaxgrpo.update.diagnostics import weighted_sum
@@ -57,7 +57,7 @@ def test_a_budget_is_counted_in_whole_rounds():
     assert [max_rounds(factor) for factor in (1.0, 1.9, 2.0, 3.5)] == [1, 1, 2, 3]
 
 
-def filled(before, rounds, factor=9, reverse=False):
+def filled(step, rounds, waiting=None, factor=9, reverse=False):
     """What is left over and what `fill` returns for rounds of rewards [3, 2], and unused rounds.
 
     Live are groups whose first reward is 0, or the others. Ordinals are 100 * step + the number of
@@ -65,34 +65,33 @@ def filled(before, rounds, factor=9, reverse=False):
     """
     left = list(rounds)
 
-    def generate(state):
+    def generate(stream):
         number = len(rounds) - len(left)
         made = tiny.rollouts(np.array(left.pop(0)), seed=number)
-        made = dataclasses.replace(made, ordinal=100 * before.step + 3 * number + np.arange(3))
-        versions = np.full((3, 2), before.step, np.int32)
-        made = dataclasses.replace(made, step=np.int32(before.step), policy_version=versions)
+        made = dataclasses.replace(made, ordinal=100 * step + 3 * number + np.arange(3))
+        versions = np.full((3, 2), step, np.int32)
+        made = dataclasses.replace(made, step=np.int32(step), policy_version=versions)
         made = dataclasses.replace(made, ordinal=made.ordinal.astype(np.int32))
         columns = {"reward": {"letters": [f"{number}.{place}" for place in range(6)]}}
-        return state, made, RewardLog(columns, {"length": (6.0, 3)}, {"reward": number}, {})
+        return stream, made, RewardLog(columns, {"length": (6.0, 3)}, {"reward": number}, {})
 
-    def judge(state, rollouts):
+    def judge(rollouts):
         total, scored = map(np.asarray, weighted_sum(rollouts.rewards, None))
         return Verdict((total[:, 0] != 0) == reverse, total, scored)
 
-    state, used, said, metrics = fill(before, generate, judge, factor)
-    leftover: Any = state.leftover
+    stream, used, said, metrics = fill(stream_with(waiting), generate, judge, factor)
+    leftover: Any = stream.waiting
     return leftover, used, said, finalise(metrics), left
 
 
-def state_of(step, leftover=None):
-    nothing = dict.fromkeys(TrainState.__dataclass_fields__)
-    leftover = no_leftover(GEOMETRY, ("reward",), {}) if leftover is None else leftover
-    return TrainState(**{**nothing, "step": step, "leftover": leftover})
+def stream_with(waiting=None):
+    waiting = no_leftover(GEOMETRY, ("reward",), {}) if waiting is None else waiting
+    return Stream(cursor=None, key=None, prompt_policy_state=None, waiting=waiting)  # type: ignore[arg-type]
 
 
 def test_rounds_go_on_until_the_step_is_full_and_the_rest_opens_the_next_step():
     rounds = [[FLAT, LIVE, FLAT], [FLAT, FLAT, LIVE], [LIVE, LIVE, LIVE], [LIVE] * 3]
-    leftover, used, said, metrics, left = filled(state_of(7), rounds)
+    leftover, used, said, metrics, left = filled(7, rounds)
     assert len(left) == 1
     assert used.ordinal.tolist() == [701, 705, 706]
     assert metrics["refill/groups"] == 9
@@ -106,7 +105,7 @@ def test_rounds_go_on_until_the_step_is_full_and_the_rest_opens_the_next_step():
     assert said.extra["letters"] == ["0.2", "0.3", "1.4", "1.5", "2.0", "2.1"]
 
     assert leftover.ordinal.tolist() == [707, 708, -1]
-    after, used, said, metrics, _ = filled(state_of(8, leftover), [[LIVE, FLAT, LIVE]])
+    after, used, said, metrics, _ = filled(8, [[LIVE, FLAT, LIVE]], leftover)
     assert used.ordinal.tolist() == [707, 708, 800]
     assert used.policy_version[:, 0].tolist() == [7, 7, 8]
     assert used.step == 8
@@ -121,7 +120,7 @@ def test_rounds_go_on_until_the_step_is_full_and_the_rest_opens_the_next_step():
 
 def test_where_the_budget_is_spent_flat_groups_fill_the_step_and_the_shortfall_is_logged():
     rounds = [[FLAT, LIVE, FLAT], [FLAT, FLAT, FLAT], [LIVE] * 3]
-    leftover, used, _, metrics, left = filled(state_of(0), rounds, factor=2)
+    leftover, used, _, metrics, left = filled(0, rounds, factor=2)
     assert len(left) == 1
     assert used.ordinal.tolist() == [1, 0, 2]
     assert metrics["refill/shortfall"] == 2
@@ -136,11 +135,11 @@ def test_where_the_budget_is_spent_flat_groups_fill_the_step_and_the_shortfall_i
 def test_groups_of_equal_rewards_may_be_live_and_are_counted_as_equal_all_the_same():
     unscored = [1.0, NAN]
     rounds = [[FLAT, LIVE, unscored]]
-    _, used, _, metrics, _ = filled(state_of(0), rounds, factor=1, reverse=True)
+    _, used, _, metrics, _ = filled(0, rounds, factor=1, reverse=True)
     assert used.ordinal.tolist() == [0, 2, 1]
     assert metrics["refill/shortfall"] == 1
     assert metrics["refill/frac_reward_zero_std"] == pytest.approx(2 / 3)
-    _, used, _, metrics, _ = filled(state_of(0), [[[NAN, NAN], LIVE, FLAT]], factor=1)
+    _, used, _, metrics, _ = filled(0, [[[NAN, NAN], LIVE, FLAT]], factor=1)
     assert metrics["refill/frac_reward_zero_std"] == pytest.approx(1 / 2)
 
 
@@ -149,14 +148,13 @@ def test_what_is_left_over_keeps_its_shapes_and_dtypes_so_that_a_checkpoint_rest
         named = jax.tree.leaves_with_path(groups)
         return [(jax.tree_util.keystr(path), leaf.dtype, leaf.shape) for path, leaf in named]
 
-    before = state_of(3)
     for rounds in ([[LIVE] * 3], [[FLAT, LIVE, LIVE], [LIVE] * 3], [[FLAT] * 3]):
-        after, *_ = filled(before, rounds, factor=len(rounds))
-        assert described(after) == described(before.leftover)
+        after, *_ = filled(3, rounds, factor=len(rounds))
+        assert described(after) == described(stream_with().waiting)
         assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(after))
 
 
 def test_rollouts_that_do_not_fit_the_room_are_refused_by_name():
     room = no_leftover(GEOMETRY, ("other",), {})
     with pytest.raises(ValueError, match=r"rollout.refill: .*\.rewards\['other'\].*no_leftover"):
-        filled(state_of(0, room), [[LIVE] * 3])
+        filled(0, [[LIVE] * 3], room)

@@ -24,6 +24,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.stopping import EarlyStop
 from jaxgrpo.training import loop
 from jaxgrpo.training.records import rollout_files
+from jaxgrpo.training.setup import setup
 
 SIZE = 32
 METADATA = {"format": rollout_files.FORMAT, "version": rollout_files.VERSION}
@@ -159,7 +160,7 @@ def test_a_run_draws_and_trains_on_tokens_with_text_alone(base, tmp_path):
     saved["token_mask"][0, 1, 0] = True
     save_file(saved, tmp_path / "x.safetensors", METADATA)
     with pytest.raises(InputError, match=rf"completion_tokens\[0, 1, 0\]: is {size}, .* has text"):
-        loop.setup(small_run.config(tmp_path / "r", **changes), rollouts=tmp_path / "x.safetensors")
+        setup(small_run.config(tmp_path / "r", **changes), rollouts=tmp_path / "x.safetensors")
     # Where no tokenizer is known logits are those of the weights.
     model, params = jaxgrpo.load_model(run.path / "model")
     logits = jaxgrpo.logits(model, params, np.zeros((1, 2), int), np.ones((1, 2), int))

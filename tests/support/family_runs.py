@@ -24,13 +24,12 @@ from jax import Array
 import jaxgrpo
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Params, Rollouts, TrainState
+from jaxgrpo.core.types import Learner, Params, Rollouts
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
@@ -66,7 +65,7 @@ class Run(NamedTuple):
     blueprint: Blueprint
     steps: Steps
     preparer: Preparer
-    state: TrainState
+    learner: Learner
 
     def spread(self, tree: Any) -> Any:
         """Arrays of prompts, over the bins of the mesh."""
@@ -103,8 +102,8 @@ def run(
         kernel=kernel,
     )
     params = jax.device_put(params, param_layout(blueprint))
-    state = first_state(blueprint, params, sequential(), PROMPTS, 0, ("reward",))
-    return Run(family, blueprint, build_steps(blueprint), Preparer(blueprint), state)
+    learner = first_learner(blueprint, params, PROMPTS, ("reward",))
+    return Run(family, blueprint, build_steps(blueprint), Preparer(blueprint), learner)
 
 
 @functools.cache
@@ -112,7 +111,8 @@ def sampled(family: str, devices: int) -> Rollouts:
     """What a run samples for `tiny.prompts`."""
     made = run(family, LONG, devices=devices)
     prompts = made.spread(tiny.prompts(PROMPTS, WIDTH))
-    return sharding.to_host(made.steps.sample(made.steps.sync(made.state), prompts, made.state.key))
+    params, key = made.steps.sync(made.learner), np.asarray(jax.random.key_data(jax.random.key(0)))
+    return sharding.to_host(made.steps.sample(params, prompts, key))
 
 
 class Given(NamedTuple):
@@ -150,7 +150,7 @@ def scored(made: Run, alone: bool) -> np.ndarray:
     rollouts, weight, plan = packed(made, alone)
     batch = made.preparer.gather(rollouts, plan, weight, weight, rollouts.token_mask, {})
     geometry = made.blueprint.geometry
-    logp, _ = made.preparer.score(made.state.trainable, batch, "none", geometry)
+    logp, _ = made.preparer.score(made.learner.trainable, batch, "none", geometry)
     return sharding.to_host(made.preparer.scatter(logp, plan, rollouts.token_mask))
 
 
@@ -161,8 +161,8 @@ def updated(made: Run, alone: bool) -> tuple[float, Params]:
     mask = rollouts.token_mask
     fields = {"behavior_logp": made.spread(plain(made.family, alone)[0]), "sampled_now": mask}
     batch = made.preparer.gather(rollouts, plan, weight, jnp.ones_like(weight), mask, fields)
-    state, metrics = made.steps.update(made.state, [batch])
-    return finalise(metrics)["sampling/sampling_logp_difference/max"], state.opt_state.trace
+    learner, metrics = made.steps.update(made.learner, [batch])
+    return finalise(metrics)["sampling/sampling_logp_difference/max"], learner.opt_state.trace
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def shared_by_all_runs() -> Iterator[None]:
 
     A run given Python objects shares what does not depend on them: the sampler and the update.
     """
-    from jaxgrpo.training import loop, setup, stored_policy
+    from jaxgrpo.training import loop, opening, setup, stored_policy
 
     shared = setup.Shared()
 
@@ -67,7 +67,7 @@ def shared_by_all_runs() -> Iterator[None]:
 
     described: list[tuple[Any, bool]] = []  # of the newest run: its rewards, has it objects
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "setup", make_setup)
+        patch.setattr(opening, "setup", make_setup)
         patch.setattr(loop, "evaluator_for_run", evaluator)
         yield
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 
+import by_hand
 import jax
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def three(completions, **columns):
 @pytest.mark.full
 def test_r3_alone_trains_from_the_command_line(tmp_path, capsys):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **ALONE)
-    before = setup(small_run.config(tmp_path / "r", **ALONE)).state.trainable
+    before = setup(small_run.config(tmp_path / "r", **ALONE)).learner.trainable
     before = jax.tree.map(np.asarray, before)
     assert main(["train", str(file), "--dry-run"]) == 0
     said = "at most 3 tokens are scored behind each thought, after ' '"
@@ -52,23 +53,23 @@ def test_r3_alone_trains_from_the_command_line(tmp_path, capsys):
         assert line["grad_norm"] > 0
     trained = setup(
         small_run.config(tmp_path / "x", **ALONE, **{"model.path": str(tmp_path / "r" / "model")})
-    ).state.trainable
+    ).learner.trainable
     moved = jax.tree.map(lambda old, new: np.abs(old - new).max(), before, trained)
     assert min(jax.tree.leaves(moved)) > 0
 
 
 def test_fields_are_of_the_samples_thoughts_and_the_rows_answers(tmp_path):
     run = setup(small_run.config(tmp_path / "r", **ALONE))
-    (space,) = run.tokenizer(" ")["input_ids"]
-    _, collected = run.collect(run.state)
+    (space,) = run.inputs.pretrained.tokenizer(" ")["input_ids"]
+    _, collected = by_hand.collect(run, run.learner, run.stream)
     rollouts = sharding.to_host(collected.rollouts)
     for p, g in np.ndindex(8, 4):
-        row = run.rows[rollouts.row[p]]
+        row = run.inputs.prompts.rows[rollouts.row[p]]
         forced = rollouts.fields[FORCED][p]
-        assert run.tokenizer.decode(forced[forced >= 0]) == f" {row['answer']}"
+        assert run.inputs.pretrained.tokenizer.decode(forced[forced >= 0]) == f" {row['answer']}"
         assert rollouts.fields[MASK][p].sum() == len(row["answer"])
         ids = rollouts.completion_tokens[p, g][rollouts.token_mask[p, g]].tolist()
-        ids = [*ids, run.tokenizer.eos_token_id]
+        ids = [*ids, run.inputs.pretrained.tokenizer.eos_token_id]
         ends = [ids.index(space)] if space in ids else []
         assert rollouts.fields[THOUGHT][p, g] == min([*ends, ids.index(ids[-1])])
 
@@ -88,12 +89,12 @@ def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_pat
     assert [line["refill/shortfall"] for line in lines] == [0, 0, 0]
     assert all(line["grad_norm"] > 0 for line in lines)
     run = setup(small_run.config(tmp_path / "x", **changes))
-    state, _ = run.collect(run.state)
-    kept = state.leftover
+    stream, _ = by_hand.collect(run, run.learner, run.stream)
+    kept = stream.waiting
     assert kept is not None
     left = kept.ordinal >= 0
     assert left.any()
-    state, second = run.collect(state)
+    _, second = by_hand.collect(run, run.learner, stream)
     after = sharding.to_host(second.rollouts)
     for name in (FORCED, THOUGHT, MASK):
         np.testing.assert_array_equal(after.fields[name][: left.sum()], kept.fields[name][left])
@@ -136,5 +137,5 @@ def test_answers_for_which_the_model_has_no_positions_are_refused(tmp_path):
         setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
     changes["data.max_answer_tokens"] = 5
     run = setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
-    assert run.answers is not None
-    assert (run.answers.longest, run.answers.num_cut) == (5, 8)
+    assert run.source.answers is not None
+    assert (run.source.answers.longest, run.source.answers.num_cut) == (5, 8)

@@ -121,7 +121,7 @@ def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_
     run = setup(small_run.config(tmp_path / "r", **asked))
     base = find_base(run)
     names = memory.copied_policies(run.config, run.blueprint)
-    held = {id(leaf) for leaf in jax.tree.leaves(run.state.frozen)}
+    held = {id(leaf) for leaf in jax.tree.leaves(run.learner.frozen)}
     sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]
     assert names == ([] if lora else [memory.EVAL_BASE])
     assert memory.run_memory(run.config, run.blueprint).copies == (0 if lora else sum(sizes))

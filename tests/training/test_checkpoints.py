@@ -16,8 +16,9 @@ from checkpointed import small
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
+from jaxgrpo.training.parameters import Saved
 
 
 def sharding(shape: tuple[int, ...], names: tuple[str, ...], *axes: str | None) -> NamedSharding:
@@ -29,8 +30,8 @@ def over_four(*axes: str | None) -> NamedSharding:
     return sharding((4,), ("fsdp",), *axes)
 
 
-def train_state(step: int = 3, seed: int = 0) -> TrainState:
-    """A state with every kind of leaf: sharded, replicated, bfloat16, host, empty, strange bits."""
+def saved_run(step: int = 3, seed: int = 0) -> Saved:
+    """With every kind of leaf: sharded, replicated, bfloat16, host, empty, strange bits."""
     draw = np.random.default_rng(seed)
     params = {
         "embed": jax.device_put(draw.normal(size=(8, 4)).astype(np.float32), over_four("fsdp")),
@@ -40,16 +41,19 @@ def train_state(step: int = 3, seed: int = 0) -> TrainState:
     }
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     nans = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 1], np.uint32).view(np.float32)
-    return TrainState(
+    learner = Learner(
         step=jax.device_put(jnp.int32(step), over_four()),
         trainable=params,
         frozen={},
         opt_state=optimizer.init(params),
         advantage_state={"ema": {"mean": jnp.float32(0.25), "per row: a|b.c é": jnp.ones((3, 2))}},
-        prompt_policy_state={"seen": np.arange(5), "none": np.zeros((0, 2)), "odd": nans},
-        cursor=jnp.int32(24),
-        key=jax.random.key_data(jax.random.key(7)),
     )
+    stream = Stream(
+        prompt_policy_state={"seen": np.arange(5), "none": np.zeros((0, 2)), "odd": nans},
+        cursor=np.asarray(24, np.int32),
+        key=np.asarray(jax.random.key_data(jax.random.key(7))),
+    )
+    return Saved(learner, stream)
 
 
 def abstract(state: Any, place: NamedSharding | None = None) -> Any:
@@ -69,8 +73,8 @@ def bits(tree: Any) -> list[tuple[str, str, tuple[int, ...], bytes]]:
     return [(name, str(array.dtype), array.shape, array.tobytes()) for name, array in arrays]
 
 
-def test_a_whole_train_state_comes_back_bit_for_bit(tmp_path):
-    state, meta = train_state(), {"config": {"recipe": "grpo"}, "note": [1, None, "é"]}
+def test_learner_and_stream_come_back_bit_for_bit(tmp_path):
+    state, meta = saved_run(), {"config": {"recipe": "grpo"}, "note": [1, None, "é"]}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, meta)
     with Checkpoints(tmp_path) as checkpoints:
@@ -85,24 +89,25 @@ def test_a_whole_train_state_comes_back_bit_for_bit(tmp_path):
         else:
             assert type(new) is np.ndarray
             assert new.flags.writeable
-    assert restored.leftover is None
-    assert type(restored.opt_state[1][0]).__name__ == "ScaleByAdamState"
+    assert restored.stream.waiting is None
+    assert type(restored.learner.opt_state[1][0]).__name__ == "ScaleByAdamState"
 
 
 def test_a_state_saved_on_four_devices_restores_on_other_shardings(tmp_path):
-    state = train_state()
+    state = saved_run()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, {})
         single = NamedSharding(jax.sharding.Mesh(jax.devices()[2:3], ("fsdp",)), PartitionSpec())
         for place in (over_four(), single):
             restored, _ = checkpoints.restore(abstract(state, place))
             assert bits(restored) == bits(state)
-            assert restored.trainable["embed"].sharding == place
+            assert restored.learner.trainable["embed"].sharding == place
         square = sharding((2, 2), ("fsdp", "tensor"), "tensor", "fsdp")
         wanted = abstract(state)
-        wanted.trainable["embed"] = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=square)
+        embed = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=square)
+        wanted.learner.trainable["embed"] = embed
         restored, _ = checkpoints.restore(wanted)
-        assert restored.trainable["embed"].sharding == square
+        assert restored.learner.trainable["embed"].sharding == square
         assert bits(restored) == bits(state)
 
 
@@ -122,14 +127,14 @@ def test_arrays_may_be_donated_and_overwritten_as_soon_as_save_returns(tmp_path)
                 np.testing.assert_array_equal(old, new)
 
 
-def change(state: TrainState, **leaves: Any) -> TrainState:
+def change(state: Saved, **leaves: Any) -> Saved:
     wanted = abstract(state)
-    wanted.trainable.update(leaves)
+    wanted.learner.trainable.update(leaves)
     return wanted
 
 
 def test_another_dtype_shape_or_tree_is_an_error_that_names_the_leaf(tmp_path):
-    state, place = train_state(), over_four()
+    state, place = saved_run(), over_four()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, {})
 
@@ -152,10 +157,10 @@ def test_another_dtype_shape_or_tree_is_an_error_that_names_the_leaf(tmp_path):
             r"trainable/head is stored as nothing .* as float32 \[8, 5\] \(and 1 more\)",
         )
         wanted = abstract(state)
-        del wanted.trainable["embed"]
+        del wanted.learner.trainable["embed"]
         refuses(wanted, r"trainable/embed is stored as float32 \[8, 4\] and asked for as nothing")
         host = change(state)
-        host.prompt_policy_state["seen"] = np.arange(5, dtype=np.int32)
+        host.stream.prompt_policy_state["seen"] = np.arange(5, dtype=np.int32)
         refuses(host, r"prompt_policy_state/seen is stored as int64 \[5\] and asked for as int32")
 
 

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import subprocess
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import tiny
 from benchmarks.workloads import qwen3_0p6b
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import folders
@@ -117,9 +118,9 @@ def test_what_an_update_takes_is_what_xla_plans(made):
     program = build_steps(made).update_program
     params = on(param_layout(made), made.model.shapes)
     opt_state = on(opt_layout(made), jax.eval_shape(made.optimizer.init, params))
-    rest = dict.fromkeys(field.name for field in dataclasses.fields(TrainState))
-    arrays = {"trainable": params, "opt_state": opt_state, "frozen": {}, "objective_state": {}}
-    planned = memory.plan(program, made, TrainState(**{**rest, **arrays}))
+    small: Any = {"step": None, "advantage_state": (), "frozen": {}}
+    learner = Learner(trainable=params, opt_state=opt_state, **small)
+    planned = memory.plan(program, made, learner)
     counted = memory.count(made, ())._replace(update=planned)
     shard = sum(leaf.size for leaf in jax.tree.leaves(params)) * 4 / 2
     assert counted.parameters == pytest.approx(shard, rel=0.05)  # norms are on every device
@@ -176,7 +177,7 @@ def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
 
 def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
     config = small_run.config(tmp_path / "r", **{"rollout.prompts_per_step": 40_000_000})
-    monkeypatch.setattr(setup.folders, "read_params", None)
+    monkeypatch.setattr(folders, "read_params", None)
     message = r"(?s)does not fit its devices \(memory: .* [GT]iB of .*take fewer rollout"
     for build in (setup.setup, preview.dry_run):
         with pytest.raises(InputError, match=message):
@@ -249,7 +250,7 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
         tmp_path / "r", **{"checkpoint.keep": 1, "checkpoint.every": 1, "lora.rank": rank}
     )
     run = setup.setup(config)
-    told = preview.disk_line(config, run.state, run.model)
+    told = preview.disk_line(config, run.learner, run.stream)
     assert "2 x " in told  # the one that stays, and the next
     step, model = map(
         float, re.findall(r"([\d.]+) KiB of checkpoints, model ([\d.]+) KiB", told)[0]
@@ -312,12 +313,13 @@ def test_what_a_planned_mesh_takes_is_what_the_mesh_takes(tmp_path):
     config = small_run.config(tmp_path / "r", mesh={"fsdp": 2, "tensor": 1, "data": 2})
     run = setup.setup(config)
     devices = [topologies.StandIn(place, "cpu", "cpu", 2**34) for place in range(4)]
-    array = np.array(devices).reshape(run.mesh.devices.shape)
-    mesh = jax.sharding.Mesh(array, sharding.AXES, axis_types=run.mesh.axis_types)
-    planned = setup.setup(config, mesh=mesh, state_of=programs.abstract_state)
+    grid = run.inputs.pretrained.mesh
+    array = np.array(devices).reshape(grid.devices.shape)
+    mesh = jax.sharding.Mesh(array, sharding.AXES, axis_types=grid.axis_types)
+    planned = setup.setup(config, mesh=mesh, make_learner=programs.abstract_learner)
     counted, expected = (memory.count(one.blueprint, ()) for one in (planned, run))
     assert counted == expected
-    leaves = map(jax.tree.leaves, (planned.state.opt_state, run.state.opt_state))
+    leaves = map(jax.tree.leaves, (planned.learner.opt_state, run.learner.opt_state))
     for one, other in zip(*leaves, strict=True):
         assert one.sharding.shard_shape(one.shape) == other.sharding.shard_shape(other.shape)
 

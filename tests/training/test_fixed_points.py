@@ -106,7 +106,7 @@ def train(
         config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
     rows = [{"question": question} for question in questions]
     run = jaxgrpo.train(config, rewards=[valid], dataset=rows)
-    return chances(run.state.trainable), run
+    return chances(run.learner.trainable), run
 
 
 def test_the_checkpoint_is_the_table(base):
@@ -166,7 +166,7 @@ def test_a_target_validity_is_reached(base, tmp_path):
 def test_a_target_validity_is_the_mean_over_prompts_under_one_beta(base, tmp_path):
     kl = {"use": "k1_in_reward", "target_validity": 0.8}
     easy, run = train(base, tmp_path, "?!", recipe="rloo", loss={"kl": kl}, train={"steps": 300})
-    hard = chances(run.state.trainable, "!")
+    hard = chances(run.learner.trainable, "!")
     # Found here by Newton's step on mean of 1 / (1 + odds of failure exp(-push)) = .8.
     push = 1.0
     for _ in range(50):

@@ -134,15 +134,16 @@ def test_transformers_reads_the_exported_model_with_equal_logits(run, folder, ex
     assert expected.std() > 0.1
     model = build(read_config(exported))
     # Of the parameters as training left them, and of those that are read back.
-    for params in (run.state.trainable, read_params(exported, model)):
+    for params in (run.learner.trainable, read_params(exported, model)):
         ours = whole_logits.of_ours(model, params, tokens)
         assert np.abs(ours - expected).max() < 1e-4
 
 
 def test_the_exported_tokenizer_writes_the_prompts_that_were_trained_on(run, exported):
-    setup = jaxgrpo.setup(jaxgrpo.load_config(run.path / "config.toml"))
+    config = jaxgrpo.load_config(run.path / "config.toml")
+    prompts = jaxgrpo.setup(config).inputs.prompts
     words = AutoTokenizer.from_pretrained(exported)
-    for row, encoded in zip(setup.rows[:8], setup.encoded[:8], strict=True):
+    for row, encoded in zip(prompts.rows[:8], prompts.encoded[:8], strict=True):
         messages = [
             {"role": "system", "content": "You are careful."},
             {"role": "user", "content": f"{row['question']} {INSTRUCTION}"},

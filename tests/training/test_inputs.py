@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import by_hand
 import datasets
 import gsm8k
 import numpy as np
@@ -98,8 +99,7 @@ def test_rewards_get_texts_for_texts_although_a_template_wraps_them(tmp_path, mo
         return [0.0] * len(completions)
 
     run = setup(config(tmp_path, model), rewards=[see])
-    prompts, state = run.select(run.state)
-    run.reward(state, run.sample(run.sync(state), prompts, state.key))
+    by_hand.collect(run, run.learner, run.stream)
     assert seen["prompts"] == seen["question"]
     assert len(seen["prompts"]) == 8
     assert set(seen["question"]) <= {row["question"] for row in gsm8k.rows(count=40)}
@@ -130,7 +130,7 @@ def test_rewards_get_messages_for_messages_and_samples_show_them(tmp_path, model
 def test_rows_from_python_need_no_data_path(tmp_path, model):
     made = config(tmp_path, model, **{"data.path": None})
     rows = gsm8k.rows(count=5)
-    assert [row["prompt"] for row in setup(made, dataset=rows).rows] == [
+    assert [row["prompt"] for row in setup(made, dataset=rows).inputs.prompts.rows] == [
         row["question"] for row in rows
     ]
     with pytest.raises(InputError, match=r"data.path: missing; give a .jsonl, .csv or .*dataset="):

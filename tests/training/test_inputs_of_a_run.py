@@ -13,7 +13,7 @@ import small_run
 
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.planning import preview
-from jaxgrpo.training import fingerprints, loop
+from jaxgrpo.training import fingerprints, loop, opening
 from jaxgrpo.training.setup import Shared
 
 CODE = """import helper
@@ -34,14 +34,14 @@ def write_rows(file, rows):
 @pytest.fixture(autouse=True)
 def files_are_read_again(monkeypatch):
     """Runs share their programs, but not what they read, as runs of several processes do."""
-    set_up, shared = loop.setup, Shared()
+    set_up, shared = opening.setup, Shared()
 
     def read_again(config, **given):
         share = shared.for_config(config)
         own = lambda name, make: make() if name == "inputs" else share(name, make)  # noqa: E731
         return set_up(config, share=own, **given)
 
-    monkeypatch.setattr(loop, "setup", read_again)
+    monkeypatch.setattr(opening, "setup", read_again)
 
 
 @pytest.fixture(scope="module")

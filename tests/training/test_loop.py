@@ -353,9 +353,9 @@ def test_bfloat16_computes_and_float32_is_trained(tmp_path):
     changes["optimizer"] = {"learning_rate": 1e-6}  # lost in bfloat16
     finished = loop.train(small_run.config(tmp_path / "r", **changes))
     before = folders.read_params(small_run.base(), model_of(small_run.base()))
-    trained = finished.state.trainable
+    trained = finished.learner.trainable
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(trained)} == {"float32"}
-    frozen = finished.state.frozen["reference"]
+    frozen = finished.learner.frozen["reference"]
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
     kernel = ("blocks", "0", "feed_forward", "up", "kernel")
     was, now = (functools.reduce(lambda tree, key: tree[key], kernel, p) for p in (before, trained))

@@ -39,16 +39,16 @@ def finished(tmp_path_factory):
 
 
 def test_adapters_move_and_weights_and_reference_do_not(finished):
-    state = finished.state
+    learner = finished.learner
     _, base = folders.load_model(small_run.base())
-    jax.tree.map(np.testing.assert_array_equal, state.frozen[WEIGHTS], base)
-    assert lora.split(state.trainable)[1].keys() == state.trainable.keys()
-    moments = {leaf.shape for leaf in jax.tree.leaves(state.opt_state) if np.ndim(leaf)}
-    assert moments == {leaf.shape for leaf in jax.tree.leaves(state.trainable)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.trainable):
+    jax.tree.map(np.testing.assert_array_equal, learner.frozen[WEIGHTS], base)
+    assert lora.split(learner.trainable)[1].keys() == learner.trainable.keys()
+    moments = {leaf.shape for leaf in jax.tree.leaves(learner.opt_state) if np.ndim(leaf)}
+    assert moments == {leaf.shape for leaf in jax.tree.leaves(learner.trainable)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(learner.trainable):
         assert path[-1].key in lora.NAMES
         assert np.abs(leaf).max() > 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.frozen["reference"]):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(learner.frozen["reference"]):
         assert path[-1].key == "lora_a" or not leaf.any()
     lines = finished.metrics
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
@@ -87,7 +87,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(finished, tmp_path):
     jaxgrpo.train(small_run.config(tmp_path / "run", **changes))
     resumed = jaxgrpo.train(small_run.config(tmp_path / "run", **LORA), resume="auto")
     assert resumed.summary["parameter_hash"] == finished.summary["parameter_hash"]
-    assert parameter_hash(resumed.state.trainable) == parameter_hash(finished.state.trainable)
+    assert parameter_hash(resumed.learner.trainable) == parameter_hash(finished.learner.trainable)
 
 
 def test_checkpoints_hold_no_weights_and_the_run_goes_on_only_over_the_same(tmp_path):
@@ -117,31 +117,32 @@ def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
     shutil.copytree(finished.path / "adapter", adapter)
     changes = {"lora.path": str(adapter), "optimizer.learning_rate": 1e-2}
     run = setup(small_run.config(tmp_path / "run", **changes))
-    jax.tree.map(np.testing.assert_array_equal, run.state.trainable, finished.state.trainable)
+    jax.tree.map(np.testing.assert_array_equal, run.learner.trainable, finished.learner.trainable)
     assert (
-        run.model.config.lora == setup(small_run.config(tmp_path / "r", **LORA)).model.config.lora
+        run.inputs.pretrained.model.config.lora
+        == setup(small_run.config(tmp_path / "r", **LORA)).inputs.pretrained.model.config.lora
     )
     model, params = jaxgrpo.load_model(small_run.base(), adapter=adapter)
-    jax.tree.map(np.testing.assert_array_equal, lora.split(params)[0], run.state.trainable)
-    assert model.config == run.model.config
+    jax.tree.map(np.testing.assert_array_equal, lora.split(params)[0], run.learner.trainable)
+    assert model.config == run.inputs.pretrained.model.config
     with pytest.raises(InputError, match="give them together with the weights"):
-        jaxgrpo.save_model(run.model, run.state.trainable, tmp_path / "saved")
+        jaxgrpo.save_model(run.inputs.pretrained.model, run.learner.trainable, tmp_path / "saved")
     changes |= {"eval": {"data": "task:arithmetic:test", "prompts": 8, "kl_to_base": True}}
     again = jaxgrpo.train(small_run.config(tmp_path / "run", **changes))
     # The base is what the run began with, and that has the adapter.
     assert again.metrics[0]["eval/kl_to_base"] == pytest.approx(0, abs=1e-6)
     assert again.metrics[-1]["eval/kl_to_base"] > 1e-4
     moved = jax.tree.map(
-        lambda a, b: np.abs(a - b).max(), again.state.trainable, finished.state.trainable
+        lambda a, b: np.abs(a - b).max(), again.learner.trainable, finished.learner.trainable
     )
     assert min(jax.tree.leaves(moved)) > 0
     # The checkpoint says what it was trained as, whatever is in that folder later.
     saved = json.loads((again.path / "checkpoints" / "3" / "meta.json").read_text())["meta"]
-    now = parameters.adapter_identity(Path(small_run.base()), run.model)
+    now = parameters.adapter_identity(Path(small_run.base()), run.inputs.pretrained.model)
     parameters.refuse_changed_adapters(run.config, saved, now)
-    assert run.model.config.lora is not None
-    settings = dataclasses.replace(run.model.config.lora, alpha=400.0)
-    other = decoder.build(dataclasses.replace(run.model.config, lora=settings))
+    assert run.inputs.pretrained.model.config.lora is not None
+    settings = dataclasses.replace(run.inputs.pretrained.model.config.lora, alpha=400.0)
+    other = decoder.build(dataclasses.replace(run.inputs.pretrained.model.config, lora=settings))
     now = parameters.adapter_identity(Path(small_run.base()), other)
     with pytest.raises(InputError, match=r"lora: the run's adapters have rank = 2, alpha = 4\.0"):
         parameters.refuse_changed_adapters(run.config, saved, now)
@@ -163,16 +164,16 @@ def test_weights_in_parts_train_the_adapters_that_whole_weights_train(tmp_path):
         jaxgrpo.train(small_run.config(tmp_path / str(number), **steps, mesh=mesh))
         for number, mesh in enumerate(meshes)
     ]
-    whole = runs[0].state.trainable
+    whole = runs[0].learner.trainable
     for run in runs[1:]:
-        parts = run.state.trainable["blocks"]["0"]["attention"]["query"]["lora_a"].sharding
+        parts = run.learner.trainable["blocks"]["0"]["attention"]["query"]["lora_a"].sharding
         assert not parts.is_fully_replicated
         for left, right in zip(runs[0].metrics, run.metrics, strict=True):
             assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
             assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
             assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, run.state.trainable
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, run.learner.trainable
         )
 
 
@@ -180,8 +181,8 @@ def test_no_gradient_of_a_weight_is_computed(tmp_path):
     def products(**changes):
         """The shapes of all products of the update's program."""
         run = setup(small_run.config(tmp_path / "run", **changes))
-        given = memory.update_arguments(run.blueprint, run.state)
-        text = run.update_program.lower(*given).compile().as_text()
+        given = memory.update_arguments(run.blueprint, run.learner)
+        text = run.steps.update_program.lower(*given).compile().as_text()
         return set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
 
     assert {"32,96", "96,32"} & products()
@@ -200,9 +201,9 @@ def test_narrow_weights_under_wide_adapters_train_evaluate_and_reset(tmp_path):
     first, *_, last = finished.metrics
     assert first["eval/kl_to_base"] == pytest.approx(0, abs=1e-6)
     assert last["eval/kl_to_base"] > 1e-5
-    state = finished.state
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.frozen)} == {"bfloat16"}
-    reference = jax.tree.leaves(state.frozen["reference"])
+    learner = finished.learner
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(learner.frozen)} == {"bfloat16"}
+    reference = jax.tree.leaves(learner.frozen["reference"])
     assert all(leaf.any() for leaf in reference)  # no longer that of the start, whose B is 0
     model, _ = jaxgrpo.load_model(finished.path / "model")
     assert json.loads((finished.path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -231,7 +232,7 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
     settings = adapters.read_config(finished.path / "adapter", plain.config)
     model = decoder.build(dataclasses.replace(plain.config, lora=settings))
     own = adapters.read_params(finished.path / "adapter", model)
-    jax.tree.map(np.testing.assert_array_equal, own, finished.state.trainable)
+    jax.tree.map(np.testing.assert_array_equal, own, finished.learner.trainable)
     tokens = np.random.default_rng(0).integers(3, 12, (2, 9))
     mask = np.ones_like(tokens)
     expected = jaxgrpo.logits(model, lora.join(own, base), tokens, mask)
@@ -254,10 +255,10 @@ def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     def size(tree):
         return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))
 
-    assert counted.frozen == size(run.state.frozen[WEIGHTS])
-    assert counted.copies == size(run.state.frozen["reference"])
-    assert counted.parameters == size(run.state.trainable)
-    assert counted.optimizer == size(run.state.opt_state)
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(run.state.frozen)} == {"bfloat16"}
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(run.state.trainable)} == {"float32"}
+    assert counted.frozen == size(run.learner.frozen[WEIGHTS])
+    assert counted.copies == size(run.learner.frozen["reference"])
+    assert counted.parameters == size(run.learner.trainable)
+    assert counted.optimizer == size(run.learner.opt_state)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(run.learner.frozen)} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(run.learner.trainable)} == {"float32"}
     assert "frozen weights" in counted.lines(2**30)["  kept"]

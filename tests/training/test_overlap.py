@@ -1,7 +1,9 @@
 """Which rewards judge groups that have ended while others decode, and that it changes nothing."""
 
+import dataclasses
 import time
 
+import by_hand
 import jax
 import numpy as np
 import pytest
@@ -29,11 +31,13 @@ def collected(folder, *rewards, overlap=True):
     ended = []
 
     def sample(params, prompts, key, finished=None):
-        rollouts = jax.block_until_ready(run.sample(params, prompts, key, finished))
+        rollouts = jax.block_until_ready(run.source.sample(params, prompts, key, finished))
         ended.append(time.monotonic())
         return rollouts
 
-    _, found = run._replace(sample=sample).collect(run.state)
+    source = run.source._replace(sample=sample)
+    collector = dataclasses.replace(run.collector, source=source)
+    _, found = by_hand.collect(run._replace(collector=collector), run.learner, run.stream)
     return found, ended[0]
 
 

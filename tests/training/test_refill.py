@@ -6,6 +6,7 @@ import itertools
 import json
 import zlib
 
+import by_hand
 import numpy as np
 import pytest
 import resuming
@@ -14,6 +15,7 @@ import small_run
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
 
@@ -79,17 +81,14 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(made):
-    """The last state of a loop by hand, and what each step began with and trained on."""
+    """The end of a loop by hand, and what each step began with and trained on."""
     folder, changes = made
-    run = loop.setup(small_run.config(folder / "straight", **changes))
-    state, steps = run.state, []
-    for _ in range(STEPS):
-        before = state.leftover
-        state, collected = run.collect(state)
-        steps.append((before, sharding.to_host(collected.rollouts)))
-        state, prepared = run.prepare(state, collected.rollouts)
-        state, _ = run.update(state, prepared.batches)
-    return state, steps
+    run = setup(small_run.config(folder / "straight", **changes))
+    learner, stream, steps = by_hand.take_steps(run, STEPS)
+    trained = [
+        (before.waiting, sharding.to_host(collected.rollouts)) for before, collected in steps
+    ]
+    return learner, stream, trained
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +99,9 @@ def resumed(made):
 
 
 def test_a_resumed_run_ends_as_the_uninterrupted_loop_bit_for_bit(straight, resumed):
-    state, _ = straight
-
-    def kept(state):
-        return sharding.to_host((state.leftover, state.prompt_policy_state, state.cursor))
-
-    before, after = kept(state), kept(resumed.state)
-    resuming.assert_same_bits(before, after)
-    assert parameter_hash(state.trainable) == resumed.summary["parameter_hash"]
+    learner, stream, _ = straight
+    resuming.assert_same_bits(stream, resumed.stream)
+    assert parameter_hash(learner.trainable) == resumed.summary["parameter_hash"]
 
 
 def test_every_step_trains_on_live_groups_alone_and_its_samples_show_these(resumed):
@@ -137,11 +131,11 @@ def test_each_group_is_trained_on_left_over_or_discarded_once(resumed):
     generated, discarded, leftover = (np.array([line[name] for line in lines]) for name in names)
     waiting = np.concatenate([[0], leftover[:-1]])
     np.testing.assert_array_equal(waiting + generated, 8 + discarded + leftover)
-    assert int(resumed.state.cursor) == generated.sum()
+    assert int(resumed.stream.cursor) == generated.sum()
 
 
 def test_the_prompt_policy_sees_every_generated_group_once(resumed):
-    seen = resumed.state.prompt_policy_state["seen"]
+    seen = resumed.stream.prompt_policy_state["seen"]
     generated = sum(line["refill/groups"] for line in small_run.metrics(resumed.path))
     assert seen.sum() == generated < len(seen)  # within one epoch no row comes twice
     assert seen.max() == 1

@@ -7,6 +7,7 @@ import json
 import shutil
 from typing import Any
 
+import by_hand
 import numpy as np
 import pytest
 import resuming
@@ -19,6 +20,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, replay
 from jaxgrpo.training.records import rollout_files
+from jaxgrpo.training.setup import setup
 
 REQUIRED = (
     *("prompt_tokens", "prompt_mask", "completion_tokens", "token_mask", "behavior_logp"),
@@ -126,7 +128,7 @@ def test_where_other_weights_have_sampled_no_version_is_that_of_the_run(files, t
         ({"train.seed": 1}, files, [-1, -1]),
         ({"recipe": "dr_grpo"}, elsewhere, [0, 1]),  # what the files say
     ):
-        read = loop.setup(config(tmp_path / "r", **changes), rollouts=paths).replay
+        read = setup(config(tmp_path / "r", **changes), rollouts=paths).inputs.replay
         assert read is not None
         found = [set(np.ravel(read.load(place).policy_version)) for place in (0, 1)]
         assert found == [{version} for version in versions], changes
@@ -165,8 +167,8 @@ def test_shorter_arrays_are_padded_and_the_method_gets_the_fields_that_it_reads(
     arrays["fields.trainer_logp"] = arrays["behavior_logp"]
     save_file(arrays, tmp_path / "x.safetensors", METADATA)
     chain = [{"use": "sum_rewards"}, {"use": "to_tokens", "place": "last"}, {"use": "gae"}]
-    run = loop.setup(config(tmp_path / "r", advantage=chain), rollouts=tmp_path / "x.safetensors")
-    _, (rollouts, said, metrics) = run.collect(run.state)
+    run = setup(config(tmp_path / "r", advantage=chain), rollouts=tmp_path / "x.safetensors")
+    _, (rollouts, said, metrics) = by_hand.collect(run, run.learner, run.stream)
     host = sharding.to_host(rollouts)
     assert host.fields.keys() == {"token_value"}
     np.testing.assert_allclose(host.fields["token_value"][..., :length], value, rtol=1e-6)
@@ -177,9 +179,10 @@ def test_shorter_arrays_are_padded_and_the_method_gets_the_fields_that_it_reads(
         assert getattr(host, name)[..., :length].tobytes() == arrays[name].tobytes()
     assert (said.numbers(), metrics) == ({}, {})
     for place in range(8):
-        ids = run.encoded[host.row[place]]
+        ids = run.inputs.prompts.encoded[host.row[place]]
         assert ids.tolist() == host.prompt_tokens[place][host.prompt_mask[place]].tolist()
-        assert run.rows[host.row[place]] == {"prompt": run.tokenizer.decode(ids)}
+        text = run.inputs.pretrained.tokenizer.decode(ids)
+        assert run.inputs.prompts.rows[host.row[place]] == {"prompt": text}
 
 
 def test_a_resumed_replay_goes_on_with_its_files_and_no_others(files, tmp_path, monkeypatch):
@@ -276,7 +279,7 @@ def test_rollouts_of_other_sizes_are_refused_with_the_keys_to_set(case, files, t
         smaller = dataclasses.replace(getattr(table, section), **{name: value})
         table = dataclasses.replace(table, **{section: smaller})
     with pytest.raises(InputError) as caught:
-        loop.setup(table, rollouts=files)
+        setup(table, rollouts=files)
     assert message in str(caught.value)
     assert str(caught.value).startswith(str(files[0]))
 
@@ -286,7 +289,7 @@ def test_what_does_not_fit_a_replay_is_refused(files, tmp_path):
 
     def refused(message, config=asked, **given):
         with pytest.raises(InputError, match=message):
-            loop.setup(config, **{"rollouts": files, **given})
+            setup(config, **{"rollouts": files, **given})
 
     other = config(tmp_path / "r", rewards=[{"use": "arithmetic"}])
     refused(
@@ -308,7 +311,7 @@ def test_what_does_not_fit_a_replay_is_refused(files, tmp_path):
 
 def test_a_file_that_changes_during_a_replay_is_noticed(files, tmp_path):
     file = shutil.copy(files[0], tmp_path / "x.safetensors")
-    saved = loop.setup(config(tmp_path / "r"), rollouts=[files[0], file]).replay
+    saved = setup(config(tmp_path / "r"), rollouts=[files[0], file]).inputs.replay
     assert saved is not None
     rollouts = rollout_files.load(files[1])
     rollout_files.save(file, rollouts, 1)

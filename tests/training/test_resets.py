@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import by_hand
 import jax
 import numpy as np
 import pytest
@@ -28,13 +29,6 @@ def run_of(folder, **changes) -> setup.Setup:
     return setup.setup(small_run.config(folder, **changes))
 
 
-def step(run: setup.Setup, state):
-    prompts, state = run.select(state)
-    state, rollouts, _ = run.reward(state, run.sample(run.sync(state), prompts, state.key))
-    state, prepared = run.prepare(state, rollouts)
-    return run.update(state, prepared.batches)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_programs_from_the_cache():
     """The passes of reference and base, read back from the compile cache, may wait for ever."""
@@ -47,7 +41,7 @@ def no_programs_from_the_cache():
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """A run with a reference and a base that has made two steps, and its state."""
+    """A run with a reference and a base that has made two steps, its learner and stream."""
     names = ("sum_rewards", "to_tokens")
     run = run_of(
         tmp_path_factory.mktemp("warm") / "r",
@@ -57,44 +51,42 @@ def warm(tmp_path_factory):
         ],
         **{"loss.kl": K2, "optimizer.schedule": "linear", "optimizer.warmup_steps": 2},
     )
-    state = run.state
-    for _ in range(2):
-        state, _ = step(run, state)
-    return run, state
+    learner, stream, _ = by_hand.take_steps(run, 2)
+    return run, learner, stream
 
 
-def moments(state) -> list[np.ndarray]:
-    sizes = {leaf.shape for leaf in jax.tree.leaves(state.trainable)}
-    return [np.asarray(m) for m in jax.tree.leaves(state.opt_state) if m.shape in sizes]
+def moments(learner) -> list[np.ndarray]:
+    sizes = {leaf.shape for leaf in jax.tree.leaves(learner.trainable)}
+    return [np.asarray(m) for m in jax.tree.leaves(learner.opt_state) if m.shape in sizes]
 
 
-def reset(run: setup.Setup, state):
+def reset(run: setup.Setup, learner):
     fresh = functools.partial(resetting.fresh_parts, run.blueprint.optimizer)
-    return resetting.reset_reference(state, fresh)
+    return resetting.reset_reference(learner, fresh)
 
 
 def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm):
-    run, state = warm
-    before = jax.tree.map(np.asarray, state)
-    assert parameter_hash(state.frozen["reference"]) != parameter_hash(state.trainable)
-    after = reset(run, state)
+    run, learner, _ = warm
+    before = jax.tree.map(np.asarray, learner)
+    assert parameter_hash(learner.frozen["reference"]) != parameter_hash(learner.trainable)
+    after = reset(run, learner)
     policy = parameter_hash(before.trainable)
     assert parameter_hash(after.trainable) == parameter_hash(after.frozen["reference"]) == policy
     assert parameter_hash(after.frozen["base"]) == parameter_hash(before.frozen["base"])
     assert any(np.any(moment) for moment in moments(before))
     assert not any(np.any(moment) for moment in moments(after))
-    assert float(current_rate(after.opt_state)) == float(current_rate(state.opt_state)) > 0
-    unchanged = ("step", "advantage_state", "cursor", "key")
+    assert float(current_rate(after.opt_state)) == float(current_rate(learner.opt_state)) > 0
+    unchanged = ("step", "advantage_state")
     for name in unchanged:
         jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
 
 
 def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(warm):
-    run, state = warm
-    copy = jax.tree.map(lambda leaf: leaf + 0 if isinstance(leaf, jax.Array) else leaf, state)
+    run, learner, stream = warm
+    copy = jax.tree.map(lambda leaf: leaf + 0 if isinstance(leaf, jax.Array) else leaf, learner)
     after = reset(run, copy)
     reference = parameter_hash(after.frozen["reference"])
-    after, metrics = step(run, after)
+    after, _, _, metrics = by_hand.take_step(run, after, stream)
     # Scoring and update are two programs: their log-probs differ by rounding, 1e-6 nats at most.
     assert float(metrics["kl"].result()) < 0.5e-12
     assert parameter_hash(after.frozen["reference"]) == reference  # not donated with the policy
@@ -103,11 +95,11 @@ def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(
 
 def test_before_the_first_update_a_reset_changes_nothing(tmp_path):
     run = run_of(tmp_path / "r", **{"loss.kl": K2})
-    after = reset(run, run.state)
-    jax.tree.map(np.testing.assert_array_equal, run.state, after)
+    after = reset(run, run.learner)
+    jax.tree.map(np.testing.assert_array_equal, run.learner, after)
     no_reference = run_of(tmp_path / "s")
     with pytest.raises(InputError, match="no reference policy"):
-        reset(no_reference, no_reference.state)
+        reset(no_reference, no_reference.learner)
 
 
 def resets(values: list[dict[str, float]], folder, **keys: Any) -> list[int]:
@@ -180,8 +172,8 @@ def test_a_run_that_stops_round_a_reset_ends_as_one_that_does_not(tmp_path, monk
     resumed = loop.train(small_run.config(tmp_path / "r", **changes), resume="auto")
     assert small_run.metrics(tmp_path / "r") == small_run.metrics(tmp_path / "straight")
     assert resumed.summary["parameter_hash"] == straight.summary["parameter_hash"]
-    reference = resumed.state.frozen["reference"]
-    assert parameter_hash(reference) == parameter_hash(straight.state.frozen["reference"])
+    reference = resumed.learner.frozen["reference"]
+    assert parameter_hash(reference) == parameter_hash(straight.learner.frozen["reference"])
     lines = [line for line in straight.metrics if line["step"]]
     assert [line["reference/resets"] for line in lines] == [0, 1, 1, 2, 2]
     apart = [line["add_kl_return/kl"] > 0 for line in lines]
@@ -225,7 +217,7 @@ def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
         parts = [{"use": "sum_rewards"}, *chain]
         run = run_of(tmp_path, advantage=parts, **{"reference.reset_kl_above": 0.2}, **changes)
         reset = resetting.make_resetter(run.config, run.blueprint)
-        return reset(run.state, resetting.Resets(), 1, line)[1].count == 1
+        return reset(run.learner, resetting.Resets(), 1, line)[1].count == 1
 
     base = {"use": "add_kl_return", "beta": 0.1, "reference": "base"}
     reference = {**base, "reference": "reference"}
@@ -244,5 +236,5 @@ def test_the_evaluation_behind_the_last_step_counts_only_where_a_longer_run_has_
     reset = resetting.make_resetter(run.config, run.blueprint)
     known = resetting.Resets(best=1.0)
     for number, stale in ((2, 1), (3, 1), (4, 2)):  # trained to 3, then to 4
-        _, known = reset(run.state, known, number, {"eval/accuracy": 0.5})
+        _, known = reset(run.learner, known, number, {"eval/accuracy": 0.5})
         assert known.stale == stale

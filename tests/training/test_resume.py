@@ -131,6 +131,6 @@ def test_a_penalty_with_memory_goes_on_bit_for_bit(tmp_path):
     assert small_run.metrics(resumed.path) == small_run.metrics(straight.path)
     applied = [line["entropy_coefficient"] for line in small_run.metrics(straight.path)[-4:]]
     np.testing.assert_allclose(applied, [0, 0.015, 0.02, 0.025], rtol=1e-6)
-    left, right = (run.state.objective_state["adaptive_entropy"] for run in (straight, resumed))
+    left, right = (run.learner.objective_state["adaptive_entropy"] for run in (straight, resumed))
     assert jax.tree.map(float, left) == jax.tree.map(float, right)
     assert float(left["coefficient"]) == pytest.approx(0.03)

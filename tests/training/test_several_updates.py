@@ -36,10 +36,10 @@ def straight(tmp_path_factory):
 @pytest.mark.full
 def test_a_run_that_died_and_went_on_is_the_same_run_bit_for_bit(straight, tmp_path):
     resumed = resuming.died_and_resumed(small_run.config(tmp_path / "r", **CHANGES), step=3)
-    assert parameter_hash(resumed.state.trainable) == parameter_hash(straight.state.trainable)
-    states = (sharding.to_host(run.state.opt_state) for run in (straight, resumed))
+    assert parameter_hash(resumed.learner.trainable) == parameter_hash(straight.learner.trainable)
+    states = (sharding.to_host(run.learner.opt_state) for run in (straight, resumed))
     resuming.assert_same_bits(*(jax.tree.map(np.asarray, state) for state in states))
-    held = [leaf for leaf in jax.tree.leaves(resumed.state.opt_state) if leaf.ndim > 1]
+    held = [leaf for leaf in jax.tree.leaves(resumed.learner.opt_state) if leaf.ndim > 1]
     assert {leaf.dtype for leaf in held} == {jnp.dtype("bfloat16")}
 
 

@@ -22,6 +22,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import families, folders
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training import memory
 from jaxgrpo.training.setup import setup
 
@@ -102,17 +103,17 @@ def test_another_mesh_for_sampling_draws_and_learns_the_same(mesh, tensor, more,
 
 def test_each_stage_has_its_own_mesh(tmp_path):
     run = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": 2}))
-    sampling, training = run.blueprint.samples_on, run.mesh
+    sampling, training = run.blueprint.samples_on, run.inputs.pretrained.mesh
     assert dict(sampling.shape) == {"data": 2, "fsdp": 1, "tensor": 2, "context": 1}
     assert [*sampling.devices.flat] == [*training.devices.flat]
-    prompts, state = run.select(run.state)
-    params = run.sync(state)
+    stream, prompts = run.source.select(run.stream, 0)
+    prompts, params = put_prompts(sampling, prompts), run.sync(run.learner)
     layout = params["layers"][0]["feed_forward"]["up"]["kernel"].sharding
     assert layout.shard_shape((32, 96)) == (32, 48)
-    rollouts = run.sample(params, prompts, state.key)
+    rollouts = run.source.sample(params, prompts, stream.key)
     assert {shard.data.shape[0] for shard in rollouts.completion_tokens.addressable_shards} == {4}
-    state, rollouts, _ = run.reward(state, rollouts)
-    _, prepared = run.prepare(state, rollouts)
+    _, rollouts, _ = run.source.reward(stream, rollouts)
+    _, prepared = run.prepare(run.learner, rollouts)
     tokens = prepared.batches[0].tokens
     assert tokens.sharding.shard_shape(tokens.shape)[1] == tokens.shape[1] // 4
 
@@ -129,7 +130,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
     asked = {"mesh": {"fsdp": 4, "sampling_tensor": 2}, "train.steps": 4, "checkpoint.every": 2}
     whole = jaxgrpo.train(config(tmp_path / "whole", **asked))
     again = died_and_resumed(config(tmp_path / "again", **asked), 3)
-    trained = (sharding.to_host(run.state.trainable) for run in (whole, again))
+    trained = (sharding.to_host(run.learner.trainable) for run in (whole, again))
     assert_same_bits(*trained)
     assert drawn(whole.path) == drawn(again.path)
 

@@ -17,13 +17,13 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.training.records import alarms
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import ROUNDING, build_steps, expected_rounding
 
+KEY = np.zeros(2, np.uint32)
 MAX = "sampling/sampling_logp_difference/max"
 MEAN = "sampling/sampling_logp_difference/mean"
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0]], np.float32)
@@ -44,19 +44,19 @@ def blueprint(config=tiny.UNIFORM, **sampling):
 
 @functools.cache
 def sampled(config=tiny.UNIFORM, scale=15.0):
-    """(steps, first state, rollouts that its sampler drew)"""
+    """(steps, first learner, rollouts that its sampler drew)"""
     made = blueprint(config)
     steps = build_steps(made)
     params = tiny.params(config, scale=scale)
-    state = first_state(made, params, sequential(), 8, 0, ("reward",))
-    rollouts = steps.sample(steps.sync(state), tiny.prompts(), state.key)
-    return steps, state, dataclasses.replace(rollouts, rewards={"reward": jnp.asarray(REWARDS)})
+    learner = first_learner(made, params, 8, ("reward",))
+    rollouts = steps.sample(steps.sync(learner), tiny.prompts(), KEY)
+    return steps, learner, dataclasses.replace(rollouts, rewards={"reward": jnp.asarray(REWARDS)})
 
 
-def updated(steps, state, rollouts):
-    """The metrics of one update; the state is left as it is."""
-    _, prepared = steps.prepare(state, rollouts)
-    donated = dataclasses.replace(state, trainable=jax.tree.map(jnp.copy, state.trainable))
+def updated(steps, learner, rollouts):
+    """The metrics of one update; the learner is left as it is."""
+    _, prepared = steps.prepare(learner, rollouts)
+    donated = dataclasses.replace(learner, trainable=jax.tree.map(jnp.copy, learner.trainable))
     return finalise(steps.update(donated, prepared.batches)[1])
 
 
@@ -76,11 +76,11 @@ def test_sampler_and_trainer_agree_to_rounding(config):
 
 @pytest.mark.slow
 def test_a_sampler_that_is_wrong_by_a_hundredth_raises_the_alarm():
-    steps, state, rollouts = sampled()
-    honest = updated(steps, state, rollouts)
+    steps, learner, rollouts = sampled()
+    honest = updated(steps, learner, rollouts)
     # One token of one sample.
     wrong = rollouts.behavior_logp.at[1, 2, 0].add(0.01)
-    lying = updated(steps, state, dataclasses.replace(rollouts, behavior_logp=wrong))
+    lying = updated(steps, learner, dataclasses.replace(rollouts, behavior_logp=wrong))
     assert lying[MAX] == pytest.approx(0.01, rel=1e-3)
 
     (text,) = warned(lying, "disagreement")
@@ -96,35 +96,35 @@ def warned(metrics, name):
 @pytest.mark.slow
 def test_a_sampler_that_is_wrong_by_little_at_every_token_raises_an_alarm_of_its_own():
     """Below what is odd at one token of float32, and far below what is odd in bfloat16."""
-    steps, state, rollouts = sampled()
+    steps, learner, rollouts = sampled()
     wrong = dataclasses.replace(rollouts, behavior_logp=rollouts.behavior_logp + 5e-4)
-    metrics = updated(steps, state, wrong)
+    metrics = updated(steps, learner, wrong)
     assert metrics["sampling/disagreement"] < 1
     assert metrics["sampling/mean_disagreement"] == pytest.approx(5, rel=0.02)
     (text,) = warned(metrics, "mean disagreement")
     assert "5 times what rounding explains in the mean over tokens" in text
-    assert warned(updated(steps, state, rollouts), "mean disagreement") == []
+    assert warned(updated(steps, learner, rollouts), "mean disagreement") == []
 
 
 @pytest.mark.slow
 def test_the_drift_of_samples_of_an_older_policy_is_no_disagreement():
-    steps, state, rollouts = sampled()
-    state = dataclasses.replace(state, step=jnp.int32(3))
+    steps, learner, rollouts = sampled()
+    learner = dataclasses.replace(learner, step=jnp.int32(3))
     version = jnp.full((4, 4), 3).at[2].set(1)  # the third group was kept from step 1
     drifted = rollouts.behavior_logp.at[2].add(-0.5)
     rollouts = dataclasses.replace(rollouts, behavior_logp=drifted)
-    counted = updated(steps, state, rollouts)
+    counted = updated(steps, learner, rollouts)
     assert counted["sampling/disagreement"] == -np.inf  # at step 3 all versions are 0: none is new
     mixed = dataclasses.replace(rollouts, policy_version=version)
-    metrics = updated(steps, state, mixed)
+    metrics = updated(steps, learner, mixed)
     assert 0 < metrics[MAX] <= 1e-5
     assert metrics["sampling/sampling_logp_difference/mean"] <= 1e-5
     assert metrics["ratio_max"] == pytest.approx(np.exp(0.5), rel=1e-4)
     new = dataclasses.replace(rollouts, policy_version=jnp.full((4, 4), 3))
-    assert updated(steps, state, new)[MAX] == pytest.approx(0.5, rel=1e-3)
+    assert updated(steps, learner, new)[MAX] == pytest.approx(0.5, rel=1e-3)
     # What is not finite is no drift: the update is skipped, whoever sampled it.
     broken = dataclasses.replace(mixed, behavior_logp=drifted.at[2, 3, 0].set(jnp.nan))
-    assert updated(steps, state, broken)["skipped_updates/not_finite"] == 1
+    assert updated(steps, learner, broken)["skipped_updates/not_finite"] == 1
 
 
 def test_what_rounding_explains_depends_on_the_precision_and_on_the_cut():

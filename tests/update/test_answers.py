@@ -17,8 +17,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
@@ -73,7 +72,7 @@ def scored(prepare, rollouts, config=WIDE):
     made = prepare.blueprint
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
     params = jax.device_put(tiny.params(config), layout)
-    state = first_state(made, params, sequential(), 8, 0, ("reward",))
+    learner = first_learner(made, params, 8, ("reward",))
     rollouts = jax.tree.map(
         lambda leaf: sharding.put(
             leaf, sharding.named(made.mesh, *("bins", None, None)[: leaf.ndim])
@@ -81,7 +80,7 @@ def scored(prepare, rollouts, config=WIDE):
         rollouts,
     )
     lengths = sharding.to_host(prepare.measure(rollouts))
-    fields = prepare.with_fields(state, rollouts, lengths, made.chain.needs).fields
+    fields = prepare.with_fields(learner, rollouts, lengths, made.chain.needs).fields
     return {name: np.asarray(fields[name]) for name in sorted(fields) if name.endswith("_logp")}
 
 

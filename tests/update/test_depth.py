@@ -36,8 +36,8 @@ def lowered(tmp_path):
             folders.save_model(model, params, folder, tokenizer=tokenizer)
         changes = {"model.path": str(folder), "train.remat": remat}
         run = setup(small_run.config(tmp_path / "run", **changes))
-        assert run.model.config.num_layers == layers
-        return run.update_program.lower(*memory.update_arguments(run.blueprint, run.state))
+        assert run.inputs.pretrained.model.config.num_layers == layers
+        return run.steps.update_program.lower(*memory.update_arguments(run.blueprint, run.learner))
 
     return of
 

@@ -19,8 +19,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
@@ -69,13 +68,13 @@ def updated(recipe: str, beta: float, tokens: int, compact: bool = True, objecti
     """(gradient, loss, micro-batches, live samples) of one step."""
     with jax.enable_x64(True):
         made, steps = built(recipe, beta, tokens, compact, objective)
-        state = first_state(made, tiny.params(WIDE), sequential(), 8, 0, ("reward",))
-        other = {name: tiny.params(WIDE, seed=3) for name in state.frozen}
-        state = dataclasses.replace(state, frozen=other)
-        before = jax.tree.map(np.asarray, state.trainable)
-        state, prepared = steps.prepare(state, tiny.rollouts(REWARDS))
-        state, metrics = steps.update(state, prepared.batches)
-        moved = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.trainable)
+        learner = first_learner(made, tiny.params(WIDE), 8, ("reward",))
+        other = {name: tiny.params(WIDE, seed=3) for name in learner.frozen}
+        learner = dataclasses.replace(learner, frozen=other)
+        before = jax.tree.map(np.asarray, learner.trainable)
+        learner, prepared = steps.prepare(learner, tiny.rollouts(REWARDS))
+        learner, metrics = steps.update(learner, prepared.batches)
+        moved = jax.tree.map(lambda old, new: old - np.asarray(new), before, learner.trainable)
         assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {np.dtype("float64")}
         loss = finalise(metrics)["loss"]
         return moved, loss, int(prepared.batches[0].num_live), int(prepared.live.sum())
@@ -87,13 +86,13 @@ def plain(recipe: str, beta: float):
     with jax.enable_x64(True):
         made, steps = built(recipe, beta, WHOLE)
         preparer = steps.prepare.__self__
-        state = first_state(made, tiny.params(WIDE), sequential(), 8, 0, ("reward",))
-        other = {name: tiny.params(WIDE, seed=3) for name in state.frozen}
-        state = dataclasses.replace(state, frozen=other)
+        learner = first_learner(made, tiny.params(WIDE), 8, ("reward",))
+        other = {name: tiny.params(WIDE, seed=3) for name in learner.frozen}
+        learner = dataclasses.replace(learner, frozen=other)
         rollouts = tiny.rollouts(REWARDS)
         lengths = sharding.to_host(preparer.measure(rollouts))
-        rollouts = preparer.with_fields(state, rollouts, lengths, made.chain.needs)
-        _, (advantage, mask, counted), *_ = preparer.judge(state.advantage_state, rollouts)
+        rollouts = preparer.with_fields(learner, rollouts, lengths, made.chain.needs)
+        _, (advantage, mask, counted), *_ = preparer.judge(learner.advantage_state, rollouts)
         weight = preparer.weigh(counted, mask, np.arange(len(REWARDS)))
         fields = {
             f"{name}_logp": tiny.whole_logps(WIDE, one, rollouts, 0.8)
@@ -115,7 +114,7 @@ def plain(recipe: str, beta: float):
             value, _ = losses.token_loss(objective.surrogate, objective.penalties, tokens)
             return jnp.where(mask, weight * value, 0).sum()
 
-        value, gradient = jax.jit(jax.value_and_grad(loss))(state.trainable)
+        value, gradient = jax.jit(jax.value_and_grad(loss))(learner.trainable)
         return jax.tree.map(np.asarray, gradient), float(value)
 
 
@@ -203,12 +202,12 @@ def test_the_sequence_may_be_split_over_devices(sizes):
         )
         steps, layout = build_steps(made), param_layout(made)
         params = jax.device_put(tiny.params(), layout)
-        state = first_state(made, params, sequential(), 8, 0, ("reward",))
-        before = jax.tree.map(np.asarray, state.trainable)
+        learner = first_learner(made, params, 8, ("reward",))
+        before = jax.tree.map(np.asarray, learner.trainable)
         rollouts = tiny.rollouts(REWARDS, steps=8, width=8)
-        state, prepared = steps.prepare(state, spread(rollouts, grid))
-        state, _ = steps.update(state, prepared.batches)
-        moved.append(jax.tree.map(lambda new, old: new - old, state.trainable, before))
+        learner, prepared = steps.prepare(learner, spread(rollouts, grid))
+        learner, _ = steps.update(learner, prepared.batches)
+        moved.append(jax.tree.map(lambda new, old: new - old, learner.trainable, before))
     for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
         assert np.linalg.norm(a - np.asarray(b)) <= 1e-5 * np.linalg.norm(b)
 
@@ -217,7 +216,7 @@ def test_a_token_of_one_completion_reaches_no_other():
     """Bit for bit: neither through a shared row, nor through the prompt's keys."""
     made = blueprint("sign", 0.05, 50, config=tiny.UNIFORM)
     steps = build_steps(made)
-    state = first_state(made, tiny.params(), sequential(), 8, 0, ("reward",))
+    learner = first_learner(made, tiny.params(), 8, ("reward",))
     rollouts = tiny.rollouts(REWARDS)
     p, g, t = 3, 1, 1
     assert rollouts.token_mask[p, g].sum() > 2
@@ -227,7 +226,7 @@ def test_a_token_of_one_completion_reaches_no_other():
     logps = []
     for one in (tokens, changed):
         given = dataclasses.replace(rollouts, completion_tokens=one)
-        state, prepared = steps.prepare(state, given)
+        learner, prepared = steps.prepare(learner, given)
         (batch,) = prepared.batches
         logps.append((np.asarray(batch.fields["reference_logp"]), batch))
     (before, batch), (after, _) = logps

@@ -13,12 +13,11 @@ import pytest
 import tiny
 
 from jaxgrpo import advantages, losses
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.preparing import Preparer
@@ -56,10 +55,10 @@ def rollouts_of(rewards, **changes):
 def judge(recipe, rewards: Any = FLAT, tail=(), **changes) -> list[bool]:
     """The live groups of rollouts with these rewards [P, G], or {name: rewards}; without a pass."""
     preparer, rollouts = preparer_of(recipe, tail), rollouts_of(rewards, **changes)
-    nothing = dict.fromkeys(field.name for field in dataclasses.fields(TrainState))
+    nothing: Any = dict.fromkeys(field.name for field in dataclasses.fields(Learner))
     first = preparer.blueprint.chain.init(advantages.spec_of(rollouts))
-    state = TrainState(**{**nothing, "advantage_state": first})
-    return preparer.live_groups(state, rollouts).tolist()
+    learner = Learner(**{**nothing, "advantage_state": first})
+    return preparer.live_groups(learner, rollouts).tolist()
 
 
 def test_groups_that_differ_in_their_rewards_are_live_and_unscored_samples_say_nothing():
@@ -117,8 +116,8 @@ def test_where_a_recipe_reads_a_pass_groups_are_judged_behind_it_and_trained_on_
     rollouts = rollouts_of(FLAT, fields=fields, token_mask=np.ones((P, G, T), bool))
     preparer = preparer_of(advantages.build("dro_r3", {"drop": 0.0, "weights": {"reward": 0.0}}))
     params = jax.device_put(tiny.params(), param_layout(preparer.blueprint))
-    state = first_state(preparer.blueprint, params, sequential(), 8, 0, ("reward",))
-    live = preparer.live_groups(state, rollouts)
+    learner = first_learner(preparer.blueprint, params, 8, ("reward",))
+    live = preparer.live_groups(learner, rollouts)
     assert live.tolist() == [True, False, True, False]
-    _, prepared = preparer.prepare(state, rollouts)
+    _, prepared = preparer.prepare(learner, rollouts)
     np.testing.assert_array_equal(prepared.live.any(-1), live)

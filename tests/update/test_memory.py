@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import by_hand
 import jax
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from jaxgrpo.data import tasks
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
 
@@ -79,15 +81,10 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(made):
-    """The state in which a loop by hand ends, which nothing interrupts."""
+    """Learner and stream in which a loop by hand ends, which nothing interrupts."""
     folder, changes = made
-    run = loop.setup(small_run.config(folder / "straight", **changes))
-    state = run.state
-    for _ in range(changes["train.steps"]):
-        state, collected = run.collect(state)
-        state, prepared = run.prepare(state, collected.rollouts)
-        state, _ = run.update(state, prepared.batches)
-    return state
+    run = setup(small_run.config(folder / "straight", **changes))
+    return by_hand.take_steps(run, changes["train.steps"])[:2]
 
 
 @pytest.fixture(scope="module")
@@ -97,20 +94,20 @@ def resumed(made):
     return resuming.died_and_resumed(small_run.config(folder / "r", **changes), step=3)
 
 
-def memory(state):
+def memory(learner, stream):
     """Everything that is remembered beside parameters and the optimizer's state."""
-    parts = (state.advantage_state, state.prompt_policy_state, state.cursor, state.step)
+    parts = (learner.advantage_state, stream.prompt_policy_state, stream.cursor, learner.step)
     return jax.tree.map(np.asarray, sharding.to_host(parts))
 
 
 def test_the_state_is_that_of_the_uninterrupted_loop_bit_for_bit(straight, resumed):
-    before, after = memory(straight), memory(resumed.state)
+    before, after = memory(*straight), memory(resumed.learner, resumed.stream)
     resuming.assert_same_bits(before, after)
-    assert parameter_hash(straight.trainable) == resumed.summary["parameter_hash"]
+    assert parameter_hash(straight[0].trainable) == resumed.summary["parameter_hash"]
 
 
 def test_there_was_something_to_remember(resumed):
-    chain, policy, cursor, _ = memory(resumed.state)
+    chain, policy, cursor, _ = memory(resumed.learner, resumed.stream)
     assert chain["divide_by_largest"] > 0.25
     assert chain["ema_baseline"]["weight"] > 2
     assert (chain["subtract_tracked_success"]["alpha"] != 0).sum() > 6

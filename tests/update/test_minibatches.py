@@ -20,8 +20,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
@@ -78,9 +77,9 @@ def stepped(rewards="mixed", number=None, **options):
     """(prepared, parameters afterwards, metrics, steps) of one step, or its first updates."""
     made, steps = built(**options)
     params = jax.device_put(tiny.params(WIDE), param_layout(made))
-    state = first_state(made, params, sequential(), 8, 0, ("reward",))
-    state, prepared = steps.prepare(state, on_policy(rewards))
-    after, metrics = steps.update(state, prepared.batches[:number])
+    learner = first_learner(made, params, 8, ("reward",))
+    learner, prepared = steps.prepare(learner, on_policy(rewards))
+    after, metrics = steps.update(learner, prepared.batches[:number])
     assert int(after.step) == 1
     return prepared, jax.tree.map(np.asarray, after.trainable), metrics, steps
 
@@ -188,13 +187,13 @@ def test_what_chain_and_loss_need_is_scored_on_all_samples_of_all_minibatches():
     objective = CLIP._replace(penalties=(losses.k2(0.1),))
     made, steps = built(chain=chain, objective=objective)
     rollouts = on_policy()
-    state = first_state(made, tiny.params(WIDE), sequential(), 8, 0, ("reward",))
-    state = dataclasses.replace(state, frozen={"reference": tiny.params(WIDE, seed=3)})
+    learner = first_learner(made, tiny.params(WIDE), 8, ("reward",))
+    learner = dataclasses.replace(learner, frozen={"reference": tiny.params(WIDE, seed=3)})
     preparer = steps.prepare.__self__
     lengths = sharding.to_host(preparer.measure(rollouts))
-    found = preparer.with_fields(state, rollouts, lengths, chain.needs).fields["trainer_logp"]
+    found = preparer.with_fields(learner, rollouts, lengths, chain.needs).fields["trainer_logp"]
     np.testing.assert_allclose(found, rollouts.behavior_logp, atol=1e-9)
-    _, prepared = steps.prepare(state, rollouts)
+    _, prepared = steps.prepare(learner, rollouts)
     other = tiny.whole_logps(WIDE, tiny.params(WIDE, seed=3), rollouts, TEMPERATURE)
     drift = np.asarray(rollouts.behavior_logp - other).sum(-1).mean()
     measured = prepared.metrics["kl_to_reference_estimated"].result()

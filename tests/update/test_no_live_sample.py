@@ -17,8 +17,7 @@ import torch
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.optimizer import decay_mask, make_optimizer
 from jaxgrpo.update.packing import Geometry
@@ -63,12 +62,12 @@ def trained(
     )
     steps = build_steps(made)
     params = jax.device_put(tiny.params(WIDE), param_layout(made))
-    state = first_state(made, params, sequential(), 8, 0, ("reward",))
-    yield jax.tree.map(np.asarray, (state.trainable, state.opt_state)), None
+    learner = first_learner(made, params, 8, ("reward",))
+    yield jax.tree.map(np.asarray, (learner.trainable, learner.opt_state)), None
     for rewards in REWARDS:
-        state, prepared = steps.prepare(state, tiny.rollouts(rewards))
-        state, metrics = steps.update(state, prepared.batches)
-        yield jax.tree.map(np.asarray, (state.trainable, state.opt_state)), metrics
+        learner, prepared = steps.prepare(learner, tiny.rollouts(rewards))
+        learner, metrics = steps.update(learner, prepared.batches)
+        yield jax.tree.map(np.asarray, (learner.trainable, learner.opt_state)), metrics
 
 
 def gradients():

@@ -17,9 +17,8 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import LoraConfig
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.checkpoints import parameter_hash
-from jaxgrpo.training.parameters import first_state
+from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
@@ -96,10 +95,10 @@ def stepped(
     config = options.get("config", tiny.UNIFORM)
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
     values = jax.device_put(tiny.params(config), layout)
-    state = first_state(made, values, sequential(), 8, 0, ("reward",))
-    if "reference" in state.frozen:
+    learner = first_learner(made, values, 8, ("reward",))
+    if "reference" in learner.frozen:
         other = jax.device_put(tiny.params(config, seed=reference), layout)
-        state = dataclasses.replace(state, frozen={"reference": other})
+        learner = dataclasses.replace(learner, frozen={"reference": other})
     rollouts = tiny.rollouts({"mixed": MIXED, "flat": FLAT, "nan": FLAT * np.nan}[rewards])
     if behavior == "trainer":
         logp = tiny.whole_logps(config, tiny.params(config), rollouts, TEMPERATURE)
@@ -114,14 +113,14 @@ def stepped(
         rollouts,
     )
     if measured is not None:
-        control = state.objective_state["adaptive_entropy"] | {"entropy": jnp.float32(measured)}
-        state = dataclasses.replace(state, objective_state={"adaptive_entropy": control})
+        control = learner.objective_state["adaptive_entropy"] | {"entropy": jnp.float32(measured)}
+        learner = dataclasses.replace(learner, objective_state={"adaptive_entropy": control})
     for _ in range(steps_before):
-        state, prepared = steps.prepare(state, rollouts)
-        state, _ = steps.update(state, prepared.batches)
-    before = jax.tree.map(np.asarray, state.trainable)
-    state, prepared = steps.prepare(state, rollouts)
-    after, metrics = steps.update(state, prepared.batches)
+        learner, prepared = steps.prepare(learner, rollouts)
+        learner, _ = steps.update(learner, prepared.batches)
+    before = jax.tree.map(np.asarray, learner.trainable)
+    learner, prepared = steps.prepare(learner, rollouts)
+    after, metrics = steps.update(learner, prepared.batches)
     remembered = jax.tree.map(np.asarray, after.objective_state)
     return (
         *(prepared, before, jax.tree.map(np.asarray, after.trainable), finalise(metrics)),
@@ -409,19 +408,19 @@ def test_the_trainer_can_score_its_own_proximal_policy():
 def test_a_second_step_compiles_nothing():
     made, steps = built(mesh=(1, 2, 2, 1), tokens=24, minibatches=2, num_iterations=2)
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
-    state = first_state(
-        made, jax.device_put(tiny.params(), layout), sequential(), 8, 0, ("reward",)
-    )
+    learner = first_learner(made, jax.device_put(tiny.params(), layout), 8, ("reward",))
     counts = []
     for _ in range(2):
         with compilations() as seconds:
-            state, prepared = steps.prepare(state, tiny.rollouts(MIXED))
+            learner, prepared = steps.prepare(learner, tiny.rollouts(MIXED))
             assert len(prepared.batches) == 4
-            state, _ = steps.update(state, prepared.batches)
+            learner, _ = steps.update(learner, prepared.batches)
         counts.append(len(seconds))
     assert counts[0] > 0
     assert counts[1] == 0
-    for leaf, wanted in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(layout), strict=True):
+    for leaf, wanted in zip(
+        jax.tree.leaves(learner.trainable), jax.tree.leaves(layout), strict=True
+    ):
         assert leaf.sharding == wanted
 
 
@@ -436,10 +435,10 @@ def test_padding_carries_nothing_into_the_update():
     )
     hashes = []
     for rollouts in (clean, junk):
-        state = first_state(made, tiny.params(), sequential(), 8, 0, ("reward",))
-        state, prepared = steps.prepare(state, rollouts)
-        state, _ = steps.update(state, prepared.batches)
-        hashes.append(parameter_hash(state.trainable))
+        learner = first_learner(made, tiny.params(), 8, ("reward",))
+        learner, prepared = steps.prepare(learner, rollouts)
+        learner, _ = steps.update(learner, prepared.batches)
+        hashes.append(parameter_hash(learner.trainable))
     assert hashes[0] == hashes[1]
 
 

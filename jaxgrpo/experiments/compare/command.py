@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax import Array
+from jax.typing import ArrayLike
 from rich.console import Console
 
 from jaxgrpo.config import methods
@@ -234,7 +234,7 @@ class Runner:
     def _remembering(self, evaluate: Evaluate, folder: Path) -> Evaluate:
         """Evaluates the base once per seed, and writes down how often each prompt succeeded."""
 
-        def remembering(params: Params, key: Array, step: int) -> Evaluation:
+        def remembering(params: Params, key: ArrayLike, step: int) -> Evaluation:
             # Before the first step the parameters are those of the base, whatever the method.
             place = (id(evaluate), sharding.to_host(key).tobytes()) if step == 0 else None
             evaluation = self._base.get(place) or evaluate(params, key, step)

@@ -13,7 +13,7 @@ import jax
 
 import jaxgrpo
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data import storage
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import parameters
@@ -30,7 +30,7 @@ MAX_UNSAVED = 3
 
 @dataclasses.dataclass
 class Progress:
-    """What a run remembers beside its state. Checkpoints hold the first four."""
+    """What a run remembers beside learner and stream. Checkpoints hold the first four."""
 
     best: tuple[int, float] | None  # step and value
     best_metric: str | None  # the checkpoint.keep_best that it is the best by
@@ -45,11 +45,11 @@ class Progress:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Progress:
-        """From what a checkpoint holds beside its state; {} at the start of a run."""
-        best = tuple(meta["best"]) if meta.get("best") else None
-        resets = Resets(**meta.get("resets", {}))
-        # Version 0.1.0 saved neither: unknown.
-        return cls(best, meta.get("best_metric"), meta.get("base"), resets)
+        """From what a checkpoint holds beside its arrays; {} at the start of a run."""
+        if not meta:
+            return cls(None, None, None, Resets())
+        best = tuple(meta["best"]) if meta["best"] else None
+        return cls(best, meta["best_metric"], meta["base"], Resets(**meta["resets"]))
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
@@ -86,7 +86,7 @@ class Keeper:
         source = self.config.source or self.folder.path / "config.toml"
         return f"jaxgrpo train {source} --resume auto (and the same --set)"
 
-    def save(self, state: TrainState, number: int, must: bool) -> None:
+    def save(self, learner: Learner, stream: Stream, number: int, must: bool) -> None:
         """Saves a step; a run of one process goes on without for MAX_UNSAVED times in a row.
 
         Args:
@@ -99,7 +99,7 @@ class Keeper:
         problem = _first_error(checkpoints.wait)  # of the save before this one
         # That may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
-            save = functools.partial(self._save, number, state)
+            save = functools.partial(self._save, number, learner, stream)
             preparations = (self.folder.catch_up, self.folder.publish)
             save_error = _first_error(*preparations, save, *([checkpoints.wait] if must else []))
             problem = save_error or (None if must else problem)
@@ -133,15 +133,15 @@ class Keeper:
                 f"{error}; the files of the run are in {self.folder.path}; go on by --resume auto"
             ) from error
 
-    def _save(self, number: int, state: TrainState) -> None:
+    def _save(self, number: int, learner: Learner, stream: Stream) -> None:
         meta = {**self.progress.meta(), "inputs": self.inputs}
         if self.adapters is not None:
             meta["lora"] = self.adapters
-        self.checkpoints.save(number, parameters.without_weights(state), meta)
+        self.checkpoints.save(number, parameters.to_save(learner, stream), meta)
 
     @contextlib.contextmanager
-    def saving(self, number: int, state: TrainState | None = None) -> Iterator[None]:
-        """Saves `state`, that before step `number`, where a reward fails within; None: nothing.
+    def saving(self, number: int, before: tuple[Learner, Stream] | None = None) -> Iterator[None]:
+        """Saves what was before step `number`, where a reward fails within; None: nothing.
 
         Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
         """
@@ -151,8 +151,8 @@ class Keeper:
             if number < 2:
                 raise
             self.refuse_moved(number)
-            if state is not None:
-                self._save(number - 1, state)
+            if before is not None:
+                self._save(number - 1, *before)
             self.checkpoints.wait()
             saved_line = self.saved_line()
             raise process.RewardFailed(

@@ -19,7 +19,7 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.models import lora, sharding
-from jaxgrpo.training import inputs, memory, setup
+from jaxgrpo.training import inputs, memory, pretrained, setup
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import opt_layout, param_layout
 
@@ -85,7 +85,7 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     )
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
-    found = setup.find_model(config, mesh)
+    found = pretrained.find_model(config, mesh)
     blueprint, steps = setup.build_method(config, found, inputs.resolve_rewards(config, None, None))
     counted = memory.count(blueprint, memory.method_policies(blueprint))
     assert (counted.copies, memory.method_policies(blueprint)) == (0, [])

@@ -35,13 +35,13 @@ def pull(strength: float = 0.01) -> Penalty:
 def by_hand(config: jg.Config) -> str:
     """The loop of `jg.train`, step by step."""
     run = jg.setup(config)
-    state = run.state
-    for _ in range(config.train.steps):
-        state, collected = run.collect(state)
-        state, prepared = run.prepare(state, collected.rollouts)
-        state, metrics = run.update(state, prepared.batches)
+    learner, stream = run.learner, run.stream
+    for step in range(config.train.steps):
+        stream, collected = run.collect(run.sync(learner), step, stream)
+        learner, prepared = run.prepare(learner, collected.rollouts)
+        learner, metrics = run.update(learner, prepared.batches)
         print({name: metric.result() for name, metric in metrics.items()})
-    return jg.parameter_hash(state.trainable)
+    return jg.parameter_hash(learner.trainable)
 
 
 def main(base: str) -> int:

@@ -1,0 +1,134 @@
+"""The rollouts of a step: prompts are selected, sampled and rewarded until there are enough."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.core.metrics import Metrics
+from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
+from jaxgrpo.data.sources import Mixture
+from jaxgrpo.models import sharding
+from jaxgrpo.rewards import RewardLog
+from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.judging import Judge, Judged, RolloutSource, put_prompts, rollout_progress
+from jaxgrpo.rollout.overlap import sample_and_judge
+from jaxgrpo.rollout.selection import prompt_metrics, source_metrics
+from jaxgrpo.update import diagnostics
+
+LiveGroups = Callable[[Rollouts], np.ndarray]
+"""rollouts -> bool [P], the groups that teach something: `live_groups` of a learner"""
+
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+"""A context round a named part of a step."""
+
+
+class Collected(NamedTuple):
+    """The rollouts of a step, and what the log shows of them."""
+
+    rollouts: Rollouts
+    reward_log: RewardLog  # what the rewards logged
+    metrics: Metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Makes the rollouts of one step after another from a stream of prompts."""
+
+    source: RolloutSource
+    mesh: Mesh  # of the update
+    sampling_mesh: Mesh
+    chain: AdvantageTransform  # says how rewards that it reads one by one are summed
+    reward_weights: Mapping[str, float] | None
+    mixture: Mixture | None  # of the rows, where they are from several sources
+    num_rows: int
+    max_steps: int  # of the run, for the rewards' `trainer_state`
+    early_judge: Judge | None  # judges groups that have ended while others decode; None: none
+    max_rounds: int | None  # of `rollout.refill`; None: groups are not replaced
+
+    def collect(
+        self,
+        params: Params,
+        version: int,
+        stream: Stream,
+        live_groups: LiveGroups | None = None,
+        phase: Phase = contextlib.nullcontext,
+    ) -> tuple[Stream, Collected]:
+        """Rollouts for one step: select, sample, reward; with `rollout.refill` until it is full.
+
+        Args:
+          params: what `sync` gave.
+          version: the finished steps of the learner that they are from.
+          live_groups: which groups teach something; read with `rollout.refill` alone.
+          phase: called round each "sample", "reward" and "prepare".
+
+        Raises: ValueError where groups are to be replaced and `live_groups` is not given.
+        """
+
+        def generate(stream: Stream) -> tuple[Stream, Rollouts, RewardLog]:
+            with phase("sample"):
+                stream, prompts = self.source.select(stream, version)
+                prompts = put_prompts(self.sampling_mesh, prompts)
+                rollouts, early = self._sample(params, prompts, stream.key)
+                jax.block_until_ready(rollouts.completion_tokens)
+            with phase("reward"):
+                return self.source.reward(stream, rollouts, early)
+
+        before = stream
+        if self.max_rounds is None:
+            stream, rollouts, reward_log = generate(stream)
+            metrics: Metrics = {}
+        else:
+            judge = self._judge_live(live_groups, phase)
+            filled = refill.fill(stream, generate, judge, self.max_rounds)
+            stream, host_rollouts, reward_log, metrics = filled
+            rollouts = put_prompts(self.mesh, host_rollouts)
+        count = len(rollouts.row)
+        metrics |= prompt_metrics(self.source.policy, before, stream, version, count)
+        if self.mixture is not None:
+            row = sharding.to_host(rollouts.row)
+            metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
+        return stream, Collected(rollouts, reward_log, metrics)
+
+    def _judge_live(
+        self, live_groups: LiveGroups | None, phase: Phase
+    ) -> Callable[[Rollouts], refill.Verdict]:
+        if live_groups is None:
+            raise ValueError(
+                "rollout.refill replaces groups that teach nothing: give collect live_groups, as "
+                "functools.partial(run.live_groups, learner)"
+            )
+
+        def judge(rollouts: Rollouts) -> refill.Verdict:
+            with phase("prepare"):
+                live = live_groups(rollouts)
+            return refill.Verdict(live, *self._summed_rewards(rollouts))
+
+        return judge
+
+    def _summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+        """The weighted sum of each sample's rewards and whether it was scored, [P, G], on the
+        host."""
+        rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
+        summed = diagnostics.as_summed(rewards, self.reward_weights, self.chain)
+        return sharding.to_host(diagnostics.weighted_sum(summed, self.reward_weights))
+
+    def _sample(
+        self, params: Params, prompts: Prompts, key: np.ndarray
+    ) -> tuple[Rollouts, Sequence[Judged]]:
+        """Samples, and where the engine can tell, what was judged before it ended."""
+        sample = self.source.sample
+        tells = "finished" in inspect.signature(sample).parameters
+        if self.early_judge is None or not tells:
+            return sample(params, prompts, key), []
+        progress = rollout_progress(prompts, self.num_rows, self.max_steps)
+        return sample_and_judge(sample, params, prompts, key, self.early_judge, progress)

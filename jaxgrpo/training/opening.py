@@ -1,0 +1,150 @@
+"""What a run does before its first step: what it was, what it reads, where it goes on from."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Learner, Stream
+from jaxgrpo.data.storage import Place
+from jaxgrpo.models import sharding
+from jaxgrpo.models.hf import families
+from jaxgrpo.training import fingerprints, parameters
+from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
+from jaxgrpo.training.inputs import Inputs, answers_line, at_time, dropped_line, gold_problem
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Display
+from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.replay import refuse_other_files, to_json
+from jaxgrpo.training.setup import Setup, setup
+
+
+def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple[Config, Config]:
+    """A run goes on only with the config it began with, but for keys that may change.
+
+    Nor may it write its model over its base.
+
+    Args:
+      text: the config.toml of the run folder `place`; None: there is none yet.
+
+    Returns: the config, with the time of the run's first start, and that of its last start.
+    """
+    last_config = config if text is None else configs.from_dict(tomllib.loads(text))
+    if None in (config.data.template_time, last_config.data.template_time):
+        config = at_time(config, last_config.data.template_time)
+    difference = configs.resume_difference(last_config, config)
+    if difference:
+        raise InputError(
+            f"{place}: the run began with another config; these keys may not change:\n  "
+            + "\n  ".join(difference)
+            + "\nset them back, or set run.dir to another folder"
+        )
+    process.broadcast(lambda: parameters.refuse_unwritable(config, place))
+    return config, last_config
+
+
+def newest_checkpoint(
+    checkpoints: Checkpoints, folder: RunFolder, save_every: int
+) -> tuple[int | None, dict[str, Any]]:
+    """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
+    if process.broadcast(checkpoints.latest) is None:
+        process.broadcast(lambda: folder.refuse_to_forget(save_every))
+        return None, {}
+    step = checkpoints.choose()
+    return step, checkpoints.meta(step)
+
+
+def set_up(
+    config: Config, meta: Mapping[str, Any], setup_options: Mapping[str, Any]
+) -> tuple[Setup, dict[str, Any]]:
+    """A run, and what tells what it reads from something else; as its checkpoint says, and the same
+    in all processes.
+
+    Args:
+      meta: what the checkpoint holds beside its arrays; {} where there is none.
+      setup_options: of `setup`.
+    """
+    facts: dict[str, Any] = {}
+
+    def check(inputs: Inputs) -> None:
+        fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(inputs))
+        facts.update(fingerprints.input_facts(config, inputs))
+        if meta:
+            pretrained = inputs.pretrained
+            adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
+            parameters.refuse_changed_adapters(config, meta, adapters)
+            process.broadcast(lambda: fingerprints.refuse_changes(config, meta["inputs"], facts))
+
+    return setup(config, check=check, **setup_options), facts
+
+
+def check_rewards(run: Setup, folder: RunFolder) -> str | None:
+    """Calls every reward, so that one that cannot be called is found before the first samples.
+
+    Returns: what to say of the gold answer; see `gold_problem`. None for a replay, whose rewards
+      are in its files: that they are those of the folder is what can be tried.
+    """
+    has_begun = lambda: folder.config() is not None  # noqa: E731
+    replay = run.inputs.replay
+    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), replay))
+    if replay:
+        return None
+    return gold_problem(run.rewards, run.try_rewards())
+
+
+def record(run: Setup, folder: RunFolder) -> None:
+    """Writes what a run is made from: its config, own code and the files that it replays."""
+    if run.inputs.replay:
+        folder.write_replay(to_json(run.inputs.replay))
+    folder.write_config(configs.to_toml(run.config))
+    folder.copy_code(run.config.own_files)
+
+
+def replay_and_adapters(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
+    """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
+    held before, if there are any, as `set_up` has compared."""
+    pretrained = run.inputs.pretrained
+    adapters = meta.get("lora") or parameters.adapter_identity(pretrained.folder, pretrained.model)
+    return bool(run.inputs.replay), adapters
+
+
+def restore(run: Setup, checkpoints: Checkpoints, step: int) -> tuple[Learner, Stream]:
+    """The learner and the stream that were saved at a step."""
+    first = parameters.to_save(run.learner, run.stream)
+    # The first learner makes room, and keeps its shapes: a device holds one, not two.
+    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, first)
+    (learner, stream), _ = checkpoints.restore(first, step)
+    refuse_other_step(checkpoints.folder, step, int(sharding.to_host(learner.step)))
+    return parameters.with_weights(learner, run.learner), stream
+
+
+def say_start(
+    run: Setup, display: Display, devices_line: str, problem: str | None, aside_folder: Path | None
+) -> None:
+    """Says what a run begins with: devices, its attention, prompts left out, answers, a problem,
+    and where the lines and files are that it will write again.
+    """
+    display.say(devices_line)
+    inputs = run.inputs
+    if unread := families.unread(inputs.pretrained.model.config):
+        display.say(unread)
+    kernel = run.blueprint.kernel
+    if kernel.name != "xla" or kernel.why:
+        display.say(f"attention by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))
+    for name, prompts in {"": inputs.prompts, "eval.data: ": inputs.held_out}.items():
+        if prompts and prompts.dropped:
+            line = dropped_line(run.config, len(prompts.rows), prompts.dropped)
+            display.say(f"{name}{line}")
+    if answers := run.source.answers:
+        display.say(f"reference answers: {answers_line(answers)}")
+    if problem:
+        display.say(problem)
+    if aside_folder is not None:
+        display.say(f"what was logged after the checkpoint is in {aside_folder}")

@@ -1,0 +1,162 @@
+"""The model that a config names, without its weights, and how the config samples from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxgrpo.config import own_code
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError, refuse_all
+from jaxgrpo.models import decoder, sequences, sharding
+from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.hf import families, folders
+from jaxgrpo.models.hf.families import Family
+from jaxgrpo.models.hf.weights import IN_A_COPY
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
+from jaxgrpo.training import parameters
+
+CALLS = 100
+"""Steps that programs of sampling are chosen for; not train.steps, since a run may be prolonged."""
+
+
+class Pretrained(NamedTuple):
+    """The model that a config names, without weights, on the devices that it names."""
+
+    mesh: Mesh
+    folder: Path
+    tokenizer: Any
+    model: Model
+
+
+def find_model(config: Config, mesh: Mesh | None = None, fetch_weights: bool = True) -> Pretrained:
+    """The model of a config, on a mesh of its own by default.
+
+    Args:
+      fetch_weights: as of `find_config`.
+
+    Raises: InputError where there is no such model, a file of it cannot be read, or it has no
+    positions for prompt and completion.
+    """
+    if mesh is None:
+        sizes = config.mesh
+        mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
+    folder, stored = find_config(config, fetch_weights)
+    check_length(config, stored)
+    tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
+    ends = folders.read_end_tokens(folder, tokenizer, size)
+    without_text = folders.tokens_without_text(tokenizer, ends, size)
+    model_config = parameters.model_config_for_run(config, stored, without_text)
+    remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
+    model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=remat)
+    return Pretrained(mesh, folder, tokenizer, model)
+
+
+def find_config(config: Config, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:
+    """The folder of a config's model, and what its config.json says; a family of one's own is
+    registered.
+
+    Args:
+      fetch_weights: whether to fetch them too, if the model is a name on the hub.
+
+    Raises: InputError where there is no such model or family, or `model.config` is another model's.
+    """
+    keys = config.model
+    folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
+    family = own_family(config)
+    stored = folders.read_config(folder, family, keys.ignore)
+    if keys.config:
+        user_config = families.model_config(keys.config, "model.config", family, keys.ignore)
+        names = [field.name for field in dataclasses.fields(user_config)]
+        differences = [
+            f"{name} = {getattr(user_config, name)!r}, there {getattr(stored, name)!r}"
+            for name in names
+            if name not in families.RUN_FIELDS
+            and getattr(user_config, name) != getattr(stored, name)
+        ]
+        refuse_all(f"model.config is not what the config.json of {keys.path} says:", differences)
+    return folder, stored
+
+
+def own_family(config: Config) -> Family | None:
+    """The family of one's own that a config names."""
+    name = config.model.family
+    return None if name is None else own_code.load(name, config.folder, Family, "family")
+
+
+def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
+    """Refuses sequences longer than those that the model is meant for, or has positions for.
+
+    Args:
+      answer: tokens of the longest reference answer, with its prefix.
+    """
+    rollout = config.rollout
+    prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
+    parts = [f"rollout.max_prompt_tokens = {prompt}", f"max_completion_tokens = {completion}"]
+    room = max(2, stored.longest - answer)
+    prompt_room = max(1, room * prompt // (prompt + completion))
+    remedy = (
+        f"make them shorter, as --set rollout.max_prompt_tokens={prompt_room} "
+        f"rollout.max_completion_tokens={room - prompt_room}"
+    )
+    if answer:
+        parts.append(f"the longest answer with data.answer_prefix, {answer} tokens,")
+        remedy = f"set data.max_answer_tokens, or {remedy}"
+    total, terms = prompt + completion + answer, " and ".join(parts)
+    if total > stored.max_positions:
+        raise InputError(
+            f"{terms} are {total} tokens, but the config.json of {config.model.path} says "
+            f"max_position_embeddings = {stored.max_positions}: {remedy}"
+        )
+    sequences.check_length(stored, total, terms, remedy)
+
+
+def sampling_settings(config: Config, pretrained: Pretrained) -> SamplingSettings:
+    """How a config samples from a model.
+
+    Raises: InputError where no token ends a sample.
+    """
+    tokenizer, size = pretrained.tokenizer, pretrained.model.config.vocab_size
+    ends = folders.read_end_tokens(pretrained.folder, tokenizer, size)
+    if not ends:
+        raise InputError(
+            f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
+            f"end; set eos_token in tokenizer_config.json {IN_A_COPY}"
+        )
+    pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
+    if pad is None or pad >= size:
+        pad = ends[0]
+    return make_sampling_settings(
+        config,
+        ends,
+        pad,
+        StopStrings(tokenizer, strings) if strings else None,
+    )
+
+
+def make_sampling_settings(
+    config: Config, ends: tuple[int, ...], pad: int, strings: StopStrings | None = None
+) -> SamplingSettings:
+    """How a config samples from a model whose tokens `ends` end a sample."""
+    rollout = config.rollout
+    return SamplingSettings(
+        group_size=rollout.group_size,
+        max_completion_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature,
+        stop_tokens=ends,
+        pad_token=pad,
+        segment_tokens=rollout.segment_tokens,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        min_completion_tokens=rollout.min_completion_tokens,
+        slots=rollout.slots or 0,
+        stop_strings=strings,
+        early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        calls=CALLS,
+    )
