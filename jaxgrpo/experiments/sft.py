@@ -98,9 +98,8 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         text = process.broadcast(folder.config)
         config, saved_config = opening.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        saved_step, meta = opening.newest_checkpoint(
-            checkpoints, folder, saved_config.checkpoint.every
-        )
+        every = saved_config.checkpoint.every
+        saved_step, meta = opening.newest_checkpoint(checkpoints, folder, every)
         run, input_facts = opening.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
         batch = make_answer_batches(run)
         learner, stream, pretrained = run.learner, run.stream, run.inputs.pretrained

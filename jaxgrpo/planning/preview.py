@@ -39,11 +39,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     earlier_run = _find_earlier_run(config) if resume else None
     config, meta = (config, {}) if earlier_run is None else (earlier_run.config, earlier_run.meta)
     run = _set_up(config, meta, {}) if mesh is None else _planned(config, meta, mesh)
-    geometry, pretrained, prompts = (
-        run.blueprint.geometry,
-        run.inputs.pretrained,
-        run.inputs.prompts,
-    )
+    pretrained, prompts = run.inputs.pretrained, run.inputs.prompts
     needed = memory.run_memory(config, run.blueprint)
     needed = needed._replace(update=_update_bytes(run, compiles=mesh is None))
     if mesh is None:
@@ -62,15 +58,10 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "parameters": _parameters(run),
             **needed.lines(memory.device_bytes(pretrained.mesh)),
             "disk": disk_line(config, run.learner, run.stream),
-            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
-            f"{setup.samples_per_step(config)} completions of at most "
-            f"{geometry.max_completion_tokens} tokens, "
-            f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
-            "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-            f"x {geometry.tokens} tokens ({geometry.rows} rows){_updates(config)}",
+            **_sizes(config, run.blueprint),
             "data": f"{len(prompts.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
-            f"{config.train.steps * geometry.num_prompts}",
+            f"{config.train.steps * config.rollout.prompts_per_step}",
             "too long": inputs.dropped_line(config, len(prompts.rows), prompts.dropped),
             **_mixture(run) | _evaluation(run),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
@@ -82,6 +73,19 @@ def dry_run(config: Config, resume: bool = False) -> None:
     inputs.show_previews(console, run.rewards, prompts.rows[0], run.try_rewards())
     show_config(console, configs.to_toml(config))
     memory.refuse_too_large(needed, pretrained.mesh)
+
+
+def _sizes(config: Config, blueprint: Blueprint) -> dict[str, str]:
+    """How large a step and an update are."""
+    geometry = blueprint.geometry
+    return {
+        "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
+        f"{geometry.num_prompts * geometry.group_size} completions of at most "
+        f"{geometry.max_completion_tokens} tokens, "
+        f"{blueprint.sampling.slots} decoded at once{_budget(config)}",
+        "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
+        f"x {geometry.tokens} tokens ({geometry.rows} rows){_updates(config)}",
+    }
 
 
 def _method(blueprint: Blueprint) -> str:

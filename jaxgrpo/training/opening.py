@@ -1,7 +1,18 @@
-"""What a run does before its first step: what it was, what it reads, where it goes on from."""
+"""What a run does before its first step, in this order (`open_run`):
+
+1. its folder is locked, and its config compared with that of its last start
+2. what it reads is read, and compared with what its checkpoint says
+3. its rewards are called, before a state is restored
+4. learner and stream are restored
+5. what was logged after the checkpoint is put aside and the config is written: from here on the
+   folder is that of this start
+6. signals are caught, and what saves, watches and logs begins
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +31,76 @@ from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.inputs import Inputs, answers_line, at_time, dropped_line, gold_problem
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes.recovery import Keeper, Progress
+from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.logbook import Logbook
 from jaxgrpo.training.replay import refuse_other_files, to_json
 from jaxgrpo.training.setup import Setup, setup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run that is about to take its next step."""
+
+    run: Setup  # with the learner and the stream to go on from
+    finished_steps: int
+    folder: RunFolder
+    checkpoints: Checkpoints
+    display: Display
+    keeper: Keeper
+    watch: Watchdog
+    log: Logbook
+
+
+def open_run(
+    stack: contextlib.ExitStack,
+    config: Config,
+    setup_options: Mapping[str, Any],
+    *,
+    resume: bool,
+    devices_line: str,
+    shown: bool,
+) -> OpenRun:
+    """Opens a run, in the order above.
+
+    Args:
+      stack: closes what was opened.
+      setup_options: of `setup` beside the config.
+      resume, devices_line, shown: as of `loop.take`.
+    """
+    fingerprints.refuse_unless_alike(lambda: fingerprints.config_facts(config))
+    folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
+    text = process.broadcast(folder.config)
+    config, last_config = refuse_other_config(folder.place, text, config)
+    checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
+    step, meta = newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
+    run, facts = set_up(config, meta, setup_options)
+    problem = check_rewards(run, folder)
+    if step is not None:
+        learner, stream = restore(run, checkpoints, step)
+        run = run._replace(learner=learner, stream=stream)
+    finished_steps = step or 0
+    aside_folder = folder.rewind(step)
+    record(run, folder)
+    display = Display(config.train.steps, finished_steps, active=shown and process.is_main())
+    stack.enter_context(display.bar)
+    say_start(run, display, devices_line, problem, aside_folder)
+    stack.enter_context(process.stop_signals(config.run.stop_grace))
+    remembered = (Progress.from_meta(meta), facts, *replay_and_adapters(run, meta))
+    keeper = Keeper(config, folder, checkpoints, display, *remembered)
+    limits = (config.run.stop_grace, config.run.stuck_after)
+    return OpenRun(
+        run=run,
+        finished_steps=finished_steps,
+        folder=folder,
+        checkpoints=checkpoints,
+        display=display,
+        keeper=keeper,
+        watch=stack.enter_context(Watchdog(display.under_way, keeper.saved_line, *limits)),
+        log=stack.enter_context(Logbook(config, folder, display, finished_steps)),
+    )
 
 
 def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple[Config, Config]:

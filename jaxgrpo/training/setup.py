@@ -150,14 +150,8 @@ def setup(
     blueprint, steps = share("method", method)
     memory.refuse_too_large(memory.run_memory(config, blueprint), pretrained.mesh)
     source = make_rollout_source(config, run_inputs, blueprint, steps, run_rewards)
-    seed = config.train.seed
     names = tuple(reward.name for reward in run_rewards)
-    if make_learner is None:
-        layout = held_dtype(pretrained.model), param_layout(blueprint)
-        params = parameters.read_start(config, pretrained.folder, pretrained.model, *layout)
-        learner = parameters.first_learner(blueprint, params, len(rows), names)
-    else:
-        learner = make_learner(blueprint)
+    read = functools.partial(_read_learner, config, pretrained, len(rows), names)
     return Setup(
         config=inputs.at_time(config, run_inputs.chat.time),
         inputs=run_inputs,
@@ -166,9 +160,23 @@ def setup(
         steps=steps,
         source=source,
         collector=make_collector(config, run_inputs, blueprint, source, run_rewards),
-        learner=learner,
-        stream=first_stream(source, len(rows), seed),
+        learner=(make_learner or read)(blueprint),
+        stream=first_stream(source, len(rows), config.train.seed),
     )
+
+
+def _read_learner(
+    config: Config,
+    pretrained: Pretrained,
+    num_rows: int,
+    rewards: tuple[str, ...],
+    blueprint: Blueprint,
+) -> Learner:
+    """The learner before the first step, with the weights of the model."""
+    model, folder = pretrained.model, pretrained.folder
+    layout = held_dtype(model), param_layout(blueprint)
+    params = parameters.read_start(config, folder, model, *layout)
+    return parameters.first_learner(blueprint, params, num_rows, rewards)
 
 
 def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
@@ -319,11 +327,6 @@ def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
     where = f"mesh.sampling_tensor = {tensor}: rollout.prompts_per_step"
     sharding.check_divides(sampling_mesh, where, rollout.prompts_per_step, "bins")
     return sampling_mesh
-
-
-def samples_per_step(config: Config) -> int:
-    """Samples of a step."""
-    return config.rollout.prompts_per_step * config.rollout.group_size
 
 
 class Shared:

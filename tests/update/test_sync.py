@@ -69,4 +69,4 @@ def test_parameters_outlive_the_learner_that_they_are_of(case):
 
 def test_weights_under_adapters_are_not_copied():
     learner, params = synced(ADAPTERS)
-    assert params["embed"]["embedding"] is learner.frozen["weights"]["embed"]["embedding"]
+    assert params["embed"]["table"] is learner.frozen["weights"]["embed"]["table"]

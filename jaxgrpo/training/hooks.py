@@ -1,0 +1,242 @@
+"""What follows a step: evaluation, resets, files, logs and checks.
+
+A hook takes the end of a step and returns it, with more metrics or another reference in it. Their
+order, in `make_hooks`, matters: evaluations come first, since resets are decided by them; resets
+before the log, which holds their count; the log before what may end the run, so that the step that
+ended it is there to be read; a function of the user's last, since it gets all metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Learner, Params, Stream
+from jaxgrpo.evaluation.evaluate import Evaluate
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.judging import sample_rows
+from jaxgrpo.training import fingerprints
+from jaxgrpo.training.collecting import Collected
+from jaxgrpo.training.opening import OpenRun
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.folder import evaluation_metrics, plain
+from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
+from jaxgrpo.training.stored_policy import base_params
+
+OnStep = Callable[[int, dict[str, float]], object]
+"""Called after a step with its number and metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEnd:
+    """A step that has been taken."""
+
+    number: int
+    learner: Learner
+    stream: Stream
+    collected: Collected
+    advantage: Array  # [P, G], the mean over a sample's tokens
+    values: dict[str, float]  # its metrics, as they are logged
+
+    def with_values(self, values: dict[str, float]) -> StepEnd:
+        """The same with more metrics."""
+        return dataclasses.replace(self, values=self.values | values)
+
+
+Hook = Callable[[StepEnd], StepEnd]
+
+
+def make_hooks(
+    opened: OpenRun, evaluations: Evaluations | None, on_step: OnStep | None
+) -> list[Hook]:
+    """The hooks of a run, in order.
+
+    Args:
+      on_step: of the user's.
+    """
+    hooks: list[Hook] = [count_work(opened)]
+    if evaluations is not None:
+        hooks.append(evaluations.after_step)
+    hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
+    if on_step is not None:
+        hooks.append(call_user(on_step))
+    return hooks
+
+
+def is_due(number: int, interval: int) -> bool:
+    """Whether a step is one of every so many; of none where that is 0."""
+    return bool(interval) and number % interval == 0
+
+
+def count_work(opened: OpenRun) -> Hook:
+    """Adds up tokens and seconds, and says once per reward what it failed with."""
+    progress, display = opened.keeper.progress, opened.display
+
+    def hook(step: StepEnd) -> StepEnd:
+        progress.tokens += step.values["num_tokens"]
+        progress.seconds += step.values["time/step"]
+        # rewards/NAME/errors counts the rest.
+        for name, message in step.collected.reward_log.messages.items():
+            if name not in progress.reported:
+                progress.reported.add(name)
+                display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
+        return step
+
+    return hook
+
+
+def reset_reference(opened: OpenRun) -> Hook:
+    """Resets the reference where that is due."""
+    run, progress = opened.run, opened.keeper.progress
+    reset = make_resetter(run.config, run.blueprint)
+
+    def hook(step: StepEnd) -> StepEnd:
+        learner, progress.resets = reset(step.learner, progress.resets, step.number, step.values)
+        step = dataclasses.replace(step, learner=learner)
+        return step.with_values(progress.resets.metrics(run.config))
+
+    return hook
+
+
+def write_samples(opened: OpenRun) -> Hook:
+    """Writes files of samples and rollouts where they are due."""
+    keys, inputs, log = opened.run.config.run, opened.run.inputs, opened.log
+    weights = {reward.name: reward.weight for reward in opened.run.rewards}
+    prompts, tokenizer = inputs.prompts, inputs.pretrained.tokenizer
+
+    def hook(step: StepEnd) -> StepEnd:
+        number, rollouts, reward_log = (step.number, *step.collected[:2])
+        if number == 1 or is_due(number, keys.samples_every):
+            data = (tokenizer, prompts.rows, rollouts, step.advantage, number)
+            rows = sample_rows(*data, reward_log.extra, prompts.mixture)
+            log.samples(number, rows, weights)
+        if is_due(number, keys.rollouts_every):
+            log.rollouts(number, sharding.to_host(rollouts))
+        return step
+
+    return hook
+
+
+def write_log(opened: OpenRun) -> Hook:
+    """Shows and logs the metrics. Raises: process.Diverged where the weights are of no use."""
+
+    def hook(step: StepEnd) -> StepEnd:
+        opened.display.step(step.number, step.values)
+        opened.log.step(step.number, step.values)
+        opened.keeper.refuse_diverged(step.number, step.values)
+        return step
+
+    return hook
+
+
+def call_user(on_step: OnStep) -> Hook:
+    """Calls a function of the user's."""
+
+    def hook(step: StepEnd) -> StepEnd:
+        on_step(step.number, step.values)
+        return step
+
+    return hook
+
+
+def make_evaluations(opened: OpenRun, evaluate: Evaluate | None) -> Evaluations | None:
+    """The evaluations of a run; None where it has none."""
+    forget_other_best(opened)
+    return None if evaluate is None else Evaluations(opened, evaluate)
+
+
+def forget_other_best(opened: OpenRun) -> None:
+    """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
+    progress, metric = opened.keeper.progress, opened.run.config.checkpoint.keep_best
+    if progress.best and progress.best_metric != metric:
+        step = progress.best[0]
+        old_metric = progress.best_metric or "a metric that was not saved"
+        opened.display.say(f"step {step} was the best by {old_metric}: it is kept no longer")
+        progress.best = None
+    progress.best_metric = metric
+
+
+class Evaluations:
+    """The evaluations of a run: of its base, after steps, and which of them was the best."""
+
+    def __init__(self, opened: OpenRun, evaluate: Evaluate):
+        self.opened, self.evaluate = opened, evaluate
+        self.progress = opened.keeper.progress
+
+    def after_step(self, step: StepEnd) -> StepEnd:
+        """A hook: evaluates after the last step, and every eval.every steps."""
+        run, number = self.opened.run, step.number
+        last = number == run.config.train.steps
+        if not (last or is_due(number, run.config.eval.every)):
+            return step
+        return step.with_values(self.measure(run.sync(step.learner), number))
+
+    def measure(self, params: Params, number: int) -> dict[str, float]:
+        """The metrics of an evaluation of the policy after step `number`, as they are logged."""
+        began, opened = time.monotonic(), self.opened
+        opened.watch.phase(f"step {number}: evaluate")
+        with opened.keeper.saving(number):
+            metrics = self.evaluate(params, opened.run.stream.key, number).metrics
+        opened.display.evaluated(number, metrics)
+        best, metric = self.progress.best, opened.run.config.checkpoint.keep_best
+        refuse_unknown_best(metric, metrics)
+        if metric is not None and number > 0:
+            value = metrics[metric.removeprefix("eval/")]
+            if is_better(value, best[1] if best else None):
+                self.progress.best = (number, value)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        return named | {"time/evaluate": time.monotonic() - began}
+
+    def evaluate_base(self, learner: Learner, step: int) -> None:
+        """Evaluates the base before the first step, and again where something else is asked now.
+
+        Args:
+          step: finished steps.
+
+        Raises: InputError where other questions would decide about resets of the reference.
+        """
+        opened, run, progress = self.opened, self.opened.run, self.progress
+        if run.inputs.held_out is None:
+            return
+        facts = fingerprints.evaluation_facts(run.config, run.inputs.held_out)
+        saved_base = progress.base or {"asked": {}, "metrics": {}}
+        saved_facts, metrics = saved_base["asked"], saved_base["metrics"]
+        # A start with other questions may have been killed before it saved a step.
+        if saved_facts == facts and process.broadcast(opened.folder.base) == plain(metrics):
+            return
+        if step == 0:
+            values = self.measure(run.sync(learner), 0)
+            progress.resets = see(run.config, progress.resets, values)
+            opened.log.step(0, values)
+        else:
+            self._say_changed(saved_facts, facts, step)
+            progress.best = None
+            values = self.measure(base_params(run), 0)
+            lines = {0: values}
+            if step == run.config.train.steps:
+                lines[step] = self.measure(run.sync(learner), step)
+            opened.log.replace_evaluations(step, lines)
+        progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
+
+    def _say_changed(self, saved_facts: dict[str, Any], facts: dict[str, Any], step: int) -> None:
+        """Says why the base is evaluated again.
+
+        Raises: InputError where evaluations decide about resets of the reference.
+        """
+        names = sorted(n for n in saved_facts | facts if saved_facts.get(n) != facts.get(n))
+        changed = f"{', '.join(names)} changed" if names else "another base is logged"
+        changed = changed if saved_facts else "the base's was not saved"
+        if saved_facts and names and self.opened.run.config.reference.reset_patience:
+            raise InputError(
+                f"{changed} after step {step}, and evaluations decide when the reference is "
+                "reset: put back what the run began with, or set run.dir to another folder"
+            )
+        self.opened.display.say(
+            f"evaluation until step {step}: {changed}; the base is evaluated again, and "
+            f"earlier numbers are eval_until_{step}/... in metrics.jsonl"
+        )
