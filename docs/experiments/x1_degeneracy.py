@@ -64,7 +64,14 @@ def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
         }
         config = config_for(base, changes)
         policy, held_out = find_policy(Console(quiet=True), config)
-        questions = make_questions(config, held_out, resolve_scorer(config, ()))
+        questions = make_questions(
+            config.eval,
+            held_out,
+            resolve_scorer(
+                config.eval.scorer, config.rewards, config.rollout.max_completion_tokens
+            ),
+            config.scorer_name,
+        )
         answers = draw(config, policy, questions)
     level = np.array([row["level"] for row in questions.rows])
     return Drawn(answers.scores > 0.5, level)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import LoraKeys, is_path
+from jaxgrpo.config.keys import EvalKeys, LoraKeys, is_path
 from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
@@ -124,14 +124,18 @@ def _measure(
     base: str | None,
 ) -> tuple[Questions, Evaluation]:
     """Evaluates the model of a config on `rows`, or on its eval.data."""
-    _refuse_unjudged(target, config, rows)
+    _refuse_unjudged(target, config.eval, config.scorer_name, rows)
     base_config = _base_config(target, config, base)
     policy, held_out = find_policy(console, config, rows, has_base=base_config is not None)
-    questions = make_questions(config, held_out, resolve_judge(config, scorer))
+    questions = make_questions(
+        config.eval, held_out, resolve_judge(config, scorer), config.scorer_name
+    )
     anchor = load_base(base_config, policy.mesh) if base_config else None
-    run = make_evaluator(config, policy, questions, anchor)
+    run = make_evaluator(
+        config.eval, policy, questions, anchor, config.train.tokens_per_micro_batch
+    )
     with telling(console, "evaluation"):
-        return questions, run(policy.read_params(), seed_key(config), 0)
+        return questions, run(policy.read_params(), seed_key(config.train.seed), 0)
 
 
 def _eval_changes(eval_keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,10 +174,12 @@ def _all_rows(evaluation: Evaluation, questions: Questions, name: str) -> Iterat
             yield {"greedy": greedy, **row}
 
 
-def _refuse_unjudged(target: str | Place, config: Config, rows: Rows | None) -> None:
-    if config.eval.data is None and rows is None:
+def _refuse_unjudged(
+    target: str | Place, keys: EvalKeys, scorer_name: str, rows: Rows | None
+) -> None:
+    if keys.data is None and rows is None:
         raise InputError(f"eval {target}: nothing to evaluate on; give --data")
-    if config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
+    if scorer_name == NO_REWARD:
         raise InputError(
             f"eval {target}: nothing judges the answers; give --scorer, as "
             "gsm8k_answer, math, or path/file.py:function"
@@ -202,7 +208,7 @@ def _base_config(target: str | Place, config: Config, base: str | None) -> Confi
             "trained from; give --base MODEL"
         )
     base_config = dataclasses.replace(config, model=model, lora=adapters)
-    refuse_other_vocabulary(*(find_config(variant)[1] for variant in (config, base_config)))
+    refuse_other_vocabulary(*(find_config(variant.model)[1] for variant in (config, base_config)))
     return base_config
 
 

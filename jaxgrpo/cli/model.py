@@ -68,8 +68,11 @@ def describe(config: Config) -> dict[str, Any]:
 
     Raises: InputError as `main`.
     """
-    folder, stored = find_config(config, fetch_weights=False)
-    keys, model_config = config.model, parameters.model_config_for_run(config, stored)
+    folder, stored = find_config(config.model, fetch_weights=False)
+    keys, model_config = (
+        config.model,
+        parameters.model_config_for_run(config.model, config.lora, stored),
+    )
     model, base = decoder.build(model_config), decoder.build(lora.base_config(model_config))
     has_weights = any(folder.glob("*.safetensors*"))
     dtypes = folders.read_dtypes(folder, base) if has_weights else None

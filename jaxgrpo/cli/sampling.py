@@ -81,7 +81,7 @@ def sample(
     settings: dict[str, Any] = {"rounds": ROUNDS, "temperature": temperature}
     ask = make_asker(policy, questions, samples, **settings)
     with telling(console, "sampling"):
-        answers = ask(policy.read_params(), seed_key(config), 0)
+        answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
 
 
@@ -128,7 +128,7 @@ def write_samples(
             message = "are there already; to sample them again: --overwrite"
         else:
             ask = functools.partial(_ask, console, policy, questions, batches)
-            message = ask(seed_key(config), finished_prompts, samples, file)
+            message = ask(seed_key(config.train.seed), finished_prompts, samples, file)
     if process.is_main():
         message = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {message}"
         console.print(message, soft_wrap=True, markup=False)

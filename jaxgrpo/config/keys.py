@@ -341,6 +341,22 @@ class Config:
         return {"use": self.recipe} if isinstance(self.recipe, str) else self.recipe
 
     @property
+    def named_chain(self) -> Part | tuple[Part, ...]:
+        """What says how much a sample is worth: a recipe as a part, or a list of parts."""
+        assert self.method is not None or self.advantage is not None
+        return self.method or self.advantage or ()
+
+    @property
+    def bases(self) -> list[str]:
+        """What a run begins from: the model and the adapters, if any."""
+        return [path for path in (self.model.path, self.lora.path) if path is not None]
+
+    @property
+    def scorer_name(self) -> str:
+        """What judges evaluations: eval.scorer, else the first reward."""
+        return self.eval.scorer or (self.rewards[0].use if self.rewards else "")
+
+    @property
     def measures_kl_to_base(self) -> bool:
         """Whether evaluations measure the KL to the base: by default if model.path alone says what
         the base is, and there is something to evaluate on."""

@@ -18,7 +18,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import LARGEST, Config, Part, part_options
+from jaxgrpo.config.keys import LARGEST, LossKeys, Part, RolloutKeys, part_options
 from jaxgrpo.core.errors import InputError, call, find, refusing
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
 from jaxgrpo.data.prompts import name_row
@@ -53,30 +53,37 @@ COMPARED_GROUPS = (
 """Why groups cannot be replaced where which of them are live depends on the others."""
 
 
-def make_chain(config: Config, recipe: AdvantageTransform) -> AdvantageTransform:
+def make_chain(loss: LossKeys, recipe: AdvantageTransform) -> AdvantageTransform:
     """The advantage of a run: its recipe, and the steps that loss.kl and loss.mismatch add."""
-    tail = build_tail(_load_part(config, config.loss.kl), _load_part(config, config.loss.mismatch))
+    tail = build_tail(_load_part(loss.kl), _load_part(loss.mismatch))
     return advantages.extend(recipe, *tail)
 
 
 def make_recipe(
-    config: Config, rewards: Sequence[Reward], advantage: AdvantageTransform | None = None
+    named: Part | Sequence[Part] | AdvantageTransform,
+    rewards: Sequence[Reward],
+    refills: bool = False,
 ) -> AdvantageTransform:
-    """The chain that says what a sample is worth: `advantage`, a list of parts or a recipe.
+    """The chain that says what a sample is worth.
+
+    Args:
+      named: a recipe, a list of parts, or the chain itself.
+      refills: whether groups are replaced (`rollout.refill`).
 
     Raises: InputError if groups are to be replaced and it compares them with each other.
     """
-    recipe = advantage if advantage is not None else _named_chain(config, rewards)
-    if config.rollout.refill is not None and recipe.compares_groups:
+    is_chain = isinstance(named, AdvantageTransform)
+    recipe = named if is_chain else _build_chain(named, rewards)
+    if refills and recipe.compares_groups:
         step = next((name for name, step in recipe.steps if step.compares_groups), recipe.name)
         raise InputError(f"{step} {COMPARED_GROUPS}")
     return recipe if recipe.steps else advantages.chain(recipe, name=recipe.name)
 
 
-def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
-    if config.advantage is not None:
-        return advantages.build([_load_part(config, step) for step in config.advantage])
-    recipe = _load_part(config, config.method)
+def _build_chain(named: Part | Sequence[Part], rewards: Sequence[Reward]) -> AdvantageTransform:
+    if not isinstance(named, Mapping):
+        return advantages.build([_load_part(step) for step in named])
+    recipe = _load_part(named)
     use, options = recipe["use"], part_options(recipe)
     if isinstance(use, str):
         return advantages.build(use, {"weights": _weights(rewards), **options})
@@ -84,7 +91,7 @@ def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransfor
 
 
 def trace_chain(
-    config: Config,
+    rollout: RolloutKeys,
     chain: AdvantageTransform,
     rewards: Sequence[Reward],
     num_rows: int,
@@ -97,7 +104,6 @@ def trace_chain(
 
     Raises: InputError where own code fails, before anything is compiled.
     """
-    rollout = config.rollout
     spec = RolloutSpec(
         num_prompts=rollout.prompts_per_step,
         group_size=rollout.group_size,
@@ -110,23 +116,22 @@ def trace_chain(
 
 
 def make_policy(
-    config: Config, rewards: Sequence[Reward], mixture: Mixture | None = None
+    named: Part, rewards: Sequence[Reward], mixture: Mixture | None = None
 ) -> PromptPolicy:
-    """The prompt policy of a run."""
-    return build_policy(_load_part(config, config.rollout.prompts), _weights(rewards), mixture)
+    """The prompt policy that `rollout.prompts` names."""
+    return build_policy(_load_part(named), _weights(rewards), mixture)
 
 
-def make_objective(config: Config) -> Objective:
+def make_objective(loss: LossKeys, max_completion_tokens: int) -> Objective:
     """Surrogate, reduction and penalties of a run.
 
     Raises: InputError where own code fails, before anything is read or compiled.
     """
-    loss, length = config.loss, config.rollout.max_completion_tokens
-    entropy = [losses.build_entropy(_load_part(config, loss.entropy))] if loss.entropy else []
+    entropy = [losses.build_entropy(_load_part(loss.entropy))] if loss.entropy else []
     objective = Objective(
-        surrogate=losses.build_surrogate(_load_part(config, loss.surrogate)),
-        reduction=build_reduction(_load_part(config, loss.reduction), length),
-        penalties=(*build_penalties(_load_part(config, loss.kl)), *entropy),
+        surrogate=losses.build_surrogate(_load_part(loss.surrogate)),
+        reduction=build_reduction(_load_part(loss.reduction), max_completion_tokens),
+        penalties=(*build_penalties(_load_part(loss.kl)), *entropy),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
@@ -233,11 +238,11 @@ def _weights(rewards: Sequence[Reward]) -> dict[str, float]:
     return {reward.name: reward.weight for reward in rewards}
 
 
-def _load_part(config: Config, part: Part | None) -> Any:
+def _load_part(part: Part | None) -> Any:
     """A part with the function that "file.py:function" or "package.module:function" names."""
     if part is None:
         return None
-    return {**part, "use": own_code.resolve(part["use"], config.folder)}
+    return {**part, "use": own_code.resolve(part["use"])}
 
 
 def _kl_return(options: dict[str, Any]) -> AdvantageTransform:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
@@ -110,14 +110,17 @@ Evaluate = Callable[[Params, ArrayLike, int], Evaluation]
 """(sampling parameters, key data of the run, step) -> Evaluation"""
 
 
-def make_questions(config: Config, held_out: PromptData, scorer: Reward) -> Questions:
-    """The first `eval.prompts` prompts, all by default, and who judges the answers."""
-    keys = config.eval
+def make_questions(keys: EvalKeys, held_out: PromptData, scorer: Reward, use: str) -> Questions:
+    """The first `eval.prompts` prompts, all by default, and who judges the answers.
+
+    Args:
+      use: the name of the scorer in the config.
+    """
     return Questions(
         held_out.rows[: keys.prompts],
         held_out.encoded[: keys.prompts],
         scorer.function,
-        find_extractor(config, scorer.function),
+        find_extractor(use, scorer.function),
         keys.formats,
         voting.Weighing(keys.confidence_window, keys.confidence_kept),
         scorer.on_error,
@@ -126,7 +129,11 @@ def make_questions(config: Config, held_out: PromptData, scorer: Reward) -> Ques
 
 
 def make_evaluator(
-    config: Config, policy: Policy, questions: Questions, base: Base | None = None
+    keys: EvalKeys,
+    policy: Policy,
+    questions: Questions,
+    base: Base | None = None,
+    tokens: int | None = None,
 ) -> Evaluate:
     """The function that asks every question once greedily and eval.samples times at temperature.
 
@@ -146,16 +153,17 @@ def make_evaluator(
 
     Args:
       base: the policy that kl_to_base is measured from; None: without.
+      tokens: of a micro-batch of the second pass, as `train.tokens_per_micro_batch`.
     """
     rescore = make_rescorer(
         policy.model,
         policy.mesh,
-        temperature=config.rollout.temperature,
-        confidence=config.eval.confidence,
+        temperature=policy.settings.temperature,
+        confidence=keys.confidence,
         base=base,
-        tokens=config.train.tokens_per_micro_batch,
+        tokens=tokens,
     )
-    samples = config.eval.samples
+    samples = keys.samples
     # The likeliest answer is one sample more, so that one set of programs draws all.
     ask = make_asker(policy, questions, samples + 1, rescore, greedy=1, purpose=PURPOSE)
 
@@ -352,7 +360,6 @@ def _round_to_bins(mesh: Mesh, prompts: int) -> int:
     return math.ceil(prompts / bins) * bins
 
 
-def find_extractor(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
+def find_extractor(use: str, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
     """The function that reads the answer of a completion, for votes; None if there is none."""
-    use = config.eval.scorer or (config.rewards[0].use if config.rewards else "")
     return answers.get(use) or getattr(getattr(scorer, "func", scorer), "extract", None)

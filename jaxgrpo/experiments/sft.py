@@ -127,7 +127,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
                 )
         checkpoints.wait()
         ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
-        target = (folder.path, run.config, pretrained.folder)
+        target = (folder.path, pretrained.path, pretrained.folder)
         parameters.save(pretrained.model, learner, *target, pretrained.tokenizer, ends)
         model = str(folder.place / "model")
         summary = {"step": last, **line, "model": model}
@@ -206,11 +206,11 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     first = sharding.to_host(make_answer_batches(run)(0))
     pretrained, rows = run.inputs.pretrained, run.inputs.prompts.rows
     update_bytes = memory.plan(run.steps.update_program, run.blueprint, run.learner)
-    copied = parameters.save_copy_bytes(config, parameters.to_save(run.learner, run.stream))
-    process_bytes = memory.process_bytes(pretrained.mesh, copied)
-    usage = memory.run_memory(config, run.blueprint)._replace(
-        sampler=0, decode=0, update=update_bytes, process=process_bytes
+    copied = parameters.save_copy_bytes(
+        parameters.to_save(run.learner, run.stream), config.checkpoint.every, config.train.steps
     )
+    process_bytes = memory.process_bytes(pretrained.mesh, copied)
+    usage = run.memory._replace(sampler=0, decode=0, update=update_bytes, process=process_bytes)
     prompt, answer = (
         first.prompt_tokens[0][first.prompt_mask[0]],
         first.completion_tokens[0, 0][first.token_mask[0, 0]],

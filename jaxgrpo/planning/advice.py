@@ -68,7 +68,7 @@ def for_devices(config: Config, topology: Topology) -> Candidate:
 
     Raises: InputError where the config cannot be built, whatever the mesh.
     """
-    plan.read_model_config(config)
+    plan.read_model_config(config.model, config.lora)
     nearest, until = None, time.monotonic() + MESH_SECONDS
     shapes = sorted(_shapes(config, topology), key=lambda changes: _PROMPTS in changes)
     for changes in shapes:

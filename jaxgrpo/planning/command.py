@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from jaxgrpo.config.files import Config
+    from jaxgrpo.config.keys import PlanKeys
     from jaxgrpo.planning.programs import Run
     from jaxgrpo.training.records.console import Document
 
@@ -52,7 +53,7 @@ def main(
 
     console = Console(highlight=False, quiet=as_json)
     settings, began = files.load(config, overrides), time.monotonic()
-    chips = _topology(settings, topology, slices)
+    chips = _topology(settings.plan, topology, slices)
     is_other = topology is not None or slices is not None
     settings, run, changes = _run_on(console, settings, chips, chooses=is_other)
     forecast = plan.by_formula(run, chips)
@@ -87,17 +88,17 @@ def _search(
         yield report.plan_numbers(run_plan, candidate.changes)
 
 
-def _topology(config: Config, name: str | None, slices: int | None) -> Topology:
+def _topology(keys: PlanKeys, name: str | None, slices: int | None) -> Topology:
     """The topology that is named, by default the config's."""
     from jaxgrpo.core.errors import InputError
     from jaxgrpo.planning import topologies
 
-    devices = name or config.plan.topology
+    devices = name or keys.topology
     if devices is None:
         raise InputError(
             "plan.topology: missing; give --topology, as v5e:4x4, or plan.topology in the config"
         )
-    return topologies.topology(devices, slices or (1 if name else config.plan.slices))
+    return topologies.topology(devices, slices or (1 if name else keys.slices))
 
 
 def _run_on(
@@ -120,7 +121,8 @@ def _run_on(
             raise
     with _telling("looking for a mesh"):
         nearest = advice.for_devices(config, topology)
-    report.show_changes(console, nearest, config, topology)
+    mesh, prompts = config.mesh, config.rollout.prompts_per_step
+    report.show_changes(console, nearest, mesh, prompts, len(topology.devices))
     changed = advice.changed(config, nearest.changes)
     return changed, plan.built(changed, topology), nearest.changes
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import LoraKeys, MeshKeys, ModelKeys
 from jaxgrpo.core.errors import InputError, one_line
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.models import decoder, sharding
@@ -23,7 +24,7 @@ from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
-from jaxgrpo.training import memory, parameters
+from jaxgrpo.training import memory, parameters, setup
 from jaxgrpo.training.pretrained import own_family
 
 TOO_MUCH = 1.3
@@ -89,12 +90,12 @@ class Plan(NamedTuple):
         return geometry.num_prompts * geometry.group_size * geometry.max_completion_tokens
 
 
-def read_model_config(config: Config) -> ModelConfig:
+def read_model_config(keys: ModelKeys, lora: LoraKeys) -> ModelConfig:
     """The model of a config without its weights, and without the network.
 
     Raises: InputError where neither a local folder nor `model.config` says what it is.
     """
-    keys, user_family = config.model, own_family(config)
+    user_family = own_family(keys.family)
     if keys.config:
         stored = families.model_config(keys.config, "model.config", user_family, keys.ignore)
     elif Path(keys.path).expanduser().is_dir():
@@ -104,12 +105,11 @@ def read_model_config(config: Config) -> ModelConfig:
             f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
             "folder with the model's config.json, or its fields in the table [model.config]"
         )
-    return parameters.model_config_for_run(config, stored)
+    return parameters.model_config_for_run(keys, lora, stored)
 
 
-def mesh_on_topology(config: Config, topology: Topology) -> Mesh:
+def mesh_on_topology(sizes: MeshKeys, topology: Topology) -> Mesh:
     """The mesh that a config asks for, on the devices of a topology."""
-    sizes = config.mesh
     return sharding.make_mesh(
         sizes.data, sizes.fsdp, sizes.tensor, sizes.context, devices=topology.devices
     )
@@ -120,7 +120,8 @@ def built(config: Config, topology: Topology) -> Run:
 
     Raises: InputError where it cannot be built there.
     """
-    return programs.build_run(config, read_model_config(config), mesh_on_topology(config, topology))
+    model = read_model_config(config.model, config.lora)
+    return programs.build_run(config, model, mesh_on_topology(config.mesh, topology))
 
 
 def by_formula(run: Run, topology: Topology) -> Plan:
@@ -181,7 +182,7 @@ def needed(problem: str) -> int | None:
 
 def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
-    sizes = memory.run_memory(run.config, run.blueprint)
+    sizes = setup.run_memory(run.config, run.blueprint)
     remat = decoder.choose_remat(
         run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform
     )

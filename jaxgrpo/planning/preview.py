@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import CheckpointKeys, MeshKeys, PlanKeys, RolloutKeys, TrainKeys
 from jaxgrpo.core.types import WEIGHTS, Learner, Stream
 from jaxgrpo.data import chat, storage
 from jaxgrpo.models import decoder, sharding
@@ -35,15 +36,17 @@ def dry_run(config: Config, resume: bool = False) -> None:
     """
     console = Console(highlight=False)
     refuse_unusable(config.run.dir, resume)
-    mesh = _start(console, config)
+    mesh = _start(console, config.mesh, config.plan)
     earlier_run = _find_earlier_run(config) if resume else None
     config, meta = (config, {}) if earlier_run is None else (earlier_run.config, earlier_run.meta)
-    run = _set_up(config, meta, {}) if mesh is None else _planned(config, meta, mesh)
+    run = _set_up(config, meta, mesh)
     pretrained, prompts = run.inputs.pretrained, run.inputs.prompts
-    needed = memory.run_memory(config, run.blueprint)
+    needed = run.memory
     needed = needed._replace(update=_update_bytes(run, compiles=mesh is None))
     if mesh is None:
-        copied = parameters.save_copy_bytes(config, parameters.to_save(run.learner, run.stream))
+        copied = parameters.save_copy_bytes(
+            parameters.to_save(run.learner, run.stream), config.checkpoint.every, config.train.steps
+        )
         needed = needed._replace(process=memory.process_bytes(pretrained.mesh, copied))
     unread = families.unread(pretrained.model.config)
     facts(
@@ -57,12 +60,14 @@ def dry_run(config: Config, resume: bool = False) -> None:
             **({} if mesh is None else {"  planned": _not_built(mesh)}),
             "parameters": _parameters(run),
             **needed.lines(memory.device_bytes(pretrained.mesh)),
-            "disk": disk_line(config, run.learner, run.stream),
-            **_sizes(config, run.blueprint),
+            "disk": disk_line(
+                config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
+            ),
+            **_sizes(config.rollout, config.train, run.blueprint),
             "data": f"{len(prompts.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * config.rollout.prompts_per_step}",
-            "too long": inputs.dropped_line(config, len(prompts.rows), prompts.dropped),
+            "too long": inputs.dropped_line(prompts, config.rollout.max_prompt_tokens),
             **_mixture(run) | _evaluation(run),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             **({"answers": inputs.answers_line(run.source.answers)} if run.source.answers else {}),
@@ -75,16 +80,17 @@ def dry_run(config: Config, resume: bool = False) -> None:
     memory.refuse_too_large(needed, pretrained.mesh)
 
 
-def _sizes(config: Config, blueprint: Blueprint) -> dict[str, str]:
+def _sizes(rollout: RolloutKeys, train: TrainKeys, blueprint: Blueprint) -> dict[str, str]:
     """How large a step and an update are."""
     geometry = blueprint.geometry
     return {
         "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
         f"{geometry.num_prompts * geometry.group_size} completions of at most "
         f"{geometry.max_completion_tokens} tokens, "
-        f"{blueprint.sampling.slots} decoded at once{_budget(config)}",
+        f"{blueprint.sampling.slots} decoded at once{_budget(rollout)}",
         "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-        f"x {geometry.tokens} tokens ({geometry.rows} rows){_updates(config)}",
+        f"x {geometry.tokens} tokens ({geometry.rows} rows)"
+        f"{_updates(train, rollout.prompts_per_step)}",
     }
 
 
@@ -101,21 +107,23 @@ def _parameters(run: setup.Setup) -> str:
     return f"{count:,}{parameters.adapters_line(run.inputs.pretrained.model)}"
 
 
-def disk_line(config: Config, learner: Learner, stream: Stream) -> str:
+def disk_line(
+    checkpoint: CheckpointKeys, steps: int, folder: str, learner: Learner, stream: Stream
+) -> str:
     """What a run writes at the most, but for its logs, and what the disk has free.
 
     A checkpoint holds what is trained, the optimizer's moments and the method's other policies. One
     more than `checkpoint.keep` lies there while the next is written, and the best one.
     """
     step = _bytes(parameters.to_save(learner, stream))
-    saves = -(-config.train.steps // config.checkpoint.every)
-    count = min(config.checkpoint.keep + 1 + (config.checkpoint.keep_best is not None), saves)
+    saves = -(-steps // checkpoint.every)
+    count = min(checkpoint.keep + 1 + (checkpoint.keep_best is not None), saves)
     model_bytes = _bytes(learner.trainable)
     if WEIGHTS in learner.frozen:  # merged, beside the adapters
         model_bytes += _bytes(learner.frozen[WEIGHTS])
     checkpoints = f"{count} x {memory.shown(step)} of checkpoints"
     text = f"{memory.shown(count * step + model_bytes)} at the most: {checkpoints}, "
-    return f"{text}model {memory.shown(model_bytes)}{_free(config.run.dir)}"
+    return f"{text}model {memory.shown(model_bytes)}{_free(folder)}"
 
 
 def _bytes(tree: Any) -> int:
@@ -131,20 +139,20 @@ def _free(folder: str) -> str:
     return f"; {memory.shown(shutil.disk_usage(existing_path).free)} are free"
 
 
-def planned_mesh(config: Config) -> Mesh | None:
+def planned_mesh(sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
     """The mesh of a config for more devices than there are, of stand-ins; None: they are here.
 
     They stand for those of `plan.topology`, or else for more of those that are here.
 
     Raises: InputError where the sizes of the mesh do not fit `plan.topology`.
     """
-    sizes, real_devices = config.mesh, jax.devices()
+    real_devices = jax.devices()
     axes = (sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     number = max(math.prod(size or 1 for size in axes), sizes.sampling_tensor)
     if number <= len(real_devices):
         return None
-    if config.plan.topology:
-        devices = topologies.stand_ins(config.plan.topology, config.plan.slices)
+    if keys.topology:
+        devices = topologies.stand_ins(keys.topology, keys.slices)
     else:
         device, limit = (
             real_devices[0],
@@ -187,25 +195,25 @@ def _find_earlier_run(config: Config) -> _EarlierRun | None:
         return _EarlierRun(config, checkpoints.meta(step), summary)
 
 
-def _start(console: Console, config: Config) -> Mesh | None:
+def _start(console: Console, sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
     """Takes the devices, which it prints. Returns: a mesh as of `planned_mesh`."""
     # What is planned for other devices need not be of the platform that is here.
-    console.print(process.start("cpu" if config.mesh.platform == "cpu" else "auto"), soft_wrap=True)
-    mesh = planned_mesh(config)
+    console.print(process.start("cpu" if sizes.platform == "cpu" else "auto"), soft_wrap=True)
+    mesh = planned_mesh(sizes, keys)
     if mesh is None:
-        process.start(config.mesh.platform)
+        process.start(sizes.platform)
     return mesh
 
 
-def _set_up(config: Config, meta: dict[str, Any], options: dict[str, Any]) -> setup.Setup:
-    """A run; what it reads is compared with what its checkpoint says, if there is one."""
+def _set_up(config: Config, meta: dict[str, Any], mesh: Mesh | None) -> setup.Setup:
+    """A run; what it reads is compared with what its checkpoint says, if there is one.
+
+    Args:
+      mesh: of stand-ins, where no weights are read; None: the devices are here.
+    """
+    is_planned = {"mesh": mesh, "make_learner": programs.abstract_learner}
+    options: dict[str, Any] = {} if mesh is None else is_planned
     return opening.set_up(config, meta, options)[0] if meta else setup.setup(config, **options)
-
-
-def _planned(config: Config, meta: dict[str, Any], mesh: Mesh) -> setup.Setup:
-    """A run on a mesh of stand-ins, without weights."""
-    make_learner = programs.abstract_learner
-    return _set_up(config, meta, {"mesh": mesh, "make_learner": make_learner})
 
 
 def _first_prompt(run: setup.Setup) -> str:
@@ -265,9 +273,8 @@ def _evaluation(run: setup.Setup) -> dict[str, str]:
     return {"evaluation": f"{prompts} prompts x {keys.samples} samples, {distance}"}
 
 
-def _budget(config: Config) -> str:
+def _budget(rollout: RolloutKeys) -> str:
     """How many groups a step may generate, where it may be more than it trains on."""
-    rollout = config.rollout
     if rollout.refill is None:
         return ""
     rounds = refill.max_rounds(rollout.refill["factor"])
@@ -276,12 +283,12 @@ def _budget(config: Config) -> str:
     )
 
 
-def _updates(config: Config) -> str:
+def _updates(train: TrainKeys, prompts_per_step: int) -> str:
     """How many updates a step makes, where it may be more than one."""
-    times, parts = config.train.num_iterations, config.train.minibatches
+    times, parts = train.num_iterations, train.minibatches
     if times * parts == 1:
         return ""
-    prompts = config.rollout.prompts_per_step // parts
+    prompts = prompts_per_step // parts
     return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
 
 

@@ -68,10 +68,10 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     """
     remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
-    rewards = inputs.resolve_rewards(config, None, None)
+    rewards = inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
-    model_on_mesh = Pretrained(mesh, Path(config.model.path), None, built)
-    sampling = make_sampling_settings(config, (0,), 0)
+    model_on_mesh = Pretrained(config.model.path, mesh, Path(config.model.path), None, built)
+    sampling = make_sampling_settings(config.rollout, (0,), 0)
     blueprint, steps = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
     return Run(config, blueprint, steps, abstract_learner(blueprint))
 

@@ -8,22 +8,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import MeshKeys
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
-from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training.memory import shown
 from jaxgrpo.training.records.console import facts
 
 
-def show_changes(console: Console, nearest: Candidate, config: Config, topology: Topology) -> None:
+def show_changes(
+    console: Console, nearest: Candidate, mesh: MeshKeys, prompts_per_step: int, devices: int
+) -> None:
     """Prints what was changed of a config for other devices than its own."""
-    sizes = ", ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in sharding.AXES)
+    sizes = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in sharding.AXES)
     text = (
-        f"the config's mesh ({sizes}; {config.rollout.prompts_per_step} prompts a step) does not "
-        f"fit {len(topology.devices)} devices: planned with --set {nearest.overrides}"
+        f"the config's mesh ({sizes}; {prompts_per_step} prompts a step) does not "
+        f"fit {devices} devices: planned with --set {nearest.overrides}"
     )
     console.print(text, markup=False, soft_wrap=True)
 

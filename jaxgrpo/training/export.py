@@ -60,14 +60,14 @@ def export(
     Raises: InputError where the run, the step or the dtype is none, or `out` is not ours.
     """
     folder, config = read_run(run)
-    home, stored = find_config(config)
-    target = _target(out, [home, *parameters.bases(config)], overwrite)
-    tokenizer = make_chat(config, folders.read_tokenizer(home)).tokenizer
+    home, stored = find_config(config.model)
+    target = _target(out, [home, *config.bases], overwrite)
+    tokenizer = make_chat(config.data, config.model.path, folders.read_tokenizer(home)).tokenizer
     ends = texts.end_fields(folders.read_end_tokens(home, tokenizer, stored.vocab_size))
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
-        number = _number(folder, config, step, checkpoints)
+        number = _number(folder, config.checkpoint.keep_best, step, checkpoints)
         source_step = checkpoints.latest() if number is None else number
         meta = checkpoints.meta(source_step) if source_step in checkpoints.steps() else {}
         model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
@@ -77,7 +77,8 @@ def export(
         number, params = int(saved["learner"]["step"]), saved["learner"]["trainable"]
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, number)
     if model.config.lora is not None:
-        parameters.refuse_changed_adapters(config, meta, parameters.adapter_identity(home, model))
+        identity = parameters.adapter_identity(home, model)
+        parameters.refuse_changed_adapters(config.model.path, meta, identity)
         base = lora.base_model(model)
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
@@ -153,12 +154,14 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
     return "\n".join(lines) + "\n"
 
 
-def _number(folder: Place, config: Config, step: str | int, checkpoints: Checkpoints) -> int | None:
+def _number(
+    folder: Place, keep_best: str | None, step: str | int, checkpoints: Checkpoints
+) -> int | None:
     """The step to restore; None for the newest."""
     if step == "last":
         return None
     if step == "best":
-        metric, newest = config.checkpoint.keep_best or "", checkpoints.latest()
+        metric, newest = keep_best or "", checkpoints.latest()
         saved = {} if newest is None else checkpoints.meta(newest)
         if saved.get("best"):
             return saved["best"][0]

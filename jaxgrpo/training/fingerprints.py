@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import INPUTS
+from jaxgrpo.config.keys import INPUTS, RunKeys
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
@@ -72,10 +72,16 @@ def row_facts(run_inputs: Inputs) -> dict[str, str]:
     return facts
 
 
-def input_facts(config: Config, run_inputs: Inputs) -> dict[str, Any]:
+def input_facts(
+    run_inputs: Inputs, chat_template: str, adapter_path: str | None, own_files: Iterable[Path]
+) -> dict[str, Any]:
     """What a run reads and a later start of it has to read again: kind of INPUTS -> JSON value.
 
     Rows and prompts of a replay are left out: replay.json holds the checksums of its files.
+
+    Args:
+      chat_template, adapter_path: `data.chat_template` and `lora.path`.
+      own_files: files of own code that the config names.
     """
     folder, chat = run_inputs.pretrained.folder, run_inputs.chat
     base = folders.fingerprint(folder)
@@ -84,16 +90,16 @@ def input_facts(config: Config, run_inputs: Inputs) -> dict[str, Any]:
     }
     for name in texts.CHAT_TEMPLATES:  # what is used of them is compared
         template.pop(name, None)
-    template[f"data.chat_template = {config.data.chat_template}"] = _json_checksum(chat.template)
+    template[f"data.chat_template = {chat_template}"] = _json_checksum(chat.template)
     tokenizer: dict[str, Any] = {
         name: base.pop(name) for name in texts.TOKENIZER_FILES if name in base
     }
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
         fields = json.loads((folder / name).read_text(encoding="utf-8"))
         tokenizer[name] = _json_checksum({**fields, "chat_template": None})
-    adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
+    adapter = [] if adapter_path is None else adapters.adapter_files(adapter_path)
     facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
-    facts |= {"base": {**base, **file_checksums(adapter)}, "code": file_checksums(config.own_files)}
+    facts |= {"base": {**base, **file_checksums(adapter)}, "code": file_checksums(own_files)}
     if run_inputs.replay is None:
         rows, encoded = run_inputs.prompts.rows, run_inputs.prompts.encoded
         tokens = (part for ids in encoded for part in (b"|", ids.tobytes()))
@@ -102,11 +108,15 @@ def input_facts(config: Config, run_inputs: Inputs) -> dict[str, Any]:
 
 
 def refuse_changes(
-    config: Config, old_inputs: Mapping[str, Any], new_inputs: Mapping[str, Any]
+    keys: RunKeys,
+    paths: Mapping[str, Any],
+    old_inputs: Mapping[str, Any],
+    new_inputs: Mapping[str, Any],
 ) -> None:
     """Refuses to continue a run that reads something else, unless run.allow_changes says so.
 
     Args:
+      paths: "data.path" and "model.path" of the config.
       old_inputs, new_inputs: `input_facts` of the run at its newest checkpoint, and at this start.
 
     Raises: InputError that names all that differ.
@@ -115,26 +125,29 @@ def refuse_changes(
     changed = [kind for kind in shared_kinds if old_inputs[kind] != new_inputs[kind]]
     if changed != ["prompts"]:  # they change with what makes them
         changed = [kind for kind in changed if kind != "prompts"]
-    refused = [kind for kind in changed if kind not in config.run.allow_changes]
+    refused = [kind for kind in changed if kind not in keys.allow_changes]
     if refused:
         lines = "".join(
-            f"\n  {kind}: {_change(config, kind, old_inputs, new_inputs)}" for kind in refused
+            f"\n  {kind}: {_change(paths, kind, old_inputs, new_inputs)}" for kind in refused
         )
-        allowed = json.dumps([*config.run.allow_changes, *refused])
+        allowed = json.dumps([*keys.allow_changes, *refused])
         raise InputError(
-            f"{config.run.dir}: the run reads something else than at its newest checkpoint:{lines}"
+            f"{keys.dir}: the run reads something else than at its newest checkpoint:{lines}"
             "\nput it back, or set run.dir to another folder; to continue with the change, add "
             f"--set run.allow_changes='{allowed}'"
         )
 
 
 def _change(
-    config: Config, kind: str, old_inputs: Mapping[str, Any], new_inputs: Mapping[str, Any]
+    paths: Mapping[str, Any],
+    kind: str,
+    old_inputs: Mapping[str, Any],
+    new_inputs: Mapping[str, Any],
 ) -> str:
     """What changed, for a message."""
     old, new = old_inputs[kind], new_inputs[kind]
     if kind == "rows":
-        path = f"data.path = {_paths(config)}, unless given from Python"
+        path = f"data.path = {_joined(paths['data.path'])}, unless given from Python"
         return f"{old} -> {new}, in their order ({path})"
     if kind == "prompts":
         return (
@@ -142,13 +155,12 @@ def _change(
             "transformers or tokenizers, or a template that draws at random"
         )
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    where = f" in model.path = {config.model.path}" if kind in ("tokenizer", "base") else ""
+    where = f" in model.path = {paths['model.path']}" if kind in ("tokenizer", "base") else ""
     return f"{', '.join(names)}{where}"
 
 
-def _paths(config: Config) -> str:
+def _joined(path: Any) -> str:
     """data.path in words."""
-    path = config.data.path
     return ", ".join(part.path for part in path) if isinstance(path, tuple) else str(path)
 
 

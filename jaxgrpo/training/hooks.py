@@ -93,12 +93,12 @@ def count_work(opened: OpenRun) -> Hook:
 def reset_reference(opened: OpenRun) -> Hook:
     """Resets the reference where that is due."""
     run, progress = opened.run, opened.keeper.progress
-    reset = make_resetter(run.config, run.blueprint)
+    reset = make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
 
     def hook(step: StepEnd) -> StepEnd:
         learner, progress.resets = reset(step.learner, progress.resets, step.number, step.values)
         step = dataclasses.replace(step, learner=learner)
-        return step.with_values(progress.resets.metrics(run.config))
+        return step.with_values(progress.resets.metrics(run.config.reference))
 
     return hook
 
@@ -211,7 +211,7 @@ class Evaluations:
             return
         if step == 0:
             values = self.measure(run.sync(learner), 0)
-            progress.resets = see(run.config, progress.resets, values)
+            progress.resets = see(run.config.reference, progress.resets, values)
             opened.log.step(0, values)
         else:
             self._say_changed(saved_facts, facts, step)

@@ -7,6 +7,7 @@ import datetime
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import PartKeys, RewardKeys
+from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys, RewardKeys, RolloutKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
@@ -39,7 +40,7 @@ from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.training.pretrained import Pretrained, check_length, find_model
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts
-from jaxgrpo.training.replay import Replay, SavedRollouts, read_files
+from jaxgrpo.training.replay import Replay, SavedRollouts, decisive_keys, read_files
 from jaxgrpo.update.forward import Blueprint
 
 SHOWN = 80  # characters of an answer
@@ -64,23 +65,26 @@ def read_inputs(
     """Reads them. Each run reads the weights itself: its update overwrites them."""
     pretrained = find_model(config, mesh, fetch_weights=mesh is None)
     folder, tokenizer, stored = pretrained.folder, pretrained.tokenizer, pretrained.model.config
-    chat = make_chat(config, tokenizer, stored.vocab_size)
+    data, longest = config.data, config.rollout.max_prompt_tokens
+    chat = make_chat(data, config.model.path, tokenizer, stored.vocab_size)
     replay = None
     if rollouts is None:
-        training_prompts = load_prompts(config, chat, dataset)
+        training_prompts = load_prompts(data, longest, chat, dataset)
     elif dataset is not None:
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
         ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
-        replay = read_files(config, rollouts, tokenizer, stored, ends)
+        run_keys = decisive_keys(config)
+        replay = read_files(config.rollout, run_keys, rollouts, tokenizer, stored, ends)
         training_prompts = replay.data
-    source = eval_source(config) if config.eval.data else None
-    held_out = load_prompts(config, chat, source) if source else None
+    source = eval_source(config.eval, data) if config.eval.data else None
+    held_out = load_prompts(data, longest, chat, source) if source else None
     return Inputs(pretrained, chat, training_prompts, held_out, replay)
 
 
 def load_prompts(
-    config: Config,
+    keys: DataKeys,
+    max_prompt_tokens: int,
     chat: Chat,
     source: Source | Rows | None = None,
 ) -> PromptData:
@@ -88,23 +92,21 @@ def load_prompts(
 
     Raises: InputError where they cannot be read, or become no prompts that fit.
     """
-    rows, mixture = load_rows(config, source)
-    limits = config.rollout.max_prompt_tokens, config.data.too_long
-    return prompts.prepare(rows, chat, *limits, mixture)
+    rows, mixture = load_rows(keys, source)
+    return prompts.prepare(rows, chat, max_prompt_tokens, keys.too_long, mixture)
 
 
 def load_rows(
-    config: Config, source: Source | Rows | None = None
+    keys: DataKeys, source: Source | Rows | None = None
 ) -> tuple[list[dict[str, Any]], Mixture | None]:
     """The rows of `load_prompts`, and the sources that they are of, where there are several."""
-    keys = config.data
     if source is None:
         if keys.path is None:
             raise InputError(
                 f"data.path: missing; give {FORMS}, or rows from Python, train(..., dataset=rows)"
             )
         if isinstance(keys.path, tuple):
-            return _load_mixture(config, keys.path)
+            return _load_mixture(keys, keys.path)
         source = Source(
             *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
         )
@@ -122,10 +124,10 @@ def _load_rows(
 
 
 def _load_mixture(
-    config: Config, parts: Sequence[PartKeys]
+    keys: DataKeys, parts: Sequence[PartKeys]
 ) -> tuple[list[dict[str, Any]], Mixture]:
     """The rows of several sources, each read by its own keys where it has them."""
-    keys, rows_by_title = config.data, {}
+    rows_by_title = {}
     for index, part in enumerate(parts):
         location = (part.path, part.subset, part.split, part.revision, f"data.path[{index}].path")
         prompt = keys.prompt if part.prompt is None else part.prompt
@@ -137,10 +139,9 @@ def _load_mixture(
     return prompts.join(rows_by_title), Mixture(tuple(rows_by_title), weights, sizes)
 
 
-def eval_source(config: Config) -> Source:
+def eval_source(keys: EvalKeys, training: DataKeys) -> Source:
     """Where the evaluation's rows come from: subset and revision are those of the training data
     where it is the same source."""
-    keys, training = config.eval, config.data
     if keys.data is None:
         raise InputError("eval.data: missing; there is nothing to evaluate on")
     is_same_source = keys.data == training.path
@@ -151,16 +152,16 @@ def eval_source(config: Config) -> Source:
     )
 
 
-def make_chat(config: Config, tokenizer: Any, vocab_size: int | None = None) -> Chat:
+def make_chat(keys: DataKeys, path: str, tokenizer: Any, vocab_size: int | None = None) -> Chat:
     """How prompts are written out. A template from a file becomes the tokenizer's own, so that the
     trained model is saved with the one it knows.
 
     Args:
+      path: `model.path`, for messages.
       vocab_size: of the model; None: no prompts are read.
     """
-    keys = config.data
     template, options = keys.chat_template, keys.chat_template_kwargs
-    settings = (template, keys.system, options, config.model.path)
+    settings = (template, keys.system, options, path)
     time = keys.template_time or process.broadcast(local_time)
     chat = conversations.make_chat(tokenizer, *settings, time)
     if template not in conversations.CHOICES:
@@ -178,23 +179,26 @@ def local_time() -> str:
     return datetime.datetime.now().isoformat(timespec="seconds")
 
 
-def dropped_line(config: Config, rows: int, dropped: int) -> str:
+def dropped_line(prompts: PromptData, max_prompt_tokens: int) -> str:
     """What to say of prompts that were left out."""
     return (
-        f"{dropped} of {rows + dropped} prompts left out: longer than rollout.max_prompt_tokens = "
-        f"{config.rollout.max_prompt_tokens}"
+        f"{prompts.dropped} of {len(prompts.rows) + prompts.dropped} prompts left out: longer than "
+        f"rollout.max_prompt_tokens = {max_prompt_tokens}"
     )
 
 
 def load_answers(
-    config: Config, blueprint: Blueprint, tokenizer: Any, rows: Sequence[Mapping[str, Any]]
+    keys: DataKeys,
+    rollout: RolloutKeys,
+    pretrained: Pretrained,
+    blueprint: Blueprint,
+    rows: Sequence[Mapping[str, Any]],
 ) -> Answers | None:
     """The reference answers that a method's chain reads; None if it reads none.
 
     Raises: InputError if a row has no answer, the model has no positions for the longest behind a
     thought, or a key about answers is given and nothing reads it.
     """
-    keys = config.data
     prefix, limit = keys.answer_prefix, keys.max_answer_tokens
     if not blueprint.chain.needs & OF_ANSWERS.keys():
         for name, value in {"answer_prefix": prefix, "max_answer_tokens": limit}.items():
@@ -204,10 +208,10 @@ def load_answers(
                     'reference answer; leave it out, or take recipe = "dro_r3"'
                 )
         return None
+    tokenizer, stored = pretrained.tokenizer, pretrained.model.config
     answers = read_answers(tokenizer, rows, prefix, blueprint.sampling.stop_tokens, limit)
-    stored = blueprint.model.config
     prompts.check_tokens(rows, answers.forced, tokenizer, stored.vocab_size, "answer")
-    check_length(config, stored, answers.longest)
+    check_length(rollout, pretrained.path, stored, answers.longest)
     return answers
 
 
@@ -219,20 +223,24 @@ def answers_line(answers: Answers) -> str:
 
 
 def resolve_rewards(
-    config: Config,
+    keys: Sequence[RewardKeys],
+    max_completion_tokens: int,
     user_rewards: Rewards | None = None,
     row: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards of a run, each with a name of its own.
 
     Args:
+      max_completion_tokens: that rewards of lengths compare with.
       user_rewards: functions, or names as a config may use them, instead of the config's rewards,
         each with weight 1. In a list they are called as their function is; a mapping names them.
+      folder: where relative paths in `user_rewards` begin; those of the config are absolute.
       row: one of the data's, whose columns have to be all that the rewards ask for.
 
     Raises: InputError where two have one name, one does not exist or asks for a missing column.
     """
-    entries = [(keys.title, keys.use, keys) for keys in config.rewards]
+    entries = [(entry.title, entry.use, entry) for entry in keys]
     if user_rewards is not None:
         is_named = isinstance(user_rewards, Mapping)
         pairs = user_rewards.items() if is_named else [(_name(use), use) for use in user_rewards]
@@ -247,13 +255,13 @@ def resolve_rewards(
     rewards = tuple(
         Reward(
             name,
-            _function(config, use, keys.options),
-            keys.weight,
-            keys.on_error,
-            keys.flip,
-            keys.timeout,
+            _function(use, entry.options, max_completion_tokens, folder),
+            entry.weight,
+            entry.on_error,
+            entry.flip,
+            entry.timeout,
         )
-        for name, use, keys in entries
+        for name, use, entry in entries
     )
     for reward in rewards:
         if row is not None:
@@ -266,18 +274,23 @@ def _name(use: Any) -> str:
     return own_code.short_name(use) if isinstance(use, str) else callable_name(use)
 
 
-def resolve_scorer(config: Config, rewards: Sequence[Reward] | None = None) -> Reward:
+def resolve_scorer(
+    use: str | None,
+    keys: Sequence[RewardKeys],
+    max_completion_tokens: int,
+    rewards: Sequence[Reward] = (),
+) -> Reward:
     """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped.
 
     Args:
-      rewards: of the run; None: those that the config names, of which only the first is loaded,
-        and only if it judges.
+      use: `eval.scorer`.
+      keys: of the config's rewards, of which only the first is loaded, and only if it judges.
+      rewards: of the run, if they are there already.
     """
-    if config.eval.scorer is None:
-        first = dataclasses.replace(config, rewards=config.rewards[:1])
-        return (rewards or resolve_rewards(first))[0]._replace(flip=0.0)
-    use = config.eval.scorer
-    return Reward(own_code.short_name(use), _function(config, use, {}), 1.0)
+    if use is None:
+        rewards = rewards or resolve_rewards(keys[:1], max_completion_tokens)
+        return rewards[0]._replace(flip=0.0)
+    return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens), 1.0)
 
 
 def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:
@@ -368,6 +381,8 @@ def show_previews(
         console.print(problem, style="yellow", soft_wrap=True)
 
 
-def _function(config: Config, use: Any, options: Mapping[str, Any]) -> Any:
-    lengths = with_lengths(use, options, config.rollout.max_completion_tokens)
-    return build(own_code.resolve(use, config.folder), **lengths)
+def _function(
+    use: Any, options: Mapping[str, Any], max_completion_tokens: int, folder: Path | None = None
+) -> Any:
+    lengths = with_lengths(use, options, max_completion_tokens)
+    return build(own_code.resolve(use, folder), **lengths)

@@ -209,7 +209,7 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
     keeper.refuse_moved(run.config.train.steps)
     try:
-        target = (folder.path, run.config, pretrained.folder)
+        target = (folder.path, pretrained.path, pretrained.folder)
         parameters.save(pretrained.model, learner, *target, pretrained.tokenizer, ends)
     except (OSError, SafetensorError) as error:
         raise process.NotSaved(f"{model} could not be written: {error}") from error

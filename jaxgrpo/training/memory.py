@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from jaxgrpo.config.files import Config
 from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, Learner
@@ -28,7 +27,6 @@ from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.capacity import LOGITS, capacity, fitting_slots
-from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -92,19 +90,22 @@ class Memory(NamedTuple):
         }
 
 
-def run_memory(config: Config, blueprint: Blueprint) -> Memory:
-    """The memory of a run, but for the update's working memory."""
-    return count(blueprint, copied_policies(config, blueprint))
-
-
-def copied_policies(config: Config, blueprint: Blueprint) -> list[str]:
+def copied_policies(
+    blueprint: Blueprint, measures_kl: bool, resets: bool, adapter_path: str | None
+) -> tuple[str, ...]:
     """The policies of which a run holds a copy beside the trained one: those of its method, and the
-    base that its evaluations measure the KL to, where no other holds it (`policy.find_base`)."""
+    base that its evaluations measure the KL to, where no other holds it (`find_base`).
+
+    Args:
+      measures_kl: whether evaluations measure the KL to the base.
+      resets: whether the reference may become another policy than the base.
+      adapter_path: `lora.path`.
+    """
     policies = method_policies(blueprint)
-    has_fresh_adapters = blueprint.model.config.lora is not None and config.lora.path is None
-    holds_base = bool({"base", *(() if may_reset(config) else ("reference",))} & {*policies})
+    has_fresh_adapters = blueprint.model.config.lora is not None and adapter_path is None
+    holds_base = bool({"base", *(() if resets else ("reference",))} & {*policies})
     holds_base = (holds_base or has_fresh_adapters) and not blueprint.has_two_meshes
-    return policies + ([EVAL_BASE] if config.measures_kl_to_base and not holds_base else [])
+    return (*policies, *((EVAL_BASE,) if measures_kl and not holds_base else ()))
 
 
 def method_policies(blueprint: Blueprint) -> list[str]:

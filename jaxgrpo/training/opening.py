@@ -89,8 +89,11 @@ def open_run(
     say_start(run, display, devices_line, problem, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
     remembered = (Progress.from_meta(meta), facts, *replay_and_adapters(run, meta))
-    keeper = Keeper(config, folder, checkpoints, display, *remembered)
+    keeper = Keeper(
+        config.source, config.train.stop_after_not_finite, folder, checkpoints, display, *remembered
+    )
     limits = (config.run.stop_grace, config.run.stuck_after)
+    logged = config.run, config.tracking, configs.to_toml(config)
     return OpenRun(
         run=run,
         finished_steps=finished_steps,
@@ -99,7 +102,7 @@ def open_run(
         display=display,
         keeper=keeper,
         watch=stack.enter_context(Watchdog(display.under_way, keeper.saved_line, *limits)),
-        log=stack.enter_context(Logbook(config, folder, display, finished_steps)),
+        log=stack.enter_context(Logbook(*logged, folder, display, finished_steps)),
     )
 
 
@@ -123,7 +126,9 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
-    process.broadcast(lambda: parameters.refuse_unwritable(config, place))
+    process.broadcast(
+        lambda: parameters.refuse_unwritable(config.bases, config.lora.rank > 0, place)
+    )
     return config, last_config
 
 
@@ -152,12 +157,15 @@ def set_up(
 
     def check(inputs: Inputs) -> None:
         fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(inputs))
-        facts.update(fingerprints.input_facts(config, inputs))
+        named = config.data.chat_template, config.lora.path, config.own_files
+        facts.update(fingerprints.input_facts(inputs, *named))
         if meta:
             pretrained = inputs.pretrained
             adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
-            parameters.refuse_changed_adapters(config, meta, adapters)
-            process.broadcast(lambda: fingerprints.refuse_changes(config, meta["inputs"], facts))
+            parameters.refuse_changed_adapters(pretrained.path, meta, adapters)
+            paths = {"data.path": config.data.path, "model.path": config.model.path}
+            changes = config.run, paths, meta["inputs"], facts
+            process.broadcast(lambda: fingerprints.refuse_changes(*changes))
 
     return setup(config, check=check, **setup_options), facts
 
@@ -217,7 +225,7 @@ def say_start(
         display.say(f"attention by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))
     for name, prompts in {"": inputs.prompts, "eval.data: ": inputs.held_out}.items():
         if prompts and prompts.dropped:
-            line = dropped_line(run.config, len(prompts.rows), prompts.dropped)
+            line = dropped_line(prompts, run.config.rollout.max_prompt_tokens)
             display.say(f"{name}{line}")
     if answers := run.source.answers:
         display.say(f"reference answers: {answers_line(answers)}")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import LoraKeys, ModelKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, RolloutSpec, Stream
 from jaxgrpo.data.storage import Place
@@ -27,7 +27,10 @@ from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_l
 
 
 def model_config_for_run(
-    config: Config, stored: ModelConfig, without_text: tuple[tuple[int, int], ...] = ()
+    keys: ModelKeys,
+    lora_keys: LoraKeys,
+    stored: ModelConfig,
+    without_text: tuple[tuple[int, int], ...] = (),
 ) -> ModelConfig:
     """The stored model as a config asks for it: dtype, head, adapters.
 
@@ -38,15 +41,14 @@ def model_config_for_run(
     """
     return dataclasses.replace(
         stored,
-        dtype=config.model.dtype,
-        float32_head=config.model.float32_head,
-        lora=_adapters(config, stored),
+        dtype=keys.dtype,
+        float32_head=keys.float32_head,
+        lora=_adapters(lora_keys, stored),
         without_text=without_text,
     )
 
 
-def _adapters(config: Config, stored: ModelConfig) -> LoraConfig | None:
-    keys = config.lora
+def _adapters(keys: LoraKeys, stored: ModelConfig) -> LoraConfig | None:
     if keys.path is not None:
         return adapters.read_config(keys.path, stored)
     if not keys.rank:
@@ -60,26 +62,32 @@ def _adapters(config: Config, stored: ModelConfig) -> LoraConfig | None:
 
 
 def read_start(
-    config: Config, folder: Path, model: Model, dtype: str | None = None, layout: Any = None
+    adapter_path: str | None,
+    seed: int,
+    folder: Path,
+    model: Model,
+    dtype: str | None = None,
+    layout: Any = None,
 ) -> Params:
     """The parameters that a run begins with: those of the folder and, if the model has adapters,
     those of lora.path, else drawn with train.seed.
 
     Args:
+      adapter_path, seed: `lora.path` and `train.seed`.
       dtype: of what is trained; None: what the model computes in.
       layout: tree of shardings like the parameters; None: the default device.
     """
     if model.config.lora is None:
         return folders.read_params(folder, model, dtype, layout)
-    if config.lora.path is not None:
-        return folders.read_adapted(folder, config.lora.path, model, dtype, layout)
+    if adapter_path is not None:
+        return folders.read_adapted(folder, adapter_path, model, dtype, layout)
     adapter_layout, weight_layout = (None, None) if layout is None else lora.split(layout)
 
     def draw(key: Any) -> Params:
         params = lora.init(model, key)
         return params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
-    key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.ADAPTER_FOLD)
+    key = jax.random.fold_in(jax.random.key(seed), decoder.ADAPTER_FOLD)
     weights = folders.read_params(folder, lora.base_model(model), None, weight_layout)
     return lora.join(jax.jit(draw, out_shardings=adapter_layout)(key), weights)
 
@@ -133,10 +141,14 @@ def to_save(learner: Learner, stream: Stream) -> Saved:
     return Saved(dataclasses.replace(learner, frozen=frozen), stream)
 
 
-def save_copy_bytes(config: Config, saved: Saved) -> int:
+def save_copy_bytes(saved: Saved, every: int, steps: int) -> int:
     """Bytes of the copy that lies in memory while the next step is taken, until it is written as a
-    checkpoint; 0 where only the last step writes one."""
-    if config.checkpoint.every >= config.train.steps:
+    checkpoint; 0 where only the last step writes one.
+
+    Args:
+      every, steps: `checkpoint.every` and `train.steps`.
+    """
+    if every >= steps:
         return 0
     return sum(leaf.nbytes for leaf in jax.tree.leaves(saved))
 
@@ -169,11 +181,12 @@ def saved_adapters(meta: Mapping[str, Any]) -> LoraConfig | None:
 
 
 def refuse_changed_adapters(
-    config: Config, meta: Mapping[str, Any], identity: dict[str, Any] | None
+    path: str, meta: Mapping[str, Any], identity: dict[str, Any] | None
 ) -> None:
     """Refuses to go on from a checkpoint over other weights, or with other settings.
 
     Args:
+      path: `model.path`.
       identity: `adapter_identity` of the run.
     """
     saved = meta.get("lora")
@@ -183,7 +196,7 @@ def refuse_changed_adapters(
         names = (f"{name} = {value}" for name, value in saved["settings"].items())
         raise InputError(f"lora: the run's adapters have {', '.join(names)}: set this back")
     raise InputError(
-        f"model.path = {config.model.path}: its weights are not those that this run's adapters "
+        f"model.path = {path}: its weights are not those that this run's adapters "
         "were trained over, and a checkpoint holds the adapters alone; put the weights back"
     )
 
@@ -192,7 +205,7 @@ def save(
     model: Model,
     learner: Learner,
     folder: Path,
-    config: Config,
+    path: str,
     base: Path,
     tokenizer: Any,
     ends: Mapping[str, Any],
@@ -201,13 +214,14 @@ def save(
     the dtype of the weights, and "adapter" holds them for PEFT.
 
     Args:
+      path: `model.path`, which the adapters name as their base.
       base: the folder of the model that the run began from.
       tokenizer: with the run's chat template.
       ends: fields of generation_config.json.
     """
     params = learner.trainable
     if model.config.lora is not None:
-        adapters.save(model, params, folder / "adapter", config.model.path)
+        adapters.save(model, params, folder / "adapter", path)
         weights = learner.frozen[WEIGHTS]
         layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
         merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
@@ -215,16 +229,15 @@ def save(
     folders.save_model(model, params, folder / "model", tokenizer, ends, base=base)
 
 
-def bases(config: Config) -> list[str]:
-    """What a run begins from, as its config names it: the model and the adapters, if any."""
-    return [path for path in (config.model.path, config.lora.path) if path is not None]
+def refuse_unwritable(bases: Sequence[str], trains_adapters: bool, folder: Place) -> None:
+    """Raises: InputError where a run's folder holds in its model's place what `save` must leave.
 
-
-def refuse_unwritable(config: Config, folder: Place) -> None:
-    """Raises: InputError where a run's folder holds in its model's place what `save` must leave."""
-    folders.refuse_unless_ours(folder / "model", bases(config))
-    if config.lora.rank:
-        adapters.refuse_unless_ours(folder / "adapter", bases(config))
+    Args:
+      bases: what the run begins from, as its config names it.
+    """
+    folders.refuse_unless_ours(folder / "model", bases)
+    if trains_adapters:
+        adapters.refuse_unless_ours(folder / "adapter", bases)
 
 
 def _merged(model: Model, params: Params) -> Params:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import ModelKeys, RolloutKeys
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.models import decoder, sequences, sharding
 from jaxgrpo.models.api import Model, ModelConfig
@@ -27,6 +28,7 @@ CALLS = 100
 class Pretrained(NamedTuple):
     """The model that a config names, without weights, on the devices that it names."""
 
+    path: str  # its name in the config
     mesh: Mesh
     folder: Path
     tokenizer: Any
@@ -45,18 +47,18 @@ def find_model(config: Config, mesh: Mesh | None = None, fetch_weights: bool = T
     if mesh is None:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    folder, stored = find_config(config, fetch_weights)
-    check_length(config, stored)
+    folder, stored = find_config(config.model, fetch_weights)
+    check_length(config.rollout, config.model.path, stored)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)
     without_text = folders.tokens_without_text(tokenizer, ends, size)
-    model_config = parameters.model_config_for_run(config, stored, without_text)
+    model_config = parameters.model_config_for_run(config.model, config.lora, stored, without_text)
     remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=remat)
-    return Pretrained(mesh, folder, tokenizer, model)
+    return Pretrained(config.model.path, mesh, folder, tokenizer, model)
 
 
-def find_config(config: Config, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:
+def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:
     """The folder of a config's model, and what its config.json says; a family of one's own is
     registered.
 
@@ -65,9 +67,8 @@ def find_config(config: Config, fetch_weights: bool = True) -> tuple[Path, Model
 
     Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
-    keys = config.model
     folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
-    family = own_family(config)
+    family = own_family(keys.family)
     stored = folders.read_config(folder, family, keys.ignore)
     if keys.config:
         user_config = families.model_config(keys.config, "model.config", family, keys.ignore)
@@ -82,19 +83,18 @@ def find_config(config: Config, fetch_weights: bool = True) -> tuple[Path, Model
     return folder, stored
 
 
-def own_family(config: Config) -> Family | None:
-    """The family of one's own that a config names."""
-    name = config.model.family
-    return None if name is None else own_code.load(name, config.folder, Family, "family")
+def own_family(name: str | None) -> Family | None:
+    """The family of one's own that `model.family` names."""
+    return None if name is None else own_code.load(name, expected=Family, kind="family")
 
 
-def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
+def check_length(rollout: RolloutKeys, path: str, stored: ModelConfig, answer: int = 0) -> None:
     """Refuses sequences longer than those that the model is meant for, or has positions for.
 
     Args:
+      path: `model.path`.
       answer: tokens of the longest reference answer, with its prefix.
     """
-    rollout = config.rollout
     prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
     parts = [f"rollout.max_prompt_tokens = {prompt}", f"max_completion_tokens = {completion}"]
     room = max(2, stored.longest - answer)
@@ -109,13 +109,13 @@ def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
     total, terms = prompt + completion + answer, " and ".join(parts)
     if total > stored.max_positions:
         raise InputError(
-            f"{terms} are {total} tokens, but the config.json of {config.model.path} says "
+            f"{terms} are {total} tokens, but the config.json of {path} says "
             f"max_position_embeddings = {stored.max_positions}: {remedy}"
         )
     sequences.check_length(stored, total, terms, remedy)
 
 
-def sampling_settings(config: Config, pretrained: Pretrained) -> SamplingSettings:
+def sampling_settings(rollout: RolloutKeys, pretrained: Pretrained) -> SamplingSettings:
     """How a config samples from a model.
 
     Raises: InputError where no token ends a sample.
@@ -124,14 +124,14 @@ def sampling_settings(config: Config, pretrained: Pretrained) -> SamplingSetting
     ends = folders.read_end_tokens(pretrained.folder, tokenizer, size)
     if not ends:
         raise InputError(
-            f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
+            f"model.path = {pretrained.path}: its tokenizer has no end token, so no sample could "
             f"end; set eos_token in tokenizer_config.json {IN_A_COPY}"
         )
-    pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
+    pad, strings = tokenizer.pad_token_id, rollout.stop_strings
     if pad is None or pad >= size:
         pad = ends[0]
     return make_sampling_settings(
-        config,
+        rollout,
         ends,
         pad,
         StopStrings(tokenizer, strings) if strings else None,
@@ -139,10 +139,9 @@ def sampling_settings(config: Config, pretrained: Pretrained) -> SamplingSetting
 
 
 def make_sampling_settings(
-    config: Config, ends: tuple[int, ...], pad: int, strings: StopStrings | None = None
+    rollout: RolloutKeys, ends: tuple[int, ...], pad: int, strings: StopStrings | None = None
 ) -> SamplingSettings:
     """How a config samples from a model whose tokens `ends` end a sample."""
-    rollout = config.rollout
     return SamplingSettings(
         group_size=rollout.group_size,
         max_completion_tokens=rollout.max_completion_tokens,

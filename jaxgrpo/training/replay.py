@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
 from jaxgrpo.data.prompts import PromptData
@@ -103,7 +104,8 @@ def rollout_paths(files: SavedRollouts) -> tuple[Path, ...]:
 
 
 def read_files(
-    config: Config,
+    rollout: RolloutKeys,
+    run_keys: Mapping[str, Any],
     files: SavedRollouts,
     tokenizer: Any,
     model: ModelConfig,
@@ -114,10 +116,13 @@ def read_files(
     The data set of a replay is what its files hold: each prompt once, decoded, in the order in
     which they appear. Prompts of one row, or of equal tokens where a file names no rows, are one.
 
+    Args:
+      run_keys: `decisive_keys` of the run.
+
     Raises: InputError on a file that is wrong or does not fit the config.
     """
     paths = rollout_paths(files)
-    if config.rollout.refill is not None:
+    if rollout.refill is not None:
         raise InputError(
             "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
             "key out of the config, in a copy of it that you give by --config"
@@ -128,12 +133,12 @@ def read_files(
         end_tokens=end_tokens,
         without_text=model.without_text,
     )
-    shared = [_shared_policies(config, path) for path in paths]
+    shared = [_shared_policies(run_keys, path) for path in paths]
     numbers: Rows = {}
     encoded, sums, rewards, fields = [], [], [], []
     for path in paths:
         rollouts = load(path)
-        _check_sizes(config, path, rollouts)
+        _check_sizes(rollout, path, rollouts)
         sums.append(checksum([path.read_bytes()]))
         rewards.append(frozenset(rollouts.rewards))
         fields.append(frozenset(rollouts.fields))
@@ -144,7 +149,7 @@ def read_files(
 
     @functools.lru_cache(maxsize=1)  # three functions of a step read it
     def load_fitted(place: int) -> Rollouts:
-        rollouts = _fit_to_config(config, paths[place], load(paths[place]), numbers)
+        rollouts = _fit_to_config(rollout, paths[place], load(paths[place]), numbers)
         version = rollouts.policy_version
         version = np.where(version < shared[place], version, -1).astype(np.int32)
         return dataclasses.replace(rollouts, policy_version=version)
@@ -153,7 +158,7 @@ def read_files(
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, load_fitted)
 
 
-def _shared_policies(config: Config, path: Path) -> float:
+def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:
     """Policies that this run has in common with the run that wrote a file, from step 0 on.
 
     All with the same start and method, that of step 0 with the same start; none otherwise. The
@@ -164,7 +169,7 @@ def _shared_policies(config: Config, path: Path) -> float:
     if not home.is_file():
         return np.inf
     with contextlib.suppress(InputError):
-        run_keys, file_keys = (_decisive_keys(source) for source in (config, configs.load(home)))
+        file_keys = decisive_keys(configs.load(home))
         names = {
             name for name in {*run_keys, *file_keys} if run_keys.get(name) != file_keys.get(name)
         }
@@ -173,7 +178,7 @@ def _shared_policies(config: Config, path: Path) -> float:
     return 0
 
 
-def _decisive_keys(config: Config) -> dict[str, Any]:
+def decisive_keys(config: Config) -> dict[str, Any]:
     """The keys of a config that decide the weights of its policies, where rewards are given."""
     keys = configs.flat(configs.to_tables(config))
     if config.optimizer.schedule == "constant":
@@ -191,11 +196,11 @@ def _prompts(path: Path, rollouts: Any) -> list[tuple[tuple[int, bytes], np.ndar
     return [((int(row), ids.tobytes()), ids) for row, ids in zip(rows, tokens, strict=True)]
 
 
-def _check_sizes(config: Config, path: Path, rollouts: Rollouts) -> None:
+def _check_sizes(rollout: RolloutKeys, path: Path, rollouts: Rollouts) -> None:
     """Raises InputError, with the keys to set, unless the rollouts are of the config's sizes."""
     count, samples, steps = rollouts.token_mask.shape
     sizes = (count, samples, rollouts.prompt_mask.shape[1], steps)
-    limits = [getattr(config.rollout, name) for name in SIZES]
+    limits = [getattr(rollout, name) for name in SIZES]
     wrong = [
         (name, size, limit)
         for name, size, limit in zip(SIZES, sizes, limits, strict=True)
@@ -208,10 +213,10 @@ def _check_sizes(config: Config, path: Path, rollouts: Rollouts) -> None:
         raise InputError(f"{path}: holds {shape}, but {settings}: give --set {remedy}")
 
 
-def _fit_to_config(config: Config, path: Path, rollouts: Any, numbers: Rows) -> Rollouts:
+def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Rows) -> Rollouts:
     """The rollouts in the sizes of the config, with the rows of the replay."""
-    _check_sizes(config, path, rollouts)
-    width, steps = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    _check_sizes(rollout, path, rollouts)
+    width, steps = rollout.max_prompt_tokens, rollout.max_completion_tokens
     keys = [key for key, _ in _prompts(path, rollouts)]
     if not numbers.keys() >= set(keys):
         raise InputError(f"{path}: other prompts than when the run began: put the file back")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import ReferenceKeys
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Learner, Params
 from jaxgrpo.losses import Objective
@@ -63,9 +63,9 @@ class Resets(NamedTuple):
     best: float | None = None  # the best evaluation so far
     stale: int = 0  # evaluations since the best one, or since the last reset
 
-    def metrics(self, config: Config) -> dict[str, float]:
+    def metrics(self, keys: ReferenceKeys) -> dict[str, float]:
         """`reference/resets`, in runs that may have some."""
-        return {"reference/resets": float(self.count)} if may_reset(config) else {}
+        return {"reference/resets": float(self.count)} if may_reset(keys) else {}
 
 
 Reset = Callable[[Learner, Resets, int, Mapping[str, float]], tuple[Learner, Resets]]
@@ -73,12 +73,15 @@ Reset = Callable[[Learner, Resets, int, Mapping[str, float]], tuple[Learner, Res
 """
 
 
-def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
+def make_resetter(keys: ReferenceKeys, evaluated_every: int, blueprint: Blueprint) -> Reset:
     """What the loop calls after each step, with the step's metrics and evaluation.
+
+    Args:
+      evaluated_every: `eval.every`.
 
     Raises: InputError where resets are asked for and nothing in the run reads a reference.
     """
-    if not may_reset(config):
+    if not may_reset(keys):
         return lambda learner, resets, number, values: (learner, resets)
     if not ("reference_logp" in blueprint.chain.needs or _reads_reference(blueprint.objective)):
         raise InputError(
@@ -93,9 +96,9 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
         learner: Learner, resets: Resets, number: int, values: Mapping[str, float]
     ) -> tuple[Learner, Resets]:
         # A run with more steps would not evaluate after this last one.
-        if number % (config.eval.every or 1) == 0:
-            resets = see(config, resets, values)
-        if not is_due(config, resets, number, values, names):
+        if number % (evaluated_every or 1) == 0:
+            resets = see(keys, resets, values)
+        if not is_due(keys, resets, number, values, names):
             return learner, resets
         resets = resets._replace(count=resets.count + 1, last=number, stale=0)
         return reset_reference(learner, fresh), resets
@@ -103,13 +106,13 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
     return reset
 
 
-def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
+def see(keys: ReferenceKeys, resets: Resets, values: Mapping[str, float]) -> Resets:
     """Counts the evaluations that brought nothing better.
 
     A step without an evaluation changes nothing; nor does one whose value is not finite.
     """
-    metric, measured = config.reference.reset_metric, evaluation_metrics(values)
-    if not config.reference.reset_patience or not measured:
+    metric, measured = keys.reset_metric, evaluation_metrics(values)
+    if not keys.reset_patience or not measured:
         return resets
     refuse_unknown_best(metric, measured, "reference.reset_metric")
     value = float(values[metric])
@@ -130,14 +133,13 @@ def kl_metrics(blueprint: Blueprint) -> tuple[str, ...]:
 
 
 def is_due(
-    config: Config,
+    keys: ReferenceKeys,
     resets: Resets,
     number: int,
     values: Mapping[str, float],
     names: Sequence[str],
 ) -> bool:
     """Whether the reference is to be reset after step `number`; `names` as `kl_metrics` gives."""
-    keys = config.reference
     if keys.reset_every and number - resets.last >= keys.reset_every:
         return True
     if keys.reset_patience and resets.stale >= keys.reset_patience:
@@ -195,7 +197,6 @@ def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:
     )
 
 
-def may_reset(config: Config) -> bool:
+def may_reset(keys: ReferenceKeys) -> bool:
     """Whether the reference of such a run may become another policy than the base."""
-    keys = config.reference
     return bool(keys.reset_every or keys.reset_patience or keys.reset_kl_above)

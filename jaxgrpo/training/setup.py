@@ -18,6 +18,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import RolloutKeys, TrainKeys
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.models import attention, decoder, sharding
@@ -37,8 +38,10 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.collecting import Collected, Collector
 from jaxgrpo.training.inputs import Inputs
+from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import Pretrained, sampling_settings
 from jaxgrpo.training.replay import SavedRollouts, rollout_source_from_files
+from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import packing, step
 from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, trained
 from jaxgrpo.update.optimizer import make_optimizer
@@ -74,6 +77,7 @@ class Setup(NamedTuple):
     inputs: Inputs
     rewards: tuple[Reward, ...]
     blueprint: Blueprint
+    memory: Memory  # that it takes, but for the update's working memory
     steps: step.Steps
     source: RolloutSource
     collector: Collector
@@ -145,28 +149,35 @@ def setup(
     check(run_inputs)
     pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
     row = None if run_inputs.replay else rows[0]
-    run_rewards = inputs.resolve_rewards(config, rewards, row)
+    longest = config.rollout.max_completion_tokens
+    run_rewards = inputs.resolve_rewards(config.rewards, longest, rewards, row, config.folder)
     method = functools.partial(build_method, config, pretrained, run_rewards, advantage, share)
     blueprint, steps = share("method", method)
-    memory.refuse_too_large(memory.run_memory(config, blueprint), pretrained.mesh)
+    usage = run_memory(config, blueprint)
+    memory.refuse_too_large(usage, pretrained.mesh)
     source = make_rollout_source(config, run_inputs, blueprint, steps, run_rewards)
     names = tuple(reward.name for reward in run_rewards)
-    read = functools.partial(_read_learner, config, pretrained, len(rows), names)
+    start = config.lora.path, config.train.seed
+    read = functools.partial(_read_learner, *start, pretrained, len(rows), names)
     return Setup(
         config=inputs.at_time(config, run_inputs.chat.time),
         inputs=run_inputs,
         rewards=run_rewards,
         blueprint=blueprint,
+        memory=usage,
         steps=steps,
         source=source,
-        collector=make_collector(config, run_inputs, blueprint, source, run_rewards),
+        collector=make_collector(
+            config.rollout, config.train.steps, run_inputs, blueprint, source, run_rewards
+        ),
         learner=(make_learner or read)(blueprint),
         stream=first_stream(source, len(rows), config.train.seed),
     )
 
 
 def _read_learner(
-    config: Config,
+    adapter_path: str | None,
+    seed: int,
     pretrained: Pretrained,
     num_rows: int,
     rewards: tuple[str, ...],
@@ -175,7 +186,7 @@ def _read_learner(
     """The learner before the first step, with the weights of the model."""
     model, folder = pretrained.model, pretrained.folder
     layout = held_dtype(model), param_layout(blueprint)
-    params = parameters.read_start(config, folder, model, *layout)
+    params = parameters.read_start(adapter_path, seed, folder, model, *layout)
     return parameters.first_learner(blueprint, params, num_rows, rewards)
 
 
@@ -205,40 +216,45 @@ def make_rollout_source(
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
-    prompts, tokenizer = run_inputs.prompts, run_inputs.pretrained.tokenizer
+    prompts, pretrained, rollout = run_inputs.prompts, run_inputs.pretrained, config.rollout
     rows, mixture, seed = prompts.rows, prompts.mixture, config.train.seed
     if run_inputs.replay:
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         source = rollout_source_from_files(run_inputs.replay, blueprint.mesh, names, needs)
         fields = run_inputs.replay.load(0).fields
-        methods.trace_chain(config, blueprint.chain, rewards, len(rows), fields)
+        methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), fields)
         return source
-    answers = inputs.load_answers(config, blueprint, tokenizer, rows)
+    answers = inputs.load_answers(config.data, rollout, pretrained, blueprint, rows)
     columns = methods.needed_columns(needs, rows, rewards)
-    methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)
-    policy = methods.make_policy(config, rewards, mixture)
+    methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), columns)
+    policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
     select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
     # Until `prepare`, which brings the rollouts to the update's mesh.
     mesh, max_steps = blueprint.samples_on, config.train.steps
     reward = make_rewarder(
-        mesh, policy, tokenizer, rewards, rows, columns, answers, max_steps, seed
+        mesh, policy, pretrained.tokenizer, rewards, rows, columns, answers, max_steps, seed
     )
-    refills = config.rollout.refill is not None
+    refills = rollout.refill is not None
     waiting = refill.no_leftover(geometry, names, columns, answers) if refills else None
     return RolloutSource(policy, select, steps.sample, reward, waiting, answers)
 
 
 def make_collector(
-    config: Config,
+    rollout: RolloutKeys,
+    max_steps: int,
     run_inputs: Inputs,
     blueprint: Blueprint,
     source: RolloutSource,
     rewards: Sequence[Reward],
 ) -> Collector:
-    """What makes the rollouts of each step."""
-    rollout, rows = config.rollout, run_inputs.prompts.rows
+    """What makes the rollouts of each step.
+
+    Args:
+      max_steps: `train.steps`.
+    """
+    rows = run_inputs.prompts.rows
     judge = make_judge(run_inputs.pretrained.tokenizer, rewards, rows)
     judges_early = rollout.overlap_rewards and bool(judge.per_sample)
     return Collector(
@@ -249,7 +265,7 @@ def make_collector(
         reward_weights=blueprint.reward_weights,
         mixture=run_inputs.prompts.mixture,
         num_rows=len(rows),
-        max_steps=config.train.steps,
+        max_steps=max_steps,
         early_judge=judge if judges_early else None,
         max_rounds=refill.max_rounds(rollout.refill["factor"]) if rollout.refill else None,
     )
@@ -269,13 +285,16 @@ def build_method(
       sampling: how it samples; None: as the tokenizer of the model says.
     """
     mesh, model = pretrained.mesh, pretrained.model
-    sampling_mesh, geometry = _sampling_mesh(config, mesh), _geometry(config, mesh)
-    recipe = methods.make_recipe(config, rewards, advantage)
-    chain = methods.make_chain(config, recipe)
-    objective = methods.make_objective(config)
+    rollout, train = config.rollout, config.train
+    sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
+    geometry = _geometry(rollout, train, mesh)
+    named = config.named_chain if advantage is None else advantage
+    recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
+    chain = methods.make_chain(config.loss, recipe)
+    objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     optimizer = make_optimizer(
-        trained(model, model.axes), updates=config.train.updates, **vars(config.optimizer)
+        trained(model, model.axes), updates=train.updates, **vars(config.optimizer)
     )
     blueprint = Blueprint(
         model=model,
@@ -284,12 +303,12 @@ def build_method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling or sampling_settings(config, pretrained),
+        sampling=sampling or sampling_settings(rollout, pretrained),
         mesh=mesh,
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
-        num_iterations=config.train.num_iterations,
-        on_no_live_sample=config.train.on_no_live_sample,
+        num_iterations=train.num_iterations,
+        on_no_live_sample=train.on_no_live_sample,
         kernel=attention.choose_kernel(
             config.model.attention,
             mesh.devices.flat[0].platform,
@@ -298,16 +317,25 @@ def build_method(
             mesh=mesh,
         ),
     )
-    policies = memory.copied_policies(config, blueprint)
-    remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
-    if config.train.tokens_per_micro_batch is None:
-        blueprint = memory.with_fitting_tokens(blueprint, policies, remat)
-    blueprint = memory.with_slots(blueprint, policies)
+    copies = _copied_policies(config, blueprint)
+    remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
+    if train.tokens_per_micro_batch is None:
+        blueprint = memory.with_fitting_tokens(blueprint, copies, remat)
+    blueprint = memory.with_slots(blueprint, copies)
     return blueprint, step.build_steps(blueprint, share)
 
 
-def _geometry(config: Config, mesh: Mesh) -> packing.Geometry:
-    rollout, train = config.rollout, config.train
+def run_memory(config: Config, blueprint: Blueprint) -> Memory:
+    """The memory of a run, but for the update's working memory."""
+    return memory.count(blueprint, _copied_policies(config, blueprint))
+
+
+def _copied_policies(config: Config, blueprint: Blueprint) -> tuple[str, ...]:
+    resets, adapter_path = may_reset(config.reference), config.lora.path
+    return memory.copied_policies(blueprint, config.measures_kl_to_base, resets, adapter_path)
+
+
+def _geometry(rollout: RolloutKeys, train: TrainKeys, mesh: Mesh) -> packing.Geometry:
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
@@ -318,9 +346,8 @@ def _geometry(config: Config, mesh: Mesh) -> packing.Geometry:
     return geometry
 
 
-def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
+def _sampling_mesh(rollout: RolloutKeys, tensor: int, mesh: Mesh) -> Mesh:
     """The mesh that a config samples on. Raises: InputError where sizes do not divide over both."""
-    rollout, tensor = config.rollout, config.mesh.sampling_tensor
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
     sampling_mesh = sharding.sampling_mesh(mesh, tensor)

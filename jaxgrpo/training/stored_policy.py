@@ -17,6 +17,7 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config
+from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params
@@ -82,7 +83,8 @@ class StoredPolicy(Policy):
     def read_params(self) -> Params:
         """The weights as the sampler reads them."""
         layout = layout_to_sample(self.model, self.mesh)
-        params = parameters.read_start(self.config, self.folder, self.model, layout=layout)
+        start = self.config.lora.path, self.config.train.seed
+        params = parameters.read_start(*start, self.folder, self.model, layout=layout)
         return params_per_layer(self.model.config, params)
 
 
@@ -118,16 +120,16 @@ def config_for(
     config = config_with()
     if is_model:
         named_keys = {*replacements, *(text.partition("=")[0].strip() for text in overrides)}
-        return config_with(**_fitting(config, named_keys))
+        positions = find_config(config.model, fetch_weights=False)[1].longest
+        return config_with(**_fitting(config.rollout, positions, named_keys))
     return config
 
 
-def _fitting(config: Config, named_keys: Collection[str]) -> dict[str, int]:
+def _fitting(rollout: RolloutKeys, positions: int, named_keys: Collection[str]) -> dict[str, int]:
     """The limits of prompt and completion that are not in `named_keys`, where those of the config
     are more tokens than its model has positions."""
-    limits = {key: getattr(config.rollout, key.partition(".")[2]) for key in LIMITS}
+    limits = {key: getattr(rollout, key.partition(".")[2]) for key in LIMITS}
     free_limits = {key: limit for key, limit in limits.items() if key not in named_keys}
-    positions = find_config(config, fetch_weights=False)[1].longest
     if not free_limits or sum(limits.values()) <= positions:
         return {}
     room = positions - sum(limits[key] for key in limits.keys() - free_limits.keys())
@@ -148,10 +150,13 @@ def find_policy(
     if process.is_main():
         console.print(line, soft_wrap=True)
     pretrained = find_model(config)
-    chat = make_chat(config, pretrained.tokenizer, pretrained.model.config.vocab_size)
-    prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
+    data, tokenizer = config.data, pretrained.tokenizer
+    chat = make_chat(data, pretrained.path, tokenizer, pretrained.model.config.vocab_size)
+    source = rows if rows is not None else eval_source(config.eval, data)
+    prompts = load_prompts(data, config.rollout.max_prompt_tokens, chat, source)
     config = at_time(config, chat.time)
-    model, mesh = pretrained.model, _sampling_mesh(config, pretrained)
+    model = pretrained.model
+    mesh = sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
     copies = 2 if has_base else 1
     sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
@@ -171,21 +176,18 @@ def resolve_judge(config: Config, scorer: str | RewardFunction | None = None) ->
     """
     if callable(scorer):
         return Reward(callable_name(scorer), scorer, 1.0)
-    return resolve_scorer(config)
-
-
-def _sampling_mesh(config: Config, pretrained: Pretrained) -> Mesh:
-    return sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
+    longest = config.rollout.max_completion_tokens
+    return resolve_scorer(config.eval.scorer, config.rewards, longest)
 
 
 def _policy(config: Config, pretrained: Pretrained, used_bytes: int) -> StoredPolicy:
     """Args: used_bytes: of each device, by what is in memory beside the state of decoding."""
-    mesh = _sampling_mesh(config, pretrained)
+    mesh = sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
     return StoredPolicy(
         model=_model_on_mesh(pretrained, mesh),
         tokenizer=pretrained.tokenizer,
         mesh=mesh,
-        settings=sampling_settings(config, pretrained)._replace(calls=1),
+        settings=sampling_settings(config.rollout, pretrained)._replace(calls=1),
         width=config.rollout.max_prompt_tokens,
         free=memory.free_beside(mesh, used_bytes),
         config=config,
@@ -195,8 +197,7 @@ def _policy(config: Config, pretrained: Pretrained, used_bytes: int) -> StoredPo
 
 def _policy_for_run(run: Setup) -> StoredPolicy:
     """The policy that a run began with."""
-    persistent_bytes = memory.run_memory(run.config, run.blueprint).persistent
-    used_bytes = persistent_bytes + memory.weights_to_sample(run.blueprint)
+    used_bytes = run.memory.persistent + memory.weights_to_sample(run.blueprint)
     return _policy(run.config, run.inputs.pretrained, used_bytes)
 
 
@@ -207,9 +208,9 @@ def _model_on_mesh(pretrained: Pretrained, mesh: Mesh) -> Model:
     return decoder.build(pretrained.model.config, constrain=sharding.constrain(mesh))
 
 
-def seed_key(config: Config) -> np.ndarray:
-    """The key data of a config's seed."""
-    return np.asarray(jax.random.key_data(jax.random.key(config.train.seed)))
+def seed_key(seed: int) -> np.ndarray:
+    """The key data of a seed."""
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
 def load_base(config: Config, mesh: Mesh) -> Base:
@@ -222,7 +223,8 @@ def load_base(config: Config, mesh: Mesh) -> Base:
     if base.config.lora is not None and config.lora.path is None:
         base = decoder.build(lora.base_config(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
-    return Base(base, parameters.read_start(config, pretrained.folder, base, layout=layout))
+    start = config.lora.path, config.train.seed
+    return Base(base, parameters.read_start(*start, pretrained.folder, base, layout=layout))
 
 
 def find_base(run: Setup) -> Base:
@@ -230,7 +232,7 @@ def find_base(run: Setup) -> Base:
     blueprint, frozen = run.blueprint, run.learner.frozen
     model = _model_on_mesh(run.inputs.pretrained, blueprint.samples_on)
     layouts = [param_layout(blueprint), sampling_layout(blueprint)]
-    names = ("base",) if may_reset(run.config) else ("base", "reference")
+    names = ("base",) if may_reset(run.config.reference) else ("base", "reference")
     if name := next((name for name in names if name in frozen), None):
         params = full_params(frozen[name], frozen)
     elif WEIGHTS in frozen and run.config.lora.path is None:  # fresh adapters add nothing
@@ -259,10 +261,16 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
 
     def make() -> Evaluate:
         config, inputs = run.config, run.inputs
-        held_out = inputs.held_out or load_prompts(config, inputs.chat, eval_source(config))
-        questions = make_questions(config, held_out, resolve_scorer(config, run.rewards))
+        held_out, keys, rollout = inputs.held_out, config.eval, config.rollout
+        if held_out is None:
+            source = eval_source(keys, config.data)
+            held_out = load_prompts(config.data, rollout.max_prompt_tokens, inputs.chat, source)
+        longest = rollout.max_completion_tokens
+        scorer = resolve_scorer(keys.scorer, config.rewards, longest, run.rewards)
+        questions = make_questions(keys, held_out, scorer, config.scorer_name)
         base = find_base(run) if config.measures_kl_to_base else None
-        return make_evaluator(config, _policy_for_run(run), questions, base)
+        tokens = config.train.tokens_per_micro_batch
+        return make_evaluator(keys, _policy_for_run(run), questions, base, tokens)
 
     return share("evaluator", make)
 

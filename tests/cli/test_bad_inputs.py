@@ -140,7 +140,7 @@ def model(message: str, edit: Callable[[Made], Any], **rollout: int) -> Case:
         changes = [f"rollout.{name}={value}" for name, value in rollout.items()]
         config = minimal_config.read(f"model.path={made.folder}", *changes)
         found = pretrained.find_model(config)
-        pretrained.sampling_settings(config, found)
+        pretrained.sampling_settings(config.rollout, found)
 
     return read, message
 

@@ -19,8 +19,8 @@ WEIGHTS = {"use": "truncated_importance", "level": "token", "cap": 2.0}
 
 def steps(folder, advantage=None, **changes) -> list[str]:
     config = small_run.config(folder, **changes)
-    recipe = methods.make_recipe(config, (), advantage)
-    return [name for name, _ in methods.make_chain(config, recipe).steps]
+    recipe = methods.make_recipe(advantage or config.named_chain, ())
+    return [name for name, _ in methods.make_chain(config.loss, recipe).steps]
 
 
 def halved(signal, rollouts):
@@ -35,7 +35,7 @@ def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_witho
     assert steps(tmp_path, recipe="rloo", **both) == [*recipe, *tail]
     parts = [{"use": "sum_rewards"}, {"use": "sign", "threshold": 0.5}]
     config = small_run.config(tmp_path, advantage=parts, **both)
-    made = methods.make_chain(config, methods.make_recipe(config, ()))
+    made = methods.make_chain(config.loss, methods.make_recipe(config.named_chain, ()))
     assert [name for name, _ in made.steps] == ["sum_rewards", "sign", *tail]
     own = advantages.chain(advantages.sum_rewards(), advantages.to_tokens())
     assert steps(tmp_path, own, **both) == ["sum_rewards", "to_tokens", *tail]
@@ -54,11 +54,10 @@ def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
     assert methods.build_tail({"use": "k2", "beta": 0.1}, None) == ()
 
 
-def test_what_python_brings_may_not_compare_groups_that_are_refilled(tmp_path):
+def test_what_python_brings_may_not_compare_groups_that_are_refilled():
     drop = advantages.mask_low_variance(drop=0.5)
     total, inner = advantages.sum_rewards(), advantages.chain(drop, name="inner")
     each = advantages.per_reward(drop)
-    config = small_run.config(tmp_path, **{"rollout.refill": {"factor": 2.0}})
     for steps, name in (
         ((total, drop), drop.name),
         ((total, inner), "inner"),
@@ -66,8 +65,8 @@ def test_what_python_brings_may_not_compare_groups_that_are_refilled(tmp_path):
     ):
         made = advantages.chain(*steps)
         with pytest.raises(InputError, match=rf"^{name} compares the groups of a batch"):
-            methods.make_recipe(config, (), made)
-        methods.make_recipe(small_run.config(tmp_path), (), made)
+            methods.make_recipe(made, (), refills=True)
+        methods.make_recipe(made, ())
 
 
 def test_what_python_brings_may_not_weigh_twice_either(tmp_path):

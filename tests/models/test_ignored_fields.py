@@ -53,8 +53,8 @@ def test_what_is_read_of_a_run_ignores_them(folder):
         "rollout.max_completion_tokens=8",
     )
     found = pretrained.find_model(config)
-    assert pretrained.sampling_settings(config, found).stop_tokens == (1,)
-    assert plan.read_model_config(config) == found.model.config
+    assert pretrained.sampling_settings(config.rollout, found).stop_tokens == (1,)
+    assert plan.read_model_config(config.model, config.lora) == found.model.config
     assert families.unread(found.model.config) == (
         "rotary_pct of config.json is not read (model.ignore); "
         "alibi of config.json is not read (model.ignore)"

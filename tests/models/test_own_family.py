@@ -78,7 +78,7 @@ def test_a_config_names_a_family_and_its_file_is_own_code(exaone, reference):
     config = minimal_config.read(f"model.path={exaone[1]}", f"model.family={reference}")
     with pytest.raises(InputError, match=r"model_type = 'exaone4' is not built: .*model\.family"):
         folders.read_config(exaone[1])
-    folder, stored = pretrained.find_config(config)
+    folder, stored = pretrained.find_config(config.model)
     assert (folder, stored.family) == (exaone[1], "exaone4")
     assert folders.read_config(folder) == stored  # registered: whatever reads it finds it
     assert "own_family.py" in fingerprints.config_facts(config)["own code"]

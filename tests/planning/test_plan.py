@@ -61,8 +61,9 @@ def both(method: str, mesh: str) -> tuple[setup.Setup, Run]:
     kept = {"model": {"path": base()}, "mesh": MESHES[mesh], "rollout.slots": 8}
     config = planned.config(**kept, **small, **METHODS[method])
     real = setup.setup(config)
-    model = parameters.model_config_for_run(config, folders.read_config(config.model.path))
-    return real, programs.build_run(config, model, plan.mesh_on_topology(config, here()))
+    stored = folders.read_config(config.model.path)
+    model = parameters.model_config_for_run(config.model, config.lora, stored)
+    return real, programs.build_run(config, model, plan.mesh_on_topology(config.mesh, here()))
 
 
 def here() -> topologies.Topology:

@@ -71,4 +71,4 @@ def run(devices: Sequence[Any] = (), topology: str = "v5e:2x2", **changes: Any) 
     sizes = made.mesh
     axes = (sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     mesh = sharding.make_mesh(*axes, devices=devices)
-    return programs.build_run(made, plan.read_model_config(made), mesh)
+    return programs.build_run(made, plan.read_model_config(made.model, made.lora), mesh)

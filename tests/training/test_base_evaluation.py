@@ -15,7 +15,6 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop, memory
 from jaxgrpo.training.fingerprints import evaluation_facts
-from jaxgrpo.training.processes import recovery
 from jaxgrpo.training.records.folder import evaluation_metrics
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.stored_policy import find_base
@@ -74,13 +73,6 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
     assert "4 of 4 steps" in (run.export(tmp_path / "best", "best") / "README.md").read_text()
 
 
-def test_a_checkpoint_without_the_new_entries_leaves_them_unknown():
-    progress = recovery.Progress.from_meta({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
-    assert progress.best == (2, 0.5)
-    assert progress.best_metric is None
-    assert progress.base is None
-
-
 def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_name_of_a_file(
     tmp_path,
 ):
@@ -120,11 +112,11 @@ def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_
     asked = {**EVAL, "eval.kl_to_base": True, **lora}
     run = setup(small_run.config(tmp_path / "r", **asked))
     base = find_base(run)
-    names = memory.copied_policies(run.config, run.blueprint)
+    names = memory.copied_policies(run.blueprint, True, False, run.config.lora.path)
     held = {id(leaf) for leaf in jax.tree.leaves(run.learner.frozen)}
     sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]
-    assert names == ([] if lora else [memory.EVAL_BASE])
-    assert memory.run_memory(run.config, run.blueprint).copies == (0 if lora else sum(sizes))
+    assert names == (() if lora else (memory.EVAL_BASE,))
+    assert run.memory.copies == (0 if lora else sum(sizes))
     assert all((id(leaf) in held) == bool(lora) for leaf in jax.tree.leaves(base.params))
     stored = folders.read_params(Path(small_run.base()), base.model)
     jax.tree.map(np.testing.assert_array_equal, base.params, stored)

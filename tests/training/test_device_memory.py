@@ -250,7 +250,9 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
         tmp_path / "r", **{"checkpoint.keep": 1, "checkpoint.every": 1, "lora.rank": rank}
     )
     run = setup.setup(config)
-    told = preview.disk_line(config, run.learner, run.stream)
+    told = preview.disk_line(
+        config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
+    )
     assert "2 x " in told  # the one that stays, and the next
     step, model = map(
         float, re.findall(r"([\d.]+) KiB of checkpoints, model ([\d.]+) KiB", told)[0]

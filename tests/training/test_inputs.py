@@ -77,7 +77,8 @@ def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model, count):
     changes = {"data.path": str(gsm8k.source(tmp_path, count=count)), "data.too_long": "drop"}
     changes |= {"data.prompt": "{question} Think.", "data.system": "Be brief."}
     made = config(tmp_path, model, **changes)
-    got = inputs.load_prompts(made, inputs.make_chat(made, tokenizer))
+    chat = inputs.make_chat(made.data, model, tokenizer)
+    got = inputs.load_prompts(made.data, made.rollout.max_prompt_tokens, chat)
     assert len(got.rows) + got.dropped == len(questions)
     assert len(got.rows) > 0.8 * len(questions)
     kept = [row["question"] for row in got.rows]
@@ -192,9 +193,9 @@ def test_an_evaluation_reads_the_subset_and_revision_of_the_same_source(tmp_path
     keys = {"data.path": "openai/gsm8k", "data.subset": "main", "data.split": "train"}
     keys |= {"data.revision": "v1", "eval.split": "test"}
     same = config(tmp_path, model, **keys, **{"eval.data": "openai/gsm8k"})
-    assert inputs.eval_source(same)[:4] == ("openai/gsm8k", "main", "test", "v1")
+    assert inputs.eval_source(same.eval, same.data)[:4] == ("openai/gsm8k", "main", "test", "v1")
     other = config(tmp_path, model, **keys, **{"eval.data": "owner/other"})
-    assert inputs.eval_source(other)[:4] == ("owner/other", None, "test", None)
+    assert inputs.eval_source(other.eval, other.data)[:4] == ("owner/other", None, "test", None)
 
 
 def spoil(model: str, folder: Path, name: str, content: str | None) -> str:

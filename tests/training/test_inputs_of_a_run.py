@@ -178,14 +178,14 @@ def test_only_what_a_run_reads_can_be_allowed_to_change(tmp_path):
 
 
 def test_other_tokens_of_the_same_rows_are_refused_alone(tmp_path):
-    given = small_run.config(tmp_path)
+    config = small_run.config(tmp_path)
+    given = config.run, {"data.path": config.data.path, "model.path": config.model.path}
     before = {"rows": "2 rows, crc32 1", "template": {}, "prompts": "a"}
     with pytest.raises(InputError, match="other tokens for the same rows, template and tokenizer"):
-        fingerprints.refuse_changes(given, before, {**before, "prompts": "b"})
+        fingerprints.refuse_changes(*given, before, {**before, "prompts": "b"})
     with pytest.raises(InputError) as refused:
-        fingerprints.refuse_changes(given, before, {**before, "rows": "2 rows", "prompts": "b"})
+        fingerprints.refuse_changes(*given, before, {**before, "rows": "2 rows", "prompts": "b"})
     assert '["rows"]' in str(refused.value)
-    fingerprints.refuse_changes(given, {}, before)  # of a version that saved none
 
 
 @pytest.mark.parametrize(

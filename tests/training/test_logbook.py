@@ -15,6 +15,7 @@ import small_run
 from event_files import events, wandb_history
 from rich.console import Console
 
+from jaxgrpo.config.files import to_toml
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.evaluation.diversity import stated_metrics
 from jaxgrpo.rollout import refill
@@ -25,6 +26,11 @@ from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.report.record import read_run
 
 pytestmark = pytest.mark.slow
+
+
+def logged(config):
+    """What a logbook reads of a config."""
+    return config.run, config.tracking, to_toml(config)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +150,7 @@ def test_a_resumed_run_does_not_repeat_its_warnings(failing, capsys, monkeypatch
     display = console.Display(6, 5, active=True)
     with (
         RunFolder(finished.path, resume=True) as folder,
-        logbook.Logbook(config, folder, display, finished_steps=5) as log,
+        logbook.Logbook(*logged(config), folder, display, finished_steps=5) as log,
     ):
         last = read_run(finished.path).lines[-1]
         log.step(6, {name: value for name, value in last.items() if name != "step"})
@@ -171,7 +177,9 @@ def display_to(out: io.StringIO) -> console.Display:
 
 def test_a_run_that_breaks_off_leaves_a_report(book):
     config, folder = book
-    with logbook.Logbook(config, folder, display_to(io.StringIO()), finished_steps=0) as log:
+    with logbook.Logbook(
+        *logged(config), folder, display_to(io.StringIO()), finished_steps=0
+    ) as log:
         log.step(1, {"reward": 0.5})
     assert '<span class="status">stopped</span>' in (folder.path / "report.html").read_text()
 
@@ -191,7 +199,7 @@ def test_reports_during_a_run_take_no_more_than_their_share():
 def test_a_report_is_refreshed_while_the_run_goes_on(book, monkeypatch):
     config, folder = book
     monkeypatch.setattr(logbook, "REPORT_SHARE", 1e9)  # as after many steps
-    log = logbook.Logbook(config, folder, display_to(io.StringIO()), finished_steps=0)
+    log = logbook.Logbook(*logged(config), folder, display_to(io.StringIO()), finished_steps=0)
     for step in (1, 2):
         log.step(step, {"reward": 0.5})
         text = (folder.path / "report.html").read_text()
@@ -203,7 +211,7 @@ def test_a_report_that_fails_is_said_once_and_ends_nothing(book):
     config, folder = book
     (folder.path / "report.html").mkdir()
     out = io.StringIO()
-    log = logbook.Logbook(config, folder, display_to(out), finished_steps=0)
+    log = logbook.Logbook(*logged(config), folder, display_to(out), finished_steps=0)
     log.finish({"step": 3})
     log.close()
     assert out.getvalue().count("no report: ") == 1
@@ -217,7 +225,7 @@ def test_without_tensorboard_installed_a_run_says_so_and_goes_on(tmp_path, monke
     config = small_run.config(tmp_path / "r")
     out = io.StringIO()
     with RunFolder(config.run.dir) as folder:
-        log = logbook.Logbook(config, folder, display_to(out), finished_steps=0)
+        log = logbook.Logbook(*logged(config), folder, display_to(out), finished_steps=0)
         log.step(1, {"reward": 0.5})
     assert "no TensorBoard events: pip install tensorboardX" in out.getvalue()
     assert not os.path.exists(folder.path / "tensorboard")

@@ -139,13 +139,13 @@ def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
     # The checkpoint says what it was trained as, whatever is in that folder later.
     saved = json.loads((again.path / "checkpoints" / "3" / "meta.json").read_text())["meta"]
     now = parameters.adapter_identity(Path(small_run.base()), run.inputs.pretrained.model)
-    parameters.refuse_changed_adapters(run.config, saved, now)
+    parameters.refuse_changed_adapters(run.config.model.path, saved, now)
     assert run.inputs.pretrained.model.config.lora is not None
     settings = dataclasses.replace(run.inputs.pretrained.model.config.lora, alpha=400.0)
     other = decoder.build(dataclasses.replace(run.inputs.pretrained.model.config, lora=settings))
     now = parameters.adapter_identity(Path(small_run.base()), other)
     with pytest.raises(InputError, match=r"lora: the run's adapters have rank = 2, alpha = 4\.0"):
-        parameters.refuse_changed_adapters(run.config, saved, now)
+        parameters.refuse_changed_adapters(run.config.model.path, saved, now)
     shutil.rmtree(adapter)
     again.export(tmp_path / "exported")
     _, merged = folders.load_model(again.path / "model")

@@ -142,7 +142,7 @@ def test_the_prompt_policy_sees_every_generated_group_once(resumed):
 
 
 def test_older_groups_come_first_with_the_log_probs_of_the_policy_that_sampled_them(straight):
-    _, steps = straight
+    _, _, steps = straight
     older = 0
     for number, (left, rollouts) in enumerate(steps):
         count = int((left.ordinal >= 0).sum())

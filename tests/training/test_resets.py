@@ -111,8 +111,8 @@ def resets(values: list[dict[str, float]], folder, **keys: Any) -> list[int]:
     names = ("kl", "add_kl_return/kl")
     known, due = resetting.Resets(), []
     for number, line in enumerate(values, start=1):
-        known = resetting.see(config, known, line)
-        if resetting.is_due(config, known, number, line, names):
+        known = resetting.see(config.reference, known, line)
+        if resetting.is_due(config.reference, known, number, line, names):
             due.append(number)
             known = known._replace(count=known.count + 1, last=number, stale=0)
     return due
@@ -204,7 +204,7 @@ def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
         kl = {"use": "add_kl_return", "beta": 0.1, "reference": reference}
         changes = {"advantage": [{"use": "sum_rewards"}, kl], "reference.reset_every": 3}
         run = run_of(tmp_path, **changes)
-        return resetting.make_resetter(run.config, run.blueprint)
+        return resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
 
     assert callable(resetter("reference"))
     with pytest.raises(InputError, match="nothing in the run reads the reference's log-probs"):
@@ -216,7 +216,7 @@ def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
         """Whether a step whose metrics are `line` brings a reset."""
         parts = [{"use": "sum_rewards"}, *chain]
         run = run_of(tmp_path, advantage=parts, **{"reference.reset_kl_above": 0.2}, **changes)
-        reset = resetting.make_resetter(run.config, run.blueprint)
+        reset = resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
         return reset(run.learner, resetting.Resets(), 1, line)[1].count == 1
 
     base = {"use": "add_kl_return", "beta": 0.1, "reference": "base"}
@@ -233,7 +233,7 @@ def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
 def test_the_evaluation_behind_the_last_step_counts_only_where_a_longer_run_has_it(tmp_path):
     changes = {"loss.kl": K2, "eval.data": "task:arithmetic:test", "eval.every": 2}
     run = run_of(tmp_path, **changes, **{"reference.reset_patience": 3})
-    reset = resetting.make_resetter(run.config, run.blueprint)
+    reset = resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
     known = resetting.Resets(best=1.0)
     for number, stale in ((2, 1), (3, 1), (4, 2)):  # trained to 3, then to 4
         _, known = reset(run.learner, known, number, {"eval/accuracy": 0.5})

@@ -185,16 +185,16 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
             return [0.0] * len(completions)
 
     given: list[Any] = [len, "arithmetic", Judge(), f"{OWN}:digits", "length"]
-    listed = resolve_rewards(config, given)
+    listed = resolve_rewards(config.rewards, 24, given)
     assert [reward.name for reward in listed] == ["len", "arithmetic", "Judge", "digits", "length"]
     assert listed[4].function(completion_ids=[[1] * 24]) == [-1.0]
-    named = resolve_rewards(config, {"a": Judge(), "b": Judge()})
+    named = resolve_rewards(config.rewards, 24, {"a": Judge(), "b": Judge()})
     assert [(reward.name, reward.weight, reward.on_error) for reward in named] == [
         ("a", 1.0, "raise"),
         ("b", 1.0, "raise"),
     ]
     with pytest.raises(InputError, match=r"'Judge' stands twice.*rewards=\{name: function\}"):
-        resolve_rewards(config, [Judge(), Judge()])
+        resolve_rewards(config.rewards, 24, [Judge(), Judge()])
 
 
 def test_a_metric_logged_under_a_name_of_the_trainer_is_refused():

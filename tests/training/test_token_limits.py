@@ -58,8 +58,8 @@ def test_a_model_is_sampled_within_its_positions(tmp_path, positions, changes, o
     model = model_of(tmp_path / "m", max_position_embeddings=positions)
     config = config_for(model, changes, overrides)
     assert limits(config) == expected
-    _, stored = pretrained.find_config(config)
-    pretrained.check_length(config, stored)
+    _, stored = pretrained.find_config(config.model)
+    pretrained.check_length(config.rollout, model, stored)
 
 
 def test_the_length_that_a_rope_was_built_for_counts(tmp_path):
@@ -71,19 +71,19 @@ def test_limits_that_are_asked_for_are_not_changed_and_the_message_says_what_fit
     model = model_of(tmp_path / "m", max_position_embeddings=64)
     config = config_for(model, {}, [f"{PROMPT}=100", f"{COMPLETION}=300"])
     assert limits(config) == (100, 300)
-    _, stored = pretrained.find_config(config)
+    _, stored = pretrained.find_config(config.model)
     with pytest.raises(InputError) as caught:
-        pretrained.check_length(config, stored)
+        pretrained.check_length(config.rollout, model, stored)
     found = re.search("--set (.*)$", str(caught.value))
     assert found is not None
     fitting = config_for(model, {}, shlex.split(found[1]))
     assert limits(fitting) == (16, 48)
-    pretrained.check_length(fitting, stored)
+    pretrained.check_length(fitting.rollout, model, stored)
     with pytest.raises(InputError, match=r"set data\.max_answer_tokens, or make them"):
-        pretrained.check_length(fitting, stored, answer=10)
+        pretrained.check_length(fitting.rollout, model, stored, answer=10)
     rope = dataclasses.replace(stored, max_positions=10_000, position_limit=64)
     with pytest.raises(InputError, match=r"up to 64: .*--set rollout.max_prompt_tokens=16 "):
-        pretrained.check_length(config, rope)
+        pretrained.check_length(config.rollout, model, rope)
 
 
 def test_a_run_keeps_the_limits_of_its_config(tmp_path):

@@ -124,7 +124,7 @@ def test_own_code_may_choose_the_prompts(made):
     (folder / "policy.py").write_text(f"import numpy as np\n{POLICY}")
     use = {"use": f"{folder}/policy.py:every_other", "start": 1}
     config = small_run.config(folder / "x", **{**changes, "rollout.prompts": use})
-    policy = make_policy(config, [])
+    policy = make_policy(config.rollout.prompts, [])
     assert policy.select(policy.init(12, 0), 4, 3).tolist() == [5, 7, 9]
     assert folder / "policy.py" in config.own_files
 

@@ -138,15 +138,18 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
     problems = []
     for arm, config in {case.arm: case.config for case in cases}.items():
         try:
-            rewards = resolve_rewards(config)
-            chain = methods.make_chain(config, methods.make_recipe(config, rewards))
+            rollout, loss = config.rollout, config.loss
+            longest, refills = rollout.max_completion_tokens, rollout.refill is not None
+            rewards = resolve_rewards(config.rewards, longest)
+            recipe = methods.make_recipe(config.named_chain, rewards, refills)
+            chain = methods.make_chain(loss, recipe)
             reward_names = {reward.name for reward in rewards}
             names = chain.needs - FIELDS.keys() - OF_ANSWERS.keys() - reward_names
-            rows = load_rows(config)[0] if names else []
+            rows = load_rows(config.data)[0] if names else []
             columns = methods.needed_columns(names, rows, rewards) if names else {}
-            methods.trace_chain(config, chain, rewards, len(rows) or 1, columns)
-            methods.make_policy(config, rewards)
-            methods.make_objective(config)
+            methods.trace_chain(rollout, chain, rewards, len(rows) or 1, columns)
+            methods.make_policy(rollout.prompts, rewards)
+            methods.make_objective(loss, longest)
         except InputError as error:
             problems.append(f"arms.{arm}: {error}")
     if problems:

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from rich.console import Console
 
 from jaxgrpo.config.files import Config, flat
-from jaxgrpo.config.keys import EvalKeys
+from jaxgrpo.config.keys import DataKeys, EvalKeys
 from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
@@ -120,7 +120,7 @@ def _probe(
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     policy, held_out = find_policy(console, config, rows)
     judge = resolve_judge(config, reward)
-    questions = make_questions(config, held_out, judge)
+    questions = make_questions(config.eval, held_out, judge, config.scorer_name)
     if process.is_main():
         first, ends = questions.rows[0], policy.settings.stop_tokens
         previews = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
@@ -155,7 +155,7 @@ def _config(
         *flat(tables),
         *(text.partition("=")[0].replace(" ", "") for text in overrides),
     }
-    config = dataclasses.replace(config, eval=_eval_keys(config, user_keys))
+    config = dataclasses.replace(config, eval=_eval_keys(config.eval, config.data, user_keys))
     samples = config.eval.samples
     if config.eval.data is None and rows is None:
         problem = "no prompts to probe with; give --data, as task:NAME:train"
@@ -171,9 +171,9 @@ def _config(
     raise InputError(f"probe {target}: {problem}")
 
 
-def _eval_keys(config: Config, user_keys: Collection[str]) -> EvalKeys:
-    """config.eval; keys that are not in `user_keys` are those of the training data, or defaults."""
-    data, default = config.data, EvalKeys()
+def _eval_keys(keys: EvalKeys, data: DataKeys, user_keys: Collection[str]) -> EvalKeys:
+    """`keys`; those that are not in `user_keys` are those of the training data, or defaults."""
+    default = EvalKeys()
     values = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
     if "eval.data" in user_keys:
         values |= {"subset": default.subset, "split": default.split}
@@ -183,7 +183,7 @@ def _eval_keys(config: Config, user_keys: Collection[str]) -> EvalKeys:
     elif data.path is not None:
         values |= {"data": data.path, "subset": data.subset, "split": data.split}
     values = {name: value for name, value in values.items() if f"eval.{name}" not in user_keys}
-    return dataclasses.replace(config.eval, **values)
+    return dataclasses.replace(keys, **values)
 
 
 def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
@@ -196,7 +196,7 @@ def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
         tokens=config.train.tokens_per_micro_batch,
     )
     ask = make_asker(policy, questions, config.eval.samples, rescore, purpose=PURPOSE)
-    return ask(policy.read_params(), seed_key(config), 0)
+    return ask(policy.read_params(), seed_key(config.train.seed), 0)
 
 
 def _numbers(

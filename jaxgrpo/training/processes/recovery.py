@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 import jaxgrpo
-from jaxgrpo.config.files import Config
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data import storage
 from jaxgrpo.rewards.protocol import RewardError
@@ -63,7 +63,8 @@ class Progress:
 class Keeper:
     """Saves the steps of a run, and says what is saved when it ends early."""
 
-    config: Config
+    config_file: Path | None  # that the run is started with, where there is one
+    stop_after_not_finite: int  # steps in a row; 0: never
     folder: RunFolder
     checkpoints: Checkpoints
     display: Display
@@ -83,7 +84,7 @@ class Keeper:
         """The command that resumes this run."""
         if self.replays:
             return "the same jaxgrpo replay, and --resume auto"
-        source = self.config.source or self.folder.path / "config.toml"
+        source = self.config_file or self.folder.path / "config.toml"
         return f"jaxgrpo train {source} --resume auto (and the same --set)"
 
     def save(self, learner: Learner, stream: Stream, number: int, must: bool) -> None:
@@ -163,7 +164,7 @@ class Keeper:
 
     def refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:
         """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
-        progress, limit = self.progress, self.config.train.stop_after_not_finite
+        progress, limit = self.progress, self.stop_after_not_finite
         progress.not_finite = progress.not_finite + 1 if alarms.is_not_finite(values) else 0
         problem = alarms.weights_problem(values)
         last_good_step = number - max(1, progress.not_finite)

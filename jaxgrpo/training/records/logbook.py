@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 
-from jaxgrpo.config import files as configs
 from jaxgrpo.config.checks import wandb_problem
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import RunKeys, TrackingKeys
 from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.core.types import Rollouts
@@ -56,18 +55,29 @@ class Logbook(Closing):
     Every process calls it alike; only the first one writes, prints and warns.
 
     Args:
+      config_text: the config as TOML, for trackers that show it.
       folder: rewound to `finished_steps`.
       finished_steps: of the run, before this start.
     Raises: InputError where a tracker that the config asks for cannot start.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display, finished_steps: int):
-        self._config, self._folder, self._display = config, folder, display
+    def __init__(
+        self,
+        keys: RunKeys,
+        tracking: TrackingKeys,
+        config_text: str,
+        folder: RunFolder,
+        display: Display,
+        finished_steps: int,
+    ):
+        self._keys, self._folder, self._display = keys, folder, display
         self._active = process.is_main()
-        self._trackers = self._start_trackers(finished_steps) if self._active else []
+        self._trackers = (
+            self._start_trackers(tracking, config_text, finished_steps) if self._active else []
+        )
         lines = read_metrics(folder.path) if self._active else []
         self._state, self._alarms = alarms.replay(lines)
-        self._report = _Report(folder, display) if self._active and config.run.report else None
+        self._report = _Report(folder, display) if self._active and keys.report else None
         self._finished = False
         self._failing: set[str] = set()  # what the disk did not take last time
 
@@ -93,7 +103,7 @@ class Logbook(Closing):
         self._alarms += new_alarms
         for alarm in new_alarms:
             self._display.say(warning(alarm.step, alarm.text))
-        report_every = self._config.run.report_every
+        report_every = self._keys.report_every
         if self._report and report_every and number and number % report_every == 0:
             self._report.refresh()
 
@@ -146,12 +156,13 @@ class Logbook(Closing):
         self._finished = True
         return full_summary
 
-    def _start_trackers(self, finished_steps: int) -> list[Tracker]:
-        tracking = self._config.tracking
+    def _start_trackers(
+        self, tracking: TrackingKeys, config_text: str, finished_steps: int
+    ) -> list[Tracker]:
         path = self._folder.path
         trackers: list[Tracker] = []
         if tracking.wandb is not None:  # first: it is the one that may refuse
-            tables = tomllib.loads(without_passwords(configs.to_toml(self._config)))
+            tables = tomllib.loads(without_passwords(config_text))
             trackers.append(page := WandB(path, tracking.wandb, tables))
             self._display.console.print(
                 f"Weights & Biases: {page.place}", markup=False, soft_wrap=True

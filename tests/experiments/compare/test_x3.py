@@ -86,7 +86,9 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
     found = pretrained.find_model(config, mesh)
-    blueprint, steps = setup.build_method(config, found, inputs.resolve_rewards(config, None, None))
+    blueprint, steps = setup.build_method(
+        config, found, inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
+    )
     counted = memory.count(blueprint, memory.method_policies(blueprint))
     assert (counted.copies, memory.method_policies(blueprint)) == (0, [])
     own, weights = lora.split(_placed(found.model.shapes, param_layout(blueprint)))
