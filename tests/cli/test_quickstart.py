@@ -148,12 +148,12 @@ def test_success_of_the_sampled_base_is_bimodal_over_the_prompts(base):
     worked = {text.prompt for text in TASK.corpus()}
     rows = tasks.load("task:arithmetic:test")
     assert not worked & {row["prompt"] for row in rows}
-    bimodal = [
+    solved = [
         text in arithmetic.solutions(*map(int, row["prompt"][:-1].split("+")))
         for row, group in zip(rows, texts, strict=True)
         for text in group
     ]
-    assert np.mean(bimodal) > 0.96
+    assert np.mean(solved) > 0.96
 
 
 def test_the_line_printed_has_the_size_and_a_loss_near_its_floor(base):

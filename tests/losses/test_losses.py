@@ -154,7 +154,7 @@ def test_expected_penalty_gradients_are_those_of_the_kl_they_are_named_for():
         random = np.random.default_rng(3)
         logits, anchor = (jnp.asarray(random.normal(size=6)) for _ in range(2))
         log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(anchor)
-        p, everywhere = jnp.exp(log_p), jnp.ones(6, bool)
+        p, mask = jnp.exp(log_p), jnp.ones(6, bool)
         reverse = jax.grad(lambda x: _kl(jax.nn.log_softmax(x), log_q))(logits)
         forward = jax.grad(lambda x: _kl(log_q, jax.nn.log_softmax(x)))(logits)
         for penalty, expected in [(k2(1.0), reverse), (forward_kl_k3(1.0), forward)]:
@@ -162,7 +162,7 @@ def test_expected_penalty_gradients_are_those_of_the_kl_they_are_named_for():
             def loss(logits):
                 logp = jax.nn.log_softmax(logits)
                 fields = {"reference_logp": log_q}
-                value, _ = penalty.compute(make_tokens(logp, logp, logp, everywhere, fields))  # noqa: B023
+                value, _ = penalty.compute(make_tokens(logp, logp, logp, mask, fields))  # noqa: B023
                 return (p * value).sum()  # p held: tokens were sampled, the loss is differentiated
 
             np.testing.assert_allclose(jax.grad(loss)(logits), expected, atol=1e-12)

@@ -105,8 +105,8 @@ def test_the_test_makes_the_choice_again_only_where_rates_are_the_control_s():
     random = np.random.default_rng(3)
     many = {rate: random.normal(size=7) for rate in (0.1, 0.2, 0.3)}
     single_rate = {0.1: random.normal(size=7)}
-    for arm, control in ((many, {**many}), (single_rate, single_rate)):
-        assert best(*compared({"control": arm, "arm": control}))["arm"].p == 1
+    for control, arm in ((many, {**many}), (single_rate, single_rate)):
+        assert best(*compared({"control": control, "arm": arm}))["arm"].p == 1
     turned = {rate: -many[rate] for rate in (0.3, 0.1, 0.2)}
     sorted_rates = {rate: turned[rate] for rate in many}
     p = [best(*compared({"control": many, "arm": arm}))["arm"].p for arm in (turned, sorted_rates)]
