@@ -290,12 +290,10 @@ def test_killed_and_started_again_it_repeats_nothing_and_gives_the_same_table(
         time.sleep(0.01)
     doomed.send_signal(signal.SIGKILL)
     doomed.communicate()
-    run_files = [
-        file for run in finished() for file in run.rglob("*") if "checkpoints" not in str(file)
-    ]
+    data = [file for run in finished() for file in run.rglob("*") if "checkpoints" not in str(file)]
     assert 2 <= len(finished()) < 6
     assert is_under_way()
-    before = {file: file.stat().st_mtime_ns for file in run_files if file.is_file()}
+    before = {file: file.stat().st_mtime_ns for file in data if file.is_file()}
     again = start(files[1])
     output, _ = again.communicate(timeout=200)
     assert again.returncode == 0, output
