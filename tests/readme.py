@@ -40,8 +40,8 @@ def main() -> int:
     if len(blocks) < 3 or not any("jaxgrpo train" in line for block in blocks for line in block):
         raise SystemExit(f"README.md: only {len(blocks)} blocks of commands were found")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="jaxgrpo-readme-") as made:
-        checkout = source_distribution(Path(made))
+    with tempfile.TemporaryDirectory(prefix="jaxgrpo-readme-") as folder:
+        checkout = source_distribution(Path(folder))
         environment = new_environment(checkout / ".venv")
         for block in blocks:
             run(block, checkout, environment)
@@ -51,7 +51,7 @@ def main() -> int:
 
 def command_blocks(text: str) -> list[list[str]]:
     """The lines of each block that begins with a program; what a "$ " line prints follows it."""
-    blocks = [found.splitlines() for language, found in BLOCK.findall(text) if not language]
+    blocks = [block.splitlines() for language, block in BLOCK.findall(text) if not language]
     return [block for block in blocks if block[0].startswith(PROGRAMS)]
 
 
@@ -72,9 +72,13 @@ def new_environment(folder: Path) -> dict[str, str]:
     site = Path(sysconfig.get_path("purelib", "venv", paths))
     # Files .pth in a folder that is named in one are not read: an editable install stays out.
     (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX")}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("JAX")}
     return {
-        **{name: value for name, value in kept.items() if name not in ("PYTHONPATH", "XLA_FLAGS")},
+        **{
+            name: value
+            for name, value in variables.items()
+            if name not in ("PYTHONPATH", "XLA_FLAGS")
+        },
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "VIRTUAL_ENV": str(folder),
         "XDG_CACHE_HOME": str(folder.parent.parent / "cache"),  # no program compiled before
@@ -89,11 +93,11 @@ def run(block: list[str], folder: Path, environment: dict[str, str]) -> None:
     shown, *printed = block
     command = shown.removeprefix("$ ")
     if command != shown:
-        found = shell([command], folder, environment, capture=True)
-        lines = [line.rstrip() for line in found.splitlines()]
+        output = shell([command], folder, environment, capture=True)
+        lines = [line.rstrip() for line in output.splitlines()]
         if lines != printed:
-            told = "\n".join(printed)
-            raise SystemExit(f"README.md: `{command}` prints\n{found}\nand not\n{told}")
+            expected = "\n".join(printed)
+            raise SystemExit(f"README.md: `{command}` prints\n{output}\nand not\n{expected}")
         return
     commands = [line.partition("#")[0].strip() for line in block]
     shell([INSTEAD.get(command, command) for command in commands], folder, environment)
@@ -104,16 +108,16 @@ def shell(
 ) -> str:
     """What the commands print, if it is captured. Ends this process if one fails."""
     script = "\n".join(["set -eu", "PS4='README ${SECONDS}s: '", "set -x", *commands])
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE if capture else None,
         text=True,
     )
-    if done.returncode:
-        raise SystemExit(f"README.md: exit code {done.returncode} after the line above")
-    return done.stdout or ""
+    if process.returncode:
+        raise SystemExit(f"README.md: exit code {process.returncode} after the line above")
+    return process.stdout or ""
 
 
 def say(text: str) -> None:

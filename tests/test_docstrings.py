@@ -16,16 +16,16 @@ PACKAGE = Path(jaxgrpo.__file__).parent
 FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if ">>> " in file.read_text()]
 
 
-def module_of(file: Path) -> str:
+def module_name(file: Path) -> str:
     return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_examples_hold(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = doctest.testmod(importlib.import_module(module_of(file)))
-    assert found.attempted > 0
-    assert found.failed == 0
+    results = doctest.testmod(importlib.import_module(module_name(file)))
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 def test_an_example_that_does_not_hold_is_found(tmp_path):

@@ -61,12 +61,12 @@ def metadata(wheel: Path) -> Message:
         return message_from_string(archive.read(f"{NAME}.dist-info/METADATA").decode())
 
 
-def files_of(folder: Path) -> set[str]:
+def relative_files(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
 def test_the_source_distribution_holds_every_file_of_the_repository(repository, distributions):
-    archived = files_of(distributions.source) - {"PKG-INFO"}
+    archived = relative_files(distributions.source) - {"PKG-INFO"}
     assert {".github/workflows/tests.yml", ".gitignore", "benchmarks/common.py"} <= archived
     if (repository / ".git").exists():
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -84,9 +84,9 @@ def test_the_wheel_of_the_source_distribution_is_that_of_the_checkout(distributi
 
 
 def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(repository, distributions):
-    files = files_of(repository / "jaxgrpo")
+    files = relative_files(repository / "jaxgrpo")
     package = {f"jaxgrpo/{name}" for name in files if name.endswith((".py", "py.typed"))}
-    configs = {f"jaxgrpo/configs/{name}" for name in files_of(repository / "configs")}
+    configs = {f"jaxgrpo/configs/{name}" for name in relative_files(repository / "configs")}
     assert {"jaxgrpo/py.typed", "jaxgrpo/cli/main.py"} <= package
     assert {"jaxgrpo/configs/quickstart.toml", "jaxgrpo/configs/experiments/x3_g2.toml"} <= configs
     about = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}

@@ -44,7 +44,7 @@ def saved(folder):
 
 def calls(tmp_path):
     """Word -> a call of it."""
-    configs, asked = runs(tmp_path), small_run.base()
+    configs, base = runs(tmp_path), small_run.base()
     rows = [{"prompt": "1+2=", "answer": "3"}]
     sizes: dict[str, Any] = {"rollout": {"max_prompt_tokens": 8, "max_completion_tokens": 8}}
     numbers, batch = jnp.ones(3), (np.ones((2, 3), int),) * 2
@@ -65,11 +65,11 @@ def calls(tmp_path):
         "Stream": lambda: fields(jg.Stream),
         "TrainBatch": lambda: fields(jg.TrainBatch),
         "chain": lambda: jg.chain(jg.sum_rewards()),
-        "evaluate": lambda: jg.evaluate(asked, data=rows, scorer="math", samples=2, **sizes)[
+        "evaluate": lambda: jg.evaluate(base, data=rows, scorer="math", samples=2, **sizes)[
             "pass@1"
         ],
-        "probe": lambda: jg.probe(asked, data=rows, reward="math", samples=2, **sizes),
-        "sample": lambda: jg.sample(asked, ["1+2="], **sizes)[0]["completion"],
+        "probe": lambda: jg.probe(base, data=rows, reward="math", samples=2, **sizes),
+        "sample": lambda: jg.sample(base, ["1+2="], **sizes)[0]["completion"],
         "divide_by_group_std": lambda: jg.divide_by_group_std(),
         "load_model": lambda: jg.load_model(saved(tmp_path / "model")),
         "load_config": lambda: jg.load_config("quickstart"),

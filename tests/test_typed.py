@@ -50,7 +50,7 @@ def findings(pyright) -> dict[str, dict[int, set[str]]]:
     return scripts
 
 
-def marks_of(script: Path) -> dict[int, str]:
+def error_marks(script: Path) -> dict[int, str]:
     """Line -> the rule that its comment says it breaks."""
     lines = enumerate(script.read_text().splitlines(), start=1)
     marks = {number: re.search(r"# error: (\w+)$", line) for number, line in lines}
@@ -70,7 +70,7 @@ def test_a_right_script_has_no_finding(script, findings):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", WRONG, ids=lambda file: file.stem)
 def test_a_wrong_script_has_its_findings_on_the_lines_that_are_wrong(script, findings):
-    marks, lines = marks_of(script), findings[script.name]
+    marks, lines = error_marks(script), findings[script.name]
     assert lines.keys() == marks.keys() != set()
     assert {line: rule for line, rule in marks.items() if rule not in lines[line]} == {}
 
@@ -83,9 +83,12 @@ def test_what_an_editor_shows_of_each_public_word_has_no_unknown_part(pyright, t
     words = [*WORDS, *(f"{m}.{word}" for m in modules for word in getattr(jaxgrpo, m).__all__)]
     shown = "\n".join(f"reveal_type(jg.{word})" for word in words)
     (tmp_path / "shown.py").write_text(f"import jaxgrpo as jg\n{shown}\n")
-    said = [one["message"] for one in pyright(str(tmp_path / "shown.py"))["generalDiagnostics"]]
-    assert len(said) == len(words) > 150
-    assert [text for text in said if "Unknown" in text or not text.startswith("Type of")] == []
+    messages = [
+        diagnostic["message"]
+        for diagnostic in pyright(str(tmp_path / "shown.py"))["generalDiagnostics"]
+    ]
+    assert len(messages) == len(words) > 150
+    assert [text for text in messages if "Unknown" in text or not text.startswith("Type of")] == []
 
 
 def imports_for_checkers() -> dict[str, tuple[str, str]]:

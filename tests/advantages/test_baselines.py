@@ -53,8 +53,12 @@ def outcome():
     """(rollouts, chain name -> (signal, state, metrics)) in float64, by one compiled program."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         rollouts = laws.make_rollouts(np.float64)
-        wholes = {name: adv.chain(*steps) for name, steps in CHAINS.items()}
-        run = jax.jit(lambda given: {name: compute(one, given) for name, one in wholes.items()})
+        transforms = {name: adv.chain(*steps) for name, steps in CHAINS.items()}
+        run = jax.jit(
+            lambda batch: {
+                name: compute(transform, batch) for name, transform in transforms.items()
+            }
+        )
         return rollouts, run(rollouts)
 
 
@@ -87,7 +91,7 @@ def pairs_won(row, place):
     return np.sign(row[:, None] - row).sum(1) / len(row)
 
 
-def others(row, place):
+def mean_of_the_rest(row, place):
     return row - np.array([np.delete(row, sample).mean() for sample in range(len(row))])
 
 
@@ -96,7 +100,7 @@ def test_group_baselines_are_the_papers_formulas(outcome):
     rewards, mask = scored(rollouts)
     length = np.asarray(rollouts.token_mask).sum(-1)
     oracles = {
-        "loo": others,
+        "loo": mean_of_the_rest,
         "median": lambda row, place: row - np.median(row),
         "opo": lambda row, place: row - np.average(row, weights=length[place]),
         "best": best_minus_second,
@@ -230,9 +234,9 @@ def test_asymmetric_is_r_less_cost_times_one_less_r():
 
 def test_pass_at_k_says_nothing_of_groups_of_k_or_fewer():
     rewards = np.array([[1.0, 0, 0, 0], [1, 0, 0, np.nan], [1, 0, np.nan, np.nan], [np.nan] * 4])
-    whole = adv.chain(SUM_ALL, adv.leave_one_out_pass_at_k(2))
+    transform = adv.chain(SUM_ALL, adv.leave_one_out_pass_at_k(2))
     rollouts = dataclasses.replace(laws.make_rollouts(), rewards={"r": jnp.asarray(rewards)})
-    signal, _, metrics = jax.jit(lambda given: compute(whole, given))(rollouts)
+    signal, _, metrics = jax.jit(lambda batch: compute(transform, batch))(rollouts)
     np.testing.assert_allclose(signal.value[0], [2, -2 / 3, -2 / 3, -2 / 3], rtol=1e-6)
     np.testing.assert_allclose(signal.value[1], [2, -1, -1, 0], rtol=1e-6)
     assert (np.asarray(signal.value)[2:] == 0).all()

@@ -50,8 +50,8 @@ def test_a_list_of_steps_is_the_chain_of_their_factories():
         laws.soften,
         "mask_zero_variance",
     ]
-    whole = build(steps)
-    assert [key for key, _ in whole.steps] == [
+    transform = build(steps)
+    assert [key for key, _ in transform.steps] == [
         "sum_rewards", "twice", "clipped", "clipped_2", "halved", "soften", "mask_zero_variance",
     ]  # fmt: skip
     value, _ = evaluate(build(steps[:3]), REWARDS)
@@ -62,10 +62,10 @@ def test_a_list_of_steps_is_the_chain_of_their_factories():
 def test_steps_for_each_reward_are_lists_in_the_list():
     inner = [{"use": "subtract_group_mean"}, {"use": "divide_by_group_std", "ddof": 0}]
     spec = [{"use": "per_reward", "transform": inner}, {"use": "sum_rewards"}]
-    one = [{"use": "per_reward", "transform": {"use": "subtract_group_mean"}}]
+    steps = [{"use": "per_reward", "transform": {"use": "subtract_group_mean"}}]
     rewards = {"a": [[0.0, 1.0]], "b": [[8.0, 0.0]]}
     np.testing.assert_allclose(evaluate(spec, rewards)[0], [[0, 0]], atol=1e-5)
-    assert evaluate([*one, "sum_rewards"], rewards)[0].tolist() == [[3.5, -3.5]]
+    assert evaluate([*steps, "sum_rewards"], rewards)[0].tolist() == [[3.5, -3.5]]
 
 
 def test_a_chain_is_shown_by_its_steps():
@@ -130,11 +130,11 @@ def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
         "assert not [name for name in mine if name.startswith('jaxgrpo.models')], mine\n"
         "print(jaxgrpo.advantages.evaluate('dr_grpo', [[0.0, 1.0]])[0].tolist())\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-c", code], env=environment(), capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[[-0.5, 0.5]]"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "[[-0.5, 0.5]]"
 
 
 @pytest.mark.slow
@@ -145,9 +145,9 @@ def test_examples_in_docstrings_hold(module):
 
 def test_an_option_among_the_fields_of_plain_arrays_is_refused():
     options: list[dict[str, Any]] = [{"eps": 1e-4}, {"weights": {"reward": 1.0}}]
-    for given in options:
-        with pytest.raises(InputError, match=f"{next(iter(given))} is an option of grpo"):
-            evaluate("grpo", [[1.0, 0.0]], **given)
+    for fields in options:
+        with pytest.raises(InputError, match=f"{next(iter(fields))} is an option of grpo"):
+            evaluate("grpo", [[1.0, 0.0]], **fields)
     evaluate("grpo", [[1.0, 0.0]], options={"eps": 1e-4}, truncated=[[True, False]])
 
 
@@ -155,12 +155,12 @@ def test_a_field_that_nothing_reads_is_refused_with_the_one_that_was_meant():
     def by_level(signal, rollouts):
         return dataclasses.replace(signal, value=signal.value * rollouts.fields["level"])
 
-    one, level = [[1.0, 0.0]], np.array([[2.0, 3.0]], np.float32)
+    rewards, level = [[1.0, 0.0]], np.array([[2.0, 3.0]], np.float32)
     with refuses("nothing in grpo reads the field 'trunctated': did you mean 'truncated'?"):
-        evaluate("grpo", one, trunctated=[[True, False]])
+        evaluate("grpo", rewards, trunctated=[[True, False]])
     with refuses("nothing in alpha_dpg reads the field 'base_lopg': did you mean 'base_logp'?"):
-        evaluate("alpha_dpg", one, base_lopg=[[[0.5], [0.5]]])
+        evaluate("alpha_dpg", rewards, base_lopg=[[[0.5], [0.5]]])
     with refuses("transform(function)._replace(needs=frozenset({'level'}))"):
-        evaluate(["sum_rewards", by_level], one, level=level)
+        evaluate(["sum_rewards", by_level], rewards, level=level)
     step = base.transform(by_level)._replace(needs=frozenset({"level"}))
-    assert evaluate(["sum_rewards", step], one, level=level)[0].tolist() == [[2, 0]]
+    assert evaluate(["sum_rewards", step], rewards, level=level)[0].tolist() == [[2, 0]]

@@ -83,9 +83,9 @@ def test_the_only_stream_needs_no_sum():
 
 def test_several_streams_without_a_sum_are_an_error():
     message = "2 reward streams (correct, style) and no step that makes one signal of them: put sum"
-    for whole in (chain(subtract_group_mean()), chain(per_reward(shift))):
+    for composite in (chain(subtract_group_mean()), chain(per_reward(shift))):
         with refuses(message):
-            compute(whole, laws.make_rollouts())
+            compute(composite, laws.make_rollouts())
     with refuses(message):  # known before anything is traced
         chain(per_reward(shift), shift).init(SPEC)
 
@@ -102,11 +102,11 @@ def test_a_step_on_streams_behind_the_sum_is_an_error_of_the_order():
 def test_a_misplaced_step_says_which_step_to_move():
     token_mask = jnp.ones((1, 2, 3), bool)
     for step in (subtract_group_mean(), divide_by_group_std(), sign(), to_tokens()):
-        whole = chain(sum_rewards(), to_tokens(), step)
+        composite = chain(sum_rewards(), to_tokens(), step)
         with refuses(
             "needs sequence-level values [P, G] but got shape (1, 2, 3): put it before to"
         ):
-            evaluate(whole, [[0.0, 1.0]], token_mask=token_mask)
+            evaluate(composite, [[0.0, 1.0]], token_mask=token_mask)
     spread = to_tokens()._replace(name="spread")
     with refuses(
         "sign needs sequence-level values [P, G] but got shape (1, 2, 3): put it before sp"
@@ -162,9 +162,9 @@ def test_a_missing_field_names_the_step_and_the_nearest_one():
     with refuses("scale needs the field 'difficultly': did you mean 'difficulty'?"):
         compute(chain(sum_rewards(), step), laws.make_rollouts())
     fine = shift._replace(needs=frozenset({"difficulty", "correct"}))
-    whole = chain(sum_rewards(), fine)
-    assert whole.needs == {"difficulty", "correct"}
-    compute(whole, laws.make_rollouts())
+    composite = chain(sum_rewards(), fine)
+    assert composite.needs == {"difficulty", "correct"}
+    compute(composite, laws.make_rollouts())
 
 
 def test_what_plain_arrays_lack_is_asked_for():
@@ -176,14 +176,14 @@ def test_what_plain_arrays_lack_is_asked_for():
 
 def test_state_is_keyed_by_step_name_and_carried():
     rollouts = laws.make_rollouts()
-    whole = chain(sum_rewards(), laws.running_mean(), shift, laws.running_mean())
-    assert [key for key, _ in whole.steps] == [
+    composite = chain(sum_rewards(), laws.running_mean(), shift, laws.running_mean())
+    assert [key for key, _ in composite.steps] == [
         "sum_rewards",
         "running_mean",
         "shift",
         "running_mean_2",
     ]
-    first, state, _ = compute(whole, rollouts)
+    first, state, _ = compute(composite, rollouts)
     total = start(rollouts)
     scored = total["correct"].mask & total["style"].mask
     expected = (total["correct"].value + total["style"].value)[scored].mean()
@@ -199,10 +199,10 @@ def test_state_is_keyed_by_step_name_and_carried():
 
 
 def test_state_of_another_chain_is_refused():
-    whole = chain(sum_rewards(), laws.running_mean())
-    for wrong in ({"sum_rewards": ()}, (), {**whole.init(SPEC), "sign": ()}):
+    composite = chain(sum_rewards(), laws.running_mean())
+    for wrong in ({"sum_rewards": ()}, (), {**composite.init(SPEC), "sign": ()}):
         with refuses("has the steps ['sum_rewards', 'running_mean'] but was given state of"):
-            compute(whole, laws.make_rollouts(), wrong)
+            compute(composite, laws.make_rollouts(), wrong)
     inner = per_reward(laws.running_mean())
     state = chain(inner, sum_rewards()).init(SPEC._replace(rewards=("other",)))
     with refuses("per_reward has state for the streams ['other'] but got ['correct', 'style']"):
@@ -218,8 +218,8 @@ def test_metrics_bear_the_name_of_their_step():
 
     size = AdvantageTransform("size", init, update)
     rollouts = laws.make_rollouts()
-    whole = chain(sum_rewards(), size, chain(size, name="inner"), mask_truncated())
-    _, _, metrics = compute(whole, rollouts)
+    composite = chain(sum_rewards(), size, chain(size, name="inner"), mask_truncated())
+    _, _, metrics = compute(composite, rollouts)
     assert set(metrics) == {"size/size", "inner/size/size", "mask_truncated/masked"}
     _, _, split = compute(chain(per_reward(size), sum_rewards()), rollouts)
     assert set(split) == {f"per_reward_size/{name}/size/size" for name in ("correct", "style")}
@@ -259,9 +259,9 @@ def test_weights_sum_streams_and_one_unscored_stream_masks_the_sample():
 
 
 def test_every_reward_needs_a_weight_once_one_has_it():
-    whole = chain(sum_rewards(corect=1.0, style=1.0))
+    composite = chain(sum_rewards(corect=1.0, style=1.0))
     with refuses("weight 'corect' has no reward of that name: did you mean 'correct'?"):
-        whole.init(SPEC)
+        composite.init(SPEC)
     with refuses(
         "reward 'style' has no weight: name every reward (weight 0 leaves it out) or none"
     ):
@@ -282,11 +282,14 @@ def test_normalising_per_reward_and_then_summing_is_another_method_than_the_reve
 
 def test_a_computed_stream_counts_like_a_reward():
     length = stream("length", lambda rollouts: rollouts.fields["length"], needs=("length",))
-    whole = chain(length, sum_rewards(reward=1.0, length=-0.1))
-    value, mask = evaluate(whole, [[1.0, 1.0, 0.0]], length=[[2.0, 4.0, NAN]])
+    composite = chain(length, sum_rewards(reward=1.0, length=-0.1))
+    value, mask = evaluate(composite, [[1.0, 1.0, 0.0]], length=[[2.0, 4.0, NAN]])
     np.testing.assert_allclose(value, [[0.8, 0.6, 0]])
     assert mask.tolist() == [[True, True, False]]
-    assert set(whole.init(SPEC._replace(rewards=("reward",)))) == {"stream_length", "sum_rewards"}
+    assert set(composite.init(SPEC._replace(rewards=("reward",)))) == {
+        "stream_length",
+        "sum_rewards",
+    }
     with refuses("stream 'reward' exists already"):
         evaluate(chain(stream("reward", lambda rollouts: jnp.zeros(2)), sum_rewards()), [[1.0]])
     with refuses("stream 'x' has shape (2,), expected [P, G] = (1, 1)"):
@@ -295,9 +298,9 @@ def test_a_computed_stream_counts_like_a_reward():
 
 def test_tokens_take_the_value_of_their_sample_everywhere_or_at_the_last_one():
     token_mask = [[[True, False, True, False], [False] * 4, [True] * 4]]
-    given = {"rewards": [[3.0, 1.0, 2.0]], "token_mask": token_mask}
-    everywhere, mask = evaluate(chain(sum_rewards(), to_tokens()), **given)
-    last, last_mask = evaluate(chain(sum_rewards(), to_tokens(place="last")), **given)
+    inputs = {"rewards": [[3.0, 1.0, 2.0]], "token_mask": token_mask}
+    everywhere, mask = evaluate(chain(sum_rewards(), to_tokens()), **inputs)
+    last, last_mask = evaluate(chain(sum_rewards(), to_tokens(place="last")), **inputs)
     assert everywhere.tolist() == [[[3, 0, 3, 0], [0] * 4, [2] * 4]]
     assert last.tolist() == [[[0, 0, 3, 0], [0] * 4, [0, 0, 0, 2]]]
     assert mask.tolist() == last_mask.tolist() == token_mask
@@ -342,8 +345,10 @@ def test_ranks_and_truth_values_of_an_own_step_are_values_like_any_other():
 
 def test_a_computed_stream_does_not_bring_back_what_was_left_out():
     length = stream("length", lambda rollouts: rollouts.fields["length"], needs=("length",))
-    whole = chain(length, sum_rewards(reward=0.0, length=1.0), subtract_group_mean())
-    value, mask = evaluate(whole, [[0.0, 0, 0]], [[True, True, False]], length=[[2.0, 4.0, 99.0]])
+    composite = chain(length, sum_rewards(reward=0.0, length=1.0), subtract_group_mean())
+    value, mask = evaluate(
+        composite, [[0.0, 0, 0]], [[True, True, False]], length=[[2.0, 4.0, 99.0]]
+    )
     assert mask.tolist() == [[True, True, False]]
     assert value.tolist() == [[-1.0, 1.0, 0.0]]
 
@@ -358,11 +363,11 @@ def test_a_chain_is_traced_on_shapes_with_the_columns_that_it_reads():
         return Signal(value=value, mask=value < 0)
 
     needs = frozenset({"weights"})
-    whole = chain(sum_rewards(), transform(weighs)._replace(needs=needs))
-    trace_shapes(whole, SPEC, {"weights": np.ones((99, 3))})  # of the rows of the data
+    composite = chain(sum_rewards(), transform(weighs)._replace(needs=needs))
+    trace_shapes(composite, SPEC, {"weights": np.ones((99, 3))})  # of the rows of the data
     with pytest.raises(InputError, match=r"weighs \(.*test_chain.py:weighs, line \d+: "):
-        trace_shapes(whole, SPEC, {"weights": np.ones((99, 3, 2))})
+        trace_shapes(composite, SPEC, {"weights": np.ones((99, 3, 2))})
     with pytest.raises(InputError, match="weighs needs the field 'weights'"):
-        trace_shapes(whole, SPEC)
+        trace_shapes(composite, SPEC)
     with pytest.raises(InputError, match=r"ends with values of shape .*expected \[P, G\] or "):
         trace_shapes(chain(sum_rewards(), too_long), SPEC)

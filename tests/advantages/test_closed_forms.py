@@ -160,8 +160,8 @@ def test_normalised_advantages_are_roots_of_the_odds():
     expected = np.where(groups[mixed] == 1, odds, -1 / odds)
     expected[np.isnan(groups[mixed])] = 0
     np.testing.assert_allclose(values["std"][mixed], expected, rtol=1e-12)
-    one = np.eye(1, 64)
-    top = every(one, {"n": ("grpo", BY_N), "n - 1": ("grpo", {"eps": 0.0})})
+    single_success = np.eye(1, 64)
+    top = every(single_success, {"n": ("grpo", BY_N), "n - 1": ("grpo", {"eps": 0.0})})
     largest = [np.abs(top["n"]).max(), np.abs(top["n - 1"]).max()]
     np.testing.assert_allclose(largest, [math.sqrt(63), 63 / math.sqrt(64)], rtol=1e-12)
 

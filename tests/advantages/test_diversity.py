@@ -34,8 +34,10 @@ def double():
 
 def run(recipe, rewards, options=None, **fields):
     fields = jax.tree.map(jnp.asarray, {name: np.asarray(leaf) for name, leaf in fields.items()})
-    made = jax.jit(lambda rewards, fields: evaluate(recipe, rewards, None, options, **fields)[0])
-    return np.asarray(made(jax.tree.map(jnp.asarray, rewards), fields))
+    compiled = jax.jit(
+        lambda rewards, fields: evaluate(recipe, rewards, None, options, **fields)[0]
+    )
+    return np.asarray(compiled(jax.tree.map(jnp.asarray, rewards), fields))
 
 
 def test_each_class_is_paid_by_the_share_of_the_others_floored():
@@ -86,15 +88,15 @@ def test_without_classes_equal_completions_are_one_class():
 
 def test_no_two_completions_share_their_fingerprints():
     every = np.array(list(itertools.product(range(12), repeat=4)))
-    one, other = _fingerprints(jnp.asarray(every[None]))
-    assert len(set(zip(one[0].tolist(), other[0].tolist(), strict=True))) == len(every)
+    first_hash, second_hash = _fingerprints(jnp.asarray(every[None]))
+    assert len(set(zip(first_hash[0].tolist(), second_hash[0].tolist(), strict=True))) == len(every)
     # Renamings at two places, which sums of one scramble of token and place would confuse.
     names = np.random.default_rng(0).integers(0, 150_000, 40_000)
     twice = np.stack([names, 0 * names + 7, 0 * names + 8, names], -1)
     pairs = [[6145, 7, 8, 6145], [56596, 7, 8, 56596]]
-    one, other = _fingerprints(jnp.asarray(np.concatenate([pairs, twice])[None]))
-    found = set(zip(one[0].tolist(), other[0].tolist(), strict=True))
-    assert len(found) == len({6145, 56596, *names.tolist()})
+    first_hash, second_hash = _fingerprints(jnp.asarray(np.concatenate([pairs, twice])[None]))
+    fingerprints = set(zip(first_hash[0].tolist(), second_hash[0].tolist(), strict=True))
+    assert len(fingerprints) == len({6145, 56596, *names.tolist()})
 
 
 def test_equal_completions_are_found_among_many():
@@ -110,9 +112,9 @@ def test_equal_completions_are_found_among_many():
     )
     for p in range(6):
         texts = [tuple(row[keep]) for row, keep in zip(tokens[p], mask[p], strict=True)]
-        there = [text for text, keep in zip(texts, scored[p], strict=True) if keep]
+        scored_texts = [text for text, keep in zip(texts, scored[p], strict=True) if keep]
         for g in np.flatnonzero(scored[p]):
-            share = (len(there) - there.count(texts[g])) / (len(there) - 1)
+            share = (len(scored_texts) - scored_texts.count(texts[g])) / (len(scored_texts) - 1)
             assert value[p, g] == pytest.approx(share)
 
 
@@ -120,8 +122,8 @@ def test_the_likeliest_sample_loses_beta_and_the_least_likely_nothing():
     logp = np.array([[[-1.0, -1.0], [-0.1, NAN], [-3.0, -1.0], [-0.2, -0.2], [NAN, NAN]]])
     mask = np.array([[[1, 1], [1, 0], [1, 1], [1, 1], [1, 1]]], bool)
     rewards = np.array([[1.0, 2.0, 1.0, 0.0, NAN]])  # sums -2, -0.1, -4, -0.4
-    whole = chain(sum_rewards(), unlikeliness(beta=0.3))
-    value = run(whole, rewards, behavior_logp=logp, token_mask=mask)
+    transform = chain(sum_rewards(), unlikeliness(beta=0.3))
+    value = run(transform, rewards, behavior_logp=logp, token_mask=mask)
     np.testing.assert_allclose(value, [[0.9, 2 * 0.7, 1.0, 0, 0]], rtol=1e-12)
 
 
@@ -141,9 +143,9 @@ def test_a_sample_of_unknown_likelihood_is_masked_and_moves_no_rank():
     chains, rewards = [sum_rewards(), unlikeliness(0.4)], np.ones((1, 4))
     logp = np.array([[[-1.0, -1.0], [NAN, -1.0], [-9.0, NAN], [-np.inf, -1.0]]])
     mask = np.array([[[True, True], [True, True], [True, False], [True, True]]])
-    value, kept = evaluate(chains, rewards, behavior_logp=logp, token_mask=mask)
+    value, live = evaluate(chains, rewards, behavior_logp=logp, token_mask=mask)
     np.testing.assert_allclose(value, [[0.6, 0, 0.8, 1]], rtol=1e-12)
-    assert kept.tolist() == [[True, False, True, True]]
+    assert live.tolist() == [[True, False, True, True]]
 
 
 def test_shares_outside_zero_to_one_are_refused():
@@ -166,8 +168,8 @@ def test_no_array_is_larger_than_the_tokens():
     tokens, mask = jnp.zeros((p, g, t), jnp.int32), jnp.ones((p, g, t), bool)
 
     def program(step, rewards, **fields):
-        whole = chain(sum_rewards(), step)
-        return jax.make_jaxpr(lambda rewards: evaluate(whole, rewards, **fields))(rewards)
+        transform = chain(sum_rewards(), step)
+        return jax.make_jaxpr(lambda rewards: evaluate(transform, rewards, **fields))(rewards)
 
     ids = {"ancestors": tokens[..., :3], "token_depth": tokens, "token_mask": mask}
     share = chain(to_tokens(), token_share_weights())

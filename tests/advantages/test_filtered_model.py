@@ -72,20 +72,27 @@ def parts(**options):
     return {name: adv.chain(adv.sum_rewards(), part) for name, part in table.items()}
 
 
-def advantages(chains, rewards, given):
+def advantages(chains, rewards, rollout_fields):
     """name -> advantages, all in one program, as float64 NumPy."""
 
     @jax.jit
-    def run(rewards, given):
-        return {name: adv.evaluate(whole, rewards, **given)[0] for name, whole in chains.items()}
+    def run(rewards, columns):
+        return {
+            name: adv.evaluate(transform, rewards, **columns)[0]
+            for name, transform in chains.items()
+        }
 
-    return jax.tree.map(np.asarray, run(jnp.asarray(rewards), jax.tree.map(jnp.asarray, given)))
+    return jax.tree.map(
+        np.asarray, run(jnp.asarray(rewards), jax.tree.map(jnp.asarray, rollout_fields))
+    )
 
 
 def slopes(game: Toy):
     """(d log pi(y) / d logits [27, ...], probabilities [27])."""
-    whole = lambda logits: game.token_logp(logits).sum(1)  # noqa: E731
-    return np.asarray(jax.jacobian(whole)(game.policy)), np.exp(np.asarray(whole(game.policy)))
+    sequence_logp = lambda logits: game.token_logp(logits).sum(1)  # noqa: E731
+    return np.asarray(jax.jacobian(sequence_logp)(game.policy)), np.exp(
+        np.asarray(sequence_logp(game.policy))
+    )
 
 
 def divergence_slope(game: Toy, f, limit):
@@ -109,9 +116,9 @@ def test_expected_gradients_are_those_of_the_divergences():
         _, z = game.filtered()
         logp = [game.token_logp(logits)[:, None] for logits in (game.policy, game.base)]
         rate = np.full(V**T, z)
-        given = fields(*logp, difficulty=rate)
+        rollout_fields = fields(*logp, difficulty=rate)
         reward = advantages(
-            parts(cap=1e9, base_rate="difficulty"), game.valid[:, None] * 1.0, given
+            parts(cap=1e9, base_rate="difficulty"), game.valid[:, None] * 1.0, rollout_fields
         )
         slope, chance = slopes(game)
         for name, value in reward.items():
@@ -119,9 +126,9 @@ def test_expected_gradients_are_those_of_the_divergences():
             alpha = ALPHAS.get(name)
             f, limit = DIVERGENCES[name] if alpha is None else amari(alpha)
             scale = 1.0 if alpha is None else 1 - alpha
-            wanted = -scale * divergence_slope(game, f, limit)
-            np.testing.assert_allclose(expected, wanted, atol=1e-12)
-            assert np.abs(wanted).max() > 1e-3
+            target_slope = -scale * divergence_slope(game, f, limit)
+            np.testing.assert_allclose(expected, target_slope, atol=1e-12)
+            assert np.abs(target_slope).max() > 1e-3
 
 
 def test_leaving_oneself_out_does_not_change_the_expected_gradient():
@@ -130,11 +137,11 @@ def test_leaving_oneself_out_does_not_change_the_expected_gradient():
         game = toy(1)
         pairs = np.array(list(itertools.product(range(V**T), repeat=2)))
         logp = [np.asarray(game.token_logp(logits))[pairs] for logits in (game.policy, game.base)]
-        given = fields(*logp, difficulty=np.full(len(pairs), game.filtered()[1]))
+        rollout_fields = fields(*logp, difficulty=np.full(len(pairs), game.filtered()[1]))
         value = advantages(
             {0.5: parts(cap=1e9, base_rate="difficulty")["alpha 0.5"]},
             game.valid[pairs] * 1.0,
-            given,
+            rollout_fields,
         )[0.5]
         slope, chance = slopes(game)
         weight = chance[pairs].prod(1)
@@ -153,27 +160,31 @@ def test_the_estimate_of_z_is_unbiased_where_it_is_not_clipped():
         game = game._replace(valid=game.valid & (ratio < 1))
         pairs = np.array(list(itertools.product(range(V**T), repeat=2)))
         logp = [np.asarray(game.token_logp(logits))[pairs] for logits in (game.policy, game.base)]
-        whole = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, floor=1e-300))
-        value = advantages({0: whole}, game.valid[pairs] * 1.0, fields(*logp))[0]
-        one = game.valid[pairs].sum(1) == 1
+        transform = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, floor=1e-300))
+        value = advantages({0: transform}, game.valid[pairs] * 1.0, fields(*logp))[0]
+        single_success = game.valid[pairs].sum(1) == 1
         # One success of two: R = n / 1 - 1 whatever its ratio, as the ratio cancels against Z.
-        np.testing.assert_allclose(np.abs(value[one]), 2.0)
-        run = jax.jit(jax.vmap(lambda rewards, policy, base: z_of(whole, rewards, policy, base)))
-        found = run(game.valid[pairs][:, None] * 1.0, logp[0][:, None], logp[1][:, None])
+        np.testing.assert_allclose(np.abs(value[single_success]), 2.0)
+        run = jax.jit(
+            jax.vmap(lambda rewards, policy, base: z_estimate(transform, rewards, policy, base))
+        )
+        estimates = run(game.valid[pairs][:, None] * 1.0, logp[0][:, None], logp[1][:, None])
         _, chance = slopes(game)
-        np.testing.assert_allclose((chance[pairs].prod(1) * found).sum(), game.filtered()[1], 1e-10)
+        np.testing.assert_allclose(
+            (chance[pairs].prod(1) * estimates).sum(), game.filtered()[1], 1e-10
+        )
 
 
-def z_of(whole, rewards, policy, base):
+def z_estimate(transform, rewards, policy, base):
     rollouts = make(rewards, policy, base)
-    z = adv.compute(whole, rollouts)[2]["alpha_dpg/z"]
+    z = adv.compute(transform, rollouts)[2]["alpha_dpg/z"]
     assert isinstance(z, Mean)
     return z.total
 
 
 def make(rewards, policy, base, row=None):
     nothing = dict.fromkeys(type(laws.make_rollouts()).__dataclass_fields__)
-    given = {
+    columns = {
         "rewards": {"reward": rewards},
         "behavior_logp": policy,
         "fields": {"base_logp": base},
@@ -181,21 +192,21 @@ def make(rewards, policy, base, row=None):
         "step": jnp.int32(0),
         "row": row,
     }
-    return type(laws.make_rollouts())(**{**nothing, **given})
+    return type(laws.make_rollouts())(**{**nothing, **columns})
 
 
 def oracle(value, policy, base, alpha, cap=10.0):
     """alpha-DPG of one group, sample by sample; None = not scored."""
-    kept = [i for i, v in enumerate(value) if v is not None]
-    if not kept:
+    live = [i for i, v in enumerate(value) if v is not None]
+    if not live:
         return np.zeros(len(value))
-    odds = {i: np.exp(base[i] - policy[i]) if value[i] else 0.0 for i in kept}
+    odds = {i: np.exp(base[i] - policy[i]) if value[i] else 0.0 for i in live}
     z = min(np.mean(list(odds.values())), 1) or 1e-4
-    reward = {i: min((odds[i] / z) ** (1 - alpha) - 1, cap) for i in kept}
+    reward = {i: min((odds[i] / z) ** (1 - alpha) - 1, cap) for i in live}
     out = np.zeros(len(value))
-    for i in kept:
-        others = [reward[j] for j in kept if j != i]
-        out[i] = reward[i] - np.mean(others) if others else reward[i]
+    for i in live:
+        rest = [reward[j] for j in live if j != i]
+        out[i] = reward[i] - np.mean(rest) if rest else reward[i]
     return out
 
 
@@ -218,13 +229,13 @@ def test_groups_are_those_of_the_papers_code_with_every_edge():
     rewards = np.array([[np.nan if v is None else v for v in row] for row in values], float)
     policies, bases = (np.where(tokens, leaf, 0).sum(-1) for leaf in (policy, base))
     with jax.enable_x64(True):
-        given = fields(policy, base) | {"token_mask": tokens}
+        rollout_fields = fields(policy, base) | {"token_mask": tokens}
         chains = {
             alpha: adv.chain(adv.sum_rewards(), adv.alpha_dpg(alpha, cap=1.5))
             for alpha in ALPHAS.values()
         }
-        found = advantages(chains, rewards, given)
-    for alpha, value in found.items():
+        by_alpha = advantages(chains, rewards, rollout_fields)
+    for alpha, value in by_alpha.items():
         for row, label in enumerate(values):
             expected = oracle(label, policies[row], bases[row], alpha, cap=1.5)
             np.testing.assert_allclose(value[row], expected, atol=1e-12, err_msg=str((alpha, row)))
@@ -240,14 +251,14 @@ def test_alpha_near_one_is_leave_one_out_and_its_next_term_is_an_anchor():
     rate = random.uniform(0.1, 0.9, 50)
     gap = 1e-6
     with jax.enable_x64(True):
-        whole = adv.chain(
+        transform = adv.chain(
             adv.sum_rewards(), adv.alpha_dpg(1 - gap, base_rate="difficulty", cap=1e9)
         )
-        found = advantages({0: whole}, value, fields(*logp, difficulty=rate))[0]
+        result = advantages({0: transform}, value, fields(*logp, difficulty=rate))[0]
     left_out = lambda r: r - (r.sum(1, keepdims=True) - r) / 3  # noqa: E731
-    np.testing.assert_allclose(found, left_out(value), atol=1e-4)
+    np.testing.assert_allclose(result, left_out(value), atol=1e-4)
     anchor = left_out(value * ((logp[1] - logp[0]).sum(-1) - np.log(rate)[:, None]))
-    np.testing.assert_allclose((found - left_out(value)) / gap, anchor, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose((result - left_out(value)) / gap, anchor, rtol=1e-3, atol=1e-4)
 
 
 def test_at_the_filtered_model_nothing_is_pushed():
@@ -257,10 +268,10 @@ def test_at_the_filtered_model_nothing_is_pushed():
         target, z = game.filtered()
         logp = np.log(target[game.valid])[None, :, None]
         base = logp + np.log(z)
-        ones = np.ones(logp.shape[:2])
-        given = fields(logp, base, difficulty=np.array([z]))
-        found = advantages(parts(base_rate="difficulty"), ones, given)
-    for name, value in found.items():
+        successes = np.ones(logp.shape[:2])
+        rollout_fields = fields(logp, base, difficulty=np.array([z]))
+        values = advantages(parts(base_rate="difficulty"), successes, rollout_fields)
+    for name, value in values.items():
         if name != "tv":  # its pseudo-reward jumps between -1/2 and 1/2 at agreement
             np.testing.assert_allclose(value, 0, atol=1e-12, err_msg=str(name))
 
@@ -268,23 +279,23 @@ def test_at_the_filtered_model_nothing_is_pushed():
 def test_long_sequences_stay_in_logs_and_the_cap_holds():
     policy = np.full((1, 3, 1000), -3.0, np.float32)
     base = policy - np.array([[[2.0], [-2.0], [0.0]]], np.float32)  # ratios of e^-2000, e^2000, 1
-    found = advantages(parts(), [[1.0, 1.0, 0.0]], fields(policy, base))
+    values = advantages(parts(), [[1.0, 1.0, 0.0]], fields(policy, base))
     for name in ALPHAS:
-        np.testing.assert_allclose(found[name], [[-5.5, 11.0, -5.5]], rtol=1e-6)
-    for value in found.values():
+        np.testing.assert_allclose(values[name], [[-5.5, 11.0, -5.5]], rtol=1e-6)
+    for value in values.values():
         assert np.isfinite(value).all()
 
 
 def test_running_z_is_the_mean_over_the_rows_samples_so_far():
-    whole = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, z="running", cap=100.0))
+    transform = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, z="running", cap=100.0))
     with pytest.raises(InputError, match="z = 'running' remembers every row"):
-        whole.init(adv.spec_of(laws.make_rollouts()))
+        transform.init(adv.spec_of(laws.make_rollouts()))
     row = jnp.array([1, 1, 0], jnp.int32)
     base = jnp.log(jnp.array([[[0.5], [0.5]], [[0.25], [0.25]], [[0.5], [0.5]]]))
     rewards = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     rollouts = make(rewards, jnp.zeros_like(base), base, row)
-    state = whole.init(adv.spec_of(rollouts, num_rows=3))
-    step = jax.jit(lambda state: adv.compute(whole, rollouts, state))
+    state = transform.init(adv.spec_of(rollouts, num_rows=3))
+    step = jax.jit(lambda state: adv.compute(transform, rollouts, state))
     for _ in range(2):
         signal, state, _ = step(state)
         # Row 1: (0.5 + 0 + 0.25 + 0.25) / 4 = 0.25 in both batches; R = 0.5 / 0.25 - 1 and -1.
@@ -297,13 +308,13 @@ def test_metrics_say_what_was_refused_capped_and_unsupported():
     base = jnp.array([[[0.0], [-jnp.inf], [0.0], [0.0]]])
     policy = jnp.array([[[-9.0], [0.0], [0.0], [0.0]]])
     rollouts = make(jnp.array([[1.0, 1.0, 0.0, 0.5]]), policy, base)
-    whole = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, cap=1.0))
-    signal, _, metrics = jax.jit(lambda rollouts: adv.compute(whole, rollouts))(rollouts)
+    transform = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, cap=1.0))
+    signal, _, metrics = jax.jit(lambda rollouts: adv.compute(transform, rollouts))(rollouts)
     assert signal.mask.tolist() == [[True, True, True, False]]
-    found = {name.split("/")[1]: metric.result() for name, metric in metrics.items()}
-    assert found["refused"] == 0.25
-    assert found["capped"] == found["unsupported"] == pytest.approx(1 / 3)
-    assert found["z"] == 1
+    shares = {name.split("/")[1]: metric.result() for name, metric in metrics.items()}
+    assert shares["refused"] == 0.25
+    assert shares["capped"] == shares["unsupported"] == pytest.approx(1 / 3)
+    assert shares["z"] == 1
 
 
 def test_wrong_options_are_refused():
@@ -322,9 +333,12 @@ def test_wrong_options_are_refused():
             adv.evaluate(recipe, [[0.5, 1.0]], **fields(logp, logp))
         with pytest.raises(InputError, match="needs the field 'base_logp'"):
             adv.evaluate(recipe, [[0.0, 1.0]], behavior_logp=logp, token_mask=logp == 0)
-    wrong, whole = fields(logp, logp, difficulty=np.ones(2)), parts(base_rate="difficulty")["tv"]
+    wrong, transform = (
+        fields(logp, logp, difficulty=np.ones(2)),
+        parts(base_rate="difficulty")["tv"],
+    )
     with pytest.raises(InputError, match=r"difficulty has shape \(2,\), expected one base"):
-        adv.evaluate(whole, [[0.0, 1.0]], **wrong)
+        adv.evaluate(transform, [[0.0, 1.0]], **wrong)
 
 
 def test_a_schedule_that_arrives_at_one_is_leave_one_out():
@@ -338,9 +352,14 @@ def test_a_schedule_that_arrives_at_one_is_leave_one_out():
 @pytest.mark.parametrize("part", [adv.alpha_dpg, adv.f_dpg])
 def test_a_prompt_whose_base_rate_is_not_known_has_no_target_and_is_masked(part):
     logp, rewards = np.log([[[0.5], [0.2]]] * 3), np.array([[1.0, 0.0]] * 3)
-    whole, given = adv.chain(adv.sum_rewards(), part(base_rate="rate")), fields(logp, logp)
-    value, mask = adv.evaluate(whole, rewards, rate=np.array([np.nan, 0.5, np.inf]), **given)
+    transform, rollout_fields = (
+        adv.chain(adv.sum_rewards(), part(base_rate="rate")),
+        fields(logp, logp),
+    )
+    value, mask = adv.evaluate(
+        transform, rewards, rate=np.array([np.nan, 0.5, np.inf]), **rollout_fields
+    )
     assert mask.tolist() == [[False] * 2, [True] * 2, [False] * 2]
-    alone, _ = adv.evaluate(whole, rewards, rate=np.full(3, 0.5), **given)
+    alone, _ = adv.evaluate(transform, rewards, rate=np.full(3, 0.5), **rollout_fields)
     np.testing.assert_array_equal(value[1], alone[1])
     assert (value[1] != 0).all()

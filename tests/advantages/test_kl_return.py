@@ -37,9 +37,9 @@ def token_logps(table):
 
 def run(steps, rewards, num_rows=None, **fields):
     rollouts, spec = plain_rollouts(rewards, **fields)
-    whole = adv.chain(adv.sum_rewards(), *steps)
-    state = whole.init(spec._replace(num_rows=num_rows or spec.num_rows))
-    signal, state, metrics = jax.jit(whole.update)(adv.start(rollouts), state, rollouts)
+    transform = adv.chain(adv.sum_rewards(), *steps)
+    state = transform.init(spec._replace(num_rows=num_rows or spec.num_rows))
+    signal, state, metrics = jax.jit(transform.update)(adv.start(rollouts), state, rollouts)
     return signal, state, {name.rpartition("/")[2]: m.result() for name, m in metrics.items()}
 
 
@@ -66,8 +66,8 @@ def test_its_expected_gradient_is_that_of_kl_control_and_the_baseline_is_free():
         trainer_logp=logp[groups],
         reference_logp=token_logps(reference)[groups],
     )
-    found = jax.grad(estimate)(policy, signal.value)
-    np.testing.assert_allclose(found, jax.grad(objective)(policy), rtol=0, atol=1e-9)
+    gradient = jax.grad(estimate)(policy, signal.value)
+    np.testing.assert_allclose(gradient, jax.grad(objective)(policy), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -97,7 +97,7 @@ def test_behind_each_baseline_reward_and_kl_are_scaled_alike(tail, size):
         "kl_in_reward": [adv.to_tokens("last"), adv.kl_in_reward(beta), adv.reward_to_go()],
     }[tail]
     fields = {"trainer_logp": logps(table)[groups], "reference_logp": logps(reference)[groups]}
-    whole = jax.grad(objective)(table)
+    full_gradient = jax.grad(objective)(table)
     for baseline, share in (
         ([], 1),
         ([adv.subtract_leave_one_out_mean()], 1),
@@ -105,11 +105,11 @@ def test_behind_each_baseline_reward_and_kl_are_scaled_alike(tail, size):
         ([adv.chain(adv.mask_truncated(), adv.subtract_group_mean())], 1 - 1 / size),
     ):
         truncated = np.zeros(groups.shape, bool)
-        given = {"token_mask": mask[groups], "truncated": truncated, **fields}
-        signal, _, _ = run([*baseline, *parts], reward[groups], **given)
-        found = jax.grad(estimate)(table, signal.value) / size
-        np.testing.assert_allclose(found, share * whole, rtol=0, atol=1e-9)
-        nested, _, _ = run([*baseline, adv.chain(*parts)], reward[groups], **given)
+        rollout_fields = {"token_mask": mask[groups], "truncated": truncated, **fields}
+        signal, _, _ = run([*baseline, *parts], reward[groups], **rollout_fields)
+        gradient = jax.grad(estimate)(table, signal.value) / size
+        np.testing.assert_allclose(gradient, share * full_gradient, rtol=0, atol=1e-9)
+        nested, _, _ = run([*baseline, adv.chain(*parts)], reward[groups], **rollout_fields)
         np.testing.assert_array_equal(nested.value, signal.value)
 
 
@@ -132,9 +132,12 @@ def test_the_exact_gradient_comes_to_rest_at_the_tilted_base(aim, recipe, size):
         "beta": [adv.add_kl_return(0.5)],
         "validity": [adv.add_kl_return_for_validity(0.9, base_rate="rate")],
     }[aim]
-    whole = adv.extend(adv.build(recipe), *steps)
-    given = {"token_mask": np.ones((*groups.shape, 1), bool), "rate": np.full(len(groups), 0.5)}
-    given |= {"row": np.zeros(len(groups), np.int32)}
+    transform = adv.extend(adv.build(recipe), *steps)
+    rollout_fields = {
+        "token_mask": np.ones((*groups.shape, 1), bool),
+        "rate": np.full(len(groups), 0.5),
+    }
+    rollout_fields |= {"row": np.zeros(len(groups), np.int32)}
     anchor = jnp.asarray(np.log(base))[groups][..., None]
 
     @jax.jit
@@ -142,9 +145,9 @@ def test_the_exact_gradient_comes_to_rest_at_the_tilted_base(aim, recipe, size):
         logp = jax.nn.log_softmax(logits)
         logps = {"trainer_logp": logp[groups][..., None], "behavior_logp": logp[groups][..., None]}
         logps |= {"reference_logp": anchor, "base_logp": anchor}
-        rollouts, _ = plain_rollouts(valid[groups], **given, **logps)
-        state = whole.init(adv.spec_of(rollouts, num_rows=1))
-        value = adv.compute(whole, rollouts, state)[0].value[..., 0]
+        rollouts, _ = plain_rollouts(valid[groups], **rollout_fields, **logps)
+        state = transform.init(adv.spec_of(rollouts, num_rows=1))
+        value = adv.compute(transform, rollouts, state)[0].value[..., 0]
         pushed = jnp.eye(4)[groups] - jnp.exp(logp)[None, None]
         chance = orders * jnp.exp(logp[groups].sum(1))
         return logits + 4 * (chance[:, None] * (value[..., None] * pushed).mean(1)).sum(0)
@@ -165,8 +168,8 @@ def test_a_sample_pays_for_what_is_to_come_less_what_the_others_pay_there():
         reference_logp=0 * distance,
     )
     paid = -2 * np.array([[0.3, 0.2, 0.0], [0.5, 0.0, 0.0], [7.0, 6.0, 4.0]])
-    others = -np.array([[7.5, 12.0, 0.0], [7.3, 0.0, 0.0], [0.8, 0.4, 0.0]])
-    expected = np.where(mask[0], np.array([[1.0], [2.0], [3.0]]) + paid - others, 0)
+    baseline = -np.array([[7.5, 12.0, 0.0], [7.3, 0.0, 0.0], [0.8, 0.4, 0.0]])
+    expected = np.where(mask[0], np.array([[1.0], [2.0], [3.0]]) + paid - baseline, 0)
     np.testing.assert_allclose(wide.value[0], expected, rtol=0, atol=1e-12)
     assert (wide.mask == mask).all()
 
@@ -191,9 +194,9 @@ def test_with_rloo_nothing_is_pushed_at_the_tilted_base():
     valid, beta = np.array([1.0, 1.0, 1.0, 0.0]), 0.5
     tilted = base * np.exp(valid / beta)
     logp = np.log(np.stack([tilted / tilted.sum(), base]))[:, None, :, None]
-    given = {"token_mask": np.ones((1, 4, 1), bool), "reference_logp": logp[1]}
+    rollout_fields = {"token_mask": np.ones((1, 4, 1), bool), "reference_logp": logp[1]}
     steps = [adv.subtract_leave_one_out_mean(), adv.add_kl_return(beta)]
-    signal, _, _ = run(steps, valid[None], trainer_logp=logp[0], **given)
+    signal, _, _ = run(steps, valid[None], trainer_logp=logp[0], **rollout_fields)
     np.testing.assert_allclose(signal.value, 0, rtol=0, atol=1e-12)
 
 
@@ -202,16 +205,16 @@ def test_beta_is_the_one_that_leads_the_rows_met_to_the_target():
     rewards = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], float)
     zero = np.zeros((3, 4, 1))
     logps = dict.fromkeys(("trainer_logp", "base_logp", "behavior_logp"), zero)
-    given = {"row": np.array([2, 0, 1]), "token_mask": np.ones((3, 4, 1), bool), **logps}
+    rollout_fields = {"row": np.array([2, 0, 1]), "token_mask": np.ones((3, 4, 1), bool), **logps}
     step = adv.add_kl_return_for_validity(0.8)
-    _, state, metrics = run([step], rewards, num_rows=4, **given)
+    _, state, metrics = run([step], rewards, num_rows=4, **rollout_fields)
     tilted = [r / (r + (1 - r) * np.exp(-1 / metrics["beta"])) for r in (0.5, 0.25)]
     assert np.mean(tilted) == pytest.approx(0.8)
     assert metrics["base_rate"] == pytest.approx(0.25)
     assert metrics["rows_left_out"] == pytest.approx(1 / 3)
-    kept = state["add_kl_return_for_validity"]
-    np.testing.assert_array_equal(kept["count"], [4, 4, 4, 0])
-    np.testing.assert_array_equal(kept["total"], [1, 0, 2, 0])
+    tracked = state["add_kl_return_for_validity"]
+    np.testing.assert_array_equal(tracked["count"], [4, 4, 4, 0])
+    np.testing.assert_array_equal(tracked["total"], [1, 0, 2, 0])
 
 
 def test_the_base_rate_is_right_in_expectation_whatever_the_policy_became():
@@ -219,12 +222,12 @@ def test_the_base_rate_is_right_in_expectation_whatever_the_policy_became():
     base, policy = np.array([0.3, 0.2, 0.5]), np.array([0.6, 0.3, 0.1])
     answer = np.repeat([0, 1, 2], [6, 3, 1])[None]
     logp = {"behavior_logp": np.log(policy), "base_logp": np.log(base), "trainer_logp": policy}
-    given = {name: value[answer][..., None] for name, value in logp.items()}
+    answer_logps = {name: value[answer][..., None] for name, value in logp.items()}
     _, _, metrics = run(
         [adv.add_kl_return_for_validity(0.8)],
         (answer < 2).astype(float),
         token_mask=np.ones((1, 10, 1), bool),
-        **given,
+        **answer_logps,
     )
     assert metrics["base_rate"] == pytest.approx(0.5)
     assert metrics["beta"] == pytest.approx(1 / np.log(4))
@@ -247,13 +250,13 @@ def test_a_base_that_is_there_already_or_never_succeeds_gives_the_highest_beta()
 def test_a_field_gives_the_base_rates_where_it_is_named():
     rollouts = laws.make_rollouts(np.float64)
     step = adv.add_kl_return_for_validity(0.95, reward="correct", base_rate="difficulty")
-    whole = adv.chain(adv.sum_rewards(), step)
-    state = whole.init(adv.spec_of(rollouts, num_rows=laws.ROWS))
-    _, state, _ = adv.compute(whole, rollouts, state)
-    kept = state["add_kl_return_for_validity"]
-    rows, given = np.asarray(rollouts.row), np.asarray(rollouts.fields["difficulty"])
-    mean = [given[rows == row].mean() for row in range(laws.ROWS)]
-    np.testing.assert_allclose(kept["total"] / kept["count"], mean)
+    transform = adv.chain(adv.sum_rewards(), step)
+    state = transform.init(adv.spec_of(rollouts, num_rows=laws.ROWS))
+    _, state, _ = adv.compute(transform, rollouts, state)
+    tracked = state["add_kl_return_for_validity"]
+    rows, rates = np.asarray(rollouts.row), np.asarray(rollouts.fields["difficulty"])
+    mean = [rates[rows == row].mean() for row in range(laws.ROWS)]
+    np.testing.assert_allclose(tracked["total"] / tracked["count"], mean)
 
 
 def test_streams_several_rewards_and_wrong_options_are_refused():

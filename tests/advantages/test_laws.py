@@ -42,10 +42,10 @@ def wide():
 def check_equal(left, right, tolerance: float) -> None:
     assert left.keys() == right.keys()
     for label in left:
-        for one, other in zip(
+        for actual, expected in zip(
             jax.tree.leaves(left[label]), jax.tree.leaves(right[label]), strict=True
         ):
-            np.testing.assert_allclose(one, other, tolerance, tolerance, err_msg=label)
+            np.testing.assert_allclose(actual, expected, tolerance, tolerance, err_msg=label)
 
 
 def permuted(outcome, index):
@@ -59,9 +59,9 @@ def permuted(outcome, index):
 def test_every_recipe_runs_on_shapes_alone():
     rollouts = laws.make_rollouts()
     spec = spec_of(rollouts, num_rows=laws.ROWS)
-    for label, whole in laws.chains().items():
+    for label, transform in laws.chains().items():
         if label.startswith("recipe "):
-            trace_shapes(whole, spec, rollouts.fields)
+            trace_shapes(transform, spec, rollouts.fields)
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_permuted_prompts_give_permuted_advantages_unless_ordered(dtype):
     rollouts = laws.make_rollouts(dtype)
     order = np.random.default_rng(2).permutation(laws.P)
     moved = compiled(jax.tree.map(lambda leaf: leaf[order] if leaf.ndim else leaf, rollouts))
-    free = {label for label, whole in laws.chains().items() if not whole.ordered}
+    free = {label for label, transform in laws.chains().items() if not transform.ordered}
     plain = {key: value for key, value in compiled(rollouts).items() if key in free}
     moved = {key: value for key, value in moved.items() if key in free}
     check_equal(permuted(plain, order), permuted(moved, ...), TOLERANCE[dtype])
@@ -97,27 +97,31 @@ def test_permuted_prompts_give_permuted_advantages_unless_ordered(dtype):
 @pytest.mark.slow
 def test_a_group_is_as_live_alone_as_among_any_others_unless_groups_are_compared(wide):
     rollouts = laws.make_rollouts(wide)
-    made = {label: whole for label, whole in laws.chains().items() if whole.relative}
-    made |= laws.behind_a_baseline()
+    transforms = {
+        label: transform for label, transform in laws.chains().items() if transform.relative
+    }
+    transforms |= laws.behind_a_baseline()
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(0, None))
     @functools.partial(jax.vmap, in_axes=(None, 0))
-    def live(group, other):
-        places = jnp.where(jnp.arange(laws.P) == group, group, other)
+    def live(group, neighbour):
+        places = jnp.where(jnp.arange(laws.P) == group, group, neighbour)
         batch = jax.tree.map(lambda leaf: leaf[places] if leaf.ndim else leaf, rollouts)
         flags = {}
-        for label, whole in made.items():
-            value, tokens = laws.run(whole, batch)[0].value[group], batch.token_mask[group]
+        for label, transform in transforms.items():
+            value, tokens = laws.run(transform, batch)[0].value[group], batch.token_mask[group]
             value = value if value.ndim == 2 else value[:, None]
             flags[label] = ((value != 0) & tokens).any()
         return flags
 
     several = jnp.isfinite(sum(rollouts.rewards.values())).sum(1) > 1
     # One of the others has no scored sample: the group is alone.
-    found = live(jnp.flatnonzero(several), jnp.arange(laws.P))
-    changed = {label for label, flags in found.items() if (flags != flags[:, :1]).any()}
-    assert changed == {label for label, whole in made.items() if whole.compares_groups}
+    live_flags = live(jnp.flatnonzero(several), jnp.arange(laws.P))
+    changed = {label for label, flags in live_flags.items() if (flags != flags[:, :1]).any()}
+    assert changed == {
+        label for label, transform in transforms.items() if transform.compares_groups
+    }
 
 
 def test_values_are_finite_and_zero_where_masked(dtype):
@@ -148,12 +152,14 @@ def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(wide):
     def step(rollouts, states):
         traces.append(None)
         return {
-            label: laws.run(whole, rollouts, states[label])
-            for label, whole in laws.chains().items()
+            label: laws.run(transform, rollouts, states[label])
+            for label, transform in laws.chains().items()
         }
 
     first = laws.make_rollouts(wide)
-    states = {label: laws.first_state(whole, first) for label, whole in laws.chains().items()}
+    states = {
+        label: laws.first_state(transform, first) for label, transform in laws.chains().items()
+    }
     for seed in range(3):
         outcome = step(laws.make_rollouts(wide, seed), states)
         after = {label: state for label, (_, state, _) in outcome.items()}
@@ -170,10 +176,10 @@ def test_four_devices_give_what_one_gives(wide):
     rollouts = laws.make_rollouts(wide)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(leaf):
-        return jax.device_put(leaf, split if leaf.ndim else whole)
+        return jax.device_put(leaf, split if leaf.ndim else replicated)
 
     spread = compiled(jax.tree.map(place, rollouts))
     assert len(spread["recipe grpo 0"][0].value.sharding.device_set) == 4
@@ -193,13 +199,13 @@ def test_no_gradient_flows_through(wide):
     @jax.jit
     def slope(rewards, fields, behavior_logp):
         def total(rewards, fields, behavior_logp):
-            given = dataclasses.replace(
+            scaled_rollouts = dataclasses.replace(
                 rollouts,
                 rewards=rewards,
                 fields={**rollouts.fields, **fields},
                 behavior_logp=behavior_logp,
             )
-            outcome = laws.run_all(given)
+            outcome = laws.run_all(scaled_rollouts)
             return sum(jnp.square(signal.value).sum() for signal, _, _ in outcome.values())
 
         return jax.grad(total, argnums=(0, 1, 2))(rewards, fields, behavior_logp)
@@ -220,11 +226,11 @@ def test_rewards_of_every_dtype_are_computed_in_at_least_float32(name):
     with jax.enable_x64(name == "float64"):
         rollouts = laws.make_rollouts(np.float64 if name == "float64" else np.float32)
         rewards = {key: leaf.astype(name) for key, leaf in rollouts.rewards.items()}
-        given = dataclasses.replace(rollouts, rewards=rewards)
+        typed_rollouts = dataclasses.replace(rollouts, rewards=rewards)
         wide = "float64" if name == "float64" else "float32"
         rewards = {key: leaf.astype(wide) for key, leaf in rewards.items()}
         same = compiled(dataclasses.replace(rollouts, rewards=rewards))
-        for label, (signal, _, _) in compiled(given).items():
+        for label, (signal, _, _) in compiled(typed_rollouts).items():
             assert signal.value.dtype == wide, label
             np.testing.assert_array_equal(signal.value, same[label][0].value, label)
             value, mask = np.asarray(signal.value, np.float64), np.asarray(signal.mask)
@@ -236,7 +242,7 @@ def test_rewards_of_every_dtype_are_computed_in_at_least_float32(name):
 def test_parts_work_under_vmap(wide):
     rollouts = [laws.make_rollouts(wide, seed) for seed in (0, 1)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rollouts)
-    both = jax.jit(jax.vmap(laws.run_all))(stacked)
-    for index, one in enumerate(rollouts):
-        alone = jax.tree.map(operator.itemgetter(index), both)
-        check_equal(alone, compiled(one), TOLERANCE[wide])
+    batched = jax.jit(jax.vmap(laws.run_all))(stacked)
+    for index, single in enumerate(rollouts):
+        alone = jax.tree.map(operator.itemgetter(index), batched)
+        check_equal(alone, compiled(single), TOLERANCE[wide])

@@ -25,27 +25,27 @@ from jaxgrpo.core.errors import InputError
 NAN = np.nan
 
 
-def run(*steps, **given):
-    """(value, mask) of a chain on one reward, jitted; `rewards` and the fields in `given`."""
-    return run_chain(chain(sum_rewards(), *steps), **given)
+def run(*steps, **rollout_fields):
+    """(value, mask) of a chain on one reward, jitted; keywords: `rewards` and the fields."""
+    return run_chain(chain(sum_rewards(), *steps), **rollout_fields)
 
 
-def run_chain(whole, **given):
-    """(value, mask) of a chain, jitted; `rewards`, one or by name, and the fields in `given`."""
-    value, mask = jax.jit(lambda given: evaluate(whole, given.pop("rewards"), **given))(
-        jax.tree.map(jnp.asarray, given, is_leaf=lambda node: isinstance(node, list))
+def run_chain(transform, **rollout_fields):
+    """(value, mask) of a chain, jitted; keywords: `rewards`, one or by name, and the fields."""
+    value, mask = jax.jit(lambda inputs: evaluate(transform, inputs.pop("rewards"), **inputs))(
+        jax.tree.map(jnp.asarray, rollout_fields, is_leaf=lambda node: isinstance(node, list))
     )
     return np.asarray(value), np.asarray(mask)
 
 
-def groups_left(steps, sweep, **given):
+def groups_left(steps, sweep, **rollout_fields):
     """Whether each group stays, [len(sweep), P]; steps(number) with a number that is traced."""
-    whole = chain(sum_rewards(), steps(lambda step: sweep_of[step]))
+    transform = chain(sum_rewards(), steps(lambda step: sweep_of[step]))
     sweep_of = jnp.asarray(sweep)
-    rewards = given.pop("rewards")
+    rewards = rollout_fields.pop("rewards")
 
     def left(step):
-        return evaluate(whole, rewards, step=step, **given)[1].any(1)
+        return evaluate(transform, rewards, step=step, **rollout_fields)[1].any(1)
 
     return np.asarray(jax.jit(jax.vmap(left))(jnp.arange(len(sweep))))
 
@@ -66,11 +66,11 @@ def test_a_variance_threshold_of_zero_is_the_zero_variance_mask(name):
         rollouts = laws.make_rollouts(np.dtype(name).type)
         low = chain(sum_rewards(), mask_low_variance(threshold=0.0))
         flat = chain(sum_rewards(), mask_zero_variance())
-        (one, _, _), (other, _, _) = jax.jit(
-            lambda given: (compute(low, given), compute(flat, given))
+        (by_variance, _, _), (by_range, _, _) = jax.jit(
+            lambda batch: (compute(low, batch), compute(flat, batch))
         )(rollouts)
-    assert one.mask.tolist() == other.mask.tolist()
-    assert not one.mask[2].any()  # seven times 1.1 would not have variance 0 by squares
+    assert by_variance.mask.tolist() == by_range.mask.tolist()
+    assert not by_variance.mask[2].any()  # seven times 1.1 would not have variance 0 by squares
 
 
 def test_equal_float32_rewards_have_variance_exactly_zero():
@@ -92,22 +92,22 @@ def test_the_variance_of_a_field_is_that_of_its_positions():
 
     def oracle(counts, reduce):
         out = []
-        for group, there in zip(value, counts & scored, strict=True):
-            columns = [group[there[:, j], j] for j in range(4)]
-            found = [column.var() for column in columns if len(column) > 1]
-            out.append(reduce(found) if found else 0.0)
+        for group, live in zip(value, counts & scored, strict=True):
+            columns = [group[live[:, j], j] for j in range(4)]
+            variances = [column.var() for column in columns if len(column) > 1]
+            out.append(reduce(variances) if variances else 0.0)
         return np.array(out)
 
-    whole = np.broadcast_to(where[:, None], value.shape)
+    shared = np.broadcast_to(where[:, None], value.shape)
     places = {"shared": where, "own": each}
-    for positions, counts in {"shared": whole, "own": each, None: np.ones_like(each)}.items():
+    for positions, counts in {"shared": shared, "own": each, None: np.ones_like(each)}.items():
         for name, reduce in {"max": np.max, "mean": np.mean}.items():
             expected = oracle(counts, reduce)
             cut = float(np.median(expected))  # between two of the six
             with jax.enable_x64(True):
                 part = mask_low_variance(cut, field="x", positions=positions, reduce=name)
-                given = {name: places[name] for name in places if name == positions}
-                left = run(part, rewards=rewards, x=value, **given)[1].any(1)
+                rollout_fields = {name: places[name] for name in places if name == positions}
+                left = run(part, rewards=rewards, x=value, **rollout_fields)[1].any(1)
             assert left.tolist() == (expected > cut).tolist()
 
 
@@ -139,31 +139,33 @@ def test_ties_across_the_boundary_stay_and_flat_groups_go():
     rewards = spreads([0.0, 1.0, 1.0, 1.0, 4.0, 9.0, 16.0, 0.0, 25.0, 36.0])
     shares = (0.0, 0.2, 0.3, 0.5, 0.6)
     left = groups_left(lambda drop: mask_low_variance(drop=drop), shares, rewards=rewards)
-    kept = {drop: np.flatnonzero(stay).tolist() for drop, stay in zip(shares, left, strict=True)}
-    assert kept[0.0] == kept[0.2] == [1, 2, 3, 4, 5, 6, 8, 9]
-    assert kept[0.3] == kept[0.2]  # the third lowest ties with the fourth and fifth
-    assert kept[0.5] == [4, 5, 6, 8, 9]
-    assert kept[0.6] == [5, 6, 8, 9]
+    live_groups = {
+        drop: np.flatnonzero(stay).tolist() for drop, stay in zip(shares, left, strict=True)
+    }
+    assert live_groups[0.0] == live_groups[0.2] == [1, 2, 3, 4, 5, 6, 8, 9]
+    assert live_groups[0.3] == live_groups[0.2]  # the third lowest ties with the fourth and fifth
+    assert live_groups[0.5] == [4, 5, 6, 8, 9]
+    assert live_groups[0.6] == [5, 6, 8, 9]
 
 
 def test_a_share_is_of_the_groups_that_have_a_sample_and_rounding_does_not_add_one():
     rewards = spreads(np.arange(1.0, 101.0))
     for dtype in (np.float32, np.float64):
         with jax.enable_x64(dtype is np.float64):
-            given = rewards.astype(dtype)
-            assert run(mask_low_variance(drop=0.29), rewards=given)[1].any(1).sum() == 71
-            given[60:] = NAN
-            assert run(mask_low_variance(drop=0.5), rewards=given)[1].any(1).sum() == 30
+            cast = rewards.astype(dtype)
+            assert run(mask_low_variance(drop=0.29), rewards=cast)[1].any(1).sum() == 71
+            cast[60:] = NAN
+            assert run(mask_low_variance(drop=0.5), rewards=cast)[1].any(1).sum() == 30
 
 
 def test_low_variance_of_a_reward_judges_without_touching_the_values():
     rewards = {"correct": [[0.0, 1.0], [1.0, 0.0]], "style": [[0.3, 0.3], [0.1, 0.9]]}
-    whole = chain(
+    transform = chain(
         sum_rewards(correct=1.0, style=0.0),
         subtract_group_mean(),
         mask_low_variance(0.01, field="style"),
     )
-    value, mask = run_chain(whole, rewards=rewards)
+    value, mask = run_chain(transform, rewards=rewards)
     assert value.tolist() == [[0.0, 0.0], [0.5, -0.5]]
     assert mask.tolist() == [[False, False], [True, True]]
 
@@ -234,7 +236,7 @@ def test_a_mask_twice_is_the_mask_once():
     rollouts = laws.make_rollouts()
 
     @jax.jit
-    def both(rollouts):
+    def once_and_twice(rollouts):
         return {
             name: [
                 compute(chain(sum_rewards(), *[step] * times), rollouts)[0].mask for times in (1, 2)
@@ -243,7 +245,7 @@ def test_a_mask_twice_is_the_mask_once():
         }
 
     start = np.isfinite(sum(np.asarray(leaf) for leaf in rollouts.rewards.values()))
-    for name, (once, twice) in both(rollouts).items():
+    for name, (once, twice) in once_and_twice(rollouts).items():
         np.testing.assert_array_equal(once, twice, err_msg=name)
         assert 0 < once.sum() < start.sum(), name
 
@@ -297,10 +299,10 @@ def test_a_refused_sample_does_not_pay_under_the_floor():
 
 def test_masked_groups_are_counted_among_those_with_a_sample():
     rollouts = laws.make_rollouts()
-    whole = chain(
+    transform = chain(
         sum_rewards(correct=1.0, style=0.0), mask_group_difficulty(0.0, 0.99), rubric_gate()
     )
-    metrics = jax.jit(lambda rollouts: compute(whole, rollouts)[2])(rollouts)
+    metrics = jax.jit(lambda rollouts: compute(transform, rollouts)[2])(rollouts)
     # Of seven groups with a scored sample, prompt 2 passed throughout, and 7 if its only one did.
     rate = np.nanmean(np.asarray(rollouts.rewards["correct"])[[0, 1, 2, 3, 4, 5, 7]], 1)
     masked = metrics["mask_group_difficulty/masked_groups"]

@@ -122,8 +122,8 @@ def test_zero_variance_groups_leave_the_mask_wherever_the_step_stands():
     rewards = [[0.1, 0.1, 0.1], [0.0, 1.0, NAN], [NAN, NAN, 1.0]]
     first = chain(sum_rewards(), mask_zero_variance(), subtract_group_mean())
     last = chain(sum_rewards(), subtract_group_mean(), mask_zero_variance())
-    for whole in (first, last):
-        value, mask = evaluate(whole, rewards)
+    for composite in (first, last):
+        value, mask = evaluate(composite, rewards)
         assert mask.tolist() == [[False] * 3, [True, True, False], [False] * 3]
         np.testing.assert_allclose(value[1], [-0.5, 0.5, 0])
     rollouts = laws.make_rollouts()
@@ -173,8 +173,8 @@ def drop_first(signal, rollouts):
 def test_a_deviation_is_that_of_the_values_which_the_step_before_it_left(step):
     rewards = np.random.default_rng(1).normal(size=(3, 4))
     with jax.enable_x64(True):
-        whole = chain(subtract_group_mean(), step, divide_by_group_std(eps=0.0))
-        value, mask = evaluate(whole, rewards)
+        normaliser = chain(subtract_group_mean(), step, divide_by_group_std(eps=0.0))
+        value, mask = evaluate(normaliser, rewards)
         changed = rewards - rewards.mean(1, keepdims=True)
         changed = changed * np.arange(1, 5) if step is stretch else changed[:, 1:]
         expected = changed / changed.std(1, ddof=1, keepdims=True)

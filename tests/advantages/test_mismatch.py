@@ -46,16 +46,16 @@ def double():
 
 def run(*steps, drift: Any = DRIFT, reward: Any = REWARD):
     """(value, mask, metrics) of a chain on the rollouts of this file."""
-    given: dict[str, Any] = dict.fromkeys(Rollouts.__dataclass_fields__) | {
+    columns: dict[str, Any] = dict.fromkeys(Rollouts.__dataclass_fields__) | {
         "step": jnp.int32(0),
         "rewards": {"reward": jnp.asarray(reward)},
         "token_mask": jnp.asarray(MASK),
         "behavior_logp": jnp.asarray(BEHAVIOR),
         "fields": {"trainer_logp": jnp.asarray(BEHAVIOR + drift)},
     }
-    rollouts, whole = Rollouts(**given), chain(sum_rewards(), *steps)
-    state = whole.init(spec_of(rollouts))
-    signal, _, metrics = jax.jit(lambda rollouts: compute(whole, rollouts, state))(rollouts)
+    rollouts, transform = Rollouts(**columns), chain(sum_rewards(), *steps)
+    state = transform.init(spec_of(rollouts))
+    signal, _, metrics = jax.jit(lambda rollouts: compute(transform, rollouts, state))(rollouts)
     metrics = {name.split("/")[1]: metric.result() for name, metric in metrics.items()}
     return np.asarray(signal.value), np.asarray(signal.mask), metrics
 

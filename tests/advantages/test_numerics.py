@@ -21,9 +21,9 @@ from jaxgrpo.update.diagnostics import group_metrics
 def relative_chains():
     """Every recipe that compares the samples of a group, and every part that does, as chains."""
     return {
-        label: whole
-        for label, whole in laws.chains().items()
-        if whole.relative and (label.startswith("recipe ") or whole.steps[-1][1].relative)
+        label: transform
+        for label, transform in laws.chains().items()
+        if transform.relative and (label.startswith("recipe ") or transform.steps[-1][1].relative)
     }
 
 
@@ -51,26 +51,28 @@ def test_a_group_of_equal_samples_gives_exactly_zero_in_all_that_is_relative(mon
     monkeypatch.setattr(laws, "MISSING", set())
     random = np.random.default_rng(0)
     rewards = {}
-    there = np.arange(laws.G) < np.append(np.repeat(sizes, number), [laws.G] * mixed)[:, None]
+    present = np.arange(laws.G) < np.append(np.repeat(sizes, number), [laws.G] * mixed)[:, None]
     for name in ("correct", "style"):
         constant = random.uniform(-1, 1, (laws.P, 1)).astype(np.float32)
         group = np.repeat(constant, laws.G, 1)
         group[-mixed:] = random.normal(size=(mixed, laws.G))
-        rewards[name] = np.where(there, group, np.nan).astype(np.float32)
+        rewards[name] = np.where(present, group, np.nan).astype(np.float32)
     rewards["correct"][: number // 2] = random.integers(0, 2, (number // 2, 1))
-    rewards["correct"][: number // 2][~there[: number // 2]] = np.nan
+    rewards["correct"][: number // 2][~present[: number // 2]] = np.nan
     rewards["correct"][-mixed:] = np.eye(laws.G, dtype=np.float32)[np.arange(mixed) % laws.G]
     total = rewards["correct"] + np.float32(0.2) * rewards["style"]
     noise = np.nanstd(total[:-mixed], 1, ddof=1)
     assert (noise > 0).mean() > 0.2  # the trap: their deviation is not 0
 
-    wholes = relative_chains()
-    assert {"recipe grpo 0", "recipe like_verl 2", "divide_by_group_std 0"} <= wholes.keys()
+    transforms = relative_chains()
+    assert {"recipe grpo 0", "recipe like_verl 2", "divide_by_group_std 0"} <= transforms.keys()
     rollouts = alike(laws.make_rollouts(), jax.tree.map(jnp.asarray, rewards))
 
     @jax.jit
     def run(rollouts):
-        return {name: laws.run(whole, rollouts)[0].value for name, whole in wholes.items()}
+        return {
+            name: laws.run(transform, rollouts)[0].value for name, transform in transforms.items()
+        }
 
     values = run(rollouts)
     for name, value in values.items():
@@ -87,9 +89,11 @@ def test_totals_that_differ_by_rounding_alone_are_flat():
     pairs, third = np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 0.0]])
     rewards = {name: jnp.asarray(pairs, jnp.float32) for name in ("first", "second")}
     rewards["third"] = jnp.asarray(third, jnp.float32)
-    asked = {name: {} for name in ("dr_grpo", "rloo", "dvao", "passk", "maxrl", "like_trl")}
-    asked["grpo"] = {"eps": 1e-8}
-    for name, options in asked.items():
+    recipe_options = {
+        name: {} for name in ("dr_grpo", "rloo", "dvao", "passk", "maxrl", "like_trl")
+    }
+    recipe_options["grpo"] = {"eps": 1e-8}
+    for name, options in recipe_options.items():
         value, _ = adv.evaluate(name, rewards, options={"weights": weights, **options})
         assert (np.asarray(value) == 0).all(), name
     metrics = group_metrics(rewards, weights)
@@ -105,8 +109,8 @@ def test_weighted_sums_are_flat_where_their_exact_totals_are():
     @jax.jit
     def flat(*terms):
         mask = jnp.ones(terms[0].shape, bool)
-        made = stats.added(terms, mask), functools.reduce(operator.add, terms)
-        return [stats.is_flat(total, mask)[:, 0] for total in made]
+        sums = stats.added(terms, mask), functools.reduce(operator.add, terms)
+        return [stats.is_flat(total, mask)[:, 0] for total in sums]
 
     random = np.random.default_rng(0)
     trapped = 0

@@ -32,16 +32,16 @@ def group_level():
 
 
 def signals(rollouts):
-    return {label: laws.run(whole, rollouts)[0] for label, whole in group_level().items()}
+    return {label: laws.run(transform, rollouts)[0] for label, transform in group_level().items()}
 
 
 def test_inside_shard_map_over_prompts_groups_are_judged_as_on_one_device():
     rollouts = laws.make_rollouts()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     split = PartitionSpec("data")
-    given = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), rollouts)
-    own = jax.shard_map(signals, mesh=mesh, in_specs=(given,), out_specs=split)
-    sharded, plain = jax.jit(own)(rollouts), jax.jit(signals)(rollouts)
+    specs = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), rollouts)
+    sharded_signals = jax.shard_map(signals, mesh=mesh, in_specs=(specs,), out_specs=split)
+    sharded, plain = jax.jit(sharded_signals)(rollouts), jax.jit(signals)(rollouts)
     for label in plain:
         np.testing.assert_array_equal(sharded[label].mask, plain[label].mask, err_msg=label)
         np.testing.assert_allclose(
@@ -77,18 +77,18 @@ def test_a_part_that_calls_back_would_be_found():
         jax.debug.print("{}", signal.value)
         return signal
 
-    whole = adv.chain(adv.sum_rewards(), talks)
-    run = jax.jit(lambda rollouts: laws.run(whole, rollouts))
+    transform = adv.chain(adv.sum_rewards(), talks)
+    run = jax.jit(lambda rollouts: laws.run(transform, rollouts))
     program = jax.make_jaxpr(run)(laws.make_rollouts())
     assert asks_the_host(primitives(program.jaxpr))
 
 
 @pytest.mark.parametrize("label", ["divide_by_group_std 0", "per_reward 0", "to_tokens 1"])
 def test_the_last_stage_of_a_trace_is_what_the_chain_gives(label):
-    rollouts, whole = laws.make_rollouts(), group_level()[label]
-    stages = chains.trace(whole, rollouts)
-    signal, _, metrics = adv.compute(whole, rollouts)
-    assert [stage.name for stage in stages] == ["rewards", *(key for key, _ in whole.steps)]
+    rollouts, transform = laws.make_rollouts(), group_level()[label]
+    stages = chains.trace(transform, rollouts)
+    signal, _, metrics = adv.compute(transform, rollouts)
+    assert [stage.name for stage in stages] == ["rewards", *(key for key, _ in transform.steps)]
     first, last = stages[0].signal, stages[-1].signal
     assert isinstance(first, dict)
     assert isinstance(last, Signal)

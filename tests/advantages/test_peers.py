@@ -54,8 +54,8 @@ def every(recipes, rewards, **fields):
         }
 
     with jax.enable_x64(True):
-        given = jax.tree.map(jnp.asarray, (rewards, fields))
-        return jax.tree.map(np.asarray, jax.jit(run)(*given))
+        arrays = jax.tree.map(jnp.asarray, (rewards, fields))
+        return jax.tree.map(np.asarray, jax.jit(run)(*arrays))
 
 
 def test_the_table_of_golden_values_is_met():
@@ -198,11 +198,11 @@ def nemo(rewards):
     """NeMo-RL's leave-one-out mean and deviation: (advantage, deviation), by its formula."""
     rewards = np.asarray(rewards, float)
     number = len(rewards)
-    others = (rewards.sum() - rewards) / (number - 1)
+    leave_one_out = (rewards.sum() - rewards) / (number - 1)
     squares = (np.square(rewards).sum() - np.square(rewards)) / (number - 1)
-    variance = (squares - others**2) * (number - 1) / (number - 2)
+    variance = (squares - leave_one_out**2) * (number - 1) / (number - 2)
     std = np.sqrt(np.maximum(variance, 0))
-    advantage = rewards - others
+    advantage = rewards - leave_one_out
     return np.where(std > 0, advantage / (std + 1e-6), advantage), std
 
 

@@ -31,24 +31,24 @@ def rows(dtype) -> tuple[np.ndarray, np.ndarray]:
 def test_the_largest_share_is_exact_and_equal_entries_all_enter(dtype):
     value, mask = rows(dtype)
     with jax.enable_x64(dtype is np.float64):
-        given = jnp.asarray(value), jnp.asarray(mask)
-        taken = jax.jit(lambda x, keep: [top_share(x, keep, share) for share in SHARES])(*given)
-    for share, top in zip(SHARES, taken, strict=True):
-        for row, keep, chosen in zip(value, mask, top, strict=True):
+        arrays = jnp.asarray(value), jnp.asarray(mask)
+        masks = jax.jit(lambda x, keep: [top_share(x, keep, share) for share in SHARES])(*arrays)
+    for share, top in zip(SHARES, masks, strict=True):
+        for row, keep, selected in zip(value, mask, top, strict=True):
             entries = np.sort(row[keep])
             if not len(entries):
-                assert not chosen.any()
+                assert not selected.any()
                 continue
             count = int(np.ceil(np.round(share * len(entries), 9)))
             expected = keep & (row >= entries[-count]) if count else np.zeros(50, bool)
-            assert (np.asarray(chosen) == expected).all()
+            assert (np.asarray(selected) == expected).all()
 
 
 def test_the_share_may_be_taken_of_the_whole_batch_or_of_another_axis():
     value = jnp.asarray(np.random.default_rng(1).permutation(24).reshape(2, 3, 4) * 1.0)
     everything = jnp.ones(value.shape, bool)
-    whole = top_share(value, everything, 0.25, axis=(0, 1, 2))
-    assert sorted(np.asarray(value)[np.asarray(whole)]) == [18, 19, 20, 21, 22, 23]
+    batch_top = top_share(value, everything, 0.25, axis=(0, 1, 2))
+    assert sorted(np.asarray(value)[np.asarray(batch_top)]) == [18, 19, 20, 21, 22, 23]
     first = top_share(value, everything, 0.1, axis=1)
     np.testing.assert_array_equal(
         first, np.asarray(value) == np.asarray(value).max(1, keepdims=True)
@@ -57,5 +57,5 @@ def test_the_share_may_be_taken_of_the_whole_batch_or_of_another_axis():
 
 def test_half_precision_is_ranked_as_it_is():
     value = jnp.asarray([[0.5, -2.0, 1.5]], jnp.bfloat16)
-    found = top_share(value, jnp.ones((1, 3), bool), 0.5)
-    assert found.tolist() == [[True, False, True]]
+    top = top_share(value, jnp.ones((1, 3), bool), 0.5)
+    assert top.tolist() == [[True, False, True]]

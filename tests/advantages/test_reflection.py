@@ -78,9 +78,11 @@ def test_r3_and_its_filter_are_the_papers_formulas(kind):
     logp, tokens, _ = table()
     value, mask = reflect(logp, tokens, kind=kind, share=0.5, drop=0.5)
     rows = [oracle(logp[p], tokens[p], kind) for p in range(P)]
-    kept = np.array([row[1] for row in rows]) >= np.sort([row[1] for row in rows])[P // 2]
-    assert mask.tolist() == [[keep] * G for keep in kept]
-    np.testing.assert_allclose(value, np.array([row[0] for row in rows]) * kept[:, None], 1e-12)
+    live_groups = np.array([row[1] for row in rows]) >= np.sort([row[1] for row in rows])[P // 2]
+    assert mask.tolist() == [[keep] * G for keep in live_groups]
+    np.testing.assert_allclose(
+        value, np.array([row[0] for row in rows]) * live_groups[:, None], 1e-12
+    )
     threshold = np.median([row[2] for row in rows])
     _, mask = reflect(logp, tokens, kind=kind, drop=0.0, threshold=threshold, spread="max")
     assert mask[:, 0].tolist() == [row[2] > threshold for row in rows]
@@ -104,8 +106,8 @@ def test_what_all_thoughts_share_changes_neither_weights_nor_advantages():
 
     @jax.jit
     def run(logp):
-        given = {"answer_logp": logp, "answer_mask": tokens}
-        return [adv.evaluate(whole, ZEROS, **given) for whole in chains]
+        rollout_fields = {"answer_logp": logp, "answer_mask": tokens}
+        return [adv.evaluate(transform, ZEROS, **rollout_fields) for transform in chains]
 
     with jax.enable_x64(True):
         for plain, shifted in zip(run(logp), run(logp + shift), strict=True):
@@ -168,11 +170,13 @@ def test_the_propagation_factor_goes_from_the_earlier_tokens_probability_to_one(
 def test_positions_where_nothing_varies_weigh_exactly_nothing():
     logp, _, _ = table()
     logp[:, :, 2] = -0.1
-    other = logp.copy()
-    other[:, :, 2] = -23.7
+    changed = logp.copy()
+    changed[:, :, 2] = -23.7
     for kind in ("var", "sigma", "top"):
-        for one, two in zip(reflect(logp, kind=kind), reflect(other, kind=kind), strict=True):
-            np.testing.assert_array_equal(one, two)
+        for plain_value, changed_value in zip(
+            reflect(logp, kind=kind), reflect(changed, kind=kind), strict=True
+        ):
+            np.testing.assert_array_equal(plain_value, changed_value)
     flat = stats.cross_rollout_variance(jnp.full((1, 7, 1), 0.1), jnp.ones((1, 7, 1), bool))
     assert flat.tolist() == [[[0.0]]]  # seven float32 of 0.1 have a variance of 5e-17 otherwise
 
@@ -223,11 +227,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(inner)
 
 
-def variances(whole: adv.AdvantageTransform) -> tuple[int, int]:
+def variances(transform: adv.AdvantageTransform) -> tuple[int, int]:
     """(squares of [P, G, J] floats, reductions of them over samples) in the jaxpr of a chain."""
     rollouts = laws.make_rollouts()
     shape = rollouts.fields["answer_logp"].shape
-    jaxpr = jax.make_jaxpr(lambda rollouts: adv.compute(whole, rollouts)[0].value)(rollouts)
+    jaxpr = jax.make_jaxpr(lambda rollouts: adv.compute(transform, rollouts)[0].value)(rollouts)
     squares = sums = 0
     for equation in equations(jaxpr.jaxpr):
         first = equation.invars[0].aval if equation.invars else None
@@ -281,24 +285,30 @@ def test_the_recipe_counts_r3_once_whatever_the_other_weights_are():
 
     @jax.jit
     def run(rewards, logp):
-        given = {"answer_logp": logp, "answer_mask": tokens}
+        rollout_fields = {"answer_logp": logp, "answer_mask": tokens}
         tables = (None, {"reward": 0.2}, {"reward": 1.0, "r3": 3.0})
         options = [{"drop": 0.0, "eps": 0.0, "weights": weights} for weights in tables]
-        return [adv.evaluate("dro_r3", rewards, options=each, **given)[0] for each in options]
+        return [
+            adv.evaluate("dro_r3", rewards, options=each, **rollout_fields)[0] for each in options
+        ]
 
     with jax.enable_x64(True):
-        found = run(jnp.asarray(rewards), jnp.asarray(logp))
-    for value, (first, second) in zip(found, ((1, 1), (0.2, 1), (1, 3)), strict=True):
+        values = run(jnp.asarray(rewards), jnp.asarray(logp))
+    for value, (first, second) in zip(values, ((1, 1), (0.2, 1), (1, 3)), strict=True):
         total = first * rewards + second * score
         centred = total - total.mean(1, keepdims=True)
         np.testing.assert_allclose(value, centred / total.std(1, ddof=1, keepdims=True), atol=1e-10)
 
 
 def test_the_length_of_the_answer_is_a_stream_of_its_own():
-    whole = adv.chain(adv.answer_length(beta=0.5), adv.sum_rewards(reward=0.0, answer_length=1.0))
+    transform = adv.chain(
+        adv.answer_length(beta=0.5), adv.sum_rewards(reward=0.0, answer_length=1.0)
+    )
     tokens = np.array([[True, True, True, True], [False] * 4])
     length = np.array([[4, 2, 8, 0], [1, 2, 3, 4]])
-    value, mask = adv.evaluate(whole, np.zeros((2, 4)), answer_mask=tokens, answer_tokens=length)
+    value, mask = adv.evaluate(
+        transform, np.zeros((2, 4)), answer_mask=tokens, answer_tokens=length
+    )
     assert value.tolist() == [[1.0, 0.75, 0.5, 0.5], [0.0] * 4]
     assert mask.tolist() == [[True] * 4, [False] * 4]
 

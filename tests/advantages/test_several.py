@@ -16,22 +16,22 @@ NAN = np.nan
 WEIGHTS = {"a": 0.7, "b": 0.2, "c": 1.3}
 
 
-def rewards_of(num_groups=40, size=6, seed=0):
+def make_rewards(num_groups=40, size=6, seed=0):
     """Three float64 rewards, some flat in some groups; group 0 flat in all."""
     random = np.random.default_rng(seed)
-    made = {
+    rewards = {
         "a": random.integers(0, 2, (num_groups, size)).astype(float),
         "b": random.normal(size=(num_groups, size)),
         "c": random.exponential(size=(num_groups, size)),
     }
-    for index, name in enumerate(made):
-        made[name][index + 1 : index + 5] = 0.1 + index
-        made[name][0] = 0.1
-    return made
+    for index, name in enumerate(rewards):
+        rewards[name][index + 1 : index + 5] = 0.1 + index
+        rewards[name][0] = 0.1
+    return rewards
 
 
 def test_dvao_is_the_papers_mixture_and_a_shrunken_normalised_sum():
-    rewards = rewards_of()
+    rewards = make_rewards()
     with jax.enable_x64(True):
         options = {"eps": 0.0, "weights": WEIGHTS}
         ours, summed = all_values([("dvao", options), ("grpo", {**options, "ddof": 0})], rewards)
@@ -64,43 +64,43 @@ def test_dvao_reaches_the_normalised_sum_where_rewards_move_together():
 def test_dvao_is_as_sensitive_to_each_reward_as_the_closed_form_says():
     """dA_j / dr_kj = (w_k / S)(1 - 1/G - A_j z_kj / G), by central differences."""
     size, step = 5, 1e-6
-    one = {name: reward[-1:] for name, reward in rewards_of(size=size).items()}
-    groups = {name: [] for name in one}
-    for name in one:
+    last_group = {name: reward[-1:] for name, reward in make_rewards(size=size).items()}
+    groups = {name: [] for name in last_group}
+    for name in last_group:
         for sample in range(size):
             for sign in (step, -step):
-                moved = {key: reward.copy() for key, reward in one.items()}
+                moved = {key: reward.copy() for key, reward in last_group.items()}
                 moved[name][0, sample] += sign
                 for key, reward in moved.items():
                     groups[key].append(reward[0])
     with jax.enable_x64(True):
         options = {"eps": 0.0, "weights": WEIGHTS}
         moved = values("dvao", {name: np.array(rows) for name, rows in groups.items()}, options)
-        here = values("dvao", one, options)[0]
-    moved = moved.reshape(len(one), size, 2, size)
+        advantage = values("dvao", last_group, options)[0]
+    moved = moved.reshape(len(last_group), size, 2, size)
     slope = (moved[:, :, 0] - moved[:, :, 1]) / (2 * step)
-    spread = sum(WEIGHTS[name] * reward.std() for name, reward in one.items())
-    for index, (name, reward) in enumerate(one.items()):
+    spread = sum(WEIGHTS[name] * reward.std() for name, reward in last_group.items())
+    for index, (name, reward) in enumerate(last_group.items()):
         score = scores(reward)[0][0]
-        closed = WEIGHTS[name] / spread * (1 - 1 / size - here * score / size)
+        closed = WEIGHTS[name] / spread * (1 - 1 / size - advantage * score / size)
         np.testing.assert_allclose(np.diag(slope[index]), closed, rtol=1e-7)
 
 
 def test_one_scale_for_all_changes_nothing_and_one_for_one_its_share_under_dvao_only():
-    rewards = {name: reward[6:] for name, reward in rewards_of().items()}
+    rewards = {name: reward[6:] for name, reward in make_rewards().items()}
     scaled = {name: 100 * reward for name, reward in rewards.items()}
-    one = {**rewards, "b": 7 * rewards["b"]}
+    rescaled = {**rewards, "b": 7 * rewards["b"]}
     plain = {"eps": 0.0, "weights": WEIGHTS}
     heavier = {"eps": 0.0, "weights": {**WEIGHTS, "b": 7 * WEIGHTS["b"]}}
     methods = [("dvao", plain), ("gdpo", plain), ("dvao", heavier)]
     with jax.enable_x64(True):
-        here, gdpo, more = all_values(methods, rewards)
+        unscaled, gdpo, more = all_values(methods, rewards)
         together = all_values(methods, scaled)
-        dvao_of_one, gdpo_of_one, _ = all_values(methods, one)
-    for left, right in zip(together, (here, gdpo, more), strict=True):
+        dvao_of_one, gdpo_of_one, _ = all_values(methods, rescaled)
+    for left, right in zip(together, (unscaled, gdpo, more), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-12)
     np.testing.assert_allclose(dvao_of_one, more, atol=1e-12)
-    assert np.abs(dvao_of_one - here).max() > 0.1
+    assert np.abs(dvao_of_one - unscaled).max() > 0.1
     np.testing.assert_allclose(gdpo_of_one, gdpo, atol=1e-12)
 
 
@@ -109,7 +109,7 @@ def test_a_reward_that_is_flat_in_a_group_has_no_share_in_it():
     flat = np.repeat(np.random.default_rng(1).normal(size=(30, 1)), 7, 1).astype(np.float32)
     assert (flat.std(1) > 0).any()  # the trap
     rewards = {"a": varied, "b": 1000 * flat, "c": flat}
-    both, alone, neither = all_values(
+    together, alone, neither = all_values(
         [
             ("dvao", {"weights": {"a": 1, "b": 1, "c": 0}}),
             ("dvao", {"weights": {"a": 1, "b": 0, "c": 0}}),
@@ -117,7 +117,7 @@ def test_a_reward_that_is_flat_in_a_group_has_no_share_in_it():
         ],
         rewards,
     )
-    np.testing.assert_array_equal(both, alone)
+    np.testing.assert_array_equal(together, alone)
     assert (neither == 0).all()
 
 
@@ -131,7 +131,7 @@ def test_dvao_reports_the_shares():
             "step": jnp.int32(0),
         }
     )
-    metrics = jax.jit(lambda given: compute(chain(dvao(a=1.0, b=2.0)), given)[2])(rollouts)
+    metrics = jax.jit(lambda batch: compute(chain(dvao(a=1.0, b=2.0)), batch)[2])(rollouts)
     # Deviations 1 : 3 and 3 : 1, b weighing double; the flat group has no shares.
     assert metrics["dvao/share_a"].result() == pytest.approx((1 / 7 + 3 / 5) / 2)
     assert metrics["dvao/share_b"].result() == pytest.approx((6 / 7 + 2 / 5) / 2)
@@ -140,14 +140,14 @@ def test_dvao_reports_the_shares():
 def test_with_one_reward_the_methods_are_those_for_one():
     white = {"use": "whiten_batch", "eps": 1e-4, "eps_in": "std"}
     whitened = [{"use": "sum_rewards"}, *_GRPO, white]
-    wholes = [
+    methods = [
         ("grpo", {"eps": 1e-4, "ddof": 0}),
         ("dvao", {"eps": 1e-4}),
         (whitened, None),
         ("gdpo", None),
     ]
     with jax.enable_x64(True):
-        normalised, by_stds, white, apart = all_values(wholes, rewards_of()["b"])
+        normalised, by_stds, white, apart = all_values(methods, make_rewards()["b"])
     np.testing.assert_allclose(by_stds, normalised, rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(apart, white)
 
@@ -161,8 +161,8 @@ def test_gdpo_tells_apart_what_the_normalised_sum_confounds():
     root = np.sqrt(0.5)
     steps = build("gdpo", {"eps": 0.0}).steps[:-1]
     before = chain(*(step for _, step in steps))
-    wholes = [("grpo", {"eps": 0.0}), (before, None), ("gdpo", {"eps": 0.0})]
-    collapsed, before, after = all_values(wholes, rewards)
+    methods = [("grpo", {"eps": 0.0}), (before, None), ("gdpo", {"eps": 0.0})]
+    collapsed, before, after = all_values(methods, rewards)
     np.testing.assert_allclose(collapsed, [[-root, root]] * 2, rtol=1e-6)
     np.testing.assert_allclose(before, [[-root, root], [-2 * root, 2 * root]], rtol=1e-6)
     np.testing.assert_allclose(after[1], 2 * after[0], rtol=1e-6)
@@ -176,7 +176,7 @@ def trl_gdpo(rewards, weights, eps=1e-4):
 
 
 def test_gdpo_has_trls_numbers():
-    rewards = rewards_of()
+    rewards = make_rewards()
     with jax.enable_x64(True):
         ours = values("gdpo", rewards, {"weights": WEIGHTS})
     np.testing.assert_allclose(ours, trl_gdpo(rewards, WEIGHTS)[0], atol=1e-11)
@@ -184,7 +184,7 @@ def test_gdpo_has_trls_numbers():
 
 
 def test_gdpo_counts_samples_where_verl_counts_tokens():
-    rewards = rewards_of()
+    rewards = make_rewards()
     _, before = trl_gdpo(rewards, WEIGHTS, 1e-6)
 
     def verl(length):
@@ -251,10 +251,10 @@ def test_rlcr_pays_the_most_for_the_confidence_that_is_the_chance_of_being_right
 
 def test_a_reward_may_have_the_name_of_an_option_where_weights_are_a_table():
     rewards = {"eps": [[1.0, 0.0, 0.0]], "style": [[0.0, 0.5, 1.0]]}
-    other = {"correct": rewards["eps"], "style": rewards["style"]}
-    here = evaluate("dvao", rewards, options={"weights": {"eps": 2.0, "style": 1.0}})
-    there = evaluate("dvao", other, options={"weights": {"correct": 2.0, "style": 1.0}})
-    np.testing.assert_array_equal(here[0], there[0])
+    renamed = {"correct": rewards["eps"], "style": rewards["style"]}
+    by_option_name = evaluate("dvao", rewards, options={"weights": {"eps": 2.0, "style": 1.0}})
+    by_plain_name = evaluate("dvao", renamed, options={"weights": {"correct": 2.0, "style": 1.0}})
+    np.testing.assert_array_equal(by_option_name[0], by_plain_name[0])
     assert evaluate(chain(dvao()), rewards)[1].all()  # nobody weighs it
     with pytest.raises(InputError, match=r"dvao: a reward has the name eps.*recipe dvao"):
         evaluate(chain(dvao(eps=2.0, style=1.0)), rewards)
@@ -278,7 +278,7 @@ def test_rlcr_teaches_calibration_where_all_are_right_and_names_what_it_needs():
             "dvao: weight 'b' has no reward of that name",
         ),
         (
-            lambda: evaluate(chain(combine(lambda *given: given[0], "own")), [[1.0]]),
+            lambda: evaluate(chain(combine(lambda *streams: streams[0], "own")), [[1.0]]),
             "own returned dict, expected a Signal",
         ),
         (

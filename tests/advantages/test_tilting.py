@@ -35,8 +35,8 @@ def test_formulas_are_those_of_the_enumerated_tilted_base():
         best = tilted(base, valid, beta)
         np.testing.assert_allclose(success, best[valid].sum(), 1e-12)
         np.testing.assert_allclose(price, (best * np.log(best / base)).sum(), 1e-8)
-        there = (filtered[valid] * np.log(filtered[valid] / best[valid])).sum()
-        np.testing.assert_allclose(there, -np.log(success), 1e-8, 1e-12)
+        divergence = (filtered[valid] * np.log(filtered[valid] / best[valid])).sum()
+        np.testing.assert_allclose(divergence, -np.log(success), 1e-8, 1e-12)
         value = beta * np.log(1 - rate + rate * np.exp(1 / beta))
         np.testing.assert_allclose(success - beta * price, value, 1e-12)
 
@@ -61,8 +61,8 @@ def test_kappa_keeps_its_digits_where_its_terms_cancel():
     rate = np.float32(0.3)
     for step in (1e-4, 1e-2, 0.1, 0.5):
         mu = np.float32(rate + step)
-        one, other = np.float64(mu), np.float64(rate)
-        exact = one * np.log(one / other) + (1 - one) * np.log((1 - one) / (1 - other))
+        target, base = np.float64(mu), np.float64(rate)
+        exact = target * np.log(target / base) + (1 - target) * np.log((1 - target) / (1 - base))
         np.testing.assert_allclose(kappa(jnp.asarray(mu), jnp.asarray(rate)), exact, 1e-5)
         assert kappa(jnp.asarray(mu), jnp.asarray(rate)).dtype == jnp.float32
 

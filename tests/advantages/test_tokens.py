@@ -43,10 +43,10 @@ def double():
 
 def run(steps, rewards, **fields):
     """Values of a chain behind `sum_rewards`, jitted."""
-    whole = chain(sum_rewards(), *steps)
+    transform = chain(sum_rewards(), *steps)
     fields = jax.tree.map(jnp.asarray, fields)
-    made = jax.jit(lambda rewards, fields: evaluate(whole, rewards, **fields)[0])
-    return np.asarray(made(jnp.asarray(rewards), fields))
+    compiled = jax.jit(lambda rewards, fields: evaluate(transform, rewards, **fields)[0])
+    return np.asarray(compiled(jnp.asarray(rewards), fields))
 
 
 def backwards(value, mask, decay):
@@ -81,16 +81,16 @@ def test_planning_tokens_are_scaled_by_exactly_one_plus_or_minus_alpha():
 
 def test_grams_mark_every_token_of_an_unbroken_occurrence():
     tokens = [[[5, 1, 2, 1, 2], [1, 2, 3, 1, 1], [1, 5, 2, 9, 9]]]
-    chosen = np.ones((1, 3, 5), bool)
-    chosen[0, 1, 1] = False  # the 2 of "1 2" was not chosen by the policy
+    sampled = np.ones((1, 3, 5), bool)
+    sampled[0, 1, 1] = False  # the 2 of "1 2" was not chosen by the policy
     value = run(
         (to_tokens(), hicra(alpha=0.5, grams=[[1, 2], [9, 9, 9, 9, 9, 9], [3]])),
         [[1.0, 1.0, 1.0]],
         completion_tokens=tokens,
-        token_mask=chosen,
+        token_mask=sampled,
     )
     planned = [[0, 1, 1, 1, 1], [0, 0, 1, 0, 0], [0] * 5]
-    np.testing.assert_array_equal(value[0], (1 + 0.5 * np.array(planned)) * chosen[0])
+    np.testing.assert_array_equal(value[0], (1 + 0.5 * np.array(planned)) * sampled[0])
 
 
 def test_a_placebo_of_as_many_tokens_has_as_much_mass():
@@ -218,8 +218,8 @@ def test_kl_in_reward_with_rewards_to_go_is_the_gradient_of_the_kl():
     to_go = advantages(*steps)
     np.testing.assert_allclose(slope(policy, to_go), expected, rtol=0, atol=1e-9)
     # The whole sum at every token (k1 of the sequence in its reward) is as exact, only noisier.
-    whole = np.broadcast_to(to_go[:, :1], to_go.shape)
-    np.testing.assert_allclose(slope(policy, whole), expected, rtol=0, atol=1e-9)
+    totals = np.broadcast_to(to_go[:, :1], to_go.shape)
+    np.testing.assert_allclose(slope(policy, totals), expected, rtol=0, atol=1e-9)
     # Without the sum behind it, a token is not charged for the states that it leads to.
     alone = advantages(to_tokens(), kl_in_reward(beta))
     assert np.abs(np.asarray(slope(policy, alone) - expected)).max() > 1e-2
@@ -273,8 +273,8 @@ def test_the_wrong_options_and_levels_are_refused():
 def test_metrics_say_how_much_was_planned_and_charged():
     rollouts = laws.make_rollouts(np.float64)
     tail = (to_tokens(place="last"), kl_in_reward(0.1), hicra())
-    made = jax.jit(lambda rollouts: compute(chain(sum_rewards(), *tail), rollouts)[2])
-    metrics = {name: metric.result() for name, metric in made(rollouts).items()}
+    compiled = jax.jit(lambda rollouts: compute(chain(sum_rewards(), *tail), rollouts)[2])
+    metrics = {name: metric.result() for name, metric in compiled(rollouts).items()}
     total = np.asarray(rollouts.rewards["correct"] + rollouts.rewards["style"])
     mask = np.asarray(rollouts.token_mask) & np.isfinite(total)[..., None]
     logp = np.asarray(rollouts.behavior_logp)  # trainer 0.95, reference 0.9 of it

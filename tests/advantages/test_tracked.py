@@ -18,25 +18,25 @@ from jaxgrpo.core.types import Rollouts
 NAN = np.nan
 
 
-def rollouts_of(rewards, row=None, step=0, **fields):
+def make_rollouts(rewards, row=None, step=0, **fields):
     """Rollouts of plain rewards [P, G]; without `row` each prompt is a row of its own."""
     rewards = jnp.asarray(rewards, jnp.result_type(float))
     row = np.arange(len(rewards)) if row is None else row
     empty = dict.fromkeys(Rollouts.__dataclass_fields__)
-    given = {
+    columns = {
         "rewards": {"reward": rewards},
         "row": jnp.asarray(row, jnp.int32),
         "step": jnp.int32(step),
         "fields": {name: jnp.asarray(value, rewards.dtype) for name, value in fields.items()},
     }
-    return Rollouts(**{**empty, **given})
+    return Rollouts(**{**empty, **columns})
 
 
 def through(part, batches, num_rows=8):
     """The values after each batch, and the states; one program for batches of one shape."""
-    whole = chain(sum_rewards(), part)
-    step = jax.jit(lambda rollouts, state: adv.compute(whole, rollouts, state))
-    state = whole.init(adv.spec_of(batches[0], num_rows=num_rows))
+    transform = chain(sum_rewards(), part)
+    step = jax.jit(lambda rollouts, state: adv.compute(transform, rollouts, state))
+    state = transform.init(adv.spec_of(batches[0], num_rows=num_rows))
     values, states = [], [state[part.name]]
     for batch in batches:
         signal, state, _ = step(batch, state)
@@ -77,8 +77,8 @@ def test_the_tracker_is_a_loop_over_prompts_with_duplicates_in_their_order(drift
     with jax.enable_x64(True):
         options: dict[str, Any] = {"drift": "drift"} if drifting else {"keep": 0.9}
         part = adv.subtract_tracked_success(**options)
-        given = [rollouts_of(rewards, row, drift=drift) for rewards, row, drift in batches]
-        values, states = through(part, given)
+        rollouts = [make_rollouts(rewards, row, drift=drift) for rewards, row, drift in batches]
+        values, states = through(part, rollouts)
     oracle, alpha, beta = visit_by_visit(expected, 8)
     for value, right in zip(values, oracle, strict=True):
         np.testing.assert_allclose(value, right, rtol=1e-12)
@@ -93,7 +93,7 @@ def test_a_visit_moves_the_estimate_by_the_papers_identity_and_the_memory_is_bou
     random = np.random.default_rng(1)
     rewards = random.integers(0, 2, (60, 1, 1)).astype(float)
     part = adv.subtract_tracked_success(keep=0.96, count=8.0)
-    _, states = through(part, [rollouts_of(batch, [2]) for batch in rewards])
+    _, states = through(part, [make_rollouts(batch, [2]) for batch in rewards])
     estimate, number = 0.5, 8.0
     for reward, state in zip(rewards[:, 0, 0], states[1:], strict=True):
         estimate += (reward - estimate) / (0.96 * number + 1)
@@ -109,7 +109,7 @@ def test_a_visit_moves_the_estimate_by_the_papers_identity_and_the_memory_is_bou
 def test_both_visits_of_a_batch_count_and_both_are_judged_by_what_was_before():
     """From 4 : 4, rho 0.5: success makes it 3 : 2, then failure 1.5 : 2."""
     part = adv.subtract_tracked_success(keep=0.5)
-    values, states = through(part, [rollouts_of([[1.0], [1.0], [0.0]], [3, 5, 3])])
+    values, states = through(part, [make_rollouts([[1.0], [1.0], [0.0]], [3, 5, 3])])
     assert values[0].tolist() == [[0.5], [0.5], [-0.5]]
     assert (states[1]["alpha"][3], states[1]["beta"][3]) == (1.5, 2.0)
     assert (states[1]["alpha"][5], states[1]["beta"][5]) == (3.0, 2.0)
@@ -117,7 +117,7 @@ def test_both_visits_of_a_batch_count_and_both_are_judged_by_what_was_before():
 
 def test_a_group_forgets_once_and_what_could_not_be_scored_is_no_failure():
     part = adv.subtract_tracked_success(keep=0.5)
-    batch = rollouts_of([[1.0, 1.0, 0.0, NAN], [NAN, NAN, NAN, NAN]], [0, 1])
+    batch = make_rollouts([[1.0, 1.0, 0.0, NAN], [NAN, NAN, NAN, NAN]], [0, 1])
     values, states = through(part, [batch])
     assert (states[1]["alpha"][0], states[1]["beta"][0]) == (4.0, 3.0)
     assert (states[1]["alpha"][1], states[1]["beta"][1]) == (0.0, 0.0)
@@ -126,7 +126,7 @@ def test_a_group_forgets_once_and_what_could_not_be_scored_is_no_failure():
 
 def test_a_rows_first_estimate_may_be_a_column_of_the_data():
     part = adv.subtract_tracked_success(initial="rate", keep=1.0)
-    batch = rollouts_of([[1.0], [0.0], [1.0]], [0, 1, 2], rate=[0.25, 0.75, NAN])
+    batch = make_rollouts([[1.0], [0.0], [1.0]], [0, 1, 2], rate=[0.25, 0.75, NAN])
     values, states = through(part, [batch, batch])
     np.testing.assert_allclose(values[0][:, 0], [0.75, -0.75, 0.5])
     np.testing.assert_allclose(states[1]["alpha"][:3], [3.0, 6.0, 5.0])
@@ -136,7 +136,7 @@ def test_a_rows_first_estimate_may_be_a_column_of_the_data():
 
 def test_a_drift_that_was_not_measured_keeps_the_most():
     part = adv.subtract_tracked_success(drift="moved", low=0.5, high=0.75)
-    batch = rollouts_of([[1.0]] * 3, [0, 1, 2], moved=[NAN, 9.0, 0.0])
+    batch = make_rollouts([[1.0]] * 3, [0, 1, 2], moved=[NAN, 9.0, 0.0])
     _, states = through(part, [batch])
     np.testing.assert_allclose(states[1]["alpha"][:3], [4.0, 3.0, 4.0])
 
@@ -146,18 +146,18 @@ def test_the_baseline_leaves_the_expected_gradient_that_of_the_success_rate(make
     """Every pair of actions of a softmax policy, weighted by its probability."""
     logits = jnp.array([0.3, -1.0, 0.8, 0.1])
     reward = np.array([1.0, 0.0, 0.0, 1.0])
-    past = rollouts_of([[1.0, 1.0]], [0])
+    past = make_rollouts([[1.0, 1.0]], [0])
     pairs = list(itertools.product(range(4), repeat=2))
     part = make()
     probability = np.asarray(jax.nn.softmax(logits))
     slopes = np.asarray(jax.jacobian(jax.nn.log_softmax)(logits))
     expected = np.asarray(jax.grad(lambda z: (jax.nn.softmax(z) * reward).sum())(logits))
-    whole = chain(sum_rewards(), part)
+    transform = chain(sum_rewards(), part)
 
     def advantage(rewards):
-        state = whole.init(adv.spec_of(past, num_rows=1))
-        _, state, _ = adv.compute(whole, past, state)
-        return adv.compute(whole, rollouts_of(rewards[None], [0]), state)[0].value[0]
+        state = transform.init(adv.spec_of(past, num_rows=1))
+        _, state, _ = adv.compute(transform, past, state)
+        return adv.compute(transform, make_rollouts(rewards[None], [0]), state)[0].value[0]
 
     values = jax.jit(jax.vmap(advantage))(jnp.asarray([reward[list(pair)] for pair in pairs]))
     total = np.zeros(4)
@@ -184,7 +184,7 @@ def test_the_ema_weighs_batches_by_their_age_from_the_first_on():
     """Means 1, 0, 0.5 with decay 0.5: baselines initial, 1, 1/3, then (1/4 + 0 + 1/2) / (7/4)."""
     batches = [[[1.0, 1.0]], [[0.0, NAN]], [[0.0, 1.0]], [[NAN, NAN]], [[0.0, 0.0]]]
     values, states = through(
-        adv.ema_baseline(decay=0.5, initial=0.25), [rollouts_of(batch) for batch in batches]
+        adv.ema_baseline(decay=0.5, initial=0.25), [make_rollouts(batch) for batch in batches]
     )
     after_three = (0.25 * 1 + 0.5 * 0 + 1 * 0.5) / 1.75
     np.testing.assert_allclose(values[0], [[0.75, 0.75]])
@@ -200,17 +200,19 @@ def test_the_running_scale_is_the_deviation_of_earlier_values_and_forgets_their_
     batches = random.normal(3.0, 2.0, (4, 5, 3))
     with jax.enable_x64(True):
         part = adv.divide_by_running_scale(decay=1 - 1e-12, eps=0.0)
-        values, _ = through(part, [rollouts_of(batch) for batch in batches])
-        scaled, _ = through(part, [rollouts_of(100 * batch) for batch in batches])
+        values, _ = through(part, [make_rollouts(batch) for batch in batches])
+        scaled, _ = through(part, [make_rollouts(100 * batch) for batch in batches])
     for index, value in enumerate(values):
-        seen = batches[: max(index, 1)]  # the first is divided by its own
-        np.testing.assert_allclose(value, batches[index] / seen.std(), rtol=1e-9)
+        earlier = batches[: max(index, 1)]  # the first is divided by its own
+        np.testing.assert_allclose(value, batches[index] / earlier.std(), rtol=1e-9)
         np.testing.assert_allclose(scaled[index], value, rtol=1e-9)
 
 
 def test_a_scale_of_nothing_divides_by_one():
     flat = np.full((7, 1), 0.1, np.float32)
-    values, states = through(adv.divide_by_running_scale(), [rollouts_of(flat), rollouts_of(flat)])
+    values, states = through(
+        adv.divide_by_running_scale(), [make_rollouts(flat), make_rollouts(flat)]
+    )
     np.testing.assert_array_equal(values, [flat, flat])
     assert float(states[-1]["variance"]) == 0
 
@@ -218,19 +220,24 @@ def test_a_scale_of_nothing_divides_by_one():
 def test_the_band_masks_by_what_was_seen_before_this_batch():
     """A row that only fails leaves after its fourth sample: 0.5 / (n + 1) < 0.125 for n > 3."""
     part = adv.mask_difficulty_band()
-    batch = rollouts_of([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0], [NAN, 0.0]], [0, 1, 2, 3])
+    batch = make_rollouts([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0], [NAN, 0.0]], [0, 1, 2, 3])
     values, states = through(part, [batch] * 4)
-    kept = [np.isfinite(value).any(1).tolist() for value in values]
-    assert kept[0] == kept[1] == [True, True, True, True]
-    assert kept[2] == [False, False, True, True]  # after 4 failures, 4 successes
-    assert kept[3] == [False, False, True, True]  # 3 failures: 0.5 / 4 = 0.125 is in the band
+    live_groups = [np.isfinite(value).any(1).tolist() for value in values]
+    assert live_groups[0] == live_groups[1] == [True, True, True, True]
+    assert live_groups[2] == [False, False, True, True]  # after 4 failures, 4 successes
+    assert live_groups[3] == [
+        False,
+        False,
+        True,
+        True,
+    ]  # 3 failures: 0.5 / 4 = 0.125 is in the band
     np.testing.assert_array_equal(states[-1]["samples"][:4], [8, 8, 8, 4])
     np.testing.assert_array_equal(states[-1]["successes"][:4], [0, 8, 4, 0])
 
 
 def test_duplicates_of_a_row_all_count_and_old_counts_fade_once_per_batch():
     part = adv.mask_difficulty_band(keep=0.5)
-    batch = rollouts_of([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], [4, 4, 2])
+    batch = make_rollouts([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], [4, 4, 2])
     _, states = through(part, [batch, batch])
     np.testing.assert_array_equal(states[1]["samples"][[2, 4, 5]], [2, 4, 0])
     np.testing.assert_array_equal(states[2]["samples"][[2, 4, 5]], [3, 6, 0])
@@ -239,10 +246,10 @@ def test_duplicates_of_a_row_all_count_and_old_counts_fade_once_per_batch():
 
 def test_the_whole_band_masks_nothing_and_an_empty_one_everything():
     random = np.random.default_rng(3)
-    batches = [rollouts_of(random.integers(0, 2, (4, 3)).astype(float)) for _ in range(3)]
+    batches = [make_rollouts(random.integers(0, 2, (4, 3)).astype(float)) for _ in range(3)]
     plain = [np.asarray(batch.rewards["reward"]) for batch in batches]
-    whole, _ = through(adv.mask_difficulty_band(low=0.0, high=1.0), batches)
-    np.testing.assert_array_equal(whole, plain)
+    widest, _ = through(adv.mask_difficulty_band(low=0.0, high=1.0), batches)
+    np.testing.assert_array_equal(widest, plain)
     none, _ = through(adv.mask_difficulty_band(low=0.9, high=0.9), batches[:1])
     assert np.isnan(none[0]).all()
 
@@ -250,11 +257,11 @@ def test_the_whole_band_masks_nothing_and_an_empty_one_everything():
 @pytest.mark.parametrize("make", [adv.subtract_tracked_success, adv.mask_difficulty_band])
 def test_rows_of_a_stream_are_refused_with_the_remedy(make):
     with pytest.raises(InputError, match=f"{make().name} remembers every row.*ema_baseline"):
-        adv.compute(chain(sum_rewards(), make()), rollouts_of([[1.0]]))
+        adv.compute(chain(sum_rewards(), make()), make_rollouts([[1.0]]))
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (adv.ema_baseline, {"decay": 1.0}, "decay = 1.0, expected 0 or more and below 1"),
         (adv.divide_by_running_scale, {"initial": 0.0}, "initial = 0.0, expected above 0"),
@@ -266,12 +273,12 @@ def test_rows_of_a_stream_are_refused_with_the_remedy(make):
         (adv.mask_difficulty_band, {"prior": (0.0, 1.0)}, "prior = .*two counts above 0"),
     ],
 )
-def test_an_option_out_of_range_is_refused_when_the_part_is_made(make, options, said):
-    with pytest.raises(InputError, match=said):
+def test_an_option_out_of_range_is_refused_when_the_part_is_made(make, options, message):
+    with pytest.raises(InputError, match=message):
         make(**options)
 
 
 def test_a_field_of_another_shape_is_refused():
     part = adv.subtract_tracked_success(drift="moved")
     with pytest.raises(InputError, match=r"moved has shape \(1, 1\), expected \[P\] = \(1,\)"):
-        through(part, [rollouts_of([[1.0]], moved=[[1.0]])])
+        through(part, [make_rollouts([[1.0]], moved=[[1.0]])])

@@ -58,12 +58,12 @@ def double():
 
 
 def run(step, rewards: Any = REWARD, **fields):
-    whole = chain(sum_rewards(), step)
-    read = whole.needs | {"token_mask"}
-    given = {name: leaf for name, leaf in (FIELDS | fields).items() if name in read}
-    fields = jax.tree.map(jnp.asarray, given)
-    made = jax.jit(lambda rewards, fields: evaluate(whole, rewards, **fields)[0])
-    return np.asarray(made(jnp.asarray(rewards), fields))
+    transform = chain(sum_rewards(), step)
+    read = transform.needs | {"token_mask"}
+    rollout_fields = {name: leaf for name, leaf in (FIELDS | fields).items() if name in read}
+    fields = jax.tree.map(jnp.asarray, rollout_fields)
+    compiled = jax.jit(lambda rewards, fields: evaluate(transform, rewards, **fields)[0])
+    return np.asarray(compiled(jnp.asarray(rewards), fields))
 
 
 def below(p, g, depth):
@@ -123,8 +123,8 @@ def test_local_advantages_add_up_to_the_leafs_own_and_to_zero_among_siblings():
     local = run(LOCAL)
     for p, g in leaves():
         # Where the path ends at a node of its own, the steps lead from V(root) to the reward.
-        own = below(p, g, deepest(p, g) - 1)
-        difference = own.mean() - REWARD[p][SCORED[p]].mean()
+        leaf_rewards = below(p, g, deepest(p, g) - 1)
+        difference = leaf_rewards.mean() - REWARD[p][SCORED[p]].mean()
         np.testing.assert_allclose(local[p, g].sum(), difference, rtol=0, atol=1e-12)
         for d in range(1, D):
             # Each leaf carries its child's LA once: the sum over leaves is sum_c n_c LA_c.
@@ -161,8 +161,8 @@ def test_names_of_nodes_mean_nothing():
         if d == 1:
             trees[p] = names[trees[p]]
     for step in (tree_normalise(), tree_process(), tree_subgroup()):
-        plain, other = run(step), run(step, ancestors=renamed, tree=trees)
-        np.testing.assert_array_equal(plain, other)
+        plain, renamed_values = run(step), run(step, ancestors=renamed, tree=trees)
+        np.testing.assert_array_equal(plain, renamed_values)
 
 
 def test_a_shared_token_counts_once_in_all():

@@ -27,8 +27,8 @@ def test_one_success_of_many_is_bounded_and_cutting_it_flips_no_sign():
         lucky = np.eye(1, size)
         with jax.enable_x64(True):
             cut = chain(build("grpo", {"eps": 0.0}), clip_advantage(low=-0.5, high=2.0))
-            wholes = [("grpo", {"eps": 0.0, "ddof": ddof}) for ddof in (0, 1)]
-            by_n, by_less, clipped = all_values([*wholes, (cut, None)], lucky)
+            methods = [("grpo", {"eps": 0.0, "ddof": ddof}) for ddof in (0, 1)]
+            by_n, by_less, clipped = all_values([*methods, (cut, None)], lucky)
         assert by_n.max() == pytest.approx(np.sqrt(size - 1), rel=1e-12)
         assert by_less.max() == pytest.approx((size - 1) / np.sqrt(size), rel=1e-12)
         assert clipped.max() == pytest.approx(min(2.0, by_less.max()))
@@ -40,7 +40,7 @@ def test_rare_successes_shrink_and_failures_without_one_stay():
     signs = chain(build("sign"), shrink_rare_success(2, reward="reward", threshold=1.0))
     two, four = (chain(build("dr_grpo"), shrink_rare_success(count)) for count in (2, 4))
     plain, two, four, signs = all_values(
-        [(whole, None) for whole in ("dr_grpo", two, four, signs)], rewards
+        [(transform, None) for transform in ("dr_grpo", two, four, signs)], rewards
     )
     for shrunk, factor in ((two, [0.5, 1, 1, 1]), (four, [0.25, 0.5, 0.75, 1])):
         np.testing.assert_allclose(shrunk, plain * np.array(factor)[:, None], rtol=1e-6)
@@ -63,9 +63,10 @@ def test_the_overlong_penalty_is_in_tokens_and_continuous_at_both_ends():
             overlong_penalty(buffer, limit, penalty=2.0),
             overlong_penalty(buffer),
         )
-        wholes = [(chain(sum_rewards(), part), None) for part in parts]
+        methods = [(chain(sum_rewards(), part), None) for part in parts]
         value, doubled, until_the_end = (
-            found[0] for found in all_values(wholes, np.ones((1, 25)), token_mask=tokens)
+            first_value[0]
+            for first_value in all_values(methods, np.ones((1, 25)), token_mask=tokens)
         )
     np.testing.assert_allclose(value, 1 + oracle)
     np.testing.assert_allclose(doubled, 1 + 2 * oracle)
@@ -83,7 +84,7 @@ def test_a_groups_weight_is_the_closed_form_of_its_success_rate():
     with jax.enable_x64(True):
         options = {"eps": 0.0, "ddof": 0}
         grpo, dr_grpo = build("grpo", options), build("dr_grpo")
-        wholes = (
+        transforms = (
             grpo,
             chain(grpo, weight_by_absolute_advantage()),
             chain(grpo, weight_by_learnability(reward="reward")),
@@ -91,22 +92,26 @@ def test_a_groups_weight_is_the_closed_form_of_its_success_rate():
             chain(dr_grpo, weight_by_learnability(reward="reward")),
             chain(grpo, weight_by_absolute_advantage(normalise=True)),
         )
-        normalised, sizes, variances, here, there, mean_one = all_values(
-            [(whole, None) for whole in wholes], rewards
+        normalised, sizes, variances, shifted_left, shifted_right, mean_one = all_values(
+            [(transform, None) for transform in transforms], rewards
         )
     spread = np.sqrt(rate * (1 - rate))[:, None]
     np.testing.assert_allclose(sizes, 2 * spread * normalised, atol=1e-12)
     np.testing.assert_allclose(variances, spread**2 * normalised, atol=1e-12)
-    np.testing.assert_allclose(here, there, atol=1e-12)  # a baseline leaves the variance
+    np.testing.assert_allclose(
+        shifted_left, shifted_right, atol=1e-12
+    )  # a baseline leaves the variance
     np.testing.assert_allclose(mean_one, spread / spread.mean() * normalised, atol=1e-12)
 
 
 def test_weights_that_are_all_zero_stay_zero():
-    wholes = (
+    transforms = (
         chain(build("dr_grpo"), weight_by_absolute_advantage(normalise=True)),
         chain(sum_rewards(), weight_by_learnability(normalise=True)),
     )
-    for value in all_values([(whole, None) for whole in wholes], [[0.1] * 7, [0.7] * 7]):
+    for value in all_values(
+        [(transform, None) for transform in transforms], [[0.1] * 7, [0.7] * 7]
+    ):
         assert (value == 0).all()
 
 

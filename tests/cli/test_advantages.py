@@ -44,23 +44,23 @@ def wide(monkeypatch):
 
 
 @pytest.fixture
-def own(tmp_path):
+def user_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN)
     return file
 
 
-def said(capsys, *arguments, code=0):
+def output(capsys, *arguments, code=0):
     return printed(capsys, "advantages", *arguments, code=code)
 
 
 def shown(capsys, *arguments):
-    return json.loads(said(capsys, *arguments, "--json"))
+    return json.loads(output(capsys, *arguments, "--json"))
 
 
 def test_every_recipe_and_part_is_listed_with_its_first_line(capsys):
-    text = said(capsys)
-    listed = json.loads(said(capsys, "--json"))
+    text = output(capsys)
+    listed = json.loads(output(capsys, "--json"))
     assert set(listed["recipes"]) == set(registry.recipes)
     assert set(listed["parts"]) == set(registry.parts)
     for name, line in (listed["recipes"] | listed["parts"]).items():
@@ -69,11 +69,11 @@ def test_every_recipe_and_part_is_listed_with_its_first_line(capsys):
 
 
 def test_a_name_alone_is_described_with_its_options(capsys):
-    text = said(capsys, "grpo")
+    text = output(capsys, "grpo")
     assert "a[p, g] = (r[p, g] - mean_g r) / (std_g r + eps)" in text
     assert "arXiv 2402.03300" in text
     assert "options: (eps: 'Scheduled' = 1e-06, ddof: 'int' = 1" in text
-    assert "Masks samples" in said(capsys, "mask_truncated")
+    assert "Masks samples" in output(capsys, "mask_truncated")
     about = shown(capsys, "grpo")
     assert about["name"] == "grpo"
     assert about["description"] in text
@@ -81,14 +81,14 @@ def test_a_name_alone_is_described_with_its_options(capsys):
 
 
 def test_a_part_that_shares_its_name_with_a_recipe_is_described_behind_it(capsys):
-    recipe, _, part = said(capsys, "darling").partition("The part darling: ")
+    recipe, _, part = output(capsys, "darling").partition("The part darling: ")
     assert "as of the part `darling`" in recipe
     assert "max((n - |class of g|) / (n - 1), floor)" in part
     assert shown(capsys, "darling")["part"]["description"] in part
 
 
 def test_sign_keeps_a_group_that_always_fails_alive(capsys):
-    lines = said(capsys, "sign", "--rewards", "0,0,0,0").splitlines()
+    lines = output(capsys, "sign", "--rewards", "0,0,0,0").splitlines()
     assert lines[0].split() == ["step", "stream", "group", "value", "mask"]
     assert lines[1].split() == ["rewards", "reward", "1", *"0000", *"1111"]
     assert lines[2].split() == ["sum_rewards", "1", *"0000", *"1111"]
@@ -125,7 +125,7 @@ def test_several_rewards_are_named_and_weighed(capsys):
 
 
 def test_tokens_are_shown_sample_by_sample(capsys):
-    text = said(capsys, "to_tokens", "--rewards", "1,-1", "--lengths", "2,1")
+    text = output(capsys, "to_tokens", "--rewards", "1,-1", "--lengths", "2,1")
     assert [line.split() for line in text.splitlines()[2:4]] == [
         ["to_tokens", "1.1", "1", "1", "1", "1"],
         ["1.2", "-1", "0", "1", "0"],
@@ -145,26 +145,26 @@ def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
     assert fields["doubt"].tolist() == [[0.5, 0.25], [0.5, 0.25]]
     unknown = advantages.read_fields(["classes=0,nan"], (1, 2))["classes"]
     np.testing.assert_array_equal(unknown, [[0, np.nan]])  # a class of its own to darling
-    for field, wanted in {"row=0.5": "whole numbers", "truncated=0,nan": "true or false"}.items():
-        with pytest.raises(InputError, match=f"--field {field[:3]}.*: expected {wanted}"):
+    for field, expected in {"row=0.5": "whole numbers", "truncated=0,nan": "true or false"}.items():
+        with pytest.raises(InputError, match=f"--field {field[:3]}.*: expected {expected}"):
             advantages.read_fields([field], (1, 2))
 
 
 def test_rewards_whose_advantage_would_be_lost_are_refused(capsys):
     for huge in ("1e20,0", "1e39,0", "0,-3e38"):
-        assert "reward 'reward' holds" in said(capsys, "grpo", "--rewards", huge, code=2)
+        assert "reward 'reward' holds" in output(capsys, "grpo", "--rewards", huge, code=2)
     assert shown(capsys, "grpo", "--rewards", "1e15,0")["steps"][-1]["value"][0][0] > 0.7
 
 
-def test_own_code_is_run_from_its_file(capsys, own):
-    assert shown(capsys, f"{own}:twice", "--rewards", "1,3")["steps"][-1]["value"] == [[2, 6]]
-    plus = (f"{own}:plus", "--rewards", "1,3", "--option", "amount=0.5")
+def test_own_code_is_run_from_its_file(capsys, user_file):
+    assert shown(capsys, f"{user_file}:twice", "--rewards", "1,3")["steps"][-1]["value"] == [[2, 6]]
+    plus = (f"{user_file}:plus", "--rewards", "1,3", "--option", "amount=0.5")
     assert shown(capsys, *plus)["steps"][-1]["value"] == [[1.5, 3.5]]
-    assert "Adds a number." in said(capsys, f"{own}:plus")
+    assert "Adds a number." in output(capsys, f"{user_file}:plus")
 
 
-def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, own):
-    message = said(capsys, f"{own}:judged", "--rewards", "1,0", code=2)
+def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, user_file):
+    message = output(capsys, f"{user_file}:judged", "--rewards", "1,0", code=2)
     assert "judged needs more than rewards:" in message
     assert (
         "  answer_logp [P, G, J], log-probs of the reference answer's tokens:"
@@ -174,9 +174,9 @@ def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, own):
     # What is given for each token says nothing without the tokens.
     assert "  base_logp [P, G, T], log-prob under the original policy" in message
     assert "  token_mask [P, G, T]" in message
-    message = said(capsys, "to_tokens", "--rewards", "1,0", code=2)
+    message = output(capsys, "to_tokens", "--rewards", "1,0", code=2)
     assert "--lengths 3,2,4,1 (tokens of each sample)" in message
-    message = said(capsys, "mask_truncated", "--rewards", "1,0", code=2)
+    message = output(capsys, "mask_truncated", "--rewards", "1,0", code=2)
     assert "whether the length limit cut the sample: --field truncated=0,1,1,0" in message
 
 
@@ -204,7 +204,7 @@ def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, own):
     ],
 )
 def test_wrong_input_is_told_in_one_message(arguments, message, capsys):
-    errors = said(capsys, *arguments, code=2)
+    errors = output(capsys, *arguments, code=2)
     assert message in errors
     assert errors.startswith("error: ")
     assert "Traceback" not in errors
@@ -222,10 +222,10 @@ def test_what_belongs_to_a_prompt_may_be_one_list():
 
 
 def test_a_field_that_nothing_reads_is_refused_one_with_two_equals_signs_too(capsys):
-    given = ("grpo", "--rewards", "1,0", "--field")
-    assert "reads the field 'x=y'" in said(capsys, *given, "x=y=1,0", code=2)
-    told = said(capsys, *given, "trunctated=1,0", code=2)
-    assert "nothing in grpo reads the field 'trunctated': did you mean 'truncated'?" in told
+    arguments = ("grpo", "--rewards", "1,0", "--field")
+    assert "reads the field 'x=y'" in output(capsys, *arguments, "x=y=1,0", code=2)
+    error = output(capsys, *arguments, "trunctated=1,0", code=2)
+    assert "nothing in grpo reads the field 'trunctated': did you mean 'truncated'?" in error
 
 
 ODD = """
@@ -262,7 +262,7 @@ def test_what_an_own_step_does_wrong_is_named_with_its_place(capsys, tmp_path):
     left, unmasked = shown(capsys, f"{file}:one_less", *rewards)["problems"]
     assert left.startswith("one_less left -1.0 at a masked place, group 1, sample 3")
     assert unmasked.startswith("one_less unmasked -1.0 at a masked place, group 1, sample 3")
-    assert "warning: one_less left -1.0" in said(capsys, f"{file}:one_less", *rewards)
+    assert "warning: one_less left -1.0" in output(capsys, f"{file}:one_less", *rewards)
     assert shown(capsys, f"{file}:counted", *rewards)["metrics"] == {"counted/count": 7}
     assert shown(capsys, "grpo", *rewards)["problems"] == []
 
@@ -270,24 +270,26 @@ def test_what_an_own_step_does_wrong_is_named_with_its_place(capsys, tmp_path):
 def test_an_own_step_that_only_runs_uncompiled_is_refused(capsys, tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(ODD)
-    assert "jnp.where" in said(capsys, f"{file}:branch", "--rewards", "1,0", code=2)
+    assert "jnp.where" in output(capsys, f"{file}:branch", "--rewards", "1,0", code=2)
 
 
 @pytest.mark.parametrize("name", ["combine", "stream"])
-def test_a_part_that_takes_a_function_says_how_to_be_shown(capsys, own, name):
-    told = said(capsys, name, "--rewards", "1,0", code=2)
+def test_a_part_that_takes_a_function_says_how_to_be_shown(capsys, user_file, name):
+    error = output(capsys, name, "--rewards", "1,0", code=2)
     message = f"{name} takes a function, which text cannot give: write a step of your own"
-    assert message in told
-    assert "advantage[0]" not in told
-    given = ("--option", "name=x", "--option", "function=mine.py:plus")
-    assert message in said(capsys, name, "--rewards", "1,0", *given, code=2)
-    assert message in said(capsys, name)  # instead of "--rewards 1,0,0,0 shows ..."
-    own.write_text(
+    assert message in error
+    assert "advantage[0]" not in error
+    options = ("--option", "name=x", "--option", "function=mine.py:plus")
+    assert message in output(capsys, name, "--rewards", "1,0", *options, code=2)
+    assert message in output(capsys, name)  # instead of "--rewards 1,0,0,0 shows ..."
+    user_file.write_text(
         "import jaxgrpo.advantages as adv\n"
         "def combine():\n"
         "    return adv.combine(lambda streams, rollouts: streams['b'], name='second')\n"
         "def stream():\n"
         "    return adv.stream('ones', lambda rollouts: 0 * rollouts.rewards['a'] + 1)\n"
     )
-    steps = shown(capsys, f"{own}:{name}", "--rewards", "a=1,0", "--rewards", "b=2,3")["steps"]
+    steps = shown(capsys, f"{user_file}:{name}", "--rewards", "a=1,0", "--rewards", "b=2,3")[
+        "steps"
+    ]
     assert steps[-1]["value"] == {"combine": [[2, 3]], "stream": [[4, 4]]}[name]

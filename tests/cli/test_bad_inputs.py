@@ -42,7 +42,7 @@ DIGITS = "1" + "0" * 5000  # more than Python reads or writes
 DEEP = "[" * 100_000
 
 
-class Made(NamedTuple):
+class SavedModel(NamedTuple):
     """A model folder to spoil, and what was read from it while it was whole."""
 
     folder: Path  # a copy of its own
@@ -60,19 +60,19 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Made:
+def pristine(tmp_path_factory) -> SavedModel:
     folder = tmp_path_factory.mktemp("models") / "whole"
     tokenizer = character_tokenizer(tasks.find("arithmetic").alphabet)
     model = decoder.build(base_config(len(tokenizer), 32, 1))
     params = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), model.shapes)
     folders.save_model(model, params, folder, tokenizer)
-    return Made(folder, model, folders.read_tokenizer(folder))
+    return SavedModel(folder, model, folders.read_tokenizer(folder))
 
 
 @pytest.fixture
-def made(whole, tmp_path) -> Made:
-    shutil.copytree(whole.folder, tmp_path / "model")
-    return whole._replace(folder=tmp_path / "model")
+def saved(pristine, tmp_path) -> SavedModel:
+    shutil.copytree(pristine.folder, tmp_path / "model")
+    return pristine._replace(folder=tmp_path / "model")
 
 
 LONGROPE = {
@@ -82,16 +82,16 @@ LONGROPE = {
     **dict.fromkeys(("short_factor", "long_factor"), [1.0] * 8),
 }
 
-Case = tuple[Callable[[Made, Path], Any], str]
+Case = tuple[Callable[[SavedModel, Path], Any], str]
 """(what is done to a whole folder and an empty one, a pattern of the message)"""
 
 
 def key(override: str, message: str) -> Case:
-    return lambda made, home: minimal_config.read(override), message
+    return lambda saved, home: minimal_config.read(override), message
 
 
 def toml(text: str, message: str) -> Case:
-    def read(made: Made, home: Path) -> None:
+    def read(saved: SavedModel, home: Path) -> None:
         (home / "run.toml").write_text(text, "latin-1")
         files.load(home / "run.toml")
 
@@ -99,58 +99,58 @@ def toml(text: str, message: str) -> Case:
 
 
 def config_json(message: str, text: str | None = None, **fields: Any) -> Case:
-    def read(made: Made, home: Path) -> None:
-        made.edit("config.json", **fields)
+    def read(saved: SavedModel, home: Path) -> None:
+        saved.edit("config.json", **fields)
         if text is not None:
-            made.write("config.json", text)
-        folders.read_config(made.folder)
+            saved.write("config.json", text)
+        folders.read_config(saved.folder)
 
     return read, message
 
 
-def end_tokens(given: str, message: str) -> Case:
-    def read(made: Made, home: Path) -> None:
-        made.write("generation_config.json", given)
-        folders.read_end_tokens(made.folder, made.tokenizer, made.model.config.vocab_size)
+def end_tokens(text: str, message: str) -> Case:
+    def read(saved: SavedModel, home: Path) -> None:
+        saved.write("generation_config.json", text)
+        folders.read_end_tokens(saved.folder, saved.tokenizer, saved.model.config.vocab_size)
 
     return read, message
 
 
-def shards(given: str, message: str) -> Case:
-    def read(made: Made, home: Path) -> None:
-        (made.folder / "model.safetensors").unlink()
-        made.write("model.safetensors.index.json", given)
-        folders.read_params(made.folder, made.model)
+def shards(text: str, message: str) -> Case:
+    def read(saved: SavedModel, home: Path) -> None:
+        (saved.folder / "model.safetensors").unlink()
+        saved.write("model.safetensors.index.json", text)
+        folders.read_params(saved.folder, saved.model)
 
     return read, message
 
 
 def weights(dtype: str, message: str) -> Case:
-    def read(made: Made, home: Path) -> None:
-        file = made.folder / "model.safetensors"
-        save_file({name: one.astype(dtype) for name, one in load_file(file).items()}, file)
-        folders.read_params(made.folder, made.model)
+    def read(saved: SavedModel, home: Path) -> None:
+        file = saved.folder / "model.safetensors"
+        save_file({name: tensor.astype(dtype) for name, tensor in load_file(file).items()}, file)
+        folders.read_params(saved.folder, saved.model)
 
     return read, message
 
 
-def model(message: str, edit: Callable[[Made], Any], **rollout: int) -> Case:
-    def read(made: Made, home: Path) -> None:
-        edit(made)
+def model(message: str, edit: Callable[[SavedModel], Any], **rollout: int) -> Case:
+    def read(saved: SavedModel, home: Path) -> None:
+        edit(saved)
         changes = [f"rollout.{name}={value}" for name, value in rollout.items()]
-        config = minimal_config.read(f"model.path={made.folder}", *changes)
-        found = pretrained.find_model(config)
-        pretrained.sampling_settings(config.rollout, found)
+        config = minimal_config.read(f"model.path={saved.folder}", *changes)
+        base = pretrained.find_model(config)
+        pretrained.sampling_settings(config.rollout, base)
 
     return read, message
 
 
 def run_dir(make: Callable[[Path], Path], message: str) -> Case:
-    return lambda made, home: refuse_unusable(make(home)), message
+    return lambda saved, home: refuse_unusable(make(home)), message
 
 
 def row(line: str, message: str) -> Case:
-    def read(made: Made, home: Path) -> None:
+    def read(saved: SavedModel, home: Path) -> None:
         (home / "rows.jsonl").write_text(f"{line}\n")
         load_rows(Source(str(home / "rows.jsonl")), "prompt", "answer")
 
@@ -158,32 +158,32 @@ def row(line: str, message: str) -> Case:
 
 
 def reward(value: Any, message: str) -> Case:
-    return lambda made, home: numbers("own", [value], 1), message
+    return lambda saved, home: numbers("own", [value], 1), message
 
 
 def step(function: Callable[..., Any], message: str) -> Case:
     function.__name__ = "own"
 
-    def trace(made: Made, home: Path) -> None:
-        whole = advantages.chain(advantages.sum_rewards(), advantages.transform(function))
-        jax.jit(lambda rewards: advantages.evaluate(whole, rewards))(jnp.eye(2))
+    def trace(saved: SavedModel, home: Path) -> None:
+        transform = advantages.chain(advantages.sum_rewards(), advantages.transform(function))
+        jax.jit(lambda rewards: advantages.evaluate(transform, rewards))(jnp.eye(2))
 
     return trace, message
 
 
-def surrogate(made: Made, home: Path) -> None:
-    def own(tokens: Tokens) -> Any:
+def surrogate(saved: SavedModel, home: Path) -> None:
+    def user_surrogate(tokens: Tokens) -> Any:
         return (tokens.logp if tokens.mask.any() else tokens.advantage), {}
 
-    one = jnp.ones((1, 2))
+    unit = jnp.ones((1, 2))
     loss = lambda mask: losses.policy_loss(  # noqa: E731
-        losses.Surrogate("own", own), "token_mean", one, one, one, mask
+        losses.Surrogate("own", user_surrogate), "token_mean", unit, unit, unit, mask
     )
-    jax.jit(loss)(one > 0)
+    jax.jit(loss)(unit > 0)
 
 
 def select(returned: Any, message: str) -> Case:
-    def run(made: Made, home: Path) -> None:
+    def run(saved: SavedModel, home: Path) -> None:
         policy = sequential()._replace(name="own", select=lambda state, cursor, n: returned)
         chooser = make_selector(policy, [np.ones(3, np.int32)] * 8, 4, 8, seed=0)
         zero = np.zeros((), np.int32)
@@ -192,7 +192,7 @@ def select(returned: Any, message: str) -> Case:
     return run, message
 
 
-def checkpoint_file(made: Made, home: Path) -> None:
+def checkpoint_file(saved: SavedModel, home: Path) -> None:
     (home / "9").touch()
     Checkpoints(home)
 
@@ -288,16 +288,16 @@ CASES: dict[str, Case] = {
     "half an end token": end_tokens('{"eos_token_id": 1.5}', "the end token 1.5, expected"),
     "1e9 tokens": model(
         "are 1000000016 tokens, but .* max_position_embeddings = 32768: make them shorter",
-        lambda made: None,
+        lambda saved: None,
         max_completion_tokens=10**9,
     ),
     "more tokens than positions": model(
         "max_position_embeddings = 40: make",
-        lambda made: made.edit("config.json", max_position_embeddings=40),
+        lambda saved: saved.edit("config.json", max_position_embeddings=40),
     ),
     "more tokens than the rope is built for": model(
         "max_prompt_tokens = 16 and max_completion_tokens = 32: 48 tokens, but .* up to 40: beyond",
-        lambda made: made.edit("config.json", rope_parameters=LONGROPE),
+        lambda saved: saved.edit("config.json", rope_parameters=LONGROPE),
     ),
     "int8 weights": weights("int8", "holds I8, expected float32, bfloat16, float16, float64"),
     "an index without a map": shards("{}", "index.json has no weight_map"),
@@ -332,7 +332,7 @@ CASES: dict[str, Case] = {
     "a reward of 400 digits": reward(10**400, "returned 10+….*: give a number from"),
     "a reward of 5000 digits": reward(10**5000, "returned a number of thousands of digits"),
     "a logged number of 400 digits": (
-        lambda made, home: call_rewards({"own": log_much}, ["a"], ["b"], [[1]], {}),
+        lambda saved, home: call_rewards({"own": log_much}, ["a"], ["b"], [[1]], {}),
         "log_metric.'size', 10+",
     ),
     # Own parts
@@ -357,11 +357,11 @@ def log_much(completions, log_metric):
 
 
 @pytest.mark.parametrize(("do", "message"), CASES.values(), ids=CASES)
-def test_a_bad_input_is_refused_in_words(do, message, made, tmp_path):
+def test_a_bad_input_is_refused_in_words(do, message, saved, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     with pytest.raises(InputError, match=message) as caught:
-        do(made, home)
+        do(saved, home)
     assert len(str(caught.value)) < 1200
 
 
@@ -382,9 +382,9 @@ def test_a_command_ends_with_a_sentence_and_code_2(arguments, message, tmp_path,
     (tmp_path / "file").write_text("{")
     names = {"file": tmp_path / "file", "own": tmp_path / "own.py"}
     assert cli.main([argument.format(**names) for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert re.search(message, said)
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    assert re.search(message, errors)
 
 
 def test_a_folder_that_is_no_step_of_ours_is_left_alone(tmp_path):
@@ -398,7 +398,7 @@ def test_a_folder_that_is_no_step_of_ours_is_left_alone(tmp_path):
 
 def test_a_run_whose_folder_cannot_be_is_refused_by_the_dry_run_too(tmp_path):
     file_in(tmp_path)
-    made = minimal_config.read(f"run.dir={tmp_path / 'file' / 'run'}")
+    run_config = minimal_config.read(f"run.dir={tmp_path / 'file' / 'run'}")
     for refuse in (preview.dry_run, lambda config: RunFolder(config.run.dir)):
         with pytest.raises(InputError, match=r"is under .*, which is a file: give a folder"):
-            refuse(made)
+            refuse(run_config)

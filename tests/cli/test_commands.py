@@ -24,23 +24,23 @@ def run(tmp_path_factory):
 
 def main(capsys, *arguments):
     code = cli.main([str(argument) for argument in arguments])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    streams = capsys.readouterr()
+    return code, streams.out + streams.err
 
 
 def document(capsys, *arguments):
     """(what --json prints on stdout, what is on stderr)"""
     code = cli.main([*map(str, arguments), "--json"])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return json.loads(said.out), said.err
+    streams = capsys.readouterr()
+    assert code == 0, streams.err
+    return json.loads(streams.out), streams.err
 
 
 @pytest.mark.slow
 def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     rows = tmp_path / "e.jsonl"
-    measured, said = document(capsys, "eval", run.path, "--answers", rows)
-    assert "in 1 process, jax " in said, "notes go to stderr"
+    measured, output = document(capsys, "eval", run.path, "--answers", rows)
+    assert "in 1 process, jax " in output, "notes go to stderr"
     trained = run.summary["trained"]
     assert measured["accuracy"] == trained["accuracy"]
     assert {"pass@4", "maj@4", "maj@4/low", "pass@4/high", "unscored"} <= measured.keys()
@@ -52,10 +52,10 @@ def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     assert len(samples) == 12 * 4
     scores = [sample["rewards"]["arithmetic"] for sample in samples]
     assert sum(scores) / len(scores) == pytest.approx(measured["pass@1"])
-    code, said = main(capsys, "eval", run.path)
-    assert code == 0, said
-    assert "95% interval" in said
-    assert f"{measured['accuracy']:.3f}" in said
+    code, output = main(capsys, "eval", run.path)
+    assert code == 0, output
+    assert "95% interval" in output
+    assert f"{measured['accuracy']:.3f}" in output
 
 
 @pytest.mark.slow
@@ -65,9 +65,9 @@ def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, capsys):
         2,
         f"error: eval {model}: nothing to evaluate on; give --data\n",
     )
-    code, said = main(capsys, "eval", model, "--data", "task:arithmetic:test")
+    code, output = main(capsys, "eval", model, "--data", "task:arithmetic:test")
     assert code == 2
-    assert "give --scorer" in said
+    assert "give --scorer" in output
     measured, _ = document(
         capsys,
         *("eval", model, "--data", "task:arithmetic:test", "--scorer", "arithmetic"),
@@ -80,25 +80,25 @@ def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, capsys):
 @pytest.mark.slow
 def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, capsys):
     words = ("probe", run.path, "-n", 4, "--num-prompts", 8)
-    found, said = document(capsys, *words)
-    assert "rewards on row 0" in said
-    assert "what to make of it" not in said
-    assert (found["data"], found["reward"]) == ("task:arithmetic:train", "arithmetic")
-    assert (found["prompts"], found["samples"]) == (8, 4)
-    assert list(found["degeneracy"]) == ["2", "4"]
-    assert found["agreement"]["max"] < 1e-3
-    code, said = main(capsys, *words)
-    assert code == 0, said
-    assert "what to make of it" in said
+    probe, output = document(capsys, *words)
+    assert "rewards on row 0" in output
+    assert "what to make of it" not in output
+    assert (probe["data"], probe["reward"]) == ("task:arithmetic:train", "arithmetic")
+    assert (probe["prompts"], probe["samples"]) == (8, 4)
+    assert list(probe["degeneracy"]) == ["2", "4"]
+    assert probe["agreement"]["max"] < 1e-3
+    code, output = main(capsys, *words)
+    assert code == 0, output
+    assert "what to make of it" in output
 
 
 @pytest.mark.full
 def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     base = small_run.base()
-    asked = ("--set", "eval.confidence=true", "eval.confidence_window=4")
+    options = ("--set", "eval.confidence=true", "eval.confidence_window=4")
 
     def measured(*arguments):
-        return document(capsys, "eval", *arguments, *asked)[0]
+        return document(capsys, "eval", *arguments, *options)[0]
 
     trained = measured(run.path, "--base", base)
     assert trained["kl_to_base"] > 1e-3
@@ -110,12 +110,12 @@ def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     alone = ("--data", "task:arithmetic:test", "--scorer", "arithmetic", "-n", 2)
     alone = (base, *alone, "--num-prompts", 8, "--set", *sizes)
     assert measured(*alone, "--base", base)["kl_to_base"] == pytest.approx(0, abs=1e-5)
-    code, said = main(capsys, "eval", *alone, "--set", "eval.kl_to_base=true")
+    code, output = main(capsys, "eval", *alone, "--set", "eval.kl_to_base=true")
     assert code == 2
-    assert "give --base MODEL" in said
-    code, said = main(capsys, "eval", *alone, "--base", tmp_path / "none")
+    assert "give --base MODEL" in output
+    code, output = main(capsys, "eval", *alone, "--base", tmp_path / "none")
     assert code == 2
-    assert str(tmp_path / "none") in said
+    assert str(tmp_path / "none") in output
 
 
 @pytest.mark.slow
@@ -123,24 +123,24 @@ def test_sample_writes_rows_for_lines_of_text(run, tmp_path, capsys):
     prompts, out = tmp_path / "p.txt", tmp_path / "s.jsonl"
     prompts.write_text("12+34=\n\n55+66=\n")
     arguments = ("sample", run.path, "--prompts", prompts, "--out", out, "-n", 3)
-    code, said = main(capsys, *arguments)
-    assert code == 0, said
+    code, output = main(capsys, *arguments)
+    assert code == 0, output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["12+34="] * 3 + ["55+66="] * 3
     assert all(len(row["logps"]) == len(row["completion_ids"]) for row in rows)
     main(capsys, *arguments[:-2], "--temperature", 0, "-n", 2, "--overwrite")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert rows[0]["completion"] == rows[1]["completion"]
-    code, said = main(capsys, *arguments[:3], tmp_path / "none.txt", "--out", out)
+    code, output = main(capsys, *arguments[:3], tmp_path / "none.txt", "--out", out)
     assert code == 2
-    assert "there is no such file" in said
+    assert "there is no such file" in output
 
 
 @pytest.mark.slow
 def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
     out = tmp_path / "out"
-    code, said = main(capsys, "export", run.path, out)
-    assert code == 0, said
+    code, output = main(capsys, "export", run.path, out)
+    assert code == 0, output
     model = decoder.build(folders.read_config(out))
     assert parameter_hash(folders.read_params(out, model)) == run.summary["parameter_hash"]
     assert {"README.md", "generation_config.json", "tokenizer.json"} <= {
@@ -149,15 +149,15 @@ def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
     card = (out / "README.md").read_text()
     assert f"| accuracy | {run.summary['trained']['accuracy']:.3f} (" in card
     assert "accuracy/low" not in card
-    code, said = main(capsys, "export", run.path, out, "--dtype", "bfloat16")
-    assert code == 0, said
+    code, output = main(capsys, "export", run.path, out, "--dtype", "bfloat16")
+    assert code == 0, output
     assert {str(tensor.dtype) for tensor in load_file(out / "model.safetensors").values()} == {
         "bfloat16"
     }
     for step, reason in {"7": "no complete step 7", "best": "keep_best", "x": "--step x"}.items():
-        code, said = main(capsys, "export", run.path, tmp_path / "no", "--step", step)
+        code, output = main(capsys, "export", run.path, tmp_path / "no", "--step", step)
         assert code == 2
-        assert reason in said
+        assert reason in output
     assert f"error: {tmp_path}: no run folder" in main(capsys, "export", tmp_path, out)[1]
 
 
@@ -176,17 +176,17 @@ def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     short = functools.partial(make_base.make_base, steps=40)  # of 800: the same files, sooner
     monkeypatch.setattr(make_base, "make_base", short)
-    code, said = main(capsys, "init", "first")
-    assert code == 0, said
+    code, output = main(capsys, "init", "first")
+    assert code == 0, output
     assert (tmp_path / "first" / "run.toml").read_text() == init.run_toml(init.SMALL)
     monkeypatch.chdir(tmp_path / "first")
-    code, said = main(capsys, "train", "run.toml", "--set", "train.steps=2")
-    assert code == 0, said
+    code, output = main(capsys, "train", "run.toml", "--set", "train.steps=2")
+    assert code == 0, output
     assert (tmp_path / "first" / "runs" / "first" / "report.html").exists()
-    code, said = main(capsys, "init", ".")
+    code, output = main(capsys, "init", ".")
     assert code == 2
     names = "run.toml, reward.py, experiment.toml, prompts.txt, data.jsonl, test.jsonl, base"
-    assert f"{names} is there already" in said
+    assert f"{names} is there already" in output
 
 
 @pytest.mark.slow
@@ -195,13 +195,13 @@ def test_what_init_writes_compares_and_samples_as_it_is(tmp_path, monkeypatch, c
     for name, text in init.file_texts(init.SMALL).items():
         (tmp_path / name).write_text(text)
     make_base.make_base("base", "arithmetic", steps=1)
-    code, said = main(capsys, "compare", "experiment.toml", "--dry-run")
-    assert code == 0, said
-    assert all(name in said for name in ("grpo", "sign", "12 runs"))
-    code, said = main(capsys, "sample", "base", "--prompts", "prompts.txt", "--out", "out.jsonl")
-    assert code == 0, said
-    asked = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").open()]
-    assert asked == (tmp_path / "prompts.txt").read_text().split()
-    code, said = main(capsys, "init", ".")
+    code, output = main(capsys, "compare", "experiment.toml", "--dry-run")
+    assert code == 0, output
+    assert all(name in output for name in ("grpo", "sign", "12 runs"))
+    code, output = main(capsys, "sample", "base", "--prompts", "prompts.txt", "--out", "out.jsonl")
+    assert code == 0, output
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").open()]
+    assert prompts == (tmp_path / "prompts.txt").read_text().split()
+    code, output = main(capsys, "init", ".")
     assert code == 2
-    assert "experiment.toml, prompts.txt, data.jsonl, test.jsonl, base is there" in said
+    assert "experiment.toml, prompts.txt, data.jsonl, test.jsonl, base is there" in output

@@ -29,12 +29,12 @@ def complete(tmp_path_factory):
             "_jaxgrpo",
             "printf '%s\\n' \"${COMPREPLY[@]}\"",
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-uc", "\n".join(lines)],
             cwd=folder, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert done.stderr == ""
-        return done.stdout.split()
+        assert process.stderr == ""
+        return process.stdout.split()
 
     return folder, offered
 
@@ -87,8 +87,8 @@ def test_fish_gets_every_command_and_each_of_its_options(capsys):
         use = f"complete -c jaxgrpo -n __fish_use_subcommand -f -a {name} -d {shlex.quote(text)}"
         assert use in lines
         start = f'complete -c jaxgrpo -n "__fish_seen_subcommand_from {name}" '
-        own = [line for line in lines if line.startswith(start)]
-        offered = {word for line in own for word in shlex.split(line)}
+        option_lines = [line for line in lines if line.startswith(start)]
+        offered = {word for line in option_lines for word in shlex.split(line)}
         for words, more in arguments:
             flags = [word.lstrip("-") for word in words if word.startswith("-")]
             assert {*flags} <= offered, (name, words)
@@ -111,11 +111,11 @@ def test_fish_completes(capsys, tmp_path, line, expected):
     assert main(["completion", "fish"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     command = f"source script; complete -C {shlex.quote(line)}"
-    done = subprocess.run(
+    process = subprocess.run(
         ["fish", "--no-config", "-c", command],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert [offer.split("\t")[0] for offer in done.stdout.splitlines()] == expected
+    assert [offer.split("\t")[0] for offer in process.stdout.splitlines()] == expected
 
 
 def test_zsh_gets_the_same_through_its_bash_functions(complete, capsys):

@@ -39,32 +39,32 @@ def lines(text: str) -> list[list[str]]:
 
 
 def test_two_styles_of_the_same_rewards_are_the_same_config(tmp_path, capsys):
-    one, two = write(tmp_path / "a"), write(tmp_path / "b", "tables")
-    assert main(["diff", one, two]) == 0
+    first, second = write(tmp_path / "a"), write(tmp_path / "b", "tables")
+    assert main(["diff", first, second]) == 0
     assert "Both runs have the same config and the same own code." in capsys.readouterr().out
 
 
 def test_the_keys_that_differ_are_shown_with_both_values_and_no_other(tmp_path, capsys):
-    one = write(tmp_path / "a", train="seed = 1")
-    two = write(
+    first = write(tmp_path / "a", train="seed = 1")
+    second = write(
         tmp_path / "b", "tables", optimizer="learning_rate = 3e-4", data=f'path = "{"x" * 200}"'
     )
-    for folder, text in ((one, "def right(): return 1"), (two, "def right(): return 2")):
+    for folder, text in ((first, "def right(): return 1"), (second, "def right(): return 2")):
         (Path(folder) / "code").mkdir()
         (Path(folder) / "code" / "mine.py").write_text(text)
-    assert main(["diff", one, two]) == 0
-    said = capsys.readouterr().out
-    rows = lines(said.partition("The last number")[0])
+    assert main(["diff", first, second]) == 0
+    output = capsys.readouterr().out
+    rows = lines(output.partition("The last number")[0])
     keys = [row[0] for row in rows if len(row) == 3 and row[0]]
     assert keys == ["key", "optimizer.learning_rate", "data.path", "train.seed", "code/mine.py"]
     assert ["optimizer.learning_rate", "0.0001", "0.0003"] in rows
     assert ["train.seed", "1", "–"] in rows
-    assert said.count("x") >= 200, "no value is cut"
+    assert output.count("x") >= 200, "no value is cut"
 
 
 def test_the_last_metrics_stand_side_by_side_with_their_difference(tmp_path, capsys):
-    one, two = write(tmp_path / "a", steps=3), write(tmp_path / "b", steps=1)
-    assert main(["diff", one, two]) == 0
+    first, second = write(tmp_path / "a", steps=3), write(tmp_path / "b", steps=1)
+    assert main(["diff", first, second]) == 0
     rows = lines(capsys.readouterr().out)
     assert ["", "a", "b", "difference"] in rows
     assert ["finished steps", "3", "1", ""] in rows
@@ -75,9 +75,9 @@ def test_the_last_metrics_stand_side_by_side_with_their_difference(tmp_path, cap
 
 
 def test_the_page_draws_every_chart_with_the_curves_of_both(tmp_path, capsys):
-    one, two = write(tmp_path / "first run"), write(tmp_path / "$second_", "tables", steps=1)
+    first, second = write(tmp_path / "first run"), write(tmp_path / "$second_", "tables", steps=1)
     out = tmp_path / "d.html"
-    assert main(["diff", one, two, "--out", str(out)]) == 0
+    assert main(["diff", first, second, "--out", str(out)]) == 0
     drawn = pictures(out.read_text())
     titles = ("Reward", "Evaluation", "Groups", "Gradient norm", "Seconds per step")
     assert len(drawn) == len(titles)
@@ -87,13 +87,13 @@ def test_the_page_draws_every_chart_with_the_curves_of_both(tmp_path, capsys):
         assert "$second_" in svg
         assert legends(svg) == (1, 0)
     assert "all fail, first run" in drawn[2]
-    main(["diff", one, two, "--out", str(tmp_path / "again.html")])
+    main(["diff", first, second, "--out", str(tmp_path / "again.html")])
     assert (tmp_path / "again.html").read_bytes() == out.read_bytes()
 
 
 def test_a_picture_holds_them_too(tmp_path):
-    one, two = write(tmp_path / "a"), write(tmp_path / "b")
-    assert main(["diff", one, two, "--out", str(tmp_path / "d.png")]) == 0
+    first, second = write(tmp_path / "a"), write(tmp_path / "b")
+    assert main(["diff", first, second, "--out", str(tmp_path / "d.png")]) == 0
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -107,21 +107,21 @@ def test_runs_of_the_same_name_are_called_by_their_paths(tmp_path, capsys, monke
 
 
 def test_the_numbers_are_one_document(tmp_path, capsys):
-    one = write(tmp_path / "a", train="seed = 1")
-    two = write(tmp_path / "b", "tables", steps=1, data='path = "other"')
-    (Path(one) / "code").mkdir()
-    (Path(one) / "code" / "mine.py").write_text("def right(): return 1")
-    assert main(["diff", one, two, "--json", "--out", str(tmp_path / "d.html")]) == 0
-    said = capsys.readouterr()
-    assert said.err == f"written: {tmp_path / 'd.html'}\n"
-    found = json.loads(said.out)
-    code = found["config"].pop("code/mine.py")
+    first = write(tmp_path / "a", train="seed = 1")
+    second = write(tmp_path / "b", "tables", steps=1, data='path = "other"')
+    (Path(first) / "code").mkdir()
+    (Path(first) / "code" / "mine.py").write_text("def right(): return 1")
+    assert main(["diff", first, second, "--json", "--out", str(tmp_path / "d.html")]) == 0
+    streams = capsys.readouterr()
+    assert streams.err == f"written: {tmp_path / 'd.html'}\n"
+    document = json.loads(streams.out)
+    code = document["config"].pop("code/mine.py")
     assert code[0].startswith("crc32 ")
     assert code[1] is None
-    assert found["config"] == {"data.path": ["rows", "other"], "train.seed": [1, None]}
-    assert (found["runs"], found["steps"]) == (["a", "b"], [3, 1])
-    assert found["metrics"]["reward"] == {"last": [0.75, 0.25], "difference": -0.5}
-    assert not {"kl", "eval/accuracy/low"} & found["metrics"].keys()
+    assert document["config"] == {"data.path": ["rows", "other"], "train.seed": [1, None]}
+    assert (document["runs"], document["steps"]) == (["a", "b"], [3, 1])
+    assert document["metrics"]["reward"] == {"last": [0.75, 0.25], "difference": -0.5}
+    assert not {"kl", "eval/accuracy/low"} & document["metrics"].keys()
 
 
 @pytest.mark.parametrize(

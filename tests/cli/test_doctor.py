@@ -74,17 +74,17 @@ def test_the_document_holds_what_the_lines_show(capsys, tmp_path, monkeypatch):
     (tmp_path / "cache" / "program").write_bytes(b"x" * 1000)
     monkeypatch.setattr(process, "start", lambda platform: "")
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["jaxgrpo"] == jaxgrpo.__version__
-    assert found["packages"]["jax"] == jax.__version__
-    assert found["packages"]["safetensors"] == importlib.metadata.version("safetensors")
-    assert found["devices"] == "4 cpu devices (cpu) in 1 process"
-    assert found["problem"] is None
-    assert found["memory"]["total"] > found["memory"]["unused"] > 0
-    assert found["disk"]["free"] > 0
-    cache = found["compile_cache"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["jaxgrpo"] == jaxgrpo.__version__
+    assert document["packages"]["jax"] == jax.__version__
+    assert document["packages"]["safetensors"] == importlib.metadata.version("safetensors")
+    assert document["devices"] == "4 cpu devices (cpu) in 1 process"
+    assert document["problem"] is None
+    assert document["memory"]["total"] > document["memory"]["unused"] > 0
+    assert document["disk"]["free"] > 0
+    cache = document["compile_cache"]
     assert (cache["folder"], cache["bytes"]) == (str(tmp_path / "cache"), 1000)
-    assert found["extras"]["math"] == found["extras"]["wandb"] == [], "the tests need them"
+    assert document["extras"]["math"] == document["extras"]["wandb"] == [], "the tests need them"
 
 
 def test_devices_that_jax_cannot_use_end_with_2(capsys, monkeypatch):
@@ -97,8 +97,8 @@ def test_devices_that_jax_cannot_use_end_with_2(capsys, monkeypatch):
     assert "problem: /dev/nvidia0 is there, but this JAX has only the CPU" in lines
     assert len(lines) <= 10
     assert main(["doctor", "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert found["problem"].startswith("/dev/nvidia0 is there")
+    document = json.loads(capsys.readouterr().out)
+    assert document["problem"].startswith("/dev/nvidia0 is there")
 
 
 def test_memory_of_devices_is_shown_where_they_say_it():
@@ -133,11 +133,11 @@ def test_what_an_extra_lacks_is_read_from_the_metadata(metadata, extra, missing)
 
 
 def test_the_extras_are_those_of_the_package():
-    found = doctor._extras()
-    assert found is not None
-    assert {"cuda12", "tpu", "plan", "math", "wandb", "gcs", "s3"} <= found.keys()
+    extras = doctor._extras()
+    assert extras is not None
+    assert {"cuda12", "tpu", "plan", "math", "wandb", "gcs", "s3"} <= extras.keys()
     listed = importlib.metadata.metadata("jaxgrpo").get_all("Provides-Extra")
-    assert [*found] == listed
+    assert [*extras] == listed
 
 
 def test_a_line_names_what_is_missing_as_far_as_it_has_room():
@@ -146,8 +146,8 @@ def test_a_line_names_what_is_missing_as_far_as_it_has_room():
 
     assert line(math=[], s3=[]) == ""
     assert line(math=[], s3=["s3fs"]) == "extras without: s3 (s3fs); pip install 'jaxgrpo[s3]'"
-    both = "extras without: plan (libtpu), s3 (s3fs); pip install 'jaxgrpo[NAME]'"
-    assert line(plan=["libtpu"], s3=["s3fs"]) == both
+    both_extras = "extras without: plan (libtpu), s3 (s3fs); pip install 'jaxgrpo[NAME]'"
+    assert line(plan=["libtpu"], s3=["s3fs"]) == both_extras
     many = {f"extra{i}": ["a-package"] for i in range(4)}
     expected = "extras without: extra0, extra1, extra2, extra3; pip install 'jaxgrpo[NAME]'"
     assert line(**many) == expected
@@ -162,8 +162,8 @@ def test_it_works_where_a_package_of_the_trainer_is_missing(python, environment,
         f"import sys; sys.modules[{name!r}] = None;"
         "from jaxgrpo.cli.main import main; sys.exit(main(['doctor']))"
     )
-    done = subprocess.run(
+    doctor_run = subprocess.run(
         [python, "-c", program], env=environment(), capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("jaxgrpo ")
+    assert doctor_run.returncode == 0, doctor_run.stderr
+    assert doctor_run.stdout.startswith("jaxgrpo ")

@@ -55,16 +55,16 @@ def test_what_own_code_and_its_processes_print_goes_to_stderr(
     (tmp_path / "mine.py").write_text(NOISY)
     words = ["advantages", "mine.py:noisy", "--rewards", "1,0"]
     command = [python, "-m", "jaxgrpo", *words]
-    done, table = (
+    process, table = (
         subprocess.run(
             [*command, *more], cwd=tmp_path, env=environment(), capture_output=True, text=True
         )
         for more in (["--json"], [])
     )
-    assert done.returncode == table.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["alive"] == [[True, False]]
+    assert process.returncode == table.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["alive"] == [[True, False]]
     for line in ("read", "from a process", "called"):
-        assert line in done.stderr.splitlines()
+        assert line in process.stderr.splitlines()
         assert line in table.stdout.splitlines()
 
 
@@ -72,20 +72,20 @@ def test_a_document_comes_where_stderr_is_closed_and_none_where_stdout_is(
     python, environment, tmp_path
 ):
     for closed, is_given in (("2>&-", True), (">&-", False)):
-        done = subprocess.run(
+        process = subprocess.run(
             f"{python} -m jaxgrpo losses token_mean --json {closed}",
             shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert bool(done.stdout) == is_given
-        assert not is_given or json.loads(done.stdout)["name"] == "token_mean"
+        assert process.returncode == 0, process.stderr
+        assert bool(process.stdout) == is_given
+        assert not is_given or json.loads(process.stdout)["name"] == "token_mean"
 
 
 def test_a_mistake_is_a_message_and_no_document(capsys):
     assert main(["advantages", "grop", "--json"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "did you mean 'grpo'" in said.err
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert "did you mean 'grpo'" in streams.err
 
 
 def test_a_file_name_after_the_switch_is_refused(capsys):
@@ -101,9 +101,9 @@ def test_the_quickstart_gives_the_summary_of_its_run(monkeypatch, capsys):
     monkeypatch.setattr(start, "make_small_base", lambda console, *_, **__: console.print("base"))
     monkeypatch.setattr(loop, "train", train)
     assert main(["quickstart", "--json", "--set", "model.path=none"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out) == {"base": {"accuracy": 0.25}, "model": "m"}
-    assert said.err == "base\n  16 reward  0.531 live  50%\n"
+    streams = capsys.readouterr()
+    assert json.loads(streams.out) == {"base": {"accuracy": 0.25}, "model": "m"}
+    assert streams.err == "base\n  16 reward  0.531 live  50%\n"
 
 
 @pytest.mark.parametrize("name", ["train", "sample", "export", "init"])

@@ -58,17 +58,17 @@ def start(*arguments, environment, **more) -> subprocess.Popen:
 
 
 def test_each_process_is_told_who_it_is_and_gets_its_own_devices():
-    given = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8", "B": "2"}
-    one, two = environments(given, 2, 3)
+    variables = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8", "B": "2"}
+    first, second = environments(variables, 2, 3)
     names = set(PROCESS_VARIABLES)
-    assert names < one.keys()
-    assert [e["JAX_PROCESS_ID"] for e in (one, two)] == ["0", "1"]
-    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in (one, two)] == ["0,1,2", "3,4,5"]
-    assert one["JAX_COORDINATOR_ADDRESS"] == two["JAX_COORDINATOR_ADDRESS"]
-    assert re.fullmatch(r"127\.0\.0\.1:\d+", one["JAX_COORDINATOR_ADDRESS"])
-    assert one["XLA_FLAGS"].split() == ["--a=1", "--xla_force_host_platform_device_count=3"]
-    assert one["B"] == "2"
-    assert environments(given, 1)[0]["XLA_FLAGS"] == given["XLA_FLAGS"]
+    assert names < first.keys()
+    assert [e["JAX_PROCESS_ID"] for e in (first, second)] == ["0", "1"]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in (first, second)] == ["0,1,2", "3,4,5"]
+    assert first["JAX_COORDINATOR_ADDRESS"] == second["JAX_COORDINATOR_ADDRESS"]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", first["JAX_COORDINATOR_ADDRESS"])
+    assert first["XLA_FLAGS"].split() == ["--a=1", "--xla_force_host_platform_device_count=3"]
+    assert first["B"] == "2"
+    assert environments(variables, 1)[0]["XLA_FLAGS"] == variables["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
     children = []
 
     def harmed() -> bool:
-        found = psutil.Process(run.pid).children()
-        children[:] = max(children, found, key=len)  # the harmed one may be gone already
-        seen = tmp_path / f"seen{at}"
-        return seen.exists() and "2" in seen.read_text().split()
+        running = psutil.Process(run.pid).children()
+        children[:] = max(children, running, key=len)  # the harmed one may be gone already
+        marker = tmp_path / f"seen{at}"
+        return marker.exists() and "2" in marker.read_text().split()
 
     wait_for(harmed)
     began = time.monotonic()

@@ -56,41 +56,41 @@ def wide(monkeypatch):
 
 
 @pytest.fixture
-def own(tmp_path):
+def user_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN)
     return file
 
 
-def said(capsys, *arguments, code=0):
+def output(capsys, *arguments, code=0):
     text = printed(capsys, "losses", *arguments, code=code)
     return text if code == 0 else " ".join(text.split())
 
 
 def shown(capsys, *arguments):
-    return json.loads(said(capsys, *arguments, "--json"))
+    return json.loads(output(capsys, *arguments, "--json"))
 
 
 def test_every_part_is_listed_and_described(capsys):
-    text = said(capsys)
+    text = output(capsys)
     tables = (registry.surrogates, registry.penalties, registry.entropies, registry.reductions)
     for table in tables:
         for name in table:
             assert f"{name} " in text
     listed = shown(capsys)
     assert listed["penalties (loss.kl)"].keys() == registry.penalties.keys()
-    assert "--option beta=0.1 shows what it does" in said(capsys, "k2")
-    assert "options: (" in said(capsys, "token_mean")
+    assert "--option beta=0.1 shows what it does" in output(capsys, "k2")
+    assert "options: (" in output(capsys, "token_mean")
     for name in ("k2", "token_mean"):  # k2 lacks an option: it cannot be shown at work
         about = shown(capsys, name)
         assert about.keys() == {"name", "description", "options"}
-        assert about["description"] in said(capsys, name)
-        assert f"options: {about['options']}" in said(capsys, name)
+        assert about["description"] in output(capsys, name)
+        assert f"options: {about['options']}" in output(capsys, name)
 
 
 def test_loss_and_gradient_of_clip_are_those_of_the_paper(capsys):
-    found = shown(capsys, "clip", "--ratio", "0.5,1,1.5", "--option", "high=0.28")
-    rows = [tuple(round(value, 3) for value in row.values()) for row in found["rows"]]
+    document = shown(capsys, "clip", "--ratio", "0.5,1,1.5", "--option", "high=0.28")
+    rows = [tuple(round(value, 3) for value in row.values()) for row in document["rows"]]
     assert rows == [
         (1, 0.5, -0.5, -0.5),
         (1, 1, -1, -1),
@@ -99,12 +99,12 @@ def test_loss_and_gradient_of_clip_are_those_of_the_paper(capsys):
         (-1, 1, 1, 1),
         (-1, 1.5, 1.5, 1.5),
     ]
-    assert found["no_gradient"] == {
+    assert document["no_gradient"] == {
         "1": [[pytest.approx(1.28, abs=5e-3), None]],
         "-1": [[None, pytest.approx(0.8, abs=5e-3)]],
     }
-    assert found["problems"] == []
-    text = said(capsys, "clip", "--ratio", "0.5,1,1.5", "--option", "high=0.28")
+    assert document["problems"] == []
+    text = output(capsys, "clip", "--ratio", "0.5,1,1.5", "--option", "high=0.28")
     assert "A = 1: no gradient at ratios from 1.28 up" in text
     assert " 1    1.5  -1.28            0\n" in text
 
@@ -115,8 +115,8 @@ def test_a_built_in_surrogate_has_no_problem(capsys, name):
 
 
 def test_a_penalty_reads_its_fields(capsys):
-    given = ("k2", "--option", "beta=0.1", "--ratio", "1", "--field", "reference_logp=-2")
-    (row,) = shown(capsys, *given)["rows"]
+    arguments = ("k2", "--option", "beta=0.1", "--ratio", "1", "--field", "reference_logp=-2")
+    (row,) = shown(capsys, *arguments)["rows"]
     assert row["loss"] == pytest.approx(0.1 * 2 * 2 / 2)
     assert row["dloss/dlogp"] == pytest.approx(0.1 * 2)
     (row,) = shown(capsys, "bonus", "--option", "coefficient=0.5", "--ratio", "1")["rows"]
@@ -125,30 +125,30 @@ def test_a_penalty_reads_its_fields(capsys):
 
 
 def test_ratios_of_one_sequence_share_what_a_sequence_has(capsys):
-    found = shown(capsys, "gspo", "--ratio", "0.9,1", "--advantage", "1", "--one-sequence")
+    document = shown(capsys, "gspo", "--ratio", "0.9,1", "--advantage", "1", "--one-sequence")
     mean = math.sqrt(0.9)
-    assert [row["loss"] for row in found["rows"]] == pytest.approx([-mean, -mean])
+    assert [row["loss"] for row in document["rows"]] == pytest.approx([-mean, -mean])
     apart = shown(capsys, "gspo", "--ratio", "0.9,1", "--advantage", "1")
     assert [row["loss"] for row in apart["rows"]] == pytest.approx([-0.9, -1])
 
 
-def test_own_code_is_shown_and_its_faults_are_named(capsys, own):
-    found = shown(capsys, f"{own}:plain", "--ratio", "1,2", "--advantage", "3")
-    assert [row["dloss/dlogp"] for row in found["rows"]] == [-3, -3]
-    (problem,) = found["problems"]
+def test_own_code_is_shown_and_its_faults_are_named(capsys, user_file):
+    document = shown(capsys, f"{user_file}:plain", "--ratio", "1,2", "--advantage", "3")
+    assert [row["dloss/dlogp"] for row in document["rows"]] == [-3, -3]
+    (problem,) = document["problems"]
     assert problem.startswith("a masked token that holds NaN counts: ")
-    masked, problem = shown(capsys, f"{own}:mean_of_sequence")["problems"]
+    masked, problem = shown(capsys, f"{user_file}:mean_of_sequence")["problems"]
     assert masked.startswith("a masked token that holds NaN counts"), "it is in the mean"
     assert "it says per_token = True, but" in problem
-    assert "the loss at ratio 0.5 and A = 1 is -inf" in said(capsys, f"{own}:infinite")
+    assert "the loss at ratio 0.5 and A = 1 is -inf" in output(capsys, f"{user_file}:infinite")
     arguments = ("--option", "scale=2", "--field", "column=-1", "--ratio", "1")
-    found = shown(capsys, f"{own}:square", *arguments)
-    assert found["rows"][0]["loss"] == pytest.approx(2)
-    assert found["metrics"]["1"] == {"far": pytest.approx(1)}
+    document = shown(capsys, f"{user_file}:square", *arguments)
+    assert document["rows"][0]["loss"] == pytest.approx(2)
+    assert document["metrics"]["1"] == {"far": pytest.approx(1)}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("clipp",), "did you mean 'clip'"),
         (("clip", "--ratio", "0,1"), "--ratio 0,1: expected ratios above 0"),
@@ -161,6 +161,6 @@ def test_own_code_is_shown_and_its_faults_are_named(capsys, own):
         (("OWN:branches",), "mine.py:branches, line 11: if tokens.logp.sum() > 0:) asks whether"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(capsys, own, arguments, told):
-    replaced = (one.replace("OWN", str(own)) for one in arguments)
-    assert told in said(capsys, *replaced, code=2)
+def test_what_cannot_be_shown_is_refused(capsys, user_file, arguments, message):
+    replaced = (word.replace("OWN", str(user_file)) for word in arguments)
+    assert message in output(capsys, *replaced, code=2)

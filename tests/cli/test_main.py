@@ -77,7 +77,11 @@ def test_the_help_of_every_command_names_its_defaults():
     for name, (_, calls, *arguments) in COMMANDS.items():
         further = make_base.make_base if name == "make-base" else main  # what options are passed to
         functions = (further, pkgutil.resolve_name(calls))
-        takes = {k: v for one in functions for k, v in inspect.signature(one).parameters.items()}
+        takes = {
+            k: v
+            for function in functions
+            for k, v in inspect.signature(function).parameters.items()
+        }
         for flags, options in arguments:
             default = takes[options.get("dest") or flags[-1].strip("-").replace("-", "_")].default
             if default not in (inspect.Parameter.empty, None, False, ()):
@@ -118,15 +122,15 @@ def test_python_m_jaxgrpo_is_called_jaxgrpo_in_its_usage(environment):
         (): "usage: jaxgrpo [-h] [--version] COMMAND ...",
         ("eval",): "usage: jaxgrpo eval [-h] ",
     }.items():
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "jaxgrpo", *words],
             env=environment(),
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 2
-        assert done.stderr.startswith(usage)
-        assert "__main__" not in done.stderr
+        assert process.returncode == 2
+        assert process.stderr.startswith(usage)
+        assert "__main__" not in process.stderr
 
 
 def test_the_help_names_every_exit_code(capsys):
@@ -150,9 +154,9 @@ def test_nothing_is_said_of_a_missing_cuda_driver(
 ):
     (tmp_path / "jax_cuda12_plugin").mkdir()
     (tmp_path / "jax_cuda12_plugin" / "__init__.py").write_text(PLUGIN)
-    asked = [command, *(("quickstart",) if command == "plan" else ())]
+    words = [command, *(("quickstart",) if command == "plan" else ())]
     run = subprocess.run(
-        [python, "-m", "jaxgrpo", *asked],
+        [python, "-m", "jaxgrpo", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -211,9 +215,9 @@ def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsy
 
 @pytest.mark.parametrize("words", ["--help", "advantages", "model BASE"])
 def test_a_command_whose_output_is_closed_ends_quietly(words, base):
-    given = [str(base) if word == "BASE" else word for word in words.split()]
+    arguments = [str(base) if word == "BASE" else word for word in words.split()]
     piped = subprocess.Popen(
-        [sys.executable, "-m", "jaxgrpo", *given],
+        [sys.executable, "-m", "jaxgrpo", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""},
@@ -235,7 +239,7 @@ def test_a_pipe_that_breaks_elsewhere_is_a_crash_with_its_traceback(monkeypatch,
 
 
 def test_a_command_without_an_output_ends_well():
-    said = subprocess.run(
+    process = subprocess.run(
         f"{sys.executable} -m jaxgrpo --version >&-", shell=True, capture_output=True, text=True
     )
-    assert (said.returncode, "Traceback" in said.stderr) == (0, False)
+    assert (process.returncode, "Traceback" in process.stderr) == (0, False)

@@ -32,18 +32,18 @@ make_small = functools.partial(make_base.make_base, steps=25, batch=8, hidden_si
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A small base of seed 3, hardly trained: (folder, what progress was told)."""
-    out, told = tmp_path_factory.mktemp("small") / "model", []
-    make_small(out, seed=3, progress=lambda *seen: told.append(seen))
-    return out, told
+    out, reports = tmp_path_factory.mktemp("small") / "model", []
+    make_small(out, seed=3, progress=lambda *numbers: reports.append(numbers))
+    return out, reports
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(small, tmp_path):
     for seed in (3, 4):
         make_small(tmp_path / str(seed), seed=seed)
     folders = (small[0], tmp_path / "3", tmp_path / "4")
-    first, same, other = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    first, same, reseeded = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert first == same
-    assert first != other
+    assert first != reseeded
 
 
 def test_the_folder_is_an_ordinary_one_with_its_tokenizer(small):
@@ -71,8 +71,8 @@ def test_a_base_of_another_family_computes_what_transformers_does(family, tmp_pa
     tokens = np.random.default_rng(0).integers(2, 16, (2, 30))  # longer than a window
     mask = np.ones_like(tokens)
     expected = checkpoints.logits_of(theirs.eval(), tokens, mask)
-    found = jaxgrpo.logits(*huggingface.load_model(tmp_path / "base"), tokens, mask)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    logits = jaxgrpo.logits(*huggingface.load_model(tmp_path / "base"), tokens, mask)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert expected.std() > 1
 
 
@@ -86,7 +86,7 @@ def test_every_family_has_a_base_whose_config_can_be_saved(family):
 
 
 def test_progress_is_told_after_each_dispatch_and_at_the_end(small):
-    assert [done for done, _, _ in small[1]] == [20, 25]
+    assert [step for step, _, _ in small[1]] == [20, 25]
     assert {steps for _, steps, _ in small[1]} == {25}
     assert all(0 < loss < 2 * math.log(16) for _, _, loss in small[1])
 
@@ -151,8 +151,8 @@ def test_one_dispatch_of_two_steps_is_two_dispatches_of_one(tiny):
     (apart, _), second = dispatch(carry, *data, drawn[::-1], 1)
     np.testing.assert_array_equal(losses, [first[0], second[0]])
     assert first[1] == 0  # steps beyond the count are not made
-    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

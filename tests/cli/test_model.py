@@ -36,95 +36,106 @@ def show(capsys):
     def run(*arguments):
         words = ["model", *map(str, arguments)]
         code = cli.main(words)
-        said = capsys.readouterr()
+        streams = capsys.readouterr()
         assert cli.main([*words, "--json"]) == code
         document = capsys.readouterr().out
-        return code, said.out + said.err, json.loads(document) if document else None
+        return code, streams.out + streams.err, json.loads(document) if document else None
 
     return run
 
 
 def test_a_llama_with_a_tokenizer(saved, show):
-    code, said, found = show(saved / "llama")
-    assert code == 0, said
-    assert (found["family"], found["architecture"]) == ("llama", "LlamaForCausalLM")
-    assert found["rope"] == "llama3"
-    assert found["layers"] == ["full, theta 500, frequencies x 0.25 to 0.6366"] * 3
+    code, output, description = show(saved / "llama")
+    assert code == 0, output
+    assert (description["family"], description["architecture"]) == ("llama", "LlamaForCausalLM")
+    assert description["rope"] == "llama3"
+    assert description["layers"] == ["full, theta 500, frequencies x 0.25 to 0.6366"] * 3
     with safe_open(saved / "llama" / "model.safetensors", "numpy") as file:
         sizes = [file.get_tensor(name).size for name in file.keys()]  # noqa: SIM118
-    assert found["parameters"] == sum(sizes) == sum(leaf["numbers"] for leaf in found["leaves"])
-    assert found["stored"] == {"float32": len(sizes)}
-    assert found["bytes"] == pytest.approx(
+    assert (
+        description["parameters"]
+        == sum(sizes)
+        == sum(leaf["numbers"] for leaf in description["leaves"])
+    )
+    assert description["stored"] == {"float32": len(sizes)}
+    assert description["bytes"] == pytest.approx(
         {
             "computed": 4 * sum(sizes),
             "trained": 4 * sum(sizes),
             "optimizer": 8 * sum(sizes),
-            "cached": 3 * 2 * found["num_kv_heads"] * 16 * 4,
+            "cached": 3 * 2 * description["num_kv_heads"] * 16 * 4,
         },
         abs=64,  # the optimizer counts its updates
     )
-    assert (found["chat_template"], found["unsupported"]) == (True, {})
-    assert "training" in found["supported"]
+    assert (description["chat_template"], description["unsupported"]) == (True, {})
+    assert "training" in description["supported"]
     words = len(character_tokenizer("0123456789+="))
-    assert found["without_text"] == found["vocab_size"] - words > 0
-    assert f"{found['vocab_size']} ({found['without_text']} without text, never drawn)" in said
-    (query,) = (one for one in found["leaves"] if one["name"] == "layer/attention/query/kernel")
+    assert description["without_text"] == description["vocab_size"] - words > 0
+    assert (
+        f"{description['vocab_size']} ({description['without_text']} without text, never drawn)"
+        in output
+    )
+    (query,) = (
+        leaf for leaf in description["leaves"] if leaf["name"] == "layer/attention/query/kernel"
+    )
     assert (query["axes"], query["shape"]) == (["embed", "heads", "head_dim"], [32, 4, 16])
     assert (query["count"], query["numbers"]) == (3, 3 * 32 * 64)
-    assert len(found["leaves"]) == LEAVES[0]
+    assert len(description["leaves"]) == LEAVES[0]
     for words in ("adapters (LoRA)", "a chat template", "37,248", "head of its own"):
-        assert words in said
+        assert words in output
 
 
 def test_a_gemma_without_a_tokenizer(saved, show):
-    code, said, found = show(saved / "gemma3_text", "--dtype", "bfloat16")
-    assert code == 0, said
-    local, whole = "window 5, theta 100", "full, theta 1000, frequencies x 0.25"
-    assert found["layers"] == [local, local, whole]
-    assert f"3: 2 x ({local}), 1 x ({whole})" in said
-    assert found["tie_embeddings"] is True
-    assert found["bytes"]["computed"] == 2 * found["parameters"]
-    assert found["bytes"]["trained"] == 4 * found["parameters"]
-    assert found["unsupported"] == dict.fromkeys(("sampling", "training"), "no tokenizer")
-    assert found["end_tokens"] == {"2": ""}
-    assert len(found["leaves"]) == LEAVES[1]
-    assert "limit       none" in said
+    code, output, description = show(saved / "gemma3_text", "--dtype", "bfloat16")
+    assert code == 0, output
+    local, full = "window 5, theta 100", "full, theta 1000, frequencies x 0.25"
+    assert description["layers"] == [local, local, full]
+    assert f"3: 2 x ({local}), 1 x ({full})" in output
+    assert description["tie_embeddings"] is True
+    assert description["bytes"]["computed"] == 2 * description["parameters"]
+    assert description["bytes"]["trained"] == 4 * description["parameters"]
+    assert description["unsupported"] == dict.fromkeys(("sampling", "training"), "no tokenizer")
+    assert description["end_tokens"] == {"2": ""}
+    assert len(description["leaves"]) == LEAVES[1]
+    assert "limit       none" in output
 
 
 def test_a_folder_without_weights_says_what_its_config_says(saved, show, tmp_path):
     shutil.copytree(saved / "llama", tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
-    code, said, found = show(tmp_path / "m")
-    assert code == 0, said
+    code, output, description = show(tmp_path / "m")
+    assert code == 0, output
     expected = show(saved / "llama")[2]
     changed = {"path": str(tmp_path / "m"), "stored": None}
-    assert found == {**expected, **changed}
+    assert description == {**expected, **changed}
 
 
 def test_keys_and_values_are_counted_in_the_dtype_that_they_are_kept_in(saved, show):
-    _, said, wide = show(saved / "llama")
-    assert "for the keys and values of a token, in float32" in said
-    _, said, narrow = show(saved / "llama", "--set", "rollout.kv_cache_dtype=bfloat16")
-    assert "for the keys and values of a token, in bfloat16" in said
+    _, output, wide = show(saved / "llama")
+    assert "for the keys and values of a token, in float32" in output
+    _, output, narrow = show(saved / "llama", "--set", "rollout.kv_cache_dtype=bfloat16")
+    assert "for the keys and values of a token, in bfloat16" in output
     assert 2 * narrow["bytes"]["cached"] == wide["bytes"]["cached"]
-    code, said, _ = show(
+    code, output, _ = show(
         *(saved / "llama", "--dtype", "bfloat16"), *("--set", "rollout.kv_cache_dtype=float32")
     )
     assert code == 2
-    assert "take twice the memory and change no sample; leave it out" in said
+    assert "take twice the memory and change no sample; leave it out" in output
 
 
 def test_bytes_are_those_of_a_device_of_a_mesh_that_is_not_here(saved, show):
     alone = show(saved / "gemma3_text")[2]["bytes"]
-    code, said, found = show(saved / "gemma3_text", "--set", "mesh.fsdp=16", "mesh.tensor=2")
+    code, output, description = show(
+        saved / "gemma3_text", "--set", "mesh.fsdp=16", "mesh.tensor=2"
+    )
     assert code == 2
-    assert "is not divisible by 2 (mesh axes tensor)" in said  # 61 tokens
-    code, said, found = show(saved / "gemma3_text", "--set", "mesh.fsdp=16", "mesh.data=64")
-    assert code == 0, said
-    assert found["mesh"] == {"data": 64, "fsdp": 16, "tensor": 1, "context": 1}
+    assert "is not divisible by 2 (mesh axes tensor)" in output  # 61 tokens
+    code, output, description = show(saved / "gemma3_text", "--set", "mesh.fsdp=16", "mesh.data=64")
+    assert code == 0, output
+    assert description["mesh"] == {"data": 64, "fsdp": 16, "tensor": 1, "context": 1}
     # All but the norms, which every device has whole, is divided by 16.
-    norms = sum(one["numbers"] for one in found["leaves"] if one["axes"] == ["norm"])
-    expected = 4 * (norms + (found["parameters"] - norms) / 16)
-    assert found["bytes"]["trained"] == expected < alone["trained"] / 10
+    norms = sum(leaf["numbers"] for leaf in description["leaves"] if leaf["axes"] == ["norm"])
+    expected = 4 * (norms + (description["parameters"] - norms) / 16)
+    assert description["bytes"]["trained"] == expected < alone["trained"] / 10
 
 
 def test_no_weight_is_read_and_it_takes_a_moment(saved, show, monkeypatch):
@@ -151,21 +162,21 @@ def test_a_wrong_folder_is_refused_with_what_is_wrong(saved, show, tmp_path, fie
     shutil.copytree(saved / "llama", folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    code, said, found = show(folder)
-    assert (code, found) == (2, None)
-    assert message in said
-    assert said.startswith("error: ")
+    code, output, description = show(folder)
+    assert (code, description) == (2, None)
+    assert message in output
+    assert output.startswith("error: ")
 
 
 def test_what_is_no_model_is_refused_in_one_line(saved, show, tmp_path):
     (tmp_path / "empty").mkdir()
-    for given, message in {
+    for arguments, message in {
         (tmp_path / "none",): "is no folder",
         (tmp_path / "empty",): "config.json does not exist",
         (saved / "llama", "--family", "mine"): 'model.family = "mine": expected a family',
         (saved / "llama", "--revision", "main"): "is a local path",
         (saved / "llama", "--dtype", "int8"): "invalid choice: 'int8'",
     }.items():
-        code, said, _ = show(*given)
+        code, output, _ = show(*arguments)
         assert code == 2
-        assert message in said
+        assert message in output

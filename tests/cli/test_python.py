@@ -22,14 +22,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("python")
-    tables.write_model(made / "model", RATES)
-    tables.write_data(made / "data.jsonl", len(RATES))
-    return made
+    directory = tmp_path_factory.mktemp("python")
+    tables.write_model(directory / "model", RATES)
+    tables.write_data(directory / "data.jsonl", len(RATES))
+    return directory
 
 
 @pytest.fixture
-def asked(folder) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+def call_options(folder) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     """(model, what Python asks, the same words of a command)"""
     data = str(folder / "data.jsonl")
     words = ("--data", data, "-n", "4", "--num-prompts", "3", "--set", *tables.GEOMETRY)
@@ -50,25 +50,25 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(plain(value)))
 
 
-def test_evaluate_gives_the_numbers_of_the_command(asked, capsys):
-    model, options, words = asked
+def test_evaluate_gives_the_numbers_of_the_command(call_options, capsys):
+    model, options, words = call_options
     numbers = jg.evaluate(model, scorer=tables.REWARD, **options)
     assert as_json(numbers) == command(capsys, "eval", model, "--scorer", tables.REWARD, *words)
     assert numbers["accuracy"] == pytest.approx(1 / 3)  # the likeliest answers: n, n, y
     assert numbers["pass@1/low"] <= numbers["pass@1"] <= numbers["pass@1/high"]
 
 
-def test_probe_gives_the_numbers_of_the_command(asked, capsys):
-    model, options, words = asked
-    found = jg.probe(model, reward=tables.REWARD, level=0.9, **options)
+def test_probe_gives_the_numbers_of_the_command(call_options, capsys):
+    model, options, words = call_options
+    numbers = jg.probe(model, reward=tables.REWARD, level=0.9, **options)
     words = ("--level", "0.9", "--reward", tables.REWARD, *words)
-    assert as_json(found) == command(capsys, "probe", model, *words)
-    assert (found["prompts"], found["samples"], found["level"]) == (3, 4, 0.9)
-    assert {"about", "says", "why"} <= found["advice"][0].keys()
+    assert as_json(numbers) == command(capsys, "probe", model, *words)
+    assert (numbers["prompts"], numbers["samples"], numbers["level"]) == (3, 4, 0.9)
+    assert {"about", "says", "why"} <= numbers["advice"][0].keys()
 
 
-def test_sample_gives_the_rows_of_the_command(asked, folder, tmp_path):
-    model, _, _ = asked
+def test_sample_gives_the_rows_of_the_command(call_options, folder, tmp_path):
+    model, _, _ = call_options
     prompts = list(tables.prompts(len(RATES)))
     rows = jg.sample(model, prompts, samples=3, **SIZES)
     (tmp_path / "p.txt").write_text("\n".join(prompts))
@@ -80,21 +80,23 @@ def test_sample_gives_the_rows_of_the_command(asked, folder, tmp_path):
     assert [row["completion"] for row in rows[-3:]] == ["y"] * 3, "always right"
 
 
-def test_functions_and_rows_of_python_are_taken_as_they_are(asked):
-    model, options, _ = asked
+def test_functions_and_rows_of_python_are_taken_as_they_are(call_options):
+    model, options, _ = call_options
     rows = [{"prompt": prompt, "answer": "y"} for prompt in tables.prompts(3)]
-    seen: list[Any] = []
+    judged: list[Any] = []
 
     def wrong(completions, answer, **columns):
-        seen.extend(answer)
+        judged.extend(answer)
         return [float(text != right) for text, right in zip(completions, answer, strict=True)]
 
     options = {**options, "data": rows}
-    right, turned = (jg.evaluate(model, scorer=one, **options) for one in (tables.REWARD, wrong))
+    right, turned = (
+        jg.evaluate(model, scorer=scorer, **options) for scorer in (tables.REWARD, wrong)
+    )
     assert turned["pass@1"] == pytest.approx(1 - right["pass@1"])
-    assert {*seen} == {"y"}
-    found = jg.probe(model, reward=wrong, **options)
-    assert (found["reward"], found["data"]) == ("wrong", "rows")
+    assert {*judged} == {"y"}
+    numbers = jg.probe(model, reward=wrong, **options)
+    assert (numbers["reward"], numbers["data"]) == ("wrong", "rows")
 
 
 MISSPELT: dict[str, Any] = {"rolout": {}}

@@ -75,8 +75,8 @@ def test_the_table_at_the_end_has_the_numbers_of_the_summary(shipped):
     for name in ["accuracy", "pass@1", "pass@4", "pass@16", "flat_groups"]:
         [row] = re.findall(rf"^.*\b{re.escape(name)} .*$", output, re.MULTILINE)[-1:]
         numbers = [float(number) for number in re.findall(r"\d\.\d{3}", row)]
-        wanted = [summary["base"][name], summary["trained"][name]]
-        assert numbers == pytest.approx(wanted, abs=5e-4)
+        expected = [summary["base"][name], summary["trained"][name]]
+        assert numbers == pytest.approx(expected, abs=5e-4)
     assert (folder / "runs" / "quickstart" / "model" / "model.safetensors").exists()
     assert f"{summary['time/tokens_per_second']:,.0f}" in output
 
@@ -148,12 +148,12 @@ def test_success_of_the_sampled_base_is_bimodal_over_the_prompts(base):
     worked = {text.prompt for text in TASK.corpus()}
     rows = tasks.load("task:arithmetic:test")
     assert not worked & {row["prompt"] for row in rows}
-    known = [
+    solved = [
         text in arithmetic.solutions(*map(int, row["prompt"][:-1].split("+")))
         for row, group in zip(rows, texts, strict=True)
         for text in group
     ]
-    assert np.mean(known) > 0.96
+    assert np.mean(solved) > 0.96
 
 
 def test_the_line_printed_has_the_size_and_a_loss_near_its_floor(base):

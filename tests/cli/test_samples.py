@@ -46,9 +46,9 @@ WORDS = ("best", "not scored", "worst", "the longest")
 
 def printed(capsys, *words: str) -> str:
     code = main(["samples", *words])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return said.out
+    streams = capsys.readouterr()
+    assert code == 0, streams.err
+    return streams.out
 
 
 def order(text: str) -> list[str]:
@@ -97,9 +97,9 @@ def test_the_newest_step_is_the_default_and_texts_do_not_act(run, capsys):
 
 def test_the_numbers_are_one_document(run, capsys):
     words = ("--step", "2", "--sort", "reward", "--contains", "st", "--limit", "2", "--json")
-    found = json.loads(printed(capsys, run, *words))
-    assert (found["step"], found["samples"], found["matching"]) == (2, 4, 3)
-    best, longest = found["shown"]
+    document = json.loads(printed(capsys, run, *words))
+    assert (document["step"], document["samples"], document["matching"]) == (2, 4, 3)
+    best, longest = document["shown"]
     assert best == {
         "row": 7, "sample": 0, "prompt": "1+1=", "completion": "best", "truncated": False,
         "rewards": {"right": 1.0, "brief": 0.5}, "reward": 2.5, "length": 1, "advantage": 1.0,
@@ -112,9 +112,9 @@ def test_the_numbers_are_one_document(run, capsys):
 
 def test_a_step_without_samples_names_those_that_have_some(run, capsys):
     assert main(["samples", run, "--step", "11"]) == 2
-    said = capsys.readouterr().err
-    assert f"error: --step 11: {run} has no samples of it" in said
-    assert "are 2, 10, 30, the last is 30" in said
+    errors = capsys.readouterr().err
+    assert f"error: --step 11: {run} has no samples of it" in errors
+    assert "are 2, 10, 30, the last is 30" in errors
 
 
 @pytest.mark.parametrize(

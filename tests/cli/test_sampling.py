@@ -39,16 +39,16 @@ def sample(base, tmp_path, capsys):
 
     def call(*options, prompts=PROMPTS, out="s.jsonl"):
         code = cli.main(list(map(str, arguments(base, tmp_path, prompts, out, *options))))
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        streams = capsys.readouterr()
+        return code, streams.out + streams.err
 
     return call
 
 
 def arguments(base, folder, prompts, out, *options):
-    asked = folder / "p.txt"
-    asked.write_text("\n".join(prompts))
-    files = ("--prompts", asked, "--out", folder / out)
+    prompt_file = folder / "p.txt"
+    prompt_file.write_text("\n".join(prompts))
+    files = ("--prompts", prompt_file, "--out", folder / out)
     sizes = ("--max-tokens", 6, "-n", SAMPLES)
     return "sample", base, *files, *sizes, *options, "--set", *SETTINGS
 
@@ -59,25 +59,25 @@ def read(file):
 
 @pytest.mark.slow
 def test_an_interrupted_file_ends_byte_for_byte_as_one_that_was_not(sample, tmp_path):
-    code, said = sample()
-    assert code == 0, said
-    assert "s.jsonl: 20 samples of 10 prompts written: " in said
-    assert "tokens/s" in said
-    whole = (tmp_path / "s.jsonl").read_bytes()
+    code, output = sample()
+    assert code == 0, output
+    assert "s.jsonl: 20 samples of 10 prompts written: " in output
+    assert "tokens/s" in output
+    uninterrupted = (tmp_path / "s.jsonl").read_bytes()
     rows = [(row["row"], row["sample"], row["prompt"]) for row in read(tmp_path / "s.jsonl")]
     assert rows == [(at, n, text) for at, text in enumerate(PROMPTS) for n in range(SAMPLES)]
-    lines = whole.splitlines(keepends=True)
-    for kept, torn in ((11, b'{"step": 0, "ordi'), (19, lines[19][:-1])):
-        (tmp_path / "s.jsonl").write_bytes(b"".join(lines[:kept]) + torn)
-        code, said = sample()
-        assert code == 0, said
-        before = kept // (BATCH * SAMPLES) * BATCH * SAMPLES
-        assert f"20 samples of 10 prompts written, {before} of them from before: " in said
-        assert (tmp_path / "s.jsonl").read_bytes() == whole
+    lines = uninterrupted.splitlines(keepends=True)
+    for num_lines, torn in ((11, b'{"step": 0, "ordi'), (19, lines[19][:-1])):
+        (tmp_path / "s.jsonl").write_bytes(b"".join(lines[:num_lines]) + torn)
+        code, output = sample()
+        assert code == 0, output
+        before = num_lines // (BATCH * SAMPLES) * BATCH * SAMPLES
+        assert f"20 samples of 10 prompts written, {before} of them from before: " in output
+        assert (tmp_path / "s.jsonl").read_bytes() == uninterrupted
     written = (tmp_path / "s.jsonl").stat().st_mtime_ns
-    code, said = sample()
+    code, output = sample()
     assert code == 0
-    assert "20 samples of 10 prompts are there already" in said
+    assert "20 samples of 10 prompts are there already" in output
     assert (tmp_path / "s.jsonl").stat().st_mtime_ns == written
 
 
@@ -96,17 +96,17 @@ def test_rows_that_belong_to_something_else_are_refused_until_told_to_overwrite(
         "rollout.top_p was 1.0 and is 0.5 now": sample("--temperature", 0, "--top-p", 0.5),
         "--prompts was 10 rows, crc32 ": sample("--temperature", 0, prompts=PROMPTS[1:]),
     }
-    for reason, (code, said) in refused.items():
+    for reason, (code, output) in refused.items():
         assert code == 2
-        assert reason in said
-        assert "--overwrite" in said
+        assert reason in output
+        assert "--overwrite" in output
     assert file.read_bytes() == greedy
     file.write_bytes(greedy.replace(b'"10+11="', b'"10+12="', 1))
-    code, said = sample("--temperature", 0)
-    assert (code, "line 1 is not sample 0 of prompt 0" in said) == (2, True)
+    code, output = sample("--temperature", 0)
+    assert (code, "line 1 is not sample 0 of prompt 0" in output) == (2, True)
     (tmp_path / "s.jsonl.settings.json").unlink()
-    code, said = sample("--temperature", 0)
-    assert (code, "s.jsonl.settings.json beside it" in said) == (2, True)
+    code, output = sample("--temperature", 0)
+    assert (code, "s.jsonl.settings.json beside it" in output) == (2, True)
     # The likeliest token of one: the same samples by another way.
     assert sample("--overwrite", "--top-k", 1)[0] == 0
     ids = [row["completion_ids"] for row in read(file)]
@@ -115,26 +115,26 @@ def test_rows_that_belong_to_something_else_are_refused_until_told_to_overwrite(
 
 
 def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_path):
-    code, said = sample("-n", 0)
-    assert (code, "--samples 0" in said) == (2, True)
-    code, said = sample("--temperature", -1)
-    assert (code, "--temperature -1" in said) == (2, True)
-    code, said = sample("--top-p", 1.5)
-    assert (code, "rollout.top_p = 1.5" in said) == (2, True)
-    code, said = sample(out="none/s.jsonl")
-    assert (code, "cannot be written (No such file or directory)" in said) == (2, True)
+    code, output = sample("-n", 0)
+    assert (code, "--samples 0" in output) == (2, True)
+    code, output = sample("--temperature", -1)
+    assert (code, "--temperature -1" in output) == (2, True)
+    code, output = sample("--top-p", 1.5)
+    assert (code, "rollout.top_p = 1.5" in output) == (2, True)
+    code, output = sample(out="none/s.jsonl")
+    assert (code, "cannot be written (No such file or directory)" in output) == (2, True)
     assert not (tmp_path / "s.jsonl").exists()
     with SampleFile(str(tmp_path / "s.jsonl")) as file:
         file.resume({}, PROMPTS, SAMPLES, BATCH, False)
-        code, said = sample()
-        assert (code, "another process writes samples into it" in said) == (2, True)
+        code, output = sample()
+        assert (code, "another process writes samples into it" in output) == (2, True)
 
 
 @pytest.mark.full
 def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, environment, sample):
     many = PROMPTS * 200  # seconds of sampling
-    given = arguments(base, tmp_path, many, "s.jsonl")[1:]
-    process = small_run.command(python, "sample", *given, env=environment())
+    words = arguments(base, tmp_path, many, "s.jsonl")[1:]
+    process = small_run.command(python, "sample", *words, env=environment())
     file = tmp_path / "s.jsonl"
     while not (file.exists() and file.stat().st_size):
         assert process.poll() is None, process.communicate()
@@ -144,14 +144,14 @@ def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, envir
     assert process.returncode == 128 + signal.SIGINT, output
     assert "Traceback" not in output
     assert "stopping after this batch" in output
-    kept = file.read_bytes()
-    assert f"stopped; {len(kept.splitlines())} of {len(many) * SAMPLES} samples are" in output
-    assert kept.endswith(b"\n")
-    assert len(kept.splitlines()) % (BATCH * SAMPLES) == 0
-    code, said = sample(prompts=many)
-    assert code == 0, said
-    assert f", {len(kept.splitlines())} of them from before: " in said
-    assert file.read_bytes().startswith(kept)
+    first_part = file.read_bytes()
+    assert f"stopped; {len(first_part.splitlines())} of {len(many) * SAMPLES} samples are" in output
+    assert first_part.endswith(b"\n")
+    assert len(first_part.splitlines()) % (BATCH * SAMPLES) == 0
+    code, notes = sample(prompts=many)
+    assert code == 0, notes
+    assert f", {len(first_part.splitlines())} of them from before: " in notes
+    assert file.read_bytes().startswith(first_part)
     assert len(read(file)) == len(many) * SAMPLES
 
 

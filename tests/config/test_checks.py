@@ -80,11 +80,11 @@ def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, messa
     assert message in problem
 
 
-@pytest.mark.parametrize("given", [0.5, ["group"], {"use": "group"}, None])
-def test_a_value_that_is_no_name_is_as_unknown_as_a_name(given):
+@pytest.mark.parametrize("value", [0.5, ["group"], {"use": "group"}, None])
+def test_a_value_that_is_no_name_is_as_unknown_as_a_name(value):
     # What recipe = { use = "alpha_dpg", z = 0.5 } comes to; tests check types before that.
     with pytest.raises(InputError, match=r"unknown alpha_dpg z .*Known: group, running"):
-        find("alpha_dpg z", given, {"group": 1, "running": 2})
+        find("alpha_dpg z", value, {"group": 1, "running": 2})
 
 
 def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_already():
@@ -93,9 +93,9 @@ def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_alr
     for name in ("reinforce", "on_policy"):
         read(weights, chain, f"loss.surrogate.use={name}")
     assert len(problems(weights, chain)) == 2
-    both = 'loss.surrogate={use="by_sample", field="new", then="reinforce", otherwise="%s"}'
-    read(weights, both % "on_policy")
-    assert len(problems(weights, both % "cispo")) == 1
+    surrogate = 'loss.surrogate={use="by_sample", field="new", then="reinforce", otherwise="%s"}'
+    read(weights, surrogate % "on_policy")
+    assert len(problems(weights, surrogate % "cispo")) == 1
     rejection = 'advantage=[{use="sum_rewards"}, {use="sequence_rejection"}]'
     read('loss.mismatch={use="geometric_rejection"}', rejection)
     read(weights, chain, "loss.proximal=trainer")
@@ -165,11 +165,11 @@ def test_what_ends_a_sample_is_refused_where_it_makes_no_sense(overrides, messag
 
 def test_what_ends_a_sample_is_read_and_written():
     assert read().rollout.stop_strings == ()
-    made = read('rollout.stop_strings=["a", "b"]', "rollout.early_stop={confidence=8}")
-    again = files.from_dict(tomllib.loads(files.to_toml(made)))
-    assert again.rollout.stop_strings == made.rollout.stop_strings == ("a", "b")
+    config = read('rollout.stop_strings=["a", "b"]', "rollout.early_stop={confidence=8}")
+    again = files.from_dict(tomllib.loads(files.to_toml(config)))
+    assert again.rollout.stop_strings == config.rollout.stop_strings == ("a", "b")
     assert again.rollout.early_stop == {"confidence": 8}
-    assert files.resume_difference(made, again) == []
+    assert files.resume_difference(config, again) == []
 
 
 @pytest.mark.parametrize(
@@ -185,19 +185,19 @@ def test_parts_that_judge_each_group_by_itself_may_be_refilled(part):
 
 def test_a_refill_is_read_written_and_may_not_change_on_the_way():
     assert read().rollout.refill is None
-    made = read("rollout.refill.factor=3", "recipe=dapo")
-    again = files.from_dict(tomllib.loads(files.to_toml(made)))
-    assert again.rollout.refill == made.rollout.refill == {"factor": 3}
-    assert files.resume_difference(read("recipe=dapo"), made) == [
+    config = read("rollout.refill.factor=3", "recipe=dapo")
+    again = files.from_dict(tomllib.loads(files.to_toml(config)))
+    assert again.rollout.refill == config.rollout.refill == {"factor": 3}
+    assert files.resume_difference(read("recipe=dapo"), config) == [
         "rollout.refill.factor: not set -> 3"
     ]
 
 
 def test_formats_keep_their_order_and_survive_being_written():
     formats = {"tags": "<answer>", "code": "```.*def", "number": r"^\d+$"}
-    asked = {"data": "task:arithmetic:test", "formats": formats, "confidence": True}
-    made = files.from_dict({**tomllib.loads(MINIMAL), "eval": asked})
-    assert list(made.eval.formats.items()) == list(formats.items())
-    again = files.from_dict(tomllib.loads(files.to_toml(made)))
+    evaluation = {"data": "task:arithmetic:test", "formats": formats, "confidence": True}
+    config = files.from_dict({**tomllib.loads(MINIMAL), "eval": evaluation})
+    assert list(config.eval.formats.items()) == list(formats.items())
+    again = files.from_dict(tomllib.loads(files.to_toml(config)))
     assert list(again.eval.formats.items()) == list(formats.items())
-    assert again.eval == made.eval
+    assert again.eval == config.eval

@@ -138,9 +138,9 @@ def test_a_misspelt_required_key_is_not_reported_missing_too():
 def test_missing_keys_are_named_with_what_belongs_there():
     with pytest.raises(ConfigError) as caught:
         files.from_dict({})
-    found = caught.value.problems
-    assert "rollout.group_size: missing; expected a whole number, 1 or more" in found
-    assert len(found) == 9
+    messages = caught.value.problems
+    assert "rollout.group_size: missing; expected a whole number, 1 or more" in messages
+    assert len(messages) == 9
 
 
 def test_a_recipe_beside_a_chain_is_a_contradiction():
@@ -179,12 +179,12 @@ def test_options_alone_are_those_of_the_default_part():
 def test_another_part_does_not_inherit_the_options_of_the_one_before():
     bounds = "loss.surrogate={ use = 'clip', low = 0.1, high = 0.3 }"
     assert read(bounds, "loss.surrogate.use=cispo").loss.surrogate == {"use": "cispo"}
-    kept = read(bounds, "loss.surrogate.use=clip").loss.surrogate
-    assert kept == {"use": "clip", "low": 0.1, "high": 0.3}
+    surrogate = read(bounds, "loss.surrogate.use=clip").loss.surrogate
+    assert surrogate == {"use": "clip", "low": 0.1, "high": 0.3}
     changed = make_config(read(bounds), {"loss.surrogate.use": "gspo"})
     assert changed.loss.surrogate == {"use": "gspo"}
-    given = read("loss.surrogate.use=cispo", "loss.surrogate.high=4.0").loss.surrogate
-    assert given == {"use": "cispo", "high": 4.0}
+    replacement = read("loss.surrogate.use=cispo", "loss.surrogate.high=4.0").loss.surrogate
+    assert replacement == {"use": "cispo", "high": 4.0}
 
 
 def test_another_optimizer_keeps_its_own_options_alone_however_it_is_written():
@@ -201,18 +201,18 @@ def test_other_keys_of_the_optimizer_are_options_of_the_factory():
 
 
 def test_paths_begin_at_the_folder_of_the_file_and_those_of_overrides_here(tmp_path, monkeypatch):
-    there, here = tmp_path / "there", tmp_path / "here"
-    for folder in (there, here):
+    file_folder, working_folder = tmp_path / "there", tmp_path / "here"
+    for folder in (file_folder, working_folder):
         folder.mkdir()
         (folder / "mine.py").touch()
-    (there / "rows.jsonl").touch()
+    (file_folder / "rows.jsonl").touch()
     text = MINIMAL.replace('use = "arithmetic"', 'use = "mine.py:score"')
-    (there / "a.toml").write_text(text.replace("task:arithmetic:train", "rows.jsonl"))
-    monkeypatch.chdir(here)
+    (file_folder / "a.toml").write_text(text.replace("task:arithmetic:train", "rows.jsonl"))
+    monkeypatch.chdir(working_folder)
     got = files.load("../there/a.toml", ["loss.surrogate.use=mine.py:mine"])
-    assert got.model.path == f"{there}/base"
-    assert got.data.path == got.resolve("rows.jsonl") == f"{there}/rows.jsonl"
-    assert got.own_files == (there / "mine.py", here / "mine.py")
+    assert got.model.path == f"{file_folder}/base"
+    assert got.data.path == got.resolve("rows.jsonl") == f"{file_folder}/rows.jsonl"
+    assert got.own_files == (file_folder / "mine.py", working_folder / "mine.py")
     assert got.run.dir == "runs/x"
     assert got.resolve("task:arithmetic:train") == "task:arithmetic:train"
 

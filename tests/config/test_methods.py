@@ -29,16 +29,16 @@ def halved(signal, rollouts):
 
 @pytest.mark.slow
 def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_without_them(tmp_path):
-    both = {"loss.kl": KL, "loss.mismatch": WEIGHTS, "loss.proximal": "trainer"}
+    options = {"loss.kl": KL, "loss.mismatch": WEIGHTS, "loss.proximal": "trainer"}
     tail = ["add_kl_return", "truncated_importance"]
     recipe = steps(tmp_path, recipe="rloo")
-    assert steps(tmp_path, recipe="rloo", **both) == [*recipe, *tail]
+    assert steps(tmp_path, recipe="rloo", **options) == [*recipe, *tail]
     parts = [{"use": "sum_rewards"}, {"use": "sign", "threshold": 0.5}]
-    config = small_run.config(tmp_path, advantage=parts, **both)
-    made = methods.make_chain(config.loss, methods.make_recipe(config.named_chain, ()))
-    assert [name for name, _ in made.steps] == ["sum_rewards", "sign", *tail]
-    own = advantages.chain(advantages.sum_rewards(), advantages.to_tokens())
-    assert steps(tmp_path, own, **both) == ["sum_rewards", "to_tokens", *tail]
+    config = small_run.config(tmp_path, advantage=parts, **options)
+    transform = methods.make_chain(config.loss, methods.make_recipe(config.named_chain, ()))
+    assert [name for name, _ in transform.steps] == ["sum_rewards", "sign", *tail]
+    token_chain = advantages.chain(advantages.sum_rewards(), advantages.to_tokens())
+    assert steps(tmp_path, token_chain, **options) == ["sum_rewards", "to_tokens", *tail]
 
 
 def test_a_function_of_ones_own_may_correct_the_mismatch(tmp_path):
@@ -63,10 +63,10 @@ def test_what_python_brings_may_not_compare_groups_that_are_refilled():
         ((total, inner), "inner"),
         ((each, total), each.name),
     ):
-        made = advantages.chain(*steps)
+        transform = advantages.chain(*steps)
         with pytest.raises(InputError, match=rf"^{name} compares the groups of a batch"):
-            methods.make_recipe(made, (), refills=True)
-        methods.make_recipe(made, ())
+            methods.make_recipe(transform, (), refills=True)
+        methods.make_recipe(transform, ())
 
 
 def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
@@ -75,9 +75,9 @@ def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
     nested = advantages.chain(advantages.sum_rewards(), inner)
     each = advantages.per_reward(advantages.masked_importance(level="sequence"))
     clip, plain = (losses.build_surrogate(name) for name in ("clip", "reinforce"))
-    own = losses.Surrogate("own", clip.compute)
+    user_surrogate = losses.Surrogate("own", clip.compute)
     for chain, step in ((weights, "truncated_importance"), (nested, "inner"), (each, "per_reward")):
-        for surrogate in (clip, own):
+        for surrogate in (clip, user_surrogate):
             with pytest.raises(InputError, match=f"^{step}.*: with loss.proximal = .behavior"):
                 methods.refuse_double_weights(chain, surrogate, "behavior")
             methods.refuse_double_weights(chain, surrogate, "trainer")

@@ -43,9 +43,9 @@ def test_a_file_is_run_once_however_often_it_is_named(folder):
 
 
 def test_files_of_one_name_in_two_folders_stay_apart(folder):
-    other = folder / "other"
-    other.mkdir()
-    (other / "mine.py").write_text("def triple(x):\n    return 0\n")
+    second_folder = folder / "other"
+    second_folder.mkdir()
+    (second_folder / "mine.py").write_text("def triple(x):\n    return 0\n")
     assert load("other/mine.py:triple", folder)(2) == 0
     assert load("mine.py:triple", folder)(2) == 6
 
@@ -116,8 +116,8 @@ def test_the_files_of_own_code_are_those_beside_it_that_it_imports_and_theirs(tm
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = {str(file.relative_to(tmp_path)) for file in with_imports([tmp_path / "mine.py"])}
-    assert found == texts.keys() - {"unused.py"}
+    files = {str(file.relative_to(tmp_path)) for file in with_imports([tmp_path / "mine.py"])}
+    assert files == texts.keys() - {"unused.py"}
     inner = with_imports([tmp_path / "package" / "near.py"])
     assert [file.name for file in inner] == ["near.py", "deep.py", "later.py"]
     (tmp_path / "broken.py").write_text("import helper\n(")

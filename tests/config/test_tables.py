@@ -32,7 +32,9 @@ def type_for_checkers(hint: Any, limits: Range) -> Any:
     """
     if isinstance(hint, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not types.NoneType]
-        return functools.reduce(operator.or_, [type_for_checkers(one, limits) for one in options])
+        return functools.reduce(
+            operator.or_, [type_for_checkers(option, limits) for option in options]
+        )
     text = Literal[limits.choices] if limits.choices else str
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
@@ -42,24 +44,24 @@ def type_for_checkers(hint: Any, limits: Range) -> Any:
     return text if hint is str else hint
 
 
-def keys_of(cls: Any) -> dict[str, Any]:
+def type_keys(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.name != "options"]
     limits = {field.name: field.metadata["range"] for field in fields}
-    return {name: type_for_checkers(hints[name], one) for name, one in limits.items()}
+    return {name: type_for_checkers(hints[name], limit) for name, limit in limits.items()}
 
 
-def table_of(section: str) -> Any:
+def section_table(section: str) -> Any:
     return getattr(tables, SECTIONS[section].__name__.replace("Keys", "Table"))
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_table_has_the_keys_of_the_config_with_their_types(section):
-    assert typing.get_type_hints(table_of(section)) == keys_of(SECTIONS[section])
+    assert typing.get_type_hints(section_table(section)) == type_keys(SECTIONS[section])
 
 
 def test_an_entry_of_a_mixture_has_the_keys_of_the_config():
-    assert typing.get_type_hints(tables.SourceTable) == keys_of(PartKeys)
+    assert typing.get_type_hints(tables.SourceTable) == type_keys(PartKeys)
 
 
 @pytest.mark.parametrize(("function", "overrides"), OVERRIDES)
@@ -70,9 +72,11 @@ def test_a_call_takes_every_table_once(function, overrides):
     arguments = {"data", "rewards", "advantage"} & parameters.keys()
     assert hints.keys() | arguments == HINTS.keys()
     for section in SECTIONS.keys() - arguments - {"optimizer"}:
-        assert hints[section] is table_of(section)
+        assert hints[section] is section_table(section)
     assert hints["optimizer"] == tables.OptimizerTable | tables.Part
-    (last,) = (one for one in parameters.values() if one.kind is one.VAR_KEYWORD)
+    (last,) = (
+        parameter for parameter in parameters.values() if parameter.kind is parameter.VAR_KEYWORD
+    )
     assert last.annotation == f"Unpack[{overrides.__name__}]"
 
 

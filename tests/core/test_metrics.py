@@ -93,8 +93,8 @@ def test_metrics_pass_through_jit_and_loops():
 def test_metrics_of_every_kind_add_up_from_nothing():
     value = jnp.array([4, 7, 1, 9])
     kinds = {"mean": mean, "max": maximum, "min": minimum}
-    whole = {name: kind(value) for name, kind in kinds.items()}
-    merged = empty_like(whole)
+    metrics = {name: kind(value) for name, kind in kinds.items()}
+    merged = empty_like(metrics)
     for part in (value[:1], value[1:]):
         merged = merge(merged, {name: kind(part) for name, kind in kinds.items()})
-    assert finalise(merged) == finalise(whole) == {"mean": 5.25, "max": 9, "min": 1}
+    assert finalise(merged) == finalise(metrics) == {"mean": 5.25, "max": 9, "min": 1}

@@ -22,8 +22,8 @@ def operands(prompt: str) -> tuple[int, int]:
 def carries(first: int, second: int) -> int:
     """Counted by hand, column by column, as at school."""
     count, carry = 0, 0
-    for one, other in zip(reversed(str(first)), reversed(str(second)), strict=True):
-        carry = int(int(one) + int(other) + carry >= 10)
+    for digit, second_digit in zip(reversed(str(first)), reversed(str(second)), strict=True):
+        carry = int(int(digit) + int(second_digit) + carry >= 10)
         count += carry
     return count
 
@@ -35,11 +35,11 @@ def test_level_is_one_more_than_the_number_of_carries():
 def test_test_problems_appear_neither_in_training_rows_nor_in_the_corpus_in_either_order():
     held_out = {operands(row["prompt"]) for row in TASK.rows("test", 1600, 0)}
     held_out |= {(second, first) for first, second in held_out}
-    seen = {operands(row["prompt"]) for row in TASK.rows("train", 6000, 0)}
+    training_pairs = {operands(row["prompt"]) for row in TASK.rows("train", 6000, 0)}
     taught = {operands(text.prompt) for text in CORPUS}
     assert len(held_out) > 1000
     assert len(taught) > 6000
-    assert not held_out & seen
+    assert not held_out & training_pairs
     assert not held_out & taught
 
 
@@ -52,8 +52,8 @@ def test_a_fifth_of_the_problems_is_held_out_and_order_does_not_matter():
 
 def test_split_is_the_same_in_every_version():
     some = itertools.product((10, 47), range(30, 45))
-    chosen = [pair for pair in some if arithmetic_module.is_test(*pair)]
-    assert chosen == [(47, 32), (47, 35), (47, 37)]
+    test_pairs = [pair for pair in some if arithmetic_module.is_test(*pair)]
+    assert test_pairs == [(47, 32), (47, 35), (47, 37)]
 
 
 def test_score_accepts_each_right_solution_and_rejects_each_careless_one():

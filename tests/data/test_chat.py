@@ -26,24 +26,24 @@ def bare(tokenizer, monkeypatch):
     return tokenizer
 
 
-def chat_of(tokenizer, choice="auto", system=None, **options):
+def chat_with(tokenizer, choice="auto", system=None, **options):
     return make_chat(tokenizer, str(choice), system, options, "base")
 
 
 def test_a_text_becomes_one_user_message_after_the_system_text(tokenizer):
-    assert write(chat_of(tokenizer), "2+2?", "row 0") == TURN + OPENED
-    brief = write(chat_of(tokenizer, system="Be brief."), "2+2?", "row 0")
+    assert write(chat_with(tokenizer), "2+2?", "row 0") == TURN + OPENED
+    brief = write(chat_with(tokenizer, system="Be brief."), "2+2?", "row 0")
     assert brief == "<|im_start|>system\nBe brief.<|im_end|>\n" + TURN + OPENED
 
 
 def test_a_conversation_goes_as_it_is_and_options_reach_the_template(tokenizer):
-    chat = chat_of(tokenizer, enable_thinking=False)
+    chat = chat_with(tokenizer, enable_thinking=False)
     assert write(chat, [USER], "row 0") == TURN + OPENED + "<think>\n\n</think>\n\n"
-    assert write(chat_of(tokenizer, enable_thinking=True), [USER], "row 0") == TURN + OPENED
+    assert write(chat_with(tokenizer, enable_thinking=True), [USER], "row 0") == TURN + OPENED
 
 
 def test_a_last_message_by_the_assistant_is_gone_on_with(tokenizer):
-    assert write(chat_of(tokenizer), [USER, BEGUN], "row 0") == TURN + OPENED + "It is"
+    assert write(chat_with(tokenizer), [USER, BEGUN], "row 0") == TURN + OPENED + "It is"
 
 
 @pytest.mark.parametrize("content", ["The answer ", "<think>\n", " It", "\n", "It is"])
@@ -55,7 +55,7 @@ def test_a_template_that_strips_what_the_model_continues_is_refused(
     (tmp_path / "t.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content" + filter_of + " }}{% endfor %}"
     )
-    chat, prompt = chat_of(tokenizer, tmp_path / "t.jinja"), [USER, {**BEGUN, "content": content}]
+    chat, prompt = chat_with(tokenizer, tmp_path / "t.jinja"), [USER, {**BEGUN, "content": content}]
     strip = {"": str, ".rstrip()": str.rstrip, ".lstrip()": str.lstrip}.get(filter_of, str.strip)
     if strip(content) == content:
         assert write(chat, prompt, "row 0") == f"<user>2+2?<assistant>{content}"
@@ -67,14 +67,14 @@ def test_a_template_that_strips_what_the_model_continues_is_refused(
 def test_tokens_are_those_of_transformers_own_chat_encoding(tokenizer):
     prompts = [[USER], [USER, {**BEGUN, "content": "4"}, USER]]
     rows = [{"prompt": prompt} for prompt in prompts]
-    ours = [ids.tolist() for ids in data.encode(rows, chat_of(tokenizer))]
+    ours = [ids.tolist() for ids in data.encode(rows, chat_with(tokenizer))]
     theirs = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
     assert ours == theirs
     assert ours[0][0] == tokenizer.convert_tokens_to_ids(gsm8k.BEGIN)
 
 
 def test_without_a_template_texts_go_as_they_are(tokenizer, bare):
-    for chat in (chat_of(bare), chat_of(tokenizer, "none")):
+    for chat in (chat_with(bare), chat_with(tokenizer, "none")):
         assert write(chat, "2+2?", "row 0") == "2+2?"
         with pytest.raises(InputError, match=r"row 3: the prompt is a list of messages, but there"):
             write(chat, [USER], "row 3")
@@ -83,25 +83,27 @@ def test_without_a_template_texts_go_as_they_are(tokenizer, bare):
 def test_a_file_takes_the_place_of_the_tokenizers_template(tokenizer, tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    assert write(chat_of(tokenizer, file), "ü", "row 0") == "[user]ü"
+    assert write(chat_with(tokenizer, file), "ü", "row 0") == "[user]ü"
 
 
 def test_system_text_and_options_need_a_template_that_reads_them(tokenizer, bare, tmp_path):
     with pytest.raises(InputError, match=r"data.system is given, .* tokenizer of base has none"):
-        chat_of(bare, system="Be brief.")
+        chat_with(bare, system="Be brief.")
     with pytest.raises(InputError, match=r"data\.chat_template_kwargs is given, but there is"):
-        chat_of(bare, enable_thinking=False)
+        chat_with(bare, enable_thinking=False)
     (tmp_path / "chat.jinja").write_text(gsm8k.CHAT_TEMPLATE)
     file = tmp_path / "chat.jinja"
     with pytest.raises(InputError, match=r"enable_thinkin: .* does not read it; did you mean 'e"):
-        chat_of(bare, file, enable_thinkin=False)
+        chat_with(bare, file, enable_thinkin=False)
     with pytest.raises(InputError, match="add_generation_prompt: the role of a prompt's last mess"):
-        chat_of(bare, file, add_generation_prompt=False)
+        chat_with(bare, file, add_generation_prompt=False)
 
 
 def test_two_system_messages_are_refused(tokenizer):
     with pytest.raises(InputError, match=r"row 2: the conversation opens with a system message"):
-        write(chat_of(tokenizer, system="A."), [{"role": "system", "content": "B."}, USER], "row 2")
+        write(
+            chat_with(tokenizer, system="A."), [{"role": "system", "content": "B."}, USER], "row 2"
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,15 +119,15 @@ def test_a_template_that_fails_is_named_with_its_row_and_reason(
 ):
     (tmp_path / "chat.jinja").write_text(template)
     with pytest.raises(InputError, match=rf"row 5: the chat template .*chat.jinja {message}"):
-        write(chat_of(tokenizer, tmp_path / "chat.jinja"), "x", "row 5")
+        write(chat_with(tokenizer, tmp_path / "chat.jinja"), "x", "row 5")
 
 
 def test_a_template_file_that_cannot_be_read_is_refused(tokenizer, tmp_path):
     with pytest.raises(InputError, match=r"no.jinja' cannot be read \(FileNotFoundError\)"):
-        chat_of(tokenizer, tmp_path / "no.jinja")
+        chat_with(tokenizer, tmp_path / "no.jinja")
     (tmp_path / "bytes.jinja").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"cannot be read \(UnicodeDecodeError\)"):
-        chat_of(tokenizer, tmp_path / "bytes.jinja")
+        chat_with(tokenizer, tmp_path / "bytes.jinja")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(
     file = tmp_path / "chat.jinja"
     file.write_text(template)
     with pytest.raises(InputError) as refused:
-        data.encode([{"prompt": prompt}], chat_of(tokenizer, file, system))
+        data.encode([{"prompt": prompt}], chat_with(tokenizer, file, system))
     assert f"does not write the text of {lost}" in str(refused.value)
     assert "use a role that the template writes" in str(refused.value)
 
@@ -211,4 +213,4 @@ def test_thoughts_of_earlier_turns_spaces_and_json_are_no_lost_text(
 ):
     file = tmp_path / "chat.jinja"
     file.write_text(template)
-    assert len(data.encode([{"prompt": prompt}], chat_of(tokenizer, file))[0])
+    assert len(data.encode([{"prompt": prompt}], chat_with(tokenizer, file))[0])

@@ -66,10 +66,10 @@ def messages(environment, tmp_path, **variables):
 
 
 def test_gated_absent_and_other_revisions_are_told_apart(environment, tmp_path, address):
-    found = messages(environment, tmp_path, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
-    assert found == [
+    problems = messages(environment, tmp_path, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
+    assert problems == [
         f"{key} = 'owner/{name}' is no local path, and as a {kind} on the hub it {problem}"
-        for name, said in {
+        for name, message in {
             "locked": "is gated: accept its terms at {page}, then log in with `hf auth login` or "
             "set HF_TOKEN",
             "absent": "does not exist, or is private: check the name, or log in with `hf auth "
@@ -80,7 +80,7 @@ def test_gated_absent_and_other_revisions_are_told_apart(environment, tmp_path, 
             ("model.path", "model", f"{address}/owner/{name}"),
             ("data.path", "data set", f"{address}/datasets/owner/{name}"),
         )
-        for problem in [said.format(page=page)]
+        for problem in [message.format(page=page)]
     ]
 
 

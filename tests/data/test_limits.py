@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory):
     return gsm8k.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def chat_of(tokenizer, template: str) -> Chat:
+def make_chat(tokenizer, template: str) -> Chat:
     return Chat(tokenizer, template + "{{ messages[-1]['content'] }}", "the template", None, {})
 
 
@@ -51,12 +51,12 @@ def test_a_template_without_end_is_refused(tokenizer, monkeypatch, template, rea
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
     began = time.monotonic()
     with pytest.raises(InputError, match="row 7: the template fails") as refused:
-        write(chat_of(tokenizer, template), "2+2?", "row 7")
+        write(make_chat(tokenizer, template), "2+2?", "row 7")
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
     assert time.monotonic() - began < 30  # of a busy machine
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before
-    assert write(chat_of(tokenizer, ""), "2+2?", "row 7") == "2+2?"
+    assert write(make_chat(tokenizer, ""), "2+2?", "row 7") == "2+2?"
 
 
 def test_outside_the_main_thread_too(tokenizer, monkeypatch):
@@ -65,7 +65,7 @@ def test_outside_the_main_thread_too(tokenizer, monkeypatch):
 
     def refused() -> None:
         try:
-            write(chat_of(tokenizer, LOOPS), "2+2?", "row 7")
+            write(make_chat(tokenizer, LOOPS), "2+2?", "row 7")
         except InputError as error:
             raised.append(str(error))
 
@@ -74,20 +74,20 @@ def test_outside_the_main_thread_too(tokenizer, monkeypatch):
     thread.join()
     assert "takes more than 0.5 s" in raised[0]
     for _ in range(1000):  # the thread that rendered ends by itself
-        if not any(one.name == "jaxgrpo-limited" for one in threading.enumerate()):
+        if not any(running.name == "jaxgrpo-limited" for running in threading.enumerate()):
             return
         time.sleep(0.01)
     raise AssertionError("it runs on")
 
 
-def folder_of(path: Path, pattern: str, *added: str) -> Path:
+def write_folder(path: Path, pattern: str, *added: str) -> Path:
     """A folder with a tokenizer whose normalizer removes what fits the pattern."""
     words = {letter: place for place, letter in enumerate("abc+=0123456789")}
-    made = Tokenizer(models.WordLevel(words, unk_token="a"))
-    made.normalizer = normalizers.Replace(Regex(pattern), "")
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    plain_tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    plain_tokenizer.normalizer = normalizers.Replace(Regex(pattern), "")
+    plain_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
-    fields = json.loads(made.to_str())
+    fields = json.loads(plain_tokenizer.to_str())
     fields["added_tokens"] = [
         {"id": len(words) + place, "content": text, "normalized": True, **flags}
         for place, text in enumerate(added)
@@ -100,7 +100,7 @@ def folder_of(path: Path, pattern: str, *added: str) -> Path:
 
 
 def test_a_tokenizer_that_fails_or_takes_too_long_names_the_rows(tmp_path, monkeypatch):
-    tokenizer = folders.read_tokenizer(folder_of(tmp_path / "base", ENDLESS))
+    tokenizer = folders.read_tokenizer(write_folder(tmp_path / "base", ENDLESS))
     assert prompts.token_ids(tokenizer, ["1+2=", "3"], "prompt") == [[6, 3, 7, 4], [8]]
     with pytest.raises(
         InputError, match=r"prompt of row 0 to 1: the tokenizer fails .*retry-limit"
@@ -113,19 +113,19 @@ def test_a_tokenizer_that_fails_or_takes_too_long_names_the_rows(tmp_path, monke
 
 def test_a_tokenizer_that_cannot_be_read_in_time_is_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"cannot be read .RuntimeError: .*retry-limit"):
-        folders.read_tokenizer(folder_of(tmp_path / "failing", ENDLESS, "aa" + SLOW))
+        folders.read_tokenizer(write_folder(tmp_path / "failing", ENDLESS, "aa" + SLOW))
     monkeypatch.setattr(folders, "SECONDS", 3.0)
     many = [SLOW + "b" * place for place in range(100)]
     began = time.monotonic()
     with pytest.raises(InputError, match=r"cannot be read .TimeoutError: it takes more than 3 s."):
-        folders.read_tokenizer(folder_of(tmp_path / "slow", ENDLESS, *many))
+        folders.read_tokenizer(write_folder(tmp_path / "slow", ENDLESS, *many))
     assert time.monotonic() - began < 30  # of a busy machine; the tokens would take minutes
 
 
 def test_a_config_with_too_many_layers_is_refused():
-    given = {"model_type": "qwen3", "num_hidden_layers": 10_000_000}
+    config = {"model_type": "qwen3", "num_hidden_layers": 10_000_000}
     with pytest.raises(InputError, match=r"num_hidden_layers = 10000000: .* from 1 to 1,000"):
-        families.model_config(given, "config.json")
+        families.model_config(config, "config.json")
 
 
 def test_a_pattern_of_modules_without_end_is_refused(monkeypatch):

@@ -127,17 +127,17 @@ def config(
 
 @pytest.mark.slow
 def test_a_run_on_a_mixture_reports_its_sources_and_resumes_on_the_same_rows(tmp_path):
-    whole = loop.train(config(tmp_path, directory="whole"))
-    for line in whole.metrics:
+    uninterrupted = loop.train(config(tmp_path, directory="whole"))
+    for line in uninterrupted.metrics:
         assert line["prompts/source_arithmetic"] == 0.75
         assert line["prompts/source_hard"] == 0.25
         mean = 0.75 * line["reward/source_arithmetic"] + 0.25 * line["reward/source_hard"]
         assert mean == pytest.approx(line["reward"])
-    counts = collections.Counter(row["source"] for row in whole.samples)
+    counts = collections.Counter(row["source"] for row in uninterrupted.samples)
     assert counts == {"arithmetic": 24, "hard": 8}
     loop.train(config(tmp_path, steps=2))
     again = loop.train(config(tmp_path), resume="auto")
-    assert again.summary["parameter_hash"] == whole.summary["parameter_hash"]
+    assert again.summary["parameter_hash"] == uninterrupted.summary["parameter_hash"]
 
 
 def test_rows_of_every_source_and_weights_are_compared_between_processes_and_starts(tmp_path):
@@ -157,5 +157,5 @@ def test_rows_of_every_source_and_weights_are_compared_between_processes_and_sta
     assert compared() == first
     heavier = compared(weight=2.0)
     assert (heavier[0] != first[0], heavier[1]) == (True, first[1])
-    other = compared(last="20+20=")
-    assert (other[0] != first[0], other[1] != first[1]) == (True, True)
+    changed = compared(last="20+20=")
+    assert (changed[0] != first[0], changed[1] != first[1]) == (True, True)

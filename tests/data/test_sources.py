@@ -20,7 +20,7 @@ from jaxgrpo.data.sources import Source, from_python, read
 ROWS = [{"question": "1+1", "gold": "2"}, {"question": "ü\n", "gold": "0"}]
 
 
-def rows_of(located):
+def read_rows(located):
     return [row for _, row in located]
 
 
@@ -87,25 +87,25 @@ def test_a_damaged_parquet_file_is_said(tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     """A folder of two splits."""
-    made = tmp_path / "data"
-    made.mkdir()
+    data = tmp_path / "data"
+    data.mkdir()
     for name, part in (("train", ROWS), ("test", ROWS[1:])):
-        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return made
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return data
 
 
 def test_a_folder_gives_the_split_asked_for(folder):
-    assert rows_of(read(Source(str(folder), split="train"))) == ROWS
-    assert rows_of(read(Source(str(folder), split="train[1:]"))) == ROWS[1:]
+    assert read_rows(read(Source(str(folder), split="train"))) == ROWS
+    assert read_rows(read(Source(str(folder), split="train[1:]"))) == ROWS[1:]
     (folder / "train.jsonl").unlink()
-    assert rows_of(read(Source(str(folder)))) == ROWS[1:]
+    assert read_rows(read(Source(str(folder)))) == ROWS[1:]
 
 
 def test_a_folder_written_by_save_to_disk_gives_its_rows(tmp_path):
     datasets.DatasetDict({"a": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
-    assert rows_of(read(Source(str(tmp_path / "saved")))) == ROWS
+    assert read_rows(read(Source(str(tmp_path / "saved")))) == ROWS
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    assert rows_of(read(Source(str(tmp_path / "one")))) == ROWS
+    assert read_rows(read(Source(str(tmp_path / "one")))) == ROWS
 
 
 def test_a_split_that_is_not_there_or_not_named_is_said_with_those_there(folder, tmp_path):
@@ -144,12 +144,12 @@ def test_a_source_that_is_none_is_refused(tmp_path):
 
 
 def test_rows_from_python_are_lists_of_dicts_or_data_sets():
-    assert rows_of(from_python(ROWS)) == ROWS
-    assert rows_of(from_python(datasets.Dataset.from_list(ROWS))) == ROWS
+    assert read_rows(from_python(ROWS)) == ROWS
+    assert read_rows(from_python(datasets.Dataset.from_list(ROWS))) == ROWS
     splits = {"a": datasets.Dataset.from_list(ROWS), "b": datasets.Dataset.from_list(ROWS[1:])}
     splits = datasets.DatasetDict(**splits)
-    assert rows_of(from_python(splits, "b")) == ROWS[1:]
-    assert rows_of(from_python({"a": ROWS, "b": ROWS[1:]}, "b")) == ROWS[1:]
+    assert read_rows(from_python(splits, "b")) == ROWS[1:]
+    assert read_rows(from_python({"a": ROWS, "b": ROWS[1:]}, "b")) == ROWS[1:]
 
 
 def test_columns_and_data_frames_are_rows_with_exact_numbers():
@@ -163,9 +163,9 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
     values = [[0.1, 0, 1], [None, 1, None], [0.00001, 2, "x"]]
     pairs = zip(columns["prompt"], values, strict=True)
     rows = [dict(zip(names, [prompt, *entries], strict=True)) for prompt, entries in pairs]
-    assert rows_of(from_python(columns)) == rows
-    assert rows_of(from_python(pd.DataFrame(columns, index=[7, 7, 9]))) == rows
-    assert rows_of(from_python({"train": pd.DataFrame(columns)})) == rows
+    assert read_rows(from_python(columns)) == rows
+    assert read_rows(from_python(pd.DataFrame(columns, index=[7, 7, 9]))) == rows
+    assert read_rows(from_python({"train": pd.DataFrame(columns)})) == rows
     assert type(from_python(columns)[2][1]["count"]) is int
 
 
@@ -225,10 +225,10 @@ def test_numbers_of_narrow_columns_are_their_shortest_and_written_without_expone
     columns = {name: pa.array([0.1, None], kind) for name, kind in values.items()}
     table = pa.table({"q": pa.array([1e-5, 2.0], pa.float32()), **columns})
     pq.write_table(table, tmp_path / "rows.parquet")
-    held = datasets.Dataset(table)
-    held.save_to_disk(tmp_path / "saved")
+    dataset = datasets.Dataset(table)
+    dataset.save_to_disk(tmp_path / "saved")
     paths = [Source(str(tmp_path / name)) for name in ("rows.parquet", "saved")]
-    for source in (*paths, held, held.with_format("numpy")):
+    for source in (*paths, dataset, dataset.with_format("numpy")):
         first, second = load_rows(source, "{q} is", "single")
         assert [first["prompt"], second["prompt"]] == ["0.00001 is", "2 is"]
         assert [first[name] for name in values] == [0.1] * 3
@@ -247,11 +247,11 @@ def test_narrow_numbers_in_lists_and_structs_are_their_shortest(tmp_path):
     }
     table = pa.table({name: pa.array([value, None], kind) for name, (kind, value) in kinds.items()})
     pq.write_table(table, tmp_path / "rows.parquet")
-    rows = rows_of(read(Source(str(tmp_path / "rows.parquet"))))
+    rows = read_rows(read(Source(str(tmp_path / "rows.parquet"))))
     assert rows[0] == {name: value for name, (_, value) in kinds.items()}
     assert rows[1] == dict.fromkeys(kinds)
-    held = datasets.Dataset(table.select(["list", "struct", "deep"]))
-    for source in (held, held.with_format("numpy")):
+    dataset = datasets.Dataset(table.select(["list", "struct", "deep"]))
+    for source in (dataset, dataset.with_format("numpy")):
         first = from_python(source)[0][1]
         assert first["list"][0] == 0.1
         assert first["struct"]["x"] == 0.1

@@ -25,8 +25,8 @@ ROWS = "".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" 
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     memory = fsspec.filesystem("memory")
-    for one in memory.find("/"):
-        memory.rm_file(one)
+    for path in memory.find("/"):
+        memory.rm_file(path)
     return tmp_path / "cache" / "jaxgrpo" / "copies"
 
 
@@ -49,26 +49,28 @@ def test_a_file_of_rows_is_copied_once_and_again_when_it_changes(cache):
 def test_of_a_model_only_its_files_are_copied_and_weights_only_where_they_are_needed():
     for name in ("config.json", "model.safetensors", "optimizer.pt", "nested/notes.md"):
         storage.write(f"memory://bucket/model/{name}", name.encode())
-    found = [
-        storage.local("memory://bucket/model", "model.path", sources.model_files(whole))
-        for whole in (True, False)
+    local_folders = [
+        storage.local("memory://bucket/model", "model.path", sources.model_files(with_weights))
+        for with_weights in (True, False)
     ]
-    names = [sorted(file.name for file in folder.iterdir()) for folder in found]
+    names = [sorted(file.name for file in folder.iterdir()) for folder in local_folders]
     assert names == [["config.json", "model.safetensors"], ["config.json"]]
-    assert {folder.name for folder in found} == {"model"}
+    assert {folder.name for folder in local_folders} == {"model"}
 
 
 def test_many_processes_of_a_host_make_one_copy(cache, monkeypatch):
     storage.write("memory://bucket/rows.jsonl", ROWS.encode())
-    asked, real = [], storage.download
-    monkeypatch.setattr(storage, "download", lambda *given: (asked.append(given), real(*given)))
+    downloads, real = [], storage.download
+    monkeypatch.setattr(
+        storage, "download", lambda *arguments: (downloads.append(arguments), real(*arguments))
+    )
     local = lambda: storage.local("memory://bucket/rows.jsonl", "data.path")  # noqa: E731
     readers = [threading.Thread(target=local) for _ in range(8)]
     for reader in readers:
         reader.start()
     for reader in readers:
         reader.join()
-    assert len(asked) == 1
+    assert len(downloads) == 1
     assert copies(cache) == ["rows.jsonl"]
     assert local().read_text() == ROWS
 
@@ -129,7 +131,7 @@ def test_what_is_written_to_this_host_alone_is_not_given_a_url(tmp_path):
 
 
 def test_urls_in_a_config_stay_as_they_are(tmp_path):
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": {"path": "gs://bucket/model"},
         "lora": {"path": "s3://bucket/adapter"},
         "data": {"path": "gs://bucket/rows.jsonl", "prompt": "question"},
@@ -146,8 +148,8 @@ def test_urls_in_a_config_stay_as_they_are(tmp_path):
         "eval": {"data": "memory://bucket/held_out.jsonl"},
         "run": {"dir": "gs://bucket/run"},
     }
-    (tmp_path / "run.toml").write_text(configs.to_toml(configs.from_dict(given)))
+    (tmp_path / "run.toml").write_text(configs.to_toml(configs.from_dict(options)))
     read = configs.load(tmp_path / "run.toml")
     assert (read.model.path, read.lora.path) == ("gs://bucket/model", "s3://bucket/adapter")
-    assert (read.data.path, read.eval.data) == (given["data"]["path"], given["eval"]["data"])
+    assert (read.data.path, read.eval.data) == (options["data"]["path"], options["eval"]["data"])
     assert read.run.dir == "gs://bucket/run"

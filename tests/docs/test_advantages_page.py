@@ -22,8 +22,8 @@ def page(repository):
 
 
 def blocks(page, language):
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return [text for name, text in found if name == language]
+    code_blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [text for name, text in code_blocks if name == language]
 
 
 @pytest.mark.slow
@@ -70,10 +70,10 @@ def test_the_table_tells_sample_group_and_batch_and_says_what_is_missing(monkeyp
 
     monkeypatch.setitem(registry.recipes, "needy", needy)
     monkeypatch.setitem(registry.recipes, "centre", lambda: chain(sum_rewards(), centre))
-    chosen = {name: registry.recipes[name] for name in ("needy", "centre", "grpo", "sign")}
+    recipes = {name: registry.recipes[name] for name in ("needy", "centre", "grpo", "sign")}
     rows = {
         line.split("`")[1]: [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in maker.table(chosen).splitlines()[2:]
+        for line in maker.table(recipes).splitlines()[2:]
     }
     assert rows["needy"][2] == "Someone 1999, chapter 2"
     assert rows["needy"][4] == "needs more: to_tokens needs the field 'soul'"
@@ -106,8 +106,8 @@ def test_the_pages_step_with_memory_trains_from_toml_and_resumes_bit_for_bit(pag
 
     def train(name, steps, **more):
         file = small_run.write(tmp_path / f"{name}.toml", tmp_path / name)
-        own = '{ use = "my_advantages.py:running_baseline", decay = 0.95 }'
-        text = f'advantage = [{{ use = "sum_rewards" }}, {own}]\n' + re.sub(
+        user_step = '{ use = "my_advantages.py:running_baseline", decay = 0.95 }'
+        text = f'advantage = [{{ use = "sum_rewards" }}, {user_step}]\n' + re.sub(
             r"^recipe = .*\n", "", file.read_text(), flags=re.MULTILINE
         )
         file.write_text(text)

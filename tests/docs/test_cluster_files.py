@@ -37,14 +37,14 @@ class Launch(NamedTuple):
 
 def launch(words: list[str]) -> Launch:
     """Reads a command as jaxgrpo does. Raises: SystemExit for what it refuses."""
-    given = vars(main._parser().parse_args(words))
-    assert given["calls"] == main.COMMANDS["train"][1]
+    arguments = vars(main._parser().parse_args(words))
+    assert arguments["calls"] == main.COMMANDS["train"][1]
     join = {
-        variable: given[flag.strip("-").replace("-", "_")]
+        variable: arguments[flag.strip("-").replace("-", "_")]
         for flag, (variable, *_) in main.JOIN.items()
-        if flag.strip("-").replace("-", "_") in given
+        if flag.strip("-").replace("-", "_") in arguments
     }
-    return Launch(load(given["config"], given["overrides"]), given.get("resume"), join)
+    return Launch(load(arguments["config"], arguments["overrides"]), arguments.get("resume"), join)
 
 
 def mesh_devices(config: Config) -> int:
@@ -286,7 +286,7 @@ class Slice(NamedTuple):
         return [word.replace("$(PROCESS_ID)", value) for word in self.container["args"]]
 
 
-def slice_of(document: Any) -> Slice:
+def tpu_slice(document: Any) -> Slice:
     (job,) = document["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -298,7 +298,7 @@ def jobset_problems(document: Any) -> list[str]:
     problems = []
     if (document.get("apiVersion"), document.get("kind")) != ("jobset.x-k8s.io/v1alpha2", "JobSet"):
         problems.append("no JobSet of v1alpha2")
-    part = slice_of(document)
+    part = tpu_slice(document)
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", part.name):
         problems.append(f"no name: {part.name}")
     if document["spec"].get("failurePolicy", {}).get("maxRestarts", 0) < 1:

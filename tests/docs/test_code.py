@@ -30,9 +30,9 @@ BLOCK = re.compile(
 
 
 def pages(repository: Path) -> dict[str, str]:
-    found = [repository / "README.md", repository / "CONTRIBUTING.md"]
-    found += sorted((repository / "docs").rglob("*.md"))
-    return {str(page.relative_to(repository)): page.read_text() for page in found}
+    files = [repository / "README.md", repository / "CONTRIBUTING.md"]
+    files += sorted((repository / "docs").rglob("*.md"))
+    return {str(page.relative_to(repository)): page.read_text() for page in files}
 
 
 def run(code: str, names: dict) -> int:

@@ -24,12 +24,12 @@ def test_every_key_is_described_and_no_other(rows):
 
 def test_the_defaults_described_are_those_in_force(rows):
     for name, default in keys():
-        said = rows[name]
+        stated = rows[name]
         if isinstance(default, bool | int | float | str):
             written = str(default).lower() if isinstance(default, bool) else str(default)
-            assert said.strip("`").strip('"') == written, name
+            assert stated.strip("`").strip('"') == written, name
         elif default is dataclasses.MISSING:
-            assert said == "–" or said.startswith("`{"), name
+            assert stated == "–" or stated.startswith("`{"), name
 
 
 def test_the_keys_that_may_change_on_resume_are_named(repository):

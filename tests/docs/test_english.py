@@ -38,8 +38,8 @@ CODE = re.compile(r"`[^`\n]*`")
 def prose_of_markdown(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of a page, without what it shows as code."""
 
-    def blank(found: re.Match[str]) -> str:
-        return re.sub(r"[^\n]", " ", found[0])
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
 
     yield 1, CODE.sub(blank, FENCE.sub(blank, source))
 
@@ -62,12 +62,12 @@ def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 def hits(source: str, python: bool) -> list[tuple[int, str]]:
     """(line, words) of every tic in a file."""
-    found = {
+    places = {
         (begins + text.count("\n", 0, match.start()), " ".join(match[0].split()))
         for begins, text in (prose_of_python if python else prose_of_markdown)(source)
         for match in ANY.finditer(text)
     }
-    return sorted(found)
+    return sorted(places)
 
 
 def files(repository: Path) -> Iterator[Path]:

@@ -73,8 +73,8 @@ def rows(page: str, section: str) -> list[list[str]]:
 
 def first_names(page: str, section: str) -> list[str]:
     """What the first cells name; the values of one field, as "dapo" in quotes, are no names."""
-    found = [re.fullmatch(r"`(\w+)`", cells[0]) for cells in rows(page, section)]
-    return [match[1] for match in found if match]
+    matches = [re.fullmatch(r"`(\w+)`", cells[0]) for cells in rows(page, section)]
+    return [match[1] for match in matches if match]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -108,7 +108,7 @@ def test_the_third_column_names_our_keys_or_nothing(page):
 
 
 @pytest.mark.parametrize(
-    ("override", "meant"),
+    ("override", "suggestion"),
     [
         ("rollout.num_generations=8", "rollout.group_size"),
         ("train.per_device_train_batch_size=8", "train.tokens_per_micro_batch"),
@@ -120,16 +120,16 @@ def test_the_third_column_names_our_keys_or_nothing(page):
         ("train.output_dir=runs", "run.dir"),
     ],
 )
-def test_a_name_of_trls_is_refused_with_ours(override, meant):
+def test_a_name_of_trls_is_refused_with_ours(override, suggestion):
     name = override.partition("=")[0]
-    assert problems(override) == (f"{name}: unknown key; did you mean {meant}?",)
+    assert problems(override) == (f"{name}: unknown key; did you mean {suggestion}?",)
 
 
 def test_names_of_trls_lead_to_keys_that_exist():
-    for name, meant in TRL.items():
-        named = re.findall(r"\b[a-z]+\.[a-z_0-9]+", meant.split(" = ")[0])
+    for name, answer in TRL.items():
+        named = re.findall(r"\b[a-z]+\.[a-z_0-9]+", answer.split(" = ")[0])
         assert {key for key in named if not re.fullmatch(r"optimizer\.(b1|b2|eps)", key)} <= KEYS
-        first = re.split(r"[ .,]", meant)[0]
+        first = re.split(r"[ .,]", answer)[0]
         assert first in TABLES, name
 
 
@@ -146,9 +146,9 @@ def test_every_dotted_name_is_a_key_or_an_attribute_of_a_run(page):
 
 def test_every_part_that_is_used_exists(page):
     used = re.findall(r'use = "([^"]+)"', page)
-    known = {name for table in PARTS for name in table}
+    registered = {name for table in PARTS for name in table}
     assert used
-    assert {name for name in used if ".py:" not in name} <= known
+    assert {name for name in used if ".py:" not in name} <= registered
 
 
 def test_the_config_beside_the_scripts_is_one_and_means_what_trl_does(page, tmp_path):

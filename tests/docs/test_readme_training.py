@@ -20,9 +20,9 @@ def test_the_lines_of_the_first_screen_train_a_model(tmp_path, python, environme
         ["-m", "jaxgrpo", "make-base", "arithmetic", "runs/base"],
         ["-c", code + SHOWN],
     ):
-        done = subprocess.run(
+        process = subprocess.run(
             [python, *command], cwd=tmp_path, env=variables, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-    before, trained = map(float, done.stdout.split()[-2:])
+        assert process.returncode == 0, process.stderr
+    before, trained = map(float, process.stdout.split()[-2:])
     assert trained > max(0.8, before)

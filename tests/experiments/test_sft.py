@@ -74,10 +74,10 @@ def test_the_loss_is_the_mean_nll_of_the_answers_with_their_end_and_falls(traine
 
 
 def test_its_folder_is_a_model_that_answers_greedily_and_that_a_run_begins_with(trained, tmp_path):
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS))
+    prompts = tmp_path / "asked.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS))
     out = tmp_path / "out.jsonl"
-    words = ("--prompts", asked, "--out", out, "--temperature", "0", "--samples", "1")
+    words = ("--prompts", prompts, "--out", out, "--temperature", "0", "--samples", "1")
     limits = ("--set", "rollout.max_prompt_tokens=8", "rollout.max_completion_tokens=8")
     assert main(["sample", str(trained / "model"), *map(str, words), *limits]) == 0
     answers = [json.loads(line)["completion"] for line in out.read_text().splitlines()]

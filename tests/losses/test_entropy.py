@@ -26,11 +26,11 @@ def state_after(penalty, *entropies):
 
 def test_the_adaptive_coefficient_moves_towards_the_target_within_its_bounds():
     penalty = adaptive_entropy(1.0, coefficient=0.02, delta=0.01, low=0.01, high=0.04)
-    seen = [
+    coefficients = [
         state_after(penalty, *entropies)["coefficient"]
         for entropies in ([], [0.5], [0.5] * 5, [1.0], [1.5], [1.5] * 5, [0.5, None])
     ]
-    np.testing.assert_allclose(seen, [0.02, 0.03, 0.04, 0.02, 0.01, 0.01, 0.03], rtol=1e-6)
+    np.testing.assert_allclose(coefficients, [0.02, 0.03, 0.04, 0.02, 0.01, 0.01, 0.03], rtol=1e-6)
     assert state_after(penalty, 0.5, None)["entropy"] == 0.5
 
 
@@ -57,34 +57,34 @@ def test_the_adaptive_bonus_acts_while_the_entropy_is_at_most_the_target(measure
 
 def seen_on_plain_arrays(penalty, entropies):
     """(loss, coefficient after it) of updates whose policy has these entropies."""
-    one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
-    state, seen = penalty.init(), []
+    unit, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+    state, history = penalty.init(), []
     for entropy in entropies:
         loss, metrics = policy_loss(
-            *("clip", "token_mean", one, one, jnp.zeros(1), mask),
+            *("clip", "token_mean", unit, unit, jnp.zeros(1), mask),
             penalties=[penalty],
             states={penalty.name: state},
-            policy_entropy=entropy * one,
+            policy_entropy=entropy * unit,
         )
         state = penalty.observe(state, metrics)
-        seen.append((float(loss), float(state["coefficient"])))
-    return seen
+        history.append((float(loss), float(state["coefficient"])))
+    return history
 
 
 @pytest.mark.slow
 def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
     penalty = adaptive_entropy(1.0, coefficient=0.3, delta=0.1)
-    seen = seen_on_plain_arrays(penalty, (0.5, 0.7, 0.2))
-    np.testing.assert_allclose(seen, [(0, 0.4), (-0.4 * 0.7, 0.5), (-0.5 * 0.2, 0.6)], rtol=1e-6)
+    history = seen_on_plain_arrays(penalty, (0.5, 0.7, 0.2))
+    np.testing.assert_allclose(history, [(0, 0.4), (-0.4 * 0.7, 0.5), (-0.5 * 0.2, 0.6)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("states", [None, {}, {"adaptive": 1}])
 def test_a_bonus_that_would_never_act_for_lack_of_its_state_is_refused(states):
-    one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+    unit, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
     with pytest.raises(InputError, match=r"adaptive_entropy remembers .* penalty\.init\(\)"):
         policy_loss(
-            *("clip", "token_mean", one, one, jnp.zeros(1), mask),
+            *("clip", "token_mean", unit, unit, jnp.zeros(1), mask),
             penalties=[adaptive_entropy(1.0)],
             states=states,
-            policy_entropy=one,
+            policy_entropy=unit,
         )

@@ -139,7 +139,7 @@ def test_plain_arrays_give_the_numbers_of_the_trainer_packed_or_not(float64):
 
     @jax.jit
     def losses(batch):
-        found = {}
+        results = {}
         for layout, shape in shapes.items():
             arrays = [
                 batch[key].reshape(shape) for key in ("logp", "proximal", "advantage", "mask")
@@ -156,8 +156,8 @@ def test_plain_arrays_give_the_numbers_of_the_trainer_packed_or_not(float64):
                         surrogate_options=options,
                     )[0]
 
-                found[f"{layout}: {name}"] = jax.value_and_grad(loss)(arrays[0])
-        return found
+                results[f"{layout}: {name}"] = jax.value_and_grad(loss)(arrays[0])
+        return results
 
     for name, (loss, gradient) in losses(batch).items():
         reduction = name.partition(": ")[2]

@@ -39,7 +39,7 @@ def refuses(message: str):
     return pytest.raises(InputError, match=re.escape(message))
 
 
-def tokens_of(logp, proximal_logp, advantage, mask, fields=None):
+def make_tokens(logp, proximal_logp, advantage, mask, fields=None):
     """Each row one sequence."""
     return Tokens(
         logp=logp,
@@ -77,7 +77,7 @@ def test_the_clip_surrogate_is_the_smaller_of_two_products():
     with jax.enable_x64(True):
         new, old, advantage = (jnp.asarray(random.normal(size=(5, 7))) for _ in range(3))
         mask = jnp.ones((5, 7), bool)
-        loss, metrics = clip(0.1, 0.3).compute(tokens_of(new, old, advantage, mask))
+        loss, metrics = clip(0.1, 0.3).compute(make_tokens(new, old, advantage, mask))
     ratio = np.exp(np.asarray(new - old))
     weight = np.asarray(advantage)
     expected = -np.minimum(ratio * weight, np.clip(ratio, 0.9, 1.3) * weight)
@@ -100,7 +100,7 @@ def test_clipped_tokens_get_no_gradient_and_the_others_the_whole():
     mask = jnp.ones((1, 5), bool)
 
     def total(logp):
-        return clip().compute(tokens_of(logp, jnp.zeros_like(logp), advantage, mask))[0].sum()
+        return clip().compute(make_tokens(logp, jnp.zeros_like(logp), advantage, mask))[0].sum()
 
     # ratio 1.5 with A > 0 and ratio 0.5 with A < 0 have gone where they wanted to.
     np.testing.assert_allclose(jax.grad(total)(log_ratio), [[-0.5, 0, 0, 3.0, -3.0]], rtol=1e-6)
@@ -109,14 +109,14 @@ def test_clipped_tokens_get_no_gradient_and_the_others_the_whole():
 def test_reductions_are_denominators_and_empty_rows_are_no_sequences():
     mask = np.zeros((2, 3, 4), bool)
     mask[0, 0, :4] = mask[0, 1, :1] = mask[1, 2, 1:3] = True  # three sequences of six rows
-    given = jnp.asarray(mask)
-    np.testing.assert_allclose(token_mean().weights(given), mask / 7, rtol=1e-6)
-    np.testing.assert_allclose(constant(10).weights(given), mask / 30, rtol=1e-6)
+    token_mask = jnp.asarray(mask)
+    np.testing.assert_allclose(token_mean().weights(token_mask), mask / 7, rtol=1e-6)
+    np.testing.assert_allclose(constant(10).weights(token_mask), mask / 30, rtol=1e-6)
     length = np.maximum(mask.sum(-1, keepdims=True), 1)
-    np.testing.assert_allclose(sequence_mean().weights(given), mask / length / 3, rtol=1e-6)
+    np.testing.assert_allclose(sequence_mean().weights(token_mask), mask / length / 3, rtol=1e-6)
     for reduction in (token_mean(), sequence_mean(), constant(10)):
         assert (np.asarray(reduction.weights(jnp.zeros((2, 3, 4), bool))) == 0).all()
-        assert reduction.weights(given).dtype == jnp.float32
+        assert reduction.weights(token_mask).dtype == jnp.float32
 
 
 def test_a_token_count_beyond_float32_is_exact():
@@ -137,7 +137,7 @@ def test_penalties_are_their_formulas_and_report_k3_without_beta():
         (k2(0.1), 0.1 * ratio**2 / 2, 0.1 * ratio),
         (forward_kl_k3(0.1), 0.1 * value, 0.1 * (1 - np.exp(-ratio))),
     ]:
-        run = lambda logp: penalty.compute(tokens_of(logp, logp, logp, mask, fields))  # noqa: B023, E731
+        run = lambda logp: penalty.compute(make_tokens(logp, logp, logp, mask, fields))  # noqa: B023, E731
         per_token, metrics = run(logp)
         np.testing.assert_allclose(per_token, [[*expected, 0]], rtol=1e-6)
         gradient = jax.grad(lambda logp: run(logp)[0].sum())(logp)  # noqa: B023
@@ -154,7 +154,7 @@ def test_expected_penalty_gradients_are_those_of_the_kl_they_are_named_for():
         random = np.random.default_rng(3)
         logits, anchor = (jnp.asarray(random.normal(size=6)) for _ in range(2))
         log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(anchor)
-        p, ones = jnp.exp(log_p), jnp.ones(6, bool)
+        p, mask = jnp.exp(log_p), jnp.ones(6, bool)
         reverse = jax.grad(lambda x: _kl(jax.nn.log_softmax(x), log_q))(logits)
         forward = jax.grad(lambda x: _kl(log_q, jax.nn.log_softmax(x)))(logits)
         for penalty, expected in [(k2(1.0), reverse), (forward_kl_k3(1.0), forward)]:
@@ -162,7 +162,7 @@ def test_expected_penalty_gradients_are_those_of_the_kl_they_are_named_for():
             def loss(logits):
                 logp = jax.nn.log_softmax(logits)
                 fields = {"reference_logp": log_q}
-                value, _ = penalty.compute(tokens_of(logp, logp, logp, ones, fields))  # noqa: B023
+                value, _ = penalty.compute(make_tokens(logp, logp, logp, mask, fields))  # noqa: B023
                 return (p * value).sum()  # p held: tokens were sampled, the loss is differentiated
 
             np.testing.assert_allclose(jax.grad(loss)(logits), expected, atol=1e-12)
@@ -182,22 +182,22 @@ def test_extreme_log_ratios_are_clamped_and_counted():
         assert metrics["ratio_max"].result() == pytest.approx(np.exp(20), rel=1e-5)
     for penalty in (k2(1.0), forward_kl_k3(1.0)):
         field = {"reference_logp": jnp.asarray(proximal)}
-        logps, there = jnp.asarray(logp), jnp.asarray(mask)
-        value, metrics = penalty.compute(tokens_of(logps, logps, logps, there, field))
+        logps, live = jnp.asarray(logp), jnp.asarray(mask)
+        value, metrics = penalty.compute(make_tokens(logps, logps, logps, live, field))
         assert np.isfinite(value).all()
         assert metrics["kl_clamped"].result() == pytest.approx(2 / 3)
 
 
 def test_fields_and_rows_that_do_not_fit_are_refused():
-    one, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    logp, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     with refuses("k2 reads fields['reference_logp']"):
-        policy_loss("clip", "token_mean", one, one, one, mask, penalties=[k2(0.1)])
+        policy_loss("clip", "token_mean", logp, logp, logp, mask, penalties=[k2(0.1)])
     with refuses("proximal_logp has shape (2,) and logp (1, 2): both must be [B, T]"):
-        policy_loss("clip", "token_mean", one, one[0], one, mask)
+        policy_loss("clip", "token_mean", logp, logp[0], logp, mask)
     with refuses("advantage has shape (1, 1) and logp (1, 2): both must be [B, T], or the adv"):
-        policy_loss("clip", "token_mean", one, one, jnp.ones((1, 1)), mask)
+        policy_loss("clip", "token_mean", logp, logp, jnp.ones((1, 1)), mask)
     with refuses("extra has shape (1,) and logp (1, 2)"):
-        policy_loss("clip", "token_mean", one, one, one, mask, extra=jnp.zeros(1))
+        policy_loss("clip", "token_mean", logp, logp, logp, mask, extra=jnp.zeros(1))
 
 
 def test_numbers_that_make_no_sense_are_refused():
@@ -217,9 +217,9 @@ def test_parts_are_found_by_name_or_taken_as_they_are():
     assert build_surrogate("clip").name == "clip"
     assert build_reduction({"use": "constant", "length": 4}).name == "constant"
     assert build_penalty({"use": "k2"}, {"beta": 0.1}).name == "k2"
-    own = Surrogate("own", lambda tokens: (tokens.logp, {}))
-    assert build_surrogate(own) is own
-    assert build_surrogate({"use": lambda scale: own, "scale": 2.0}) is own
+    user_surrogate = Surrogate("own", lambda tokens: (tokens.logp, {}))
+    assert build_surrogate(user_surrogate) is user_surrogate
+    assert build_surrogate({"use": lambda scale: user_surrogate, "scale": 2.0}) is user_surrogate
     with refuses("unknown surrogate 'clipp': did you mean 'clip'?"):
         build_surrogate("clipp")
     with refuses("surrogate clip: unknown option 'hihg': did you mean 'high'? Known: delta, high"):
@@ -233,9 +233,9 @@ def test_parts_are_found_by_name_or_taken_as_they_are():
     with refuses("penalty {'beta': 0.1} has no name"):
         build_penalty({"beta": 0.1})
     with refuses("surrogate own is finished and takes no options"):
-        build_surrogate(own, {"low": 0.1})
+        build_surrogate(user_surrogate, {"low": 0.1})
     with refuses("gave Surrogate, expected a Penalty"):
-        build_penalty({"use": lambda: own})
+        build_penalty({"use": lambda: user_surrogate})
     assert isinstance(build_penalty(k2(0.1)), Penalty)
 
 

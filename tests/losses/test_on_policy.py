@@ -22,12 +22,12 @@ SLOPE_AT_1 = {"shaped_ratio": 0.1 / 1.1**2, "by_sample": 1.0}
 
 def sequences():
     """[N, T] tokens, padded by -1: every sequence ends at the end token or at T."""
-    found = []
+    rows = []
     for length in range(1, T + 1):
         for head in itertools.product(range(V - 1), repeat=length - 1):
             last = range(V) if length == T else [END]
-            found += [[*head, token, *[-1] * (T - length)] for token in last]
-    return np.array(found)
+            rows += [[*head, token, *[-1] * (T - length)] for token in last]
+    return np.array(rows)
 
 
 TOKENS = sequences()
@@ -69,8 +69,8 @@ def slopes(table):
 
     @jax.jit
     def every(logits):
-        held = token_logp(logits)
-        probability = jnp.exp(held.sum(1))
+        sequence_logp = token_logp(logits)
+        probability = jnp.exp(sequence_logp.sum(1))
         # Weights of the mean over sequences, each as often as the policy draws it.
         weight = sequence_sum().weights(mask[:, None])[:, 0] * len(TOKENS) * probability[:, None]
         # A baseline leaves the expectation as it is.
@@ -79,7 +79,7 @@ def slopes(table):
         def loss(logits, surrogate):
             tokens = Tokens(
                 logp=token_logp(logits),
-                proximal_logp=held,
+                proximal_logp=sequence_logp,
                 advantage=advantage,
                 mask=mask,
                 segment=segment,

@@ -73,17 +73,17 @@ def test_a_long_row_takes_no_square_of_its_length():
 def test_new_reductions_are_their_denominators():
     mask = np.zeros((3, 2, 4), bool)
     mask[0, 0, :4] = mask[0, 1, :1] = mask[1, 1, 1:3] = True  # three sequences of six, two prompts
-    given = jnp.asarray(mask)
-    np.testing.assert_allclose(sequence_sum().weights(given), mask / 3, rtol=1e-6)
-    np.testing.assert_allclose(sequence_sum(True).weights(given), mask / 6, rtol=1e-6)
-    np.testing.assert_allclose(constant(5, True).weights(given), mask / 30, rtol=1e-6)
+    token_mask = jnp.asarray(mask)
+    np.testing.assert_allclose(sequence_sum().weights(token_mask), mask / 3, rtol=1e-6)
+    np.testing.assert_allclose(sequence_sum(True).weights(token_mask), mask / 6, rtol=1e-6)
+    np.testing.assert_allclose(constant(5, True).weights(token_mask), mask / 30, rtol=1e-6)
     length = np.maximum(mask.sum(-1, keepdims=True), 1)
     expected = mask / length / 6
-    np.testing.assert_allclose(sequence_mean(True).weights(given), expected, rtol=1e-6)
+    np.testing.assert_allclose(sequence_mean(True).weights(token_mask), expected, rtol=1e-6)
     of_prompt = np.array([5, 2, 1])[:, None, None]
-    np.testing.assert_allclose(prompt_mean().weights(given), mask / of_prompt / 2, rtol=1e-6)
+    np.testing.assert_allclose(prompt_mean().weights(token_mask), mask / of_prompt / 2, rtol=1e-6)
     for reduction in (sequence_sum(), prompt_mean(), sequence_mean(True)):
-        assert (np.asarray(reduction.weights(given & False)) == 0).all()
+        assert (np.asarray(reduction.weights(token_mask & False)) == 0).all()
 
 
 @pytest.mark.slow
@@ -118,10 +118,10 @@ def test_by_sample_gives_each_token_its_own_surrogate():
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
     log_ratio = jnp.log(jnp.array([[2.0, 4.0, 4.0]]))
-    given = Tokens.from_ratios(jnp.ones((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]))
+    tokens = Tokens.from_ratios(jnp.ones((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]))
 
     def loss(logp, surrogate):
-        return surrogate.compute(dataclasses.replace(given, logp=logp))
+        return surrogate.compute(dataclasses.replace(tokens, logp=logp))
 
     value, metrics = loss(log_ratio, dual_clip())
     np.testing.assert_allclose(value, [[2.0, 3.0, -1.2]], rtol=1e-6)
@@ -165,11 +165,11 @@ def test_layouts_that_do_not_fit_are_refused():
         policy_loss("clip", "token_mean", ONES, ONES, ONES[:, 0], MASK, jnp.ones((2, 3), int))
     with refuses("segment has shape (2,)"):
         policy_loss("clip", "token_mean", *arrays, jnp.ones(2, int))
-    own = Reduction("own", lambda mask: mask.astype(jnp.float32) * 0.5)
-    loss, _ = policy_loss("clip", own, *arrays)
+    halved = Reduction("own", lambda mask: mask.astype(jnp.float32) * 0.5)
+    loss, _ = policy_loss("clip", halved, *arrays)
     assert float(loss) == -3  # six tokens of -1, halved
     with refuses("reduction own is defined on masks [P, G, T] alone: leave out segment and group"):
-        policy_loss("clip", own, *arrays, jnp.ones((2, 3), int))
+        policy_loss("clip", halved, *arrays, jnp.ones((2, 3), int))
 
 
 def test_the_surrogate_of_the_examples_is_importance_sampling_at_power_1(repository):
@@ -210,7 +210,7 @@ def test_a_function_of_tokens_is_a_surrogate_and_its_plain_numbers_are_means_ove
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("returned", "message"),
     [
         (lambda tokens: tokens.logp, "surrogate <lambda> returned ArrayImpl, expected (loss per"),
         (lambda tokens: (tokens.logp.sum(), {}), "a loss of shape (), expected one number per tok"),
@@ -227,12 +227,12 @@ def test_a_function_of_tokens_is_a_surrogate_and_its_plain_numbers_are_means_ove
         (lambda: 3, "surrogate <lambda> gave int, expected a Surrogate or a function that returns"),
     ],
 )
-def test_what_an_own_surrogate_returns_is_named_if_it_is_no_loss(made, message):
+def test_what_an_own_surrogate_returns_is_named_if_it_is_no_loss(returned, message):
     with refuses(message):
-        policy_loss({"use": made}, "token_mean", ONES, ONES, ONES, MASK)
+        policy_loss({"use": returned}, "token_mean", ONES, ONES, ONES, MASK)
 
 
 def test_examples_in_docstrings_hold():
-    found = doctest.testmod(registry)
-    assert found.attempted
-    assert found.failed == 0
+    results = doctest.testmod(registry)
+    assert results.attempted
+    assert results.failed == 0

@@ -47,7 +47,7 @@ def ours():
 
 
 @pytest.fixture(scope="module")
-def found():
+def our_losses():
     """batch -> name -> (loss, gradient) of ours, in float64 and in one program per batch."""
 
     @jax.jit
@@ -62,21 +62,24 @@ def found():
     results = {}
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         for batch in BATCHES:
-            given = GOLDEN[batch]
-            arrays = (jnp.asarray(given[key]) for key in ("new", "old", "advantage"))
-            mask = np.arange(len(given["old"][0])) < np.array(given["length"])[:, None]
+            arrays_of_peers = GOLDEN[batch]
+            arrays = (jnp.asarray(arrays_of_peers[key]) for key in ("new", "old", "advantage"))
+            mask = (
+                np.arange(len(arrays_of_peers["old"][0]))
+                < np.array(arrays_of_peers["length"])[:, None]
+            )
             results[batch] = jax.tree.map(np.asarray, every(*arrays, jnp.asarray(mask)))
     return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
-def test_loss_and_gradient_are_those_of_the_peers(found, batch):
+def test_loss_and_gradient_are_those_of_the_peers(our_losses, batch):
     peers, length = GOLDEN[batch]["peers"], np.array(GOLDEN[batch]["length"])
     # TRL's GMPO gives a row without tokens the ratio 1, so that its loss is -A, a constant.
     of_nothing = -np.where(length == 0, GOLDEN[batch]["advantage"], 0).mean()
     assert set(ours()) == set(peers)
-    for name, (loss, gradient) in found[batch].items():
+    for name, (loss, gradient) in our_losses[batch].items():
         # verl divides by lengths + 1e-8.
         tolerance = 1e-7 if name.startswith("verl") else 1e-12
         expected = peers[name]["loss"] - (of_nothing if name == "trl gmpo" else 0)
@@ -87,20 +90,20 @@ def test_loss_and_gradient_are_those_of_the_peers(found, batch):
 
 
 @pytest.mark.slow
-def test_every_bound_of_the_peers_is_reached_by_the_batch(found):
+def test_every_bound_of_the_peers_is_reached_by_the_batch(our_losses):
     """Golden values that no bound has touched would prove little."""
     peers = GOLDEN["batch"]["peers"]
     masked = np.arange(6) >= np.array(GOLDEN["batch"]["length"])[:, None]
     for name in ("trl grpo", "trl two-sided", "trl gspo", "trl gmpo", "verl dppo_tv token-mean"):
         still = np.asarray(peers[name]["gradient"]) == 0
         assert (still & ~masked).any(), name
-    for one, other in [
+    for first, second in [
         ("trl grpo", "trl two-sided"),
         ("trl grpo", "trl grpo, clip higher"),
         ("trl cispo", "trl cispo, cut"),
         ("trl luspo", "trl luspo, sequence"),
     ]:
-        assert abs(peers[one]["loss"] - peers[other]["loss"]) > 1e-3
+        assert abs(peers[first]["loss"] - peers[second]["loss"]) > 1e-3
 
 
 def test_the_peers_published_numbers_stand():

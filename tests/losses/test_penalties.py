@@ -124,8 +124,8 @@ def expectations(logits, anchor, probability, old):
 
 @functools.cache
 def expected(sampler):
-    given = (POLICY.logits, REFERENCE.table, sampler.probability, sampler.logp)
-    return jax.tree.map(np.asarray, expectations(*map(jnp.asarray, given)))
+    inputs = (POLICY.logits, REFERENCE.table, sampler.probability, sampler.logp)
+    return jax.tree.map(np.asarray, expectations(*map(jnp.asarray, inputs)))
 
 
 def expectation(name, level="token", sampler=POLICY):
@@ -196,8 +196,8 @@ def test_the_bonus_raises_the_entropy_of_each_visited_state():
     entropy = -(POLICY.probability * POLICY.logp.sum(1)).sum()
     assert value == exactly(-0.5 * entropy)  # chain rule
     p, table = np.exp(POLICY.table), POLICY.table
-    own = -(p * table).sum(1, keepdims=True)
-    slope = -p * (table + own)  # of one state's entropy by its logits
+    state_entropy = -(p * table).sum(1, keepdims=True)
+    slope = -p * (table + state_entropy)  # of one state's entropy by its logits
     np.testing.assert_allclose(gradient, -0.5 * POLICY.visits()[:, None] * slope, atol=1e-12)
 
 
@@ -226,8 +226,10 @@ def summed(logp, proximal, reference, mask, segment):
         value, metrics = penalty.compute(tokens)
         return value.sum(), metrics
 
-    both = jax.value_and_grad(loss, has_aux=True)
-    return {key: both(logp, part) for key, part in PENALTIES.items() if key[0] in SAMPLED}
+    value_and_gradient = jax.value_and_grad(loss, has_aux=True)
+    return {
+        key: value_and_gradient(logp, part) for key, part in PENALTIES.items() if key[0] in SAMPLED
+    }
 
 
 def test_gradients_are_those_of_the_formulas_by_finite_differences():
@@ -241,16 +243,16 @@ def test_gradients_are_those_of_the_formulas_by_finite_differences():
         total = 0.0
         for row, number in [(0, 1), (0, 2), (1, 1), (1, 2)]:
             at = mask[row] & (segment[row] == number)
-            own, step = (logp - reference)[row][at], (logp - proximal)[row][at]
+            ratio, step = (logp - reference)[row][at], (logp - proximal)[row][at]
             if level == "sequence":
-                own, step = own.sum(), step.sum()
-            square, third = own**2 / 2, np.exp(-own) - 1 + own
+                ratio, step = ratio.sum(), step.sum()
+            square, third = ratio**2 / 2, np.exp(-ratio) - 1 + ratio
             value = {"k2": square, "forward_kl_k3": third}.get(name, np.exp(step) * third)
             total += np.sum(value)
         return total
 
-    given = map(jnp.asarray, (logp, proximal, reference, mask, segment))
-    for key, ((value, _), gradient) in summed(*given).items():
+    arrays = map(jnp.asarray, (logp, proximal, reference, mask, segment))
+    for key, ((value, _), gradient) in summed(*arrays).items():
         assert float(value) == exactly(formula(logp, *key))
         for place in np.ndindex(2, 7):
             nudge = np.zeros_like(logp)
@@ -268,17 +270,17 @@ EXTREME = {
 def test_extremes_are_finite_and_counted_in_float32():
     logp, reference = (jnp.asarray([EXTREME[key]], jnp.float32) for key in EXTREME)
     mask = jnp.arange(7)[None] < 6
-    given = (logp, jnp.zeros_like(logp), reference)
-    some = summed(*given, mask, mask.astype(jnp.int32))
-    none = summed(*given, mask & False, mask.astype(jnp.int32))
+    logps = (logp, jnp.zeros_like(logp), reference)
+    some = summed(*logps, mask, mask.astype(jnp.int32))
+    none = summed(*logps, mask & False, mask.astype(jnp.int32))
     for key, ((value, metrics), gradient) in some.items():
         assert np.isfinite(value), key
         assert np.isfinite(gradient).all(), key
         assert gradient[0, 6] == 0
         assert np.isfinite(metrics["kl"].result())
         if key[0] == "k2":
-            held = [20.0, 20, 20, -20, 0, 0] if key[1] == "token" else [40.0] * 5 + [0]
-            np.testing.assert_allclose(gradient[0, :6], held)
+            slopes = [20.0, 20, 20, -20, 0, 0] if key[1] == "token" else [40.0] * 5 + [0]
+            np.testing.assert_allclose(gradient[0, :6], slopes)
             assert metrics["kl_clamped"].result() == pytest.approx(4 / 6)
         (value, metrics), gradient = none[key]
         assert value == 0
@@ -296,15 +298,15 @@ def test_a_policy_that_is_its_reference_feels_no_pull():
 
 @pytest.mark.slow
 def test_plain_arrays_are_given_their_penalties_with_their_fields():
-    one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
-    given = ("clip", "token_mean", one, one, jnp.zeros(1), mask)
+    unit, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+    arguments = ("clip", "token_mean", unit, unit, jnp.zeros(1), mask)
     penalties = [full_kl(0.5), entropy_bonus(0.25)]
-    loss, metrics = policy_loss(*given, penalties=penalties, full_kl=one, policy_entropy=one)
+    loss, metrics = policy_loss(*arguments, penalties=penalties, full_kl=unit, policy_entropy=unit)
     assert float(loss) == 0.25
     assert {"kl", "kl_clamped", "entropy"} <= metrics.keys()
     for penalty, missing in [(full_kl(1.0), "full_kl"), (entropy_bonus(1.0), "policy_entropy")]:
         with pytest.raises(InputError, match=rf"{penalty.name} reads fields\['{missing}'\]"):
-            policy_loss(*given, penalties=[penalty])
+            policy_loss(*arguments, penalties=[penalty])
 
 
 def refuses(message):

@@ -24,17 +24,17 @@ def jacobians() -> dict[str, np.ndarray]:
     """name -> [T, T], the derivatives of each token's loss with respect to each log-prob."""
     random = np.random.default_rng(0)
     logp = jnp.asarray(-random.exponential(size=T) - 0.5, jnp.float32)
-    others = {
+    constants = {
         name: logp + 0.02 * jnp.asarray(random.normal(size=T), jnp.float32)
         for name in ("proximal", "reference_logp", "full_kl", "policy_entropy")
     }
-    fields = {name: value for name, value in others.items() if name != "proximal"}
+    fields = {name: value for name, value in constants.items() if name != "proximal"}
     fields |= {"full_kl_clamped": jnp.zeros(T), "replayed": jnp.arange(T) % 2}
 
     def loss(logp, term):
         tokens = Tokens(
             logp=logp,
-            proximal_logp=others["proximal"],
+            proximal_logp=constants["proximal"],
             advantage=jnp.ones(T),
             mask=jnp.ones(T, bool),
             segment=jnp.ones(T, jnp.int32),
@@ -43,7 +43,7 @@ def jacobians() -> dict[str, np.ndarray]:
         state = () if getattr(term, "init", None) is None else (term.init(),)
         return term.compute(tokens, *state)[0]
 
-    every = jax.jit(lambda x: {name: jax.jacrev(loss)(x, one) for name, one in TERMS.items()})
+    every = jax.jit(lambda x: {name: jax.jacrev(loss)(x, term) for name, term in TERMS.items()})
     return jax.tree.map(np.asarray, every(logp))
 
 

@@ -36,13 +36,13 @@ GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
 """The fields of adapter_config.json that must be there."""
 
 
-class Both(NamedTuple):
+class AdapterCase(NamedTuple):
     """A random adapter of a family's small model in PEFT, and what each side computes with it."""
 
     folder: Path  # with base and adapter
     model: Model
     base: Params
-    own: Params
+    adapter: Params
     expected: np.ndarray  # logits
     without: np.ndarray
 
@@ -54,7 +54,7 @@ FEW = [
 
 
 @pytest.fixture(scope="module", params=FEW)
-def both(request, tmp_path_factory):
+def case(request, tmp_path_factory):
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(request.param)
     theirs = checkpoints.saved(checkpoints.config_of(request.param), folder / "base")
@@ -62,41 +62,43 @@ def both(request, tmp_path_factory):
     options = OPTIONS.get(request.param, {"target_modules": "all-linear"})
     wrapped = checkpoints.peft_model(theirs, folder / "adapter", **options)
     model, params = jaxgrpo.load_model(folder / "base", adapter=folder / "adapter")
-    own, base = lora.split(params)
-    return Both(folder, model, base, own, checkpoints.logits_of(wrapped, *BATCH), without)
+    adapter, base = lora.split(params)
+    return AdapterCase(
+        folder, model, base, adapter, checkpoints.logits_of(wrapped, *BATCH), without
+    )
 
 
-def test_an_adapter_of_peft_computes_the_same(both):
-    found = np.asarray(jaxgrpo.logits(both.model, lora.join(both.own, both.base), *BATCH))
-    np.testing.assert_allclose(found[REAL], both.expected[REAL], atol=CLOSE, rtol=0)
-    assert np.abs(both.expected - both.without)[REAL].max() > 0.1
+def test_an_adapter_of_peft_computes_the_same(case):
+    logits = np.asarray(jaxgrpo.logits(case.model, lora.join(case.adapter, case.base), *BATCH))
+    np.testing.assert_allclose(logits[REAL], case.expected[REAL], atol=CLOSE, rtol=0)
+    assert np.abs(case.expected - case.without)[REAL].max() > 0.1
 
 
-def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(both, tmp_path):
+def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(case, tmp_path):
     from peft import PeftModel
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM
 
-    adapters.save(both.model, both.own, tmp_path / "ours", base=str(both.folder / "base"))
-    expected, found = (
+    adapters.save(case.model, case.adapter, tmp_path / "ours", base=str(case.folder / "base"))
+    expected, saved = (
         load_file(folder / adapters.WEIGHTS)
-        for folder in (both.folder / "adapter", tmp_path / "ours")
+        for folder in (case.folder / "adapter", tmp_path / "ours")
     )
-    assert expected.keys() == found.keys()
+    assert expected.keys() == saved.keys()
     for name, tensor in expected.items():
-        np.testing.assert_array_equal(found[name], tensor)
-    theirs = AutoModelForCausalLM.from_pretrained(both.folder / "base", attn_implementation="eager")
+        np.testing.assert_array_equal(saved[name], tensor)
+    theirs = AutoModelForCausalLM.from_pretrained(case.folder / "base", attn_implementation="eager")
     wrapped = PeftModel.from_pretrained(theirs, str(tmp_path / "ours")).eval()
-    np.testing.assert_array_equal(checkpoints.logits_of(wrapped, *BATCH), both.expected)
+    np.testing.assert_array_equal(checkpoints.logits_of(wrapped, *BATCH), case.expected)
 
 
-def test_the_merged_model_is_an_ordinary_folder(both, tmp_path):
+def test_the_merged_model_is_an_ordinary_folder(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    jaxgrpo.save_model(both.model, lora.join(both.own, both.base), tmp_path / "merged")
+    jaxgrpo.save_model(case.model, lora.join(case.adapter, case.base), tmp_path / "merged")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    found = checkpoints.logits_of(theirs, *BATCH)
-    np.testing.assert_allclose(found[REAL], both.expected[REAL], atol=CLOSE, rtol=0)
+    logits = checkpoints.logits_of(theirs, *BATCH)
+    np.testing.assert_allclose(logits[REAL], case.expected[REAL], atol=CLOSE, rtol=0)
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -107,10 +109,10 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def test_what_peft_writes_by_default_is_read(tmp_path):
-    found = adapters.read_config(written(tmp_path), tiny.UNIFORM)
-    assert found == LoraConfig(rank=4, alpha=8.0, targets="attention/query")
+    config = adapters.read_config(written(tmp_path), tiny.UNIFORM)
+    assert config == LoraConfig(rank=4, alpha=8.0, targets="attention/query")
     eva = written(tmp_path, init_lora_weights="eva", eva_config={"rho": 2.0})
-    assert adapters.read_config(eva, tiny.UNIFORM) == found
+    assert adapters.read_config(eva, tiny.UNIFORM) == config
     everything = adapters.targets_from_peft("all-linear", tiny.UNIFORM)
     assert LoraConfig(rank=1, alpha=1.0, targets=everything).modules == LINEAR
 
@@ -157,15 +159,15 @@ def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
     assert LoraConfig(rank=2, alpha=1.0, targets=everything).modules == LINEAR
     settings = LoraConfig(rank=2, alpha=1.0, targets=targets)
     model = decoder.build(dataclasses.replace(PHI, lora=settings))
-    own, _ = lora.split(model.init(jax.random.key(0)))
-    layer = own["blocks"]["0"]
+    adapter, _ = lora.split(model.init(jax.random.key(0)))
+    layer = adapter["blocks"]["0"]
     assert {name: set(layer["attention"][name]) for name in layer["attention"]} == {
         "query": {"lora_a", "lora_b"},
         "key": {"lora_b"},
         "value": {"lora_b"},
     }
     assert set(layer["feed_forward"]) == {"down"}
-    adapters.save(model, own, tmp_path / "adapter")
+    adapters.save(model, adapter, tmp_path / "adapter")
     saved = load_file(tmp_path / "adapter" / adapters.WEIGHTS)
     prefix = "base_model.model.model.layers.0.self_attn.qkv_proj"
     assert saved[f"{prefix}.lora_A.weight"].shape == (2, 32)
@@ -181,11 +183,11 @@ def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
 def test_a_part_of_a_fused_tensor_has_no_adapter_of_its_own(tmp_path, fused, targets):
     settings = LoraConfig(rank=1, alpha=1.0, targets=targets)
     model = decoder.build(dataclasses.replace(PHI, fused=fused, lora=settings))
-    own, _ = lora.split(model.init(jax.random.key(0)))
+    adapter, _ = lora.split(model.init(jax.random.key(0)))
     with pytest.raises(InputError, match="which is one map in family phi3: adapt "):
-        adapters.save(model, own, tmp_path / "adapter")
+        adapters.save(model, adapter, tmp_path / "adapter")
     if "up" not in targets:
-        assert "lora_a" in own["blocks"]["0"]["attention"]["query"]
+        assert "lora_a" in adapter["blocks"]["0"]["attention"]["query"]
 
 
 def test_tensors_that_do_not_fit_are_refused_and_a_foreign_folder_stays(tmp_path):
@@ -194,13 +196,13 @@ def test_tensors_that_do_not_fit_are_refused_and_a_foreign_folder_stays(tmp_path
             dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=rank, alpha=1.0))
         )
 
-    own = lora.init(built(2), jax.random.key(0))
-    adapters.save(built(2), own, tmp_path / "adapter")
-    adapters.save(built(2), own, tmp_path / "adapter")
+    adapter = lora.init(built(2), jax.random.key(0))
+    adapters.save(built(2), adapter, tmp_path / "adapter")
+    adapters.save(built(2), adapter, tmp_path / "adapter")
     with pytest.raises(InputError, match=r"shape \(2, 32\), but adapter_config.json asks for"):
         adapters.read_params(tmp_path / "adapter", built(3))
     foreign = tmp_path / "adapter" / "thesis.txt"
     foreign.write_text("all of it")
     with pytest.raises(InputError, match=r"holds thesis.txt, which is no file of an adapter"):
-        adapters.save(built(2), own, tmp_path / "adapter")
+        adapters.save(built(2), adapter, tmp_path / "adapter")
     assert foreign.exists()

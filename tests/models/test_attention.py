@@ -31,36 +31,37 @@ def rows(kind: LayerKind, query, key, value, prefix_key, prefix_value):
     return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
 
 
-def with_gradients(attend, cotangent, *given):
+def with_gradients(attend, cotangent, *inputs):
     """Output where it counts, and the gradients of sum(cotangent * output)."""
-    out, back = jax.vjp(attend, *given)
+    out, back = jax.vjp(attend, *inputs)
     return jnp.where(cotangent != 0, out, 0), back(cotangent)
 
 
 def assert_same(actual, expected, atol=1e-9):
     flat, tree = jax.tree.flatten(actual)
-    others, same = jax.tree.flatten(expected)
+    expected_leaves, same = jax.tree.flatten(expected)
     assert tree == same
-    for one, other in zip(flat, others, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+    for leaf, expected_leaf in zip(flat, expected_leaves, strict=True):
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=0, atol=atol)
 
 
 def test_rows_are_the_plain_formula_with_its_gradients(block_bytes):
     with jax.enable_x64(True):
-        *given, cotangent = map(jnp.asarray, attended.draws(SEVERAL))
+        *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL))
 
         def all_kinds(attend):
             return [
-                with_gradients(functools.partial(attend, kind), cotangent, *given) for kind in KINDS
+                with_gradients(functools.partial(attend, kind), cotangent, *inputs)
+                for kind in KINDS
             ]
 
         actual = jax.jit(lambda: all_kinds(rows))()
         expected = all_kinds(functools.partial(attended.formula_of_rows, SEVERAL))
         assert_same(actual, expected)
-        assert all(one.dtype == jnp.float64 for one in jax.tree.leaves(actual))
+        assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(actual))
         outputs = [np.asarray(out) for out, _ in actual]
-    for i, one in enumerate(outputs):  # or the kinds would not be told apart
-        assert all(np.abs(one - other).max() > 1e-2 for other in outputs[:i])
+    for i, output in enumerate(outputs):  # or the kinds would not be told apart
+        assert all(np.abs(output - earlier).max() > 1e-2 for earlier in outputs[:i])
 
 
 def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
@@ -78,8 +79,8 @@ def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
             return attended.formula(query, key, value, mask, kind.soft_cap)
 
         def all_kinds(attend):
-            given = (cotangent, query, key, value)
-            return [with_gradients(functools.partial(attend, kind), *given) for kind in KINDS]
+            inputs = (cotangent, query, key, value)
+            return [with_gradients(functools.partial(attend, kind), *inputs) for kind in KINDS]
 
         assert_same(jax.jit(lambda: all_kinds(attend))(), all_kinds(expected))
 
@@ -87,24 +88,29 @@ def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
 def test_a_chunk_of_a_prompt_is_the_plain_formula(block_bytes):
     with jax.enable_x64(True):
         query, key, value, *_ = (jnp.asarray(leaf)[:, :2] for leaf in attended.draws(SEVERAL))
-        held = [leaf[:, :1] for leaf in attended.draws(SEVERAL, seed=1)[1:3]]  # 12 columns
-        kept = [np.concatenate([leaf, leaf], 1) for leaf in held]  # of two rows
-        cache = Cache(jnp.moveaxis(jnp.asarray(kept[0]), 2, 4), jnp.asarray(kept[1]).swapaxes(2, 3))
+        row_cache = [leaf[:, :1] for leaf in attended.draws(SEVERAL, seed=1)[1:3]]  # 12 columns
+        slot_cache = [np.concatenate([leaf, leaf], 1) for leaf in row_cache]  # of two rows
+        cache = Cache(
+            jnp.moveaxis(jnp.asarray(slot_cache[0]), 2, 4),
+            jnp.asarray(slot_cache[1]).swapaxes(2, 3),
+        )
         start, length = np.asarray([[5, 0]]), np.asarray([[4, 3]])
         attend = chunk(*map(jnp.asarray, ([[1, 0]], start, length)))
         for row, at, count in ((0, 5, 4), (1, 0, 3)):
-            for leaf, new in zip(kept, (key, value), strict=True):
+            for leaf, new in zip(slot_cache, (key, value), strict=True):
                 leaf[0, 1 - row, at : at + count] = new[0, row, :count]
         for kind in KINDS:
             out, _ = attend(query[:, :, :4], key[:, :, :4], value[:, :, :4], cache, kind)
             for row, at, count in ((0, 5, 4), (1, 0, 3)):
                 place = at + jnp.arange(count)
                 mask = plain.visible(place, jnp.arange(12), kind)
-                asked, held = (
+                chunk_queries, row_cache = (
                     query[0, row, :count],
-                    [jnp.asarray(leaf[0, 1 - row]) for leaf in kept],
+                    [jnp.asarray(leaf[0, 1 - row]) for leaf in slot_cache],
                 )
-                expected = attended.formula(asked, held[0], held[1], mask, kind.soft_cap)
+                expected = attended.formula(
+                    chunk_queries, row_cache[0], row_cache[1], mask, kind.soft_cap
+                )
                 assert_same(out[0, row, :count], expected)
 
 
@@ -112,7 +118,7 @@ def test_decoding_is_the_plain_formula():
     steps, lengths = 7, np.asarray([[2, 5]])
     rng = np.random.default_rng(0)
     prefix = rng.normal(size=(2, 2, 5, KV_HEADS, HEAD_DIM))  # keys and values of two prompts
-    own = rng.normal(size=(2, 4, steps, KV_HEADS, HEAD_DIM))  # of four slots
+    sampled = rng.normal(size=(2, 4, steps, KV_HEADS, HEAD_DIM))  # of four slots
     query = rng.normal(size=(4, steps, HEADS, HEAD_DIM))
     with jax.enable_x64(True):
         turned = jnp.asarray(prefix[0]).transpose(0, 2, 3, 1)[None]
@@ -123,10 +129,12 @@ def test_decoding_is_the_plain_formula():
             return Cache(empty, empty.mT)
 
         def step(kind, memory, index):
-            asked, key, value = (jnp.asarray(leaf)[None, :, index, None] for leaf in (query, *own))
+            step_query, key, value = (
+                jnp.asarray(leaf)[None, :, index, None] for leaf in (query, *sampled)
+            )
             slots = jnp.full((1, 4), index)
             attend = decode(index, slots, jnp.asarray(lengths), Sharing(None, None))
-            out, (prompts, ring) = attend(asked, key, value, memory, kind)
+            out, (prompts, ring) = attend(step_query, key, value, memory, kind)
             return (prompts, settled(ring, index + 1)), out[0, :, 0]
 
         for kind in KINDS:
@@ -136,23 +144,23 @@ def test_decoding_is_the_plain_formula():
             for slot in range(4):
                 length = lengths[0, slot // 2]
                 keys, values = (
-                    jnp.asarray(np.concatenate([one[slot // 2, :length], ours[slot]]))
-                    for one, ours in zip(prefix, own, strict=True)
+                    jnp.asarray(np.concatenate([shared[slot // 2, :length], sampled_leaf[slot]]))
+                    for shared, sampled_leaf in zip(prefix, sampled, strict=True)
                 )
                 mask = plain.visible(length + jnp.arange(steps), jnp.arange(len(keys)), kind)
-                asked = jnp.asarray(query[slot])
-                expected = attended.formula(asked, keys, values, mask, kind.soft_cap)
+                slot_query = jnp.asarray(query[slot])
+                expected = attended.formula(slot_query, keys, values, mask, kind.soft_cap)
                 assert_same(out[:, slot], expected)
 
 
 def test_a_token_of_one_sample_does_not_move_a_bit_of_another(block_bytes):
-    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
-    changed = [leaf.at[0, 0, 2].add(1.0) for leaf in given[:3]]  # of the first sample of row 0
+    *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    changed = [leaf.at[0, 0, 2].add(1.0) for leaf in inputs[:3]]  # of the first sample of row 0
     kind = LayerKind(window=4, soft_cap=1.5)
     attend = jax.jit(functools.partial(rows, kind))
-    out, moved = attend(*given), attend(*changed, *given[3:])
-    others = (SEVERAL.segment > 0) & ~((SEVERAL.segment == 1) & (np.arange(3) == 0)[:, None])
-    np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(moved)[others])
+    out, moved = attend(*inputs), attend(*changed, *inputs[3:])
+    unchanged = (SEVERAL.segment > 0) & ~((SEVERAL.segment == 1) & (np.arange(3) == 0)[:, None])
+    np.testing.assert_array_equal(np.asarray(out)[unchanged], np.asarray(moved)[unchanged])
     assert not np.array_equal(out[0, 0, 2:5], moved[0, 0, 2:5])
 
 
@@ -166,11 +174,11 @@ def test_queries_are_cut_until_their_scores_fit():
 
 
 def test_small_rows_are_one_block_without_a_loop(monkeypatch):
-    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
 
-    def gradient(*given):
-        return jax.grad(lambda query: rows(KINDS[0], query, *given[1:]).sum())(given[0])
+    def gradient(*operands):
+        return jax.grad(lambda query: rows(KINDS[0], query, *operands[1:]).sum())(operands[0])
 
-    assert "while" not in jax.jit(gradient).lower(*given).as_text()
+    assert "while" not in jax.jit(gradient).lower(*inputs).as_text()
     monkeypatch.setattr(plain, "BLOCK_BYTES", 0)
-    assert "while" in jax.jit(lambda *given: gradient(*given)).lower(*given).as_text()
+    assert "while" in jax.jit(lambda *operands: gradient(*operands)).lower(*inputs).as_text()

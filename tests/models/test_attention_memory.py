@@ -37,7 +37,7 @@ def spec(*shape: int, dtype="int32") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def bytes_of(function, *specs) -> int:
+def temporary_bytes(function, *specs) -> int:
     """Temporary memory of a compiled function."""
     analysis: Any = jax.jit(function).lower(*specs).compile().memory_analysis()
     return analysis.temp_size_in_bytes
@@ -47,21 +47,21 @@ def growth(sizes: list[int]) -> list[float]:
     return [after / before for before, after in itertools.pairwise(sizes)]
 
 
-def of_layer(context: int) -> int:
+def layer_bytes(context: int) -> int:
     """Bytes of the gradient of one layer's attention over a row of this many tokens."""
-    own = [spec(1, 1, context, heads, 64, dtype="float32") for heads in (4, 2, 2)]
+    rows = [spec(1, 1, context, heads, 64, dtype="float32") for heads in (4, 2, 2)]
     prompts = [spec(1, 1, PROMPT, 2, 64, dtype="float32")] * 2
 
-    def loss(given, segment, position, row_prompt, prompt_length):
-        query, key, value, *prompts = given
+    def loss(arrays, segment, position, row_prompt, prompt_length):
+        query, key, value, *prompts = arrays
         attend = rows_with_prefix(segment, position, row_prompt, prompt_length)
         return attend(query, key, value, KeyValue(*prompts), LayerKind())[0].sum()
 
     sizes = spec(1, 1, context), spec(1, 1, context), spec(1, 1), spec(1, 1)
-    return bytes_of(jax.value_and_grad(loss), [*own, *prompts], *sizes)
+    return temporary_bytes(jax.value_and_grad(loss), [*rows, *prompts], *sizes)
 
 
-def of_model(context: int, remat: decoder.Remat) -> int:
+def model_bytes(context: int, remat: decoder.Remat) -> int:
     """Bytes of the gradient of the log-probs of one row, through prompt, layers and head."""
     tokens = context + PROMPT
     blueprint = Blueprint(
@@ -91,12 +91,12 @@ def of_model(context: int, remat: decoder.Remat) -> int:
     def loss(params, micro):
         return forward(blueprint, params, micro)[0].sum()
 
-    return bytes_of(jax.value_and_grad(loss), blueprint.model.shapes, micro)
+    return temporary_bytes(jax.value_and_grad(loss), blueprint.model.shapes, micro)
 
 
 @pytest.mark.slow
 def test_memory_of_a_layer_grows_with_its_context():
-    sizes = [of_layer(context) for context in CONTEXTS]
+    sizes = [layer_bytes(context) for context in CONTEXTS]
     print([round(size / 2**20) for size in sizes], "MiB")
     assert max(growth(sizes)) <= 2.2
     assert sizes[-1] < 4 * 4 * CONTEXTS[-1] ** 2 / 4  # a quarter of one array of scores
@@ -105,7 +105,7 @@ def test_memory_of_a_layer_grows_with_its_context():
 @pytest.mark.slow
 def test_without_blocks_it_grows_with_the_square(monkeypatch):
     monkeypatch.setattr(plain, "BLOCK_BYTES", 2**60)
-    sizes = [of_layer(context) for context in CONTEXTS]
+    sizes = [layer_bytes(context) for context in CONTEXTS]
     print([round(size / 2**20) for size in sizes], "MiB")
     assert min(growth(sizes)) > 3.5  # or the test above would show nothing
 
@@ -113,6 +113,6 @@ def test_without_blocks_it_grows_with_the_square(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("remat", ["none", "full", "attention"])
 def test_memory_of_a_model_grows_with_its_context(remat):
-    sizes = [of_model(context, remat) for context in CONTEXTS]
+    sizes = [model_bytes(context, remat) for context in CONTEXTS]
     print([round(size / 2**20) for size in sizes], "MiB")
     assert max(growth(sizes)) <= 2.2

@@ -83,9 +83,9 @@ def test_layers_are_drawn_from_their_number_wherever_the_pattern_puts_them(unifo
     for layer in range(5):
         place = ("blocks", str(layer % 2), layer // 2) if layer < 4 else ("rest", "0", ...)
         for part, name in drawn.items():
-            other = paired[place[0]][place[1]][part][name]["kernel"][place[2]]
-            own = uniform["blocks"]["0"][part][name]["kernel"][layer]
-            np.testing.assert_array_equal(own, other)
+            paired_kernel = paired[place[0]][place[1]][part][name]["kernel"][place[2]]
+            uniform_kernel = uniform["blocks"]["0"][part][name]["kernel"][layer]
+            np.testing.assert_array_equal(uniform_kernel, paired_kernel)
     kernel = uniform["blocks"]["0"]["attention"]["query"]["kernel"]
     assert not np.array_equal(kernel[0], kernel[1])
 
@@ -128,17 +128,17 @@ def test_a_model_shallower_than_its_pattern_has_only_layers_left_over():
 
 def test_hidden_states_are_laid_out_after_the_embedding_and_after_each_block():
     """Tokens [D, N], those of an update, and what they look up, as the table is divided too."""
-    seen = []
+    layouts = []
 
     def constrain(x, axes):
-        seen.append((x.shape, axes))
+        layouts.append((x.shape, axes))
         return x
 
     model = build(dataclasses.replace(CONFIG, num_layers=1), constrain=constrain)
     for shape in ((2, 6), (2, 3, 6), (6,)):
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         jax.eval_shape(lambda params, tokens: run(model, params, tokens), model.shapes, tokens)
-    assert seen == [
+    assert layouts == [
         ((2, 6), ("parts", "sequence")),
         ((2, 6, 16), ("parts", "sequence", "embed")),
         *[((2, 6, 16), ("bins", "sequence", None))] * 2,

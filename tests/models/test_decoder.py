@@ -132,7 +132,7 @@ def decoded_logits(model, params, filler=0):
         tokens = jax.lax.dynamic_slice_in_dim(jnp.asarray(fed), index, 1, axis=2)
         attend = decode(index, jnp.full((1, 4), index), length[None], Sharing(None, None))
         hidden, memory = model.apply(apart, tokens.reshape(1, 4, 1), position, attend, memory)
-        memory = tuple((prompts, settled(own, index + 1)) for prompts, own in memory)
+        memory = tuple((prompts, settled(ring, index + 1)) for prompts, ring in memory)
         return memory, model.unembed(params, hidden).reshape(2, 2, -1)
 
     return jnp.moveaxis(jax.lax.scan(step, memory, jnp.arange(5))[1], 0, 2)
@@ -212,11 +212,11 @@ def test_the_gradient_reaches_parameters_through_the_prompts_keys_and_values(nam
             )(params)
 
         plain, shared = gradient(expected_logits), gradient(row_logits)
-        for (path, one), other in zip(
+        for (path, numeric), expected in zip(
             jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(shared), strict=True
         ):
-            assert one.dtype == jnp.float64
-            distance = float(jnp.linalg.norm(one - other) / jnp.linalg.norm(one))
+            assert numeric.dtype == jnp.float64
+            distance = float(jnp.linalg.norm(numeric - expected) / jnp.linalg.norm(numeric))
             assert distance < 1e-11, (path, distance)
 
 
@@ -229,7 +229,7 @@ def test_unrolled_layers_give_what_the_scan_gives(model, params):
     def forms(params):
         apart = params_per_layer(model.config, params)
         calls = ((params, None), (params, no_memory), (apart, no_memory))
-        return [model.apply(given, tokens, position, attend, form) for given, form in calls]
+        return [model.apply(values, tokens, position, attend, form) for values, form in calls]
 
     (scanned, stacked), (unrolled, memory), (before, _) = forms(params)
     np.testing.assert_array_equal(before, unrolled)
@@ -241,16 +241,16 @@ def test_unrolled_layers_give_what_the_scan_gives(model, params):
 def test_the_window_and_the_base_frequency_of_a_layer_kind_matter():
     model = build(LOCAL_GLOBAL)
     patterns = [(GLOBAL,) * 3, (LOCAL, LOCAL, LayerKind())]
-    others = [build(dataclasses.replace(LOCAL_GLOBAL, pattern=pattern)) for pattern in patterns]
+    variants = [build(dataclasses.replace(LOCAL_GLOBAL, pattern=pattern)) for pattern in patterns]
     tokens = np.concatenate([PROMPTS[0], COMPLETIONS[0][0]])[None]
 
     @jax.jit
     def last_logits(params):
-        return [one_pass(each, params, tokens)[0, -1] for each in (model, *others)]
+        return [one_pass(each, params, tokens)[0, -1] for each in (model, *variants)]
 
-    own, *changed = last_logits(large_params(model))
+    unchanged, *changed = last_logits(large_params(model))
     for logits in changed:
-        assert float(jnp.abs(logits - own).max()) > 1e-2
+        assert float(jnp.abs(logits - unchanged).max()) > 1e-2
 
 
 def test_the_program_does_not_grow_with_depth():
@@ -307,10 +307,10 @@ def test_recomputing_activations_changes_no_gradient_and_saves_memory():
 
         compiled[remat] = jax.jit(jax.grad(loss)).lower(model.shapes).compile()
     params = large_params(build(config))
-    whole = compiled["none"](params)
+    plain = compiled["none"](params)
     for remat in REMATS[:-1]:
         gradient = compiled[remat](params)
-        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(whole), strict=True):
+        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(plain), strict=True):
             assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
     needed = [compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMATS]
     assert needed == sorted(needed)

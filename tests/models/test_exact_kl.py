@@ -28,8 +28,8 @@ def heads():
     return hidden, jnp.asarray(random.normal(size=(4, 11))), anchor, random.normal(size=(4, 11))
 
 
-def kl_by_numpy(given, temperature):
-    hidden, head, anchor, anchor_head = given
+def kl_by_numpy(arrays, temperature):
+    hidden, head, anchor, anchor_head = arrays
     p, q = (
         log_softmax(np.asarray(x) @ np.asarray(w) / temperature)
         for x, w in ((hidden, head), (anchor, anchor_head))
@@ -47,18 +47,18 @@ def test_the_pass_over_the_vocabulary_gives_the_kl_in_any_chunks(heads, tokens):
             temperature=0.7, logits_per_chunk=2 * 11 * tokens,
         )  # fmt: skip
 
-    kl, held = jax.jit(run)(hidden, head)
+    kl, clamped = jax.jit(run)(hidden, head)
     np.testing.assert_allclose(kl, kl_by_numpy(heads, 0.7), atol=1e-12)
-    assert (np.asarray(held) == 0).all()
+    assert (np.asarray(clamped) == 0).all()
     weight = jnp.arange(1.0, 15).reshape(2, 7)
     gradients = jax.jit(jax.grad(lambda *x: (weight * run(*x)[0]).sum(), argnums=(0, 1)))
     for which, gradient in enumerate(gradients(hidden, head)):
         for place in [(0, 0, 0), (1, 4, 3), (1, 6, 1)] if which == 0 else [(0, 0), (3, 10)]:
             sides = []
             for sign in (1e-6, -1e-6):
-                given = [np.array(x) for x in heads]
-                given[which][place] += sign
-                sides.append((np.asarray(weight) * kl_by_numpy(given, 0.7)).sum())
+                moved = [np.array(x) for x in heads]
+                moved[which][place] += sign
+                sides.append((np.asarray(weight) * kl_by_numpy(moved, 0.7)).sum())
             assert float(gradient[place]) == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-6)
 
 
@@ -67,9 +67,9 @@ def test_a_reference_without_probability_costs_20_nats_and_is_counted_in_float32
     for without in (-jnp.inf, -1e9):
         anchor = jnp.asarray([[[without, 0.0, without]]], jnp.float32)
         run = lambda x: exact_kl(lambda x: x, x, lambda x: x, anchor)  # noqa: B023, E731
-        kl, held = run(logits)
+        kl, clamped = run(logits)
         assert float(kl[0, 0]) == pytest.approx(0.5 * 20 + 0.5 * np.log(0.5))
-        assert held[0, 0] == 0.5
+        assert clamped[0, 0] == 0.5
         gradient = np.asarray(jax.grad(lambda x: run(x)[0].sum())(logits))[0, 0]  # noqa: B023
         assert np.isfinite(gradient).all()
         assert gradient[0] > 0 > gradient[1]  # down with what the reference does not know
@@ -90,9 +90,9 @@ def test_no_buffer_of_its_gradient_holds_all_logits_in_float32():
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    whole = length * vocab * 4
-    assert temporary(length) >= whole
-    assert temporary(8) < whole / 4
+    all_logits = length * vocab * 4
+    assert temporary(length) >= all_logits
+    assert temporary(8) < all_logits / 4
 
 
 def test_a_large_vocabulary_is_not_taken_token_by_token():
@@ -110,10 +110,10 @@ def test_gradients_of_a_narrow_head_are_added_up_in_float32():
     hidden, anchor = (
         jnp.asarray(1 + random.normal(size=(1, length, 4)), jnp.bfloat16) for _ in range(2)
     )
-    head, other = (jnp.asarray(random.normal(size=(4, 7)), jnp.bfloat16) for _ in range(2))
+    head, other_head = (jnp.asarray(random.normal(size=(4, 7)), jnp.bfloat16) for _ in range(2))
 
     def gradient(tokens, dtype=jnp.bfloat16):
-        wide = [array.astype(dtype) for array in (hidden, other, anchor)]
+        wide = [array.astype(dtype) for array in (hidden, other_head, anchor)]
 
         def loss(head):
             heads = (lambda x: x @ head), wide[0], (lambda x: x @ wide[1]), wide[2]
@@ -122,6 +122,6 @@ def test_gradients_of_a_narrow_head_are_added_up_in_float32():
         return np.asarray(jax.jit(jax.grad(loss))(head.astype(dtype)), np.float64)
 
     # Not that of the whole in bfloat16: XLA of JAX 0.11 adds up such a product in bfloat16 on CPUs.
-    whole = gradient(length, jnp.float32)
+    unchunked = gradient(length, jnp.float32)
     # Each chunk's own gradient is rounded to 8 bits, with errors that cancel; the sum is not.
-    np.testing.assert_allclose(gradient(1), whole, atol=0.01 * np.abs(whole).max())
+    np.testing.assert_allclose(gradient(1), unchunked, atol=0.01 * np.abs(unchunked).max())

@@ -116,8 +116,8 @@ def test_the_dtype_stands_where_the_base_has_it(tmp_path, names):
     fields |= dict.fromkeys(names, "float32")
     base = written(tmp_path / "base", {"config.json": fields})
     assert not changed(base, saved(base, tmp_path / "same"))
-    other = read(saved(base, tmp_path / "other", "bfloat16") / "config.json")
-    assert other == fields | dict.fromkeys(names or ["dtype"], "bfloat16")
+    bfloat16_fields = read(saved(base, tmp_path / "other", "bfloat16") / "config.json")
+    assert bfloat16_fields == fields | dict.fromkeys(names or ["dtype"], "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -192,15 +192,15 @@ def test_a_tokenizer_that_we_write_is_in_the_words_of_transformers_4(tmp_path):
     tokenizer.save_pretrained(tmp_path / "theirs")
     model = decoder.build(families.model_config(CONFIG, "a test"))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), model.shapes)
-    given = folders.read_tokenizer(tmp_path / "theirs")
-    jaxgrpo.save_model(model, params, tmp_path / "m", given)
+    original = folders.read_tokenizer(tmp_path / "theirs")
+    jaxgrpo.save_model(model, params, tmp_path / "m", original)
     fields = read(tmp_path / "m" / "tokenizer_config.json")
     assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert fields["additional_special_tokens"] == ["<x>"]
     newer = {"is_local", "local_files_only", "backend", "extra_special_tokens"}
     assert not newer & set(fields)
     again = folders.read_tokenizer(tmp_path / "m")
-    assert again("1<x>2")["input_ids"] == given("1<x>2")["input_ids"]
+    assert again("1<x>2")["input_ids"] == original("1<x>2")["input_ids"]
     assert again.decode([4, 13, 5], skip_special_tokens=True) == "12"
 
 
@@ -241,6 +241,10 @@ def test_positions_are_there_in_the_fields_of_transformers_4_too(family, older):
     """Read by transformers 4.57.6 they give the logits of every family bit for bit."""
     fields = checkpoints.fields_of(family)
     config = families.model_config(fields, "a test")
-    found = families.config_fields(config, "float32")
-    assert found == {**found, **older, "rope_parameters": fields["rope_parameters"]}
-    assert families.model_config(found, "a test") == config
+    exported_fields = families.config_fields(config, "float32")
+    assert exported_fields == {
+        **exported_fields,
+        **older,
+        "rope_parameters": fields["rope_parameters"],
+    }
+    assert families.model_config(exported_fields, "a test") == config

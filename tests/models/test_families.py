@@ -18,50 +18,52 @@ CLOSE = 2e-4  # of logits, which are of order 1
 BATCH = checkpoints.batch()
 
 
-class Both(NamedTuple):
+class FamilyCase(NamedTuple):
     """A family's rich small model in PyTorch and ours, and what each computes of one batch."""
 
     theirs: Any
     model: Model
     params: Params
     expected: np.ndarray  # logits
-    found: np.ndarray
+    logits: np.ndarray
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def both(request, tmp_path_factory):
+def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     theirs = checkpoints.saved(checkpoints.config_of(request.param), folder)
     model, params = jaxgrpo.load_model(folder)
     expected = checkpoints.logits_of(theirs, *BATCH)
-    return Both(theirs, model, params, expected, np.asarray(jaxgrpo.logits(model, params, *BATCH)))
+    return FamilyCase(
+        theirs, model, params, expected, np.asarray(jaxgrpo.logits(model, params, *BATCH))
+    )
 
 
-def test_logits_are_those_of_transformers_whichever_side_is_padded(both):
+def test_logits_are_those_of_transformers_whichever_side_is_padded(case):
     """And of such a size that a window, a norm or a scale that does nothing would be seen."""
     real = BATCH[1].astype(bool)
-    np.testing.assert_allclose(both.found[real], both.expected[real], atol=CLOSE, rtol=0)
-    assert 0.2 < both.found[real].std() < 20
+    np.testing.assert_allclose(case.logits[real], case.expected[real], atol=CLOSE, rtol=0)
+    assert 0.2 < case.logits[real].std() < 20
 
 
-def test_log_probs_are_those_of_the_logits(both):
+def test_log_probs_are_those_of_the_logits(case):
     tokens, mask = BATCH
-    found = np.asarray(jaxgrpo.token_logp(both.model, both.params, tokens, mask))
-    logp = np.asarray(jax.nn.log_softmax(both.found))
+    token_logp = np.asarray(jaxgrpo.token_logp(case.model, case.params, tokens, mask))
+    logp = np.asarray(jax.nn.log_softmax(case.logits))
     before = np.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[..., 0]
     follows = (mask[:, 1:] * mask[:, :-1]).astype(bool)
-    np.testing.assert_allclose(found[:, 1:], np.where(follows, before, 0), atol=1e-5)
-    assert not found[:, 0].any()
+    np.testing.assert_allclose(token_logp[:, 1:], np.where(follows, before, 0), atol=1e-5)
+    assert not token_logp[:, 0].any()
 
 
-def test_an_export_is_the_checkpoint_bit_for_bit(both, tmp_path):
+def test_an_export_is_the_checkpoint_bit_for_bit(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    theirs = both.theirs
-    jaxgrpo.save_model(both.model, both.params, tmp_path / "ours")
+    theirs = case.theirs
+    jaxgrpo.save_model(case.model, case.params, tmp_path / "ours")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     assert type(again) is type(theirs)
-    expected, found = theirs.state_dict(), again.state_dict()
-    assert expected.keys() == found.keys()
-    assert all((expected[name] == found[name]).all() for name in expected)
-    np.testing.assert_array_equal(checkpoints.logits_of(again, *BATCH), both.expected)
+    expected, exported = theirs.state_dict(), again.state_dict()
+    assert expected.keys() == exported.keys()
+    assert all((expected[name] == exported[name]).all() for name in expected)
+    np.testing.assert_array_equal(checkpoints.logits_of(again, *BATCH), case.expected)

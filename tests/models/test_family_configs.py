@@ -102,13 +102,13 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         fields["layer_types"] = draw(
             st.lists(st.sampled_from(kinds), min_size=layers, max_size=layers)
         )
-    own = {
+    optional = {
         "attention_bias": family in BIASED,
         "attention_out_bias": family == "seed_oss",
         "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss"),
         "use_sliding_window": False,
     }
-    fields |= {name: draw(flags) for name, has in own.items() if has}
+    fields |= {name: draw(flags) for name, has in optional.items() if has}
     if family in ("qwen2", "qwen3", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
     if family == "smollm3":
@@ -124,10 +124,10 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         fields["final_logit_softcapping"] = draw(st.none() | scales)
     if family == "gemma2":
         fields["attn_logit_softcapping"] = draw(st.none() | scales)
-    return fields | {"rope_parameters": draw(_ropes_of(family, 64 // heads))}
+    return fields | {"rope_parameters": draw(_draw_ropes(family, 64 // heads))}
 
 
-def _ropes_of(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
+def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
     if family == "phi3":
         return longropes(phi_head_dim)
     if family in LAYERED:
@@ -164,9 +164,9 @@ def compare(family: str, fields: dict[str, Any], folder: Path) -> None:
     model, params = jaxgrpo.load_model(folder)
     tokens, mask = checkpoints.batch()
     expected = checkpoints.logits_of(theirs, tokens, mask)
-    found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+    logits = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     real = mask.astype(bool)
-    np.testing.assert_allclose(found[real], expected[real], atol=CLOSE, rtol=0)
+    np.testing.assert_allclose(logits[real], expected[real], atol=CLOSE, rtol=0)
 
 
 @pytest.mark.full
@@ -186,8 +186,8 @@ def test_gradients_are_those_of_pytorch(family, tmp_path):
 
     ours = jax.grad(scalar)(params)
     position = np.maximum(mask.cumsum(1) - 1, 0)
-    whole = [torch.as_tensor(one) for one in (tokens, mask, position)]
-    logits = theirs(whole[0], attention_mask=whole[1], position_ids=whole[2]).logits
+    inputs = [torch.as_tensor(array) for array in (tokens, mask, position)]
+    logits = theirs(inputs[0], attention_mask=inputs[1], position_ids=inputs[2]).logits
     (logits * torch.as_tensor(weights)).sum().backward()
     named = dict(theirs.named_parameters())
     period = model.config.periods > 1
@@ -197,7 +197,7 @@ def test_gradients_are_those_of_pytorch(family, tmp_path):
         "model.layers.0.mlp.down_proj.weight": layer["feed_forward"]["down"]["kernel"],
     }
     assert period or len(layer["attention"]["query"]["kernel"]) == 1
-    for name, found in pairs.items():
+    for name, gradient in pairs.items():
         expected = named[name].grad.numpy()
-        found = np.asarray(found)[0].reshape(expected.shape[1], expected.shape[0]).T
-        np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
+        gradient = np.asarray(gradient)[0].reshape(expected.shape[1], expected.shape[0]).T
+        np.testing.assert_allclose(gradient, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)

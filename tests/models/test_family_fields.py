@@ -41,13 +41,13 @@ def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
     try:
         model, params = jaxgrpo.load_model(folder)
         with jax.disable_jit():  # operations of one shape are compiled once for all changes
-            found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+            logits = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     except InputError as error:
         return refusal(name, error)
     except Exception as error:
         return f"ended by {error!r}"
     real = mask.astype(bool)
-    apart = np.abs(found - expected)[real].max()
+    apart = np.abs(logits - expected)[real].max()
     return "equal" if apart <= CLOSE else f"apart by {apart}"
 
 
@@ -59,24 +59,24 @@ def outcomes(
     changes: Iterable[changed_fields.Change], base: dict[str, Any], folder: Path
 ) -> dict[str, list[str]]:
     """Outcome -> the changes that have it, in words."""
-    found: dict[str, list[str]] = {}
+    changes_by_outcome: dict[str, list[str]] = {}
     for count, (name, fields) in enumerate(changes):
-        one = outcome(name, fields, folder / str(count))
+        result = outcome(name, fields, folder / str(count))
         new = {key: value for key, value in fields.items() if base.get(key, base) != value}
         gone = [f"no {key}" for key in base if key not in fields]
-        found.setdefault(one, []).append(" ".join([json.dumps(new), *gone]))
-    return found
+        changes_by_outcome.setdefault(result, []).append(" ".join([json.dumps(new), *gone]))
+    return changes_by_outcome
 
 
 def check(family: str, every: int, folder: Path) -> dict[str, list[str]]:
     """Tries one change in so many; another part of them for each family. Returns the outcomes."""
     base = checkpoints.fields_of(family)
     start = sorted(FAMILIES).index(family) % every
-    found = outcomes(list(changed_fields.of(base))[start::every], base, folder)
+    by_outcome = outcomes(list(changed_fields.of(base))[start::every], base, folder)
     allowed = ("refused", "equal", "neither")
-    assert {one: which for one, which in found.items() if one not in allowed} == {}
-    print(f"{family}: transformers cannot run", *found.get("neither", []), sep="\n  ")
-    return found
+    assert {result: which for result, which in by_outcome.items() if result not in allowed} == {}
+    print(f"{family}: transformers cannot run", *by_outcome.get("neither", []), sep="\n  ")
+    return by_outcome
 
 
 LEFT_BY_OTHERS = {
@@ -120,7 +120,7 @@ def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, 
 @pytest.mark.full
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_field_is_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
-    found = check(family, 1, tmp_path)
+    by_outcome = check(family, 1, tmp_path)
     # So many configs are really compared, and few are those that transformers cannot run.
-    assert len(found["equal"]) > 40
-    assert len(found.get("neither", [])) < len(found["equal"])
+    assert len(by_outcome["equal"]) > 40
+    assert len(by_outcome.get("neither", [])) < len(by_outcome["equal"])

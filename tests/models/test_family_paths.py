@@ -47,9 +47,9 @@ def test_decoded_log_probs_are_those_of_whole_sequences(family, devices):
 @pytest.mark.full
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_four_devices_draw_the_tokens_of_one(family):
-    one, four = family_runs.sampled(family, 1), family_runs.sampled(family, 4)
-    np.testing.assert_array_equal(four.completion_tokens, one.completion_tokens)
-    np.testing.assert_allclose(four.behavior_logp, one.behavior_logp, rtol=0, atol=CLOSE)
+    single, four = family_runs.sampled(family, 1), family_runs.sampled(family, 4)
+    np.testing.assert_array_equal(four.completion_tokens, single.completion_tokens)
+    np.testing.assert_allclose(four.behavior_logp, single.behavior_logp, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize(("family", "devices"), PATHS)
@@ -58,12 +58,12 @@ def test_an_update_has_the_log_probs_and_the_gradient_of_whole_sequences(family,
     logp, gradient = family_runs.plain(family, alone=False)
     with jax.enable_x64(True):
         run = family_runs.run(family, SHORT, devices=devices, dtype="float64")
-        furthest, found = family_runs.updated(run, alone=False)
+        furthest, update_gradient = family_runs.updated(run, alone=False)
     assert 0 < furthest < 1e-9
     rollouts, _ = family_runs.given(alone=False)
     np.testing.assert_allclose(by_token_logp(family, rollouts), logp, rtol=0, atol=1e-9)
     assert np.abs(logp).max() > 1
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
-    for (path, expected), one in zip(leaves, jax.tree.leaves(found), strict=True):
-        error = np.linalg.norm(np.asarray(one) - expected)
+    for (path, expected), leaf in zip(leaves, jax.tree.leaves(update_gradient), strict=True):
+        error = np.linalg.norm(np.asarray(leaf) - expected)
         assert error < 1e-9 * np.linalg.norm(expected), jax.tree_util.keystr(path)

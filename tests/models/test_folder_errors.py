@@ -61,7 +61,7 @@ def copy(saved, tmp_path):
     return make
 
 
-def bytes_of(params) -> list[bytes]:
+def leaf_bytes(params) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
@@ -150,9 +150,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
         ("float64", "float64", 1e300, ""),
     ],
 )
-@pytest.mark.parametrize("held", [None, "float32"])
+@pytest.mark.parametrize("param_dtype", [None, "float32"])
 def test_weights_that_overflow_in_the_dtype_of_the_model_are_refused(
-    copy, stored, computed, value, message, held
+    copy, stored, computed, value, message, param_dtype
 ):
     """In training too, where it holds them in float32 and casts them where they are read."""
     folder = copy("untied")
@@ -162,13 +162,13 @@ def test_weights_that_overflow_in_the_dtype_of_the_model_are_refused(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with jax.enable_x64(computed == "float64"):
         model = build(dataclasses.replace(read_config(folder), dtype=computed))
-        held = "float64" if computed == "float64" else held
+        param_dtype = "float64" if computed == "float64" else param_dtype
         if not message:
-            scale = read_params(folder, model, held)["final_norm"]["scale"]
+            scale = read_params(folder, model, param_dtype)["final_norm"]["scale"]
             assert np.isfinite(np.asarray(scale).astype(computed)).all()
             return
         with pytest.raises(InputError, match=rf"model\.norm\.weight holds {message}"):
-            read_params(folder, model, held)
+            read_params(folder, model, param_dtype)
 
 
 def test_missing_and_unknown_tensors_are_named(copy):
@@ -230,11 +230,11 @@ def test_a_path_that_is_no_folder_says_what_it_was_taken_for(tmp_path):
 
 def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
     model = build(CONFIG)
-    params, other = random_params(model), random_params(model, seed=1)
+    params, later = random_params(model), random_params(model, seed=1)
     folder = tmp_path / "m"
     save_model(model, params, folder)
-    save_model(model, other, folder)
-    assert bytes_of(read_params(folder, model)) == bytes_of(other)
+    save_model(model, later, folder)
+    assert leaf_bytes(read_params(folder, model)) == leaf_bytes(later)
     (folder / "notes.md").write_text("mine")
     with pytest.raises(InputError, match=r"holds notes\.md"):
         save_model(model, params, folder)
@@ -247,7 +247,7 @@ def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
 
     with pytest.raises(OSError, match="disk full"):
         save_model(model, params, folder, Unsavable())
-    assert bytes_of(read_params(folder, model)) == bytes_of(other)
+    assert leaf_bytes(read_params(folder, model)) == leaf_bytes(later)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
@@ -280,7 +280,7 @@ def test_a_model_with_our_card_and_an_empty_folder_are_replaced(tmp_path):
     save_model(model, params, folder, card="# Trained with jaxgrpo 0.1.0\n", max_shard_bytes=8_000)
     save_model(model, params, folder)
     assert (folder / "README.md").read_text() == "# Trained with jaxgrpo\n"
-    assert bytes_of(read_params(folder, model)) == bytes_of(params)
+    assert leaf_bytes(read_params(folder, model)) == leaf_bytes(params)
 
 
 def test_a_model_that_qwen3_cannot_express_is_refused_by_field(tmp_path):

@@ -60,15 +60,15 @@ def our_logits(folder, **config_changes) -> np.ndarray:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Name of a variant -> folder saved by transformers, and its PyTorch model."""
-    made = {}
+    folders_by_name = {}
     for name, changes in VARIANTS.items():
         folder, model = tmp_path_factory.mktemp(name), torch_model(**changes)
         model.save_pretrained(folder)
-        made[name] = folder, model
-    return made
+        folders_by_name[name] = folder, model
+    return folders_by_name
 
 
-def bytes_of(params) -> list[bytes]:
+def leaf_bytes(params) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
@@ -90,7 +90,7 @@ def test_our_logits_are_those_of_transformers_and_so_are_those_of_what_we_save(
     again = Qwen3ForCausalLM.from_pretrained(tmp_path / "saved")
     np.testing.assert_array_equal(torch_logits(again), expected)
     assert read_config(tmp_path / "saved") == read_config(folder)
-    assert bytes_of(read_params(tmp_path / "saved", model)) == bytes_of(params)
+    assert leaf_bytes(read_params(tmp_path / "saved", model)) == leaf_bytes(params)
 
 
 def test_a_pattern_of_two_equal_kinds_reads_the_layer_left_over(folders):
@@ -105,14 +105,14 @@ def test_files_in_shards_are_read_and_written(folders, tmp_path):
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     model = build(read_config(folder))
     params = read_params(tmp_path / "theirs", model)
-    assert bytes_of(params) == bytes_of(read_params(folder, model))
+    assert leaf_bytes(params) == leaf_bytes(read_params(folder, model))
 
     save_model(model, params, tmp_path / "ours", max_shard_bytes=8_000)
     files = sorted(path for path in (tmp_path / "ours").glob("*.safetensors"))
     assert len(files) > 1
     assert all(path.stat().st_size < 8_000 + 2_000 for path in files)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(map(len, bytes_of(params)))
+    assert index["metadata"]["total_size"] == sum(map(len, leaf_bytes(params)))
     again = Qwen3ForCausalLM.from_pretrained(tmp_path / "ours")
     np.testing.assert_array_equal(torch_logits(again), torch_logits(theirs))
 
@@ -127,9 +127,11 @@ def test_bfloat16_weights_keep_their_bits(tmp_path):
     params = read_params(tmp_path / "theirs", model)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     save_model(model, params, tmp_path / "ours")
-    one, other = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
-    assert {name: leaf.tobytes() for name, leaf in one.items()} == {
-        name: leaf.tobytes() for name, leaf in other.items()
+    their_tensors, our_tensors = (
+        load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours")
+    )
+    assert {name: leaf.tobytes() for name, leaf in their_tensors.items()} == {
+        name: leaf.tobytes() for name, leaf in our_tensors.items()
     }
     wide = read_params(tmp_path / "theirs", model, dtype="float32")
     np.testing.assert_array_equal(wide["embed"]["table"], params["embed"]["table"])
@@ -152,9 +154,9 @@ def test_parameters_are_read_into_shardings_and_saved_from_them(folders, tmp_pat
     )
     params = read_params(folder, model, shardings=shardings)
     assert jax.tree.map(lambda leaf: leaf.sharding, params) == shardings
-    assert bytes_of(params) == bytes_of(read_params(folder, model))
+    assert leaf_bytes(params) == leaf_bytes(read_params(folder, model))
     save_model(model, params, tmp_path / "saved")
-    assert bytes_of(read_params(tmp_path / "saved", model)) == bytes_of(params)
+    assert leaf_bytes(read_params(tmp_path / "saved", model)) == leaf_bytes(params)
 
 
 def test_a_leaf_split_over_its_layers_is_read_where_it_belongs(folders):
@@ -168,7 +170,7 @@ def test_a_leaf_split_over_its_layers_is_read_where_it_belongs(folders):
     params = read_params(folder, model, shardings=shardings)
     kernel = params["blocks"]["0"]["attention"]["out"]["kernel"]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(1, 4, 8, 16)}
-    assert bytes_of(params) == bytes_of(read_params(folder, model))
+    assert leaf_bytes(params) == leaf_bytes(read_params(folder, model))
 
 
 def test_read_parameters_may_be_donated_without_touching_what_was_read(folders):

@@ -39,8 +39,8 @@ def test_a_model_comes_back_bit_for_bit_and_computes_the_same(name, tmp_path):
         expected = model(IDS).logits.numpy()
         np.testing.assert_array_equal(back(IDS).logits.numpy(), expected)
     ours, params = load_model(tmp_path / "out")
-    found = jg.logits(ours, params, IDS.numpy(), np.ones(IDS.shape, bool))
-    np.testing.assert_allclose(np.asarray(found), expected, atol=2e-4)
+    logits = jg.logits(ours, params, IDS.numpy(), np.ones(IDS.shape, bool))
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0])
@@ -48,10 +48,10 @@ def test_what_is_left_of_a_quantised_model_is_read_exactly(kind, tmp_path):
     config = CONFIGS["llama"]
     model = model_of(config, kind)
     gguf_files.write(tmp_path / "m.gguf", config, arrays(model), plain_tokenizer, kind)
-    told = import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    report = import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     dtype = {Kind.F16: "float16"}.get(kind, "float32")  # bfloat16 cannot hold the norms of this one
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
-    assert f"{kind.name}" in told["tensors"]
+    assert f"{kind.name}" in report["tensors"]
     back = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32
     ).state_dict()
@@ -77,7 +77,7 @@ def test_a_model_in_bfloat16_stays_in_bfloat16(tmp_path):
             np.testing.assert_array_equal(back[key].float().numpy(), value, err_msg=key)
 
 
-def block_of(kind, random_state):
+def make_block(kind, random_state):
     """One block of 256 numbers: its bytes, and the numbers by the definition of the type."""
     scale, least = np.float16(0.03), np.float16(0.01)
     if kind is Kind.Q6_K:  # 4 low bits, 2 high bits, 16 scales of 16 numbers each, one scale
@@ -105,14 +105,14 @@ def block_of(kind, random_state):
             minus = scales[part + 4] >> 4 | scales[part] >> 6 << 4
         nibble = quants[32 * (part // 2) + place] >> (4 * (part % 2)) & 15
         numbers[k] = float(scale) * int(by) * int(nibble) - float(least) * int(minus)
-    both = np.array([scale, least], np.float16).view(np.uint8)
-    return np.concatenate([both, scales, quants]), numbers
+    header = np.array([scale, least], np.float16).view(np.uint8)
+    return np.concatenate([header, scales, quants]), numbers
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K])
 def test_blocks_of_256_are_read_by_their_definition(kind, tmp_path):
     random_state = np.random.default_rng(0)
-    blocks = [block_of(kind, random_state) for _ in range(6)]
+    blocks = [make_block(kind, random_state) for _ in range(6)]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     data = np.stack([data for data, _ in blocks]).reshape(3, -1)
     writer.add_tensor("matrix", data, raw_dtype=kind)
@@ -229,12 +229,12 @@ def test_files_that_are_none_or_end_early_are_refused(tmp_path):
     config = CONFIGS["llama"]
     path = tmp_path / "m.gguf"
     gguf_files.write(path, config, arrays(model_of(config)), plain_tokenizer)
-    whole = path.read_bytes()
-    for size in (0, 3, 100, len(whole) // 3, len(whole) - 100):
-        path.write_bytes(whole[:size])
+    content = path.read_bytes()
+    for size in (0, 3, 100, len(content) // 3, len(content) - 100):
+        path.write_bytes(content[:size])
         with pytest.raises(InputError, match=r"m\.gguf.*is no GGUF file that can be read"):
             import_gguf(path, tmp_path / "out")
-    path.write_bytes(b"GGML" + whole[4:])
+    path.write_bytes(b"GGML" + content[4:])
     with pytest.raises(InputError, match="magic invalid"):
         import_gguf(path, tmp_path / "out")
     with pytest.raises(InputError, match=r"none\.gguf is no file"):
@@ -281,17 +281,21 @@ def test_what_was_read_is_printed_as_words_and_as_numbers(tmp_path, capsys):
     gguf_files.write(tmp_path / "m.gguf", config, arrays(model), plain_tokenizer)
     words = ["import", str(tmp_path / "m.gguf"), str(tmp_path / "out")]
     assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     numbers = model.num_parameters()
-    assert (found["family"], found["parameters"], found["out"]) == ("qwen3", numbers, words[2])
-    assert sum(found["tensors"].values()) == len([*model.parameters()])
-    assert found["chat_template"] in (True, False)
+    assert (document["family"], document["parameters"], document["out"]) == (
+        "qwen3",
+        numbers,
+        words[2],
+    )
+    assert sum(document["tensors"].values()) == len([*model.parameters()])
+    assert document["chat_template"] in (True, False)
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert f"{found['model']} (qwen3)" in shown
+    assert f"{document['model']} (qwen3)" in shown
     assert f"{numbers:,}" in shown
-    assert f"{found['tokens']} tokens, {found['tokenizer']}" in shown
-    for kind, count in found["tensors"].items():
+    assert f"{document['tokens']} tokens, {document['tokenizer']}" in shown
+    for kind, count in document["tensors"].items():
         assert f"{count} {kind}" in shown
 
 
@@ -334,7 +338,7 @@ def test_a_file_in_another_byte_order_is_refused(tmp_path):
 @pytest.mark.parametrize("windowed", [[1, 0, 1, 1, 0, 1, 0], [1, 0]])
 def test_a_list_says_which_layers_of_gemma_3_have_the_window(windowed, tmp_path):
     def add(writer):
-        writer.add_sliding_window_pattern([bool(one) for one in windowed])
+        writer.add_sliding_window_pattern([bool(has_window) for has_window in windowed])
 
     config = CONFIGS["gemma3"]
     path, out = tmp_path / "m.gguf", tmp_path / "out"
@@ -345,4 +349,6 @@ def test_a_list_says_which_layers_of_gemma_3_have_the_window(windowed, tmp_path)
         return
     import_gguf(path, out)
     types = json.loads((out / "config.json").read_text())["layer_types"]
-    assert [name == "sliding_attention" for name in types] == [bool(one) for one in windowed]
+    assert [name == "sliding_attention" for name in types] == [
+        bool(has_window) for has_window in windowed
+    ]

@@ -28,15 +28,15 @@ def texts():
     draw = random.Random(0)
     spaces = [" ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", " \n ", "\u00a0", "\u3000"]
     odd = ["e\u0301", "\u1e9b\u0323", "\u200d", "\ufeff", "½", "Ⅻ", "٣", "'LL", "'s", "<|im", "▁"]
-    found = ["", " ", "1234567890", "  two", "three   ", *spaces]
-    while len(found) < 200:
+    samples = ["", " ", "1234567890", "  two", "three   ", *spaces]
+    while len(samples) < 200:
         pieces = [
             draw.choice(draw.choice([WORDS, spaces, odd, [str(draw.randrange(10**9))]]))
             for _ in range(draw.randrange(1, 20))
         ]
         pieces.append(chr(draw.choice([*range(0x20, 0x2FF), *range(0x1F300, 0x1F700)])))
-        found.append("".join(pieces))
-    return found
+        samples.append("".join(pieces))
+    return samples
 
 
 def trained(pre_tokenizer, special):
@@ -61,10 +61,10 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 def qwen2():
     vocab, merges = trained(BYTES_ALONE, SPECIAL)
     joins: Any = merges
-    there: Any = transformers.Qwen2Tokenizer(vocab=vocab, merges=joins, eos_token="<|im_end|>")
-    there.add_tokens([AddedToken("<think>", normalized=False)])
-    there.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    return there, vocab, merges, {"pre": "qwen2"}
+    theirs: Any = transformers.Qwen2Tokenizer(vocab=vocab, merges=joins, eos_token="<|im_end|>")
+    theirs.add_tokens([AddedToken("<think>", normalized=False)])
+    theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    return theirs, vocab, merges, {"pre": "qwen2"}
 
 
 def llama3():
@@ -79,9 +79,9 @@ def llama3():
         single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], 0)]
     )
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
-    there: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    there.add_tokens([AddedToken("<think>", normalized=False)])
-    return there, vocab, merges, {"pre": "llama-bpe", "begins": 0}
+    theirs: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    theirs.add_tokens([AddedToken("<think>", normalized=False)])
+    return theirs, vocab, merges, {"pre": "llama-bpe", "begins": 0}
 
 
 def smollm():
@@ -91,14 +91,14 @@ def smollm():
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer, backend.decoder = parts, decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
-    there: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    there.add_tokens([AddedToken("<think>", normalized=False)])
-    return there, vocab, merges, {"pre": "smollm"}
+    theirs: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    theirs.add_tokens([AddedToken("<think>", normalized=False)])
+    return theirs, vocab, merges, {"pre": "smollm"}
 
 
 @pytest.mark.parametrize("make", [qwen2, llama3, smollm])
 def test_byte_level_tokenizers_come_back_with_the_same_ids_of_200_texts(make, tmp_path):
-    there, vocab, merges, options = make()
+    theirs, vocab, merges, options = make()
     vocab = {**vocab, "<think>": len(vocab), "[PAD601]": len(vocab) + 1}
     kinds = dict.fromkeys(range(len(SPECIAL)), TokenType.CONTROL)
     kinds |= {vocab["<think>"]: TokenType.USER_DEFINED, vocab["[PAD601]"]: TokenType.UNUSED}
@@ -111,10 +111,10 @@ def test_byte_level_tokenizers_come_back_with_the_same_ids_of_200_texts(make, tm
     ours = read_tokenizer(tmp_path / "out")
     assert len(texts()) == 200
     for text in [*texts(), "<|im_start|>user\nhi<|im_end|>", " <think> so</think>"]:
-        ids = there(text)["input_ids"]
+        ids = theirs(text)["input_ids"]
         assert ours(text)["input_ids"] == ids
-        assert ours.decode(ids) == there.decode(ids)
-    assert len(ours) == len(there)
+        assert ours.decode(ids) == theirs.decode(ids)
+    assert len(ours) == len(theirs)
     assert ours.eos_token == "<|im_end|>"
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [vocab["<|im_end|>"], 0]
@@ -146,8 +146,8 @@ def test_a_tokenizer_with_scores_comes_back_with_the_same_ids_of_200_texts(tmp_p
         if left in vocab and right in vocab
     ]
     joins: Any = every
-    there: Any = transformers.GemmaTokenizer(vocab=vocab, merges=joins)
-    there.add_tokens([AddedToken("\n\n", normalized=False)])
+    theirs: Any = transformers.GemmaTokenizer(vocab=vocab, merges=joins)
+    theirs.add_tokens([AddedToken("\n\n", normalized=False)])
     scores = [ranks.get(text, -1e6) for text in names]
     kinds = [TokenType.CONTROL] * 5 + [TokenType.USER_DEFINED] + [TokenType.BYTE] * 256
     kinds[3] = TokenType.UNKNOWN
@@ -162,9 +162,9 @@ def test_a_tokenizer_with_scores_comes_back_with_the_same_ids_of_200_texts(tmp_p
     import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     ours = read_tokenizer(tmp_path / "out")
     for text in [*texts(), "<bos>hi<eos>", "a\n\nb"]:
-        ids = there(text, add_special_tokens=False)["input_ids"]
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ours(text, add_special_tokens=False)["input_ids"] == ids
-        assert ours.decode(ids) == there.decode(ids)
+        assert ours.decode(ids) == theirs.decode(ids)
     assert ours("hi")["input_ids"][0] == 2  # <bos>
     assert (ours.pad_token, ours.eos_token, ours.unk_token) == ("<pad>", "<eos>", "<unk>")
 
@@ -185,8 +185,8 @@ def test_chat_templates_and_how_to_draw_are_kept(tmp_path):
     state = arrays(model_of(config))
     gguf_files.write(tmp_path / "m.gguf", config, state, plain_tokenizer, more=[add])
     import_gguf(tmp_path / "m.gguf", tmp_path / "out")
-    found = read_tokenizer(tmp_path / "out").chat_template
-    assert found == {"default": "A {{ messages }}", "tool_use": "B {{ tools }}"}
+    template = read_tokenizer(tmp_path / "out").chat_template
+    assert template == {"default": "A {{ messages }}", "tool_use": "B {{ tools }}"}
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     drawn = {"do_sample": True, "temperature": 0.6, "top_k": 20}
     assert {name: generation[name] for name in drawn} == drawn

@@ -52,10 +52,10 @@ def test_what_is_read_of_a_run_ignores_them(folder):
         "rollout.max_prompt_tokens=8",
         "rollout.max_completion_tokens=8",
     )
-    found = pretrained.find_model(config)
-    assert pretrained.sampling_settings(config.rollout, found).stop_tokens == (1,)
-    assert plan.read_model_config(config.model, config.lora) == found.model.config
-    assert families.unread(found.model.config) == (
+    model = pretrained.find_model(config)
+    assert pretrained.sampling_settings(config.rollout, model).stop_tokens == (1,)
+    assert plan.read_model_config(config.model, config.lora) == model.model.config
+    assert families.unread(model.model.config) == (
         "rotary_pct of config.json is not read (model.ignore); "
         "alibi of config.json is not read (model.ignore)"
     )
@@ -78,10 +78,10 @@ def test_a_field_that_is_read_cannot_be_ignored(name):
 
 @pytest.mark.parametrize("fields", [{"is_causal": False}, {"quantization_config": {"bits": 8}}])
 def test_a_field_that_must_be_on_or_off_is_ignored_where_the_user_says_so(fields):
-    given = {**checkpoints.fields_of("llama"), **fields}
+    changed = {**checkpoints.fields_of("llama"), **fields}
     with pytest.raises(InputError, match=next(iter(fields))):
-        families.model_config(given, "a test")
-    families.model_config(given, "a test", ignored=list(fields))
+        families.model_config(changed, "a test")
+    families.model_config(changed, "a test", ignored=list(fields))
 
 
 def test_a_factor_that_transformers_does_not_read_is_said():

@@ -32,29 +32,31 @@ CONTEXT, PROMPT = 4096, 1000
 H100 = Path(__file__).parent.parent / "support" / "h100.txtpb"
 
 
-def rows(made, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
-    attend = made(*packed.placed)
+def rows(implementation, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
+    attend = implementation(*packed.placed)
     return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def with_gradients(attend, cotangent, *given):
-    out, back = jax.vjp(attend, *given)
+def with_gradients(attend, cotangent, *inputs):
+    out, back = jax.vjp(attend, *inputs)
     return jnp.where(cotangent != 0, out, 0), back(cotangent)
 
 
 def assert_same(actual, expected, atol=2e-5):
-    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
-        assert np.abs(other).max() > 100 * atol  # or nothing would be compared
+    for actual_leaf, expected_leaf in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=0, atol=atol)
+        assert np.abs(expected_leaf).max() > 100 * atol  # or nothing would be compared
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=attended.name)
 def test_rows_of_one_sample_are_the_plain_ones_with_their_gradients(kind):
-    *given, cotangent = map(jnp.asarray, attended.draws(ALONE, np.float32))
+    *inputs, cotangent = map(jnp.asarray, attended.draws(ALONE, np.float32))
     actual, expected = (
-        with_gradients(functools.partial(rows, made, ALONE, kind), cotangent, *given)
-        for made in (
+        with_gradients(functools.partial(rows, implementation, ALONE, kind), cotangent, *inputs)
+        for implementation in (
             functools.partial(cudnn.rows_with_prefix, sequences=SEQUENCES),
             attention.rows_with_prefix,
         )
@@ -69,29 +71,32 @@ def test_prompts_are_the_plain_ones_with_their_gradients(kind):
     valid = position < jnp.asarray([12, 7, 0])[:, None]
     cotangent = cotangent * valid[..., None, None]
 
-    def attend(made, query, key, value):
-        return made(position, valid)(query, key, value, None, kind)[0]
+    def attend(implementation, query, key, value):
+        return implementation(position, valid)(query, key, value, None, kind)[0]
 
     actual, expected = (
-        with_gradients(functools.partial(attend, made), cotangent, query, key, value)
-        for made in (functools.partial(cudnn.causal, sequences=SEQUENCES), attention.causal)
+        with_gradients(functools.partial(attend, implementation), cotangent, query, key, value)
+        for implementation in (
+            functools.partial(cudnn.causal, sequences=SEQUENCES),
+            attention.causal,
+        )
     )
     assert_same(actual, expected)
 
 
 def test_a_row_of_several_samples_gives_nan_and_leaves_others_alone():
-    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
-    made = functools.partial(cudnn.rows_with_prefix, sequences=SEQUENCES)
-    out = rows(made, SEVERAL, KINDS[0], *given)
-    expected = rows(attention.rows_with_prefix, SEVERAL, KINDS[0], *given)
+    *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    kernel = functools.partial(cudnn.rows_with_prefix, sequences=SEQUENCES)
+    out = rows(kernel, SEVERAL, KINDS[0], *inputs)
+    expected = rows(attention.rows_with_prefix, SEVERAL, KINDS[0], *inputs)
     assert np.isnan(out[0, [0, 2]]).all()  # of two samples, and of three
     np.testing.assert_allclose(out[0, 1], expected[0, 1], atol=2e-5)
 
 
 def test_a_soft_cap_never_reaches_the_kernel():
-    *given, _ = map(jnp.asarray, attended.draws(ALONE, np.float32))
+    *inputs, _ = map(jnp.asarray, attended.draws(ALONE, np.float32))
     with pytest.raises(NotImplementedError, match="no soft cap"):
-        rows(cudnn.rows_with_prefix, ALONE, LayerKind(soft_cap=30.0), *given)
+        rows(cudnn.rows_with_prefix, ALONE, LayerKind(soft_cap=30.0), *inputs)
 
 
 def lowered(monkeypatch, layout: Any) -> Any:
@@ -102,22 +107,24 @@ def lowered(monkeypatch, layout: Any) -> Any:
     def spec(*shape: int, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout)
 
-    def loss(given, *placed):
-        query, key, value, *prompts = given
+    def loss(arrays, *placed):
+        query, key, value, *prompts = arrays
         attend = cudnn.rows_with_prefix(*placed)
         return attend(query, key, value, KeyValue(*prompts), kind)[0].astype(jnp.float32).sum()
 
-    given = [*(spec(1, 2, CONTEXT, heads, 128) for heads in (8, 2, 2))]
-    given += [spec(1, 1, PROMPT, 2, 128)] * 2
+    inputs = [*(spec(1, 2, CONTEXT, heads, 128) for heads in (8, 2, 2))]
+    inputs += [spec(1, 1, PROMPT, 2, 128)] * 2
     placed = [spec(*shape, dtype="int32") for shape in ((1, 2, CONTEXT),) * 2 + ((1, 2), (1, 1))]
-    traced = jax.jit(jax.value_and_grad(loss)).trace(given, *placed)
+    traced = jax.jit(jax.value_and_grad(loss)).trace(inputs, *placed)
     return traced.lower(lowering_platforms=("cuda",))
 
 
 def quadratic(text: str, shape: str) -> list[str]:
     """The arrays with two dimensions of the context."""
-    found = set(re.findall(shape, text))
-    return [one for one in found if sum(int(d) >= CONTEXT for d in re.findall(r"\d+", one)) > 1]
+    shapes = set(re.findall(shape, text))
+    return [
+        sizes for sizes in shapes if sum(int(d) >= CONTEXT for d in re.findall(r"\d+", sizes)) > 1
+    ]
 
 
 def test_lowered_for_a_gpu_it_is_two_kernels_with_the_right_mask(monkeypatch):
@@ -138,10 +145,10 @@ def test_lowered_for_a_gpu_it_is_two_kernels_with_the_right_mask(monkeypatch):
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax-cuda12-plugin"
 )
 def test_compiled_for_an_h100_it_keeps_no_scores(monkeypatch):
-    found = topologies.get_topology_desc(
+    chips = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", target_config=H100.read_text(), topology="1x1x1"
     )
-    text = lowered(monkeypatch, SingleDeviceSharding(found.devices[0])).compile().as_text()
+    text = lowered(monkeypatch, SingleDeviceSharding(chips.devices[0])).compile().as_text()
     assert "__cudnn$fmhaSoftmax" in text
     assert "__cudnn$fmhaSoftmaxBackward" in text
     assert quadratic(text, r"\w\[[\d,]+\]") == []

@@ -50,10 +50,10 @@ OF_GPU = Kernel(
 
 def micro_batch(packed: attended.Packed) -> TrainBatch:
     rng = np.random.default_rng(0)
-    asked = (*packed.prompt_length.shape, packed.width)
+    prompt_shape = (*packed.prompt_length.shape, packed.width)
     nothing = np.zeros(packed.segment.shape, np.float32)
     arrays: dict[str, Any] = {
-        "prompt_tokens": rng.integers(0, 13, asked, np.int32),
+        "prompt_tokens": rng.integers(0, 13, prompt_shape, np.int32),
         **{name: rng.integers(0, 13, nothing.shape, np.int32) for name in ("tokens", "targets")},
         **dict.fromkeys(("advantage", "weight", "proximal_logp"), nothing),
         **{name: getattr(packed, name) for name in ("segment", "position", "row_prompt")},
@@ -65,7 +65,7 @@ def micro_batch(packed: attended.Packed) -> TrainBatch:
     return jax.tree.map(jnp.asarray, TrainBatch(**arrays))
 
 
-def of_pass(config: ModelConfig, packed: attended.Packed, kernel: Kernel):
+def hidden_and_gradients(config: ModelConfig, packed: attended.Packed, kernel: Kernel):
     """Hidden states of the real tokens, and the gradients of a random product with them."""
     model = decoder.build(config, remat="full")
     rng = np.random.default_rng(1)
@@ -87,8 +87,8 @@ def of_pass(config: ModelConfig, packed: attended.Packed, kernel: Kernel):
 
 def assert_same(actual, expected):
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for one, other in pairs:
-        error, size = jnp.linalg.norm(one - other), jnp.linalg.norm(other)
+    for actual_leaf, expected_leaf in pairs:
+        error, size = jnp.linalg.norm(actual_leaf - expected_leaf), jnp.linalg.norm(expected_leaf)
         assert float(error) <= 1e-5 * float(size)
 
 
@@ -98,17 +98,21 @@ def assert_same(actual, expected):
     ids=["splash", "cudnn"],
 )
 def test_a_model_by_a_kernel_is_the_model_by_xla(config, packed, kernel):
-    assert_same(of_pass(config, packed, kernel), of_pass(config, packed, XLA))
+    assert_same(
+        hidden_and_gradients(config, packed, kernel), hidden_and_gradients(config, packed, XLA)
+    )
 
 
 def test_a_model_in_blocks_is_the_model_in_one(monkeypatch):
     with jax.enable_x64(True):
         config = dataclasses.replace(CAPPED, dtype="float64")
-        whole = of_pass(config, SEVERAL, XLA)
+        unblocked = hidden_and_gradients(config, SEVERAL, XLA)
         monkeypatch.setattr(plain, "BLOCK_BYTES", 3 * 3 * 4 * 17 * 8)  # blocks of 3 queries
-        blocks = of_pass(config, SEVERAL, XLA)
-        for one, other in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
+        blocks = hidden_and_gradients(config, SEVERAL, XLA)
+        for blocked_leaf, unblocked_leaf in zip(
+            jax.tree.leaves(blocks), jax.tree.leaves(unblocked), strict=True
+        ):
+            np.testing.assert_allclose(blocked_leaf, unblocked_leaf, rtol=0, atol=1e-9)
 
 
 SOFT_CAPPED = ["gemma2"]

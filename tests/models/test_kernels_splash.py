@@ -23,8 +23,8 @@ LONG = attended.packed([[60, 100, 90], [256]], [1, 0], [130, 40], width=140, siz
 BOTH = LayerKind(window=70, soft_cap=1.5)
 
 
-def rows(made, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
-    attend = made(*packed.placed)
+def rows(implementation, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
+    attend = implementation(*packed.placed)
     return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
 
 
@@ -38,23 +38,25 @@ interpreted = functools.partial(splash.rows_with_prefix, interpret=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def with_gradients(attend, cotangent, *given):
-    out, back = jax.vjp(attend, *given)
+def with_gradients(attend, cotangent, *inputs):
+    out, back = jax.vjp(attend, *inputs)
     return jnp.where(cotangent != 0, out, 0), back(cotangent)
 
 
 def assert_same(actual, expected, atol):
-    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
-        assert np.abs(other).max() > 100 * atol  # or nothing would be compared
+    for actual_leaf, expected_leaf in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=0, atol=atol)
+        assert np.abs(expected_leaf).max() > 100 * atol  # or nothing would be compared
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=attended.name)
 def test_rows_are_the_plain_ones_with_their_gradients(kind):
-    *given, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     actual, expected = (
-        with_gradients(functools.partial(rows, made, SEVERAL, kind), cotangent, *given)
-        for made in (interpreted, attention.rows_with_prefix)
+        with_gradients(functools.partial(rows, implementation, SEVERAL, kind), cotangent, *inputs)
+        for implementation in (interpreted, attention.rows_with_prefix)
     )
     assert_same(actual, expected, 2e-5)
 
@@ -62,10 +64,10 @@ def test_rows_are_the_plain_ones_with_their_gradients(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [LayerKind(), BOTH], ids=attended.name)
 def test_rows_of_several_blocks_are_the_plain_ones(kind):
-    *given, cotangent = map(jnp.asarray, attended.draws(LONG, np.float32))
+    *inputs, cotangent = map(jnp.asarray, attended.draws(LONG, np.float32))
     actual, expected = (
-        with_gradients(functools.partial(rows, made, LONG, kind), cotangent, *given)
-        for made in (interpreted, attention.rows_with_prefix)
+        with_gradients(functools.partial(rows, implementation, LONG, kind), cotangent, *inputs)
+        for implementation in (interpreted, attention.rows_with_prefix)
     )
     assert_same(actual, expected, 5e-5)
 
@@ -76,30 +78,35 @@ def test_prompts_are_the_plain_ones_with_their_gradients():
     valid = position < jnp.asarray([12, 7, 0])[:, None]
     cotangent = cotangent * valid[..., None, None]
 
-    def attend(made, kind, query, key, value):
-        return made(position, valid)(query, key, value, None, kind)[0]
+    def attend(implementation, kind, query, key, value):
+        return implementation(position, valid)(query, key, value, None, kind)[0]
 
     for kind in KINDS[::3]:
         actual, expected = (
-            with_gradients(functools.partial(attend, made, kind), cotangent, query, key, value)
-            for made in (functools.partial(splash.causal, interpret=True), attention.causal)
+            with_gradients(
+                functools.partial(attend, implementation, kind), cotangent, query, key, value
+            )
+            for implementation in (
+                functools.partial(splash.causal, interpret=True),
+                attention.causal,
+            )
         )
         assert_same(actual, expected, 2e-5)
 
 
 def test_its_gradients_are_those_of_finite_differences():
     kind = LayerKind(window=4, soft_cap=1.5)
-    *given, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
 
     @jax.jit
     def loss(step, along):
-        moved = [one + step * way for one, way in zip(given, along, strict=True)]
+        moved = [leaf + step * way for leaf, way in zip(inputs, along, strict=True)]
         return (rows(interpreted, SEVERAL, kind, *moved) * cotangent).sum()
 
     step = 1e-2
-    _, back = jax.vjp(functools.partial(rows, interpreted, SEVERAL, kind), *given)
+    _, back = jax.vjp(functools.partial(rows, interpreted, SEVERAL, kind), *inputs)
     for i, gradient in enumerate(back(cotangent)):
-        along = [jnp.zeros_like(one) for one in given]
+        along = [jnp.zeros_like(leaf) for leaf in inputs]
         along[i] = gradient / jnp.linalg.norm(gradient)  # the way on which it matters most
         slope = (loss(step, along) - loss(-step, along)) / (2 * step)
         np.testing.assert_allclose(slope, jnp.linalg.norm(gradient), rtol=2e-3)
@@ -108,7 +115,7 @@ def test_its_gradients_are_those_of_finite_differences():
 def test_blocks_beyond_a_window_are_left_out():
     of_row = splash.Reach((512, 1024), splash.Sees(prefix=512, window=128))
     slices = [slice(start, start + 128) for start in range(0, 1024, 128)]
-    computed = [[of_row[asked, shown].any() for shown in slices] for asked in slices[:4]]
+    computed = [[of_row[queries, shown].any() for shown in slices] for queries in slices[:4]]
     # The last block of the prompt, for a sample that may begin anywhere; of the row, two.
     expected = np.zeros((4, 8), bool)
     expected[:, 3] = True
@@ -119,11 +126,11 @@ def test_blocks_beyond_a_window_are_left_out():
 
 @pytest.mark.parametrize("break_it", ["position", "segment"])
 def test_a_row_that_is_not_in_order_gives_nan_and_leaves_others_alone(break_it):
-    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     changed = getattr(SEVERAL, break_it).copy()
     changed[0, 0, 3] += 1 if break_it == "position" else 2
     broken = SEVERAL._replace(**{break_it: changed})
-    out, good = (rows(interpreted, one, KINDS[0], *given) for one in (broken, SEVERAL))
+    out, good = (rows(interpreted, packed, KINDS[0], *inputs) for packed in (broken, SEVERAL))
     assert np.isnan(out[0, 0]).all()
     np.testing.assert_array_equal(out[0, 1:], good[0, 1:])
 
@@ -131,19 +138,19 @@ def test_a_row_that_is_not_in_order_gives_nan_and_leaves_others_alone(break_it):
 @pytest.mark.slow
 def test_on_a_mesh_every_device_computes_its_bins_and_heads():
     kind, devices = LayerKind(window=4), jax.devices()
-    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
-    twice = [jnp.concatenate([one, -one]) for one in given]
-    both = SEVERAL._replace(
+    *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    twice = [jnp.concatenate([leaf, -leaf]) for leaf in inputs]
+    doubled = SEVERAL._replace(
         **{k: np.repeat(v, 2, 0) for k, v in SEVERAL._asdict().items() if k != "width"}
     )
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=devices)
-    made = functools.partial(interpreted, mesh=mesh)
-    actual = jax.jit(functools.partial(rows, made, both, kind))(*twice)
+    on_mesh = functools.partial(interpreted, mesh=mesh)
+    actual = jax.jit(functools.partial(rows, on_mesh, doubled, kind))(*twice)
     assert actual.sharding.is_equivalent_to(
         sharding.named(mesh, "bins", "rows", None, "heads", None), actual.ndim
     )
-    expected = rows(attention.rows_with_prefix, both, kind, *twice)
-    real = both.segment > 0
+    expected = rows(attention.rows_with_prefix, doubled, kind, *twice)
+    real = doubled.segment > 0
     np.testing.assert_allclose(actual[real], expected[real], atol=2e-5)
 
 
@@ -154,11 +161,11 @@ def test_compiled_for_a_tpu_it_is_three_kernels_and_no_scores(topology):
     context, prompt, kind = 4096, 1000, LayerKind(window=512, soft_cap=30.0)
     if topology == "one chip":
         options = {"chips_per_host_bounds": (1, 1, 1)}
-        found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", **options)
-        mesh = sharding.make_mesh(devices=found.devices)
+        chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", **options)
+        mesh = sharding.make_mesh(devices=chips.devices)
     else:
-        found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-        mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, devices=found.devices)
+        chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+        mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, devices=chips.devices)
     bins = sharding.num_bins(mesh)
 
     def spec(*shape: int, dtype="bfloat16"):
@@ -166,20 +173,20 @@ def test_compiled_for_a_tpu_it_is_three_kernels_and_no_scores(topology):
         layout = sharding.named(mesh, *axes)
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout)
 
-    def loss(given, *placed):
-        made = functools.partial(splash.rows_with_prefix, mesh=mesh)
-        return rows(made, Placed(placed), kind, *given).astype(jnp.float32).sum()
+    def loss(operands, *placed):
+        implementation = functools.partial(splash.rows_with_prefix, mesh=mesh)
+        return rows(implementation, Placed(placed), kind, *operands).astype(jnp.float32).sum()
 
-    own = [spec(bins, 2, context, heads, 128) for heads in (8, 2, 2)]
+    row_specs = [spec(bins, 2, context, heads, 128) for heads in (8, 2, 2)]
     placed = [
         spec(bins, *shape, dtype="int32") for shape in ((2, context), (2, context), (2,), (1,))
     ]
-    given = [*own, *[spec(bins, 1, prompt, 2, 128)] * 2]
-    traced = jax.jit(jax.value_and_grad(loss)).trace(given, *placed)
+    specs = [*row_specs, *[spec(bins, 1, prompt, 2, 128)] * 2]
+    traced = jax.jit(jax.value_and_grad(loss)).trace(specs, *placed)
     text = traced.lower(lowering_platforms=("tpu",)).compile().as_text() or ""
     for phase in ("fwd_segmented_residuals", "dq_segmented_no", "dkv_segmented_no"):
         assert f"splash_mha_{phase}" in text
     assert text.count('custom_call_target="tpu_custom_call"') == 3
-    sizes = [tuple(map(int, one.split(","))) for one in re.findall(r"\w\[([\d,]+)\]", text)]
+    sizes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)]
     assert (1, 2, context, 8 // mesh.shape["tensor"], 128) in sizes
-    assert not [one for one in sizes if sum(size >= context for size in one) > 1]
+    assert not [shape for shape in sizes if sum(size >= context for size in shape) > 1]

@@ -62,10 +62,10 @@ def test_rotation_turns_each_half_pair_by_position_times_frequency():
 def test_scores_of_rotated_vectors_depend_on_distance_only():
     query, key = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
 
-    def score(at: int, other: int) -> float:
+    def score(at: int, key_position: int) -> float:
         turned = [
             rotate(jnp.asarray(x), rotary_angles(jnp.asarray([[p]]), Rope(), 8))
-            for x, p in ((query, at), (key, other))
+            for x, p in ((query, at), (key, key_position))
         ]
         return float(jnp.vdot(*turned))
 

@@ -29,25 +29,23 @@ def make(dtype):
     }
 
 
-def logits_of(head, bias, hidden):
+def project(head, bias, hidden):
     """A head with a bias and Gemma's soft cap: not linear, so nothing may assume that it is."""
     z = hidden @ head + jnp.expand_dims(bias, (0, 1))
     return 30 * jnp.tanh(z / 30)
 
 
 def chunked(case, temperature=0.7, **options):
-    unembed = functools.partial(logits_of, case["head"], case["bias"])
+    unembed = functools.partial(project, case["head"], case["bias"])
     return token_logprobs(
         unembed, case["hidden"], case["targets"], temperature=temperature, **options
     )
 
 
 def unchunked(case, temperature=0.7):
-    logp = jax.nn.log_softmax(
-        logits_of(case["head"], case["bias"], case["hidden"]) / temperature, -1
-    )
-    chosen = jnp.take_along_axis(logp, case["targets"][..., None], -1)[..., 0]
-    return chosen, -(jnp.exp(logp) * logp).sum(-1)
+    logp = jax.nn.log_softmax(project(case["head"], case["bias"], case["hidden"]) / temperature, -1)
+    target_logp = jnp.take_along_axis(logp, case["targets"][..., None], -1)[..., 0]
+    return target_logp, -(jnp.exp(logp) * logp).sum(-1)
 
 
 def objective(floats, case, values):
@@ -75,8 +73,8 @@ def numpy_values(case, temperature=0.7):
     z = 30 * np.tanh((wide["hidden"] @ wide["head"] + wide["bias"]) / 30) / temperature
     prob = np.exp(z - z.max(-1, keepdims=True))
     prob /= prob.sum(-1, keepdims=True)
-    chosen = np.take_along_axis(prob, case["targets"][..., None], -1)[..., 0]
-    return np.log(chosen), -(prob * np.log(prob)).sum(-1)
+    target_probability = np.take_along_axis(prob, case["targets"][..., None], -1)[..., 0]
+    return np.log(target_probability), -(prob * np.log(prob)).sum(-1)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(np.float32, 2e-5), (np.float64, 1e-13)])
@@ -107,10 +105,10 @@ def test_the_entropy_carries_gradient_only_where_that_is_asked_for(limit):
         case = make(np.float64)
         no_entropy = {**case, "for_entropy": np.zeros((BINS, LENGTH))}
         _, want = evaluate(no_entropy, unchunked)
-        for asked in ("none", "value"):
-            run = functools.partial(chunked, entropy=asked, logits_per_chunk=limit)
+        for mode in ("none", "value"):
+            run = functools.partial(chunked, entropy=mode, logits_per_chunk=limit)
             (_, (_, entropy)), got = evaluate(case, run)
-            assert (entropy is None) == (asked == "none")
+            assert (entropy is None) == (mode == "none")
             assert_equal(got, want, 1e-12)
 
 
@@ -144,9 +142,9 @@ def test_a_bfloat16_head_sums_its_gradient_over_chunks_in_float32():
 def test_the_entropy_is_paid_for_only_where_it_is_asked_for():
     case = make(np.float32)
 
-    def operations(asked):
+    def operations(mode):
         def loss(floats, case):
-            values = chunked({**case, **floats}, entropy=asked)
+            values = chunked({**case, **floats}, entropy=mode)
             return sum(value.sum() for value in values if value is not None), values
 
         floats = {name: case[name] for name in ("hidden", "head", "bias")}
@@ -222,6 +220,8 @@ def check_sharded(mesh):
     want = jax.jit(run)(hidden, table, targets)
     assert_equal(got, want, 1e-11)
     # Logits of one chunk, whole along the vocabulary, stand nowhere in the program.
-    whole = {shape for shape in ELEMENTS.findall(program.as_text()) if shape.endswith(f",{vocab}")}
-    assert not whole
+    full_rows = {
+        shape for shape in ELEMENTS.findall(program.as_text()) if shape.endswith(f",{vocab}")
+    }
+    assert not full_rows
     assert f",{vocab // mesh.shape['tensor']}]" in program.as_text()

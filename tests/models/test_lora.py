@@ -74,11 +74,11 @@ def test_merged_weights_compute_what_adapters_do(config, settings):
         model = adapted(config, settings, dtype="float64")
         plain = decoder.build(lora.base_config(model.config))
         params = drawn(model)
-        found = logits(model, params)
+        by_adapters = logits(model, params)
         merged = logits(plain, lora.merge(model, params))
         base = logits(plain, lora.split(params)[1])
-    np.testing.assert_allclose(found, merged, atol=1e-9, rtol=0)
-    assert np.abs(found - base).max() > 0.1
+    np.testing.assert_allclose(by_adapters, merged, atol=1e-9, rtol=0)
+    assert np.abs(by_adapters - base).max() > 0.1
 
 
 def test_one_map_is_the_formula():
@@ -88,8 +88,8 @@ def test_one_map_is_the_formula():
         tree["blocks"]["0"]["attention"]["out"]["kernel"][1]
         for tree in (params, lora.merge(model, params))
     )
-    own = params["blocks"]["0"]["attention"]["out"]
-    low, high = (np.asarray(own[name][1], np.float64) for name in lora.NAMES)
+    weights = params["blocks"]["0"]["attention"]["out"]
+    low, high = (np.asarray(weights[name][1], np.float64) for name in lora.NAMES)
     change = 7.0 / 3 * np.einsum("hdr,re->hde", low, high)
     np.testing.assert_allclose(after, np.asarray(before) + change, atol=1e-6)
 
@@ -104,11 +104,11 @@ def test_fresh_adapters_change_nothing_and_weights_are_those_of_the_base(config)
     model, plain = adapted(config), decoder.build(config)
     key = jax.random.key(3)
     params, base = model.init(key), plain.init(key)
-    own, weights = lora.split(params)
+    adapter, weights = lora.split(params)
     jax.tree.map(np.testing.assert_array_equal, weights, base)
     np.testing.assert_array_equal(logits(model, params), logits(plain, base))
-    jax.tree.map(np.testing.assert_array_equal, own, jax.jit(lambda: lora.init(model, key))())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(own):
+    jax.tree.map(np.testing.assert_array_equal, adapter, jax.jit(lambda: lora.init(model, key))())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(adapter):
         if path[-1].key == "lora_b":
             assert not leaf.any()
             continue
@@ -119,34 +119,39 @@ def test_fresh_adapters_change_nothing_and_weights_are_those_of_the_base(config)
 
 def test_targets_choose_the_maps():
     model = adapted(tiny.LOCAL_GLOBAL, LoraConfig(rank=2, alpha=1.0, targets=r".*/(key|down)"))
-    own, base = lora.split(model.shapes)
-    layers = [*own["blocks"].values(), *own["rest"].values()]
+    adapter, base = lora.split(model.shapes)
+    layers = [*adapter["blocks"].values(), *adapter["rest"].values()]
     assert len(layers) == 4
     leaves = {"lora_a", "lora_b"}
     for layer in layers:
-        found = {f"{part}/{name}": set(layer[part][name]) for part in layer for name in layer[part]}
-        assert found == {"attention/key": leaves, "feed_forward/down": leaves}
+        leaves_by_map = {
+            f"{part}/{name}": set(layer[part][name]) for part in layer for name in layer[part]
+        }
+        assert leaves_by_map == {"attention/key": leaves, "feed_forward/down": leaves}
     assert base == decoder.build(tiny.LOCAL_GLOBAL).shapes
-    assert lora.join(own, base) == model.shapes
+    assert lora.join(adapter, base) == model.shapes
     every = LoraConfig(rank=2, alpha=1.0)
     assert every.modules == LINEAR
 
 
 def test_gradients_of_adapters_need_none_of_the_weights():
     model = adapted(tiny.LOCAL_GLOBAL)
-    own, base = lora.split(drawn(model))
+    adapter, base = lora.split(drawn(model))
 
-    def loss(own, base):
-        return jax.nn.log_softmax(logits(model, lora.join(own, base)))[..., 3].mean()
+    def loss(trainable, base):
+        return jax.nn.log_softmax(logits(model, lora.join(trainable, base)))[..., 3].mean()
 
-    one, both = jax.jit(jax.grad(loss)), jax.jit(jax.grad(loss, argnums=(0, 1)))
-    found = one(own, base)
-    assert jax.tree.structure(found) == jax.tree.structure(own)
-    whole, _ = both(own, base)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
+    grad_of_adapter, grad_of_all = jax.jit(jax.grad(loss)), jax.jit(jax.grad(loss, argnums=(0, 1)))
+    gradient = grad_of_adapter(adapter, base)
+    assert jax.tree.structure(gradient) == jax.tree.structure(adapter)
+    full_gradient, _ = grad_of_all(adapter, base)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient, full_gradient)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
     # Of forward, through and onto the weights, three equal parts, the third is left out.
-    plans = [program.lower(own, base).compile().cost_analysis() for program in (one, both)]
+    plans = [
+        program.lower(adapter, base).compile().cost_analysis()
+        for program in (grad_of_adapter, grad_of_all)
+    ]
     flops = [(plan or {})["flops"] for plan in plans]
     assert flops[0] < 0.85 * flops[1]
 
@@ -156,9 +161,9 @@ def test_adapters_are_laid_out_as_their_weights_and_compute_the_same():
     params = drawn(model)
     mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
-    own = layout["blocks"]["0"]
+    layer = layout["blocks"]["0"]
     specs = {
-        f"{module}/{name}": tuple(own[part][module][name].spec)
+        f"{module}/{name}": tuple(layer[part][module][name].spec)
         for part, module in (("attention", "key"), ("attention", "out"), ("feed_forward", "down"))
         for name in lora.NAMES
     }
@@ -180,12 +185,12 @@ def test_adapters_are_laid_out_as_their_weights_and_compute_the_same():
 
 def test_merging_rounds_once_to_the_dtype_of_the_weights():
     model = adapted(tiny.UNIFORM, dtype="bfloat16")
-    own, base = lora.split(drawn(model))
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), own)
+    adapter, base = lora.split(drawn(model))
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), adapter)
     merged = lora.merge(model, lora.join(wide, base))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(merged)} == {"bfloat16"}
-    whole = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), lora.join(own, base))
-    exact = lora.merge(model, whole)
+    wide_params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), lora.join(adapter, base))
+    exact = lora.merge(model, wide_params)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), merged, exact
     )

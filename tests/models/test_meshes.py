@@ -61,17 +61,17 @@ def test_only_data_goes_across_slices(sizes):
 def test_a_copy_of_the_weights_to_sample_is_on_neighbours_of_one_slice(slices, tensor):
     devices = chips("v5e:4x4", slices)
     mesh = sharding.make_mesh(fsdp=16, devices=devices)
-    other = sharding.sampling_mesh(mesh, tensor)
-    assert [*other.devices.flat] == [*mesh.devices.flat]
-    assert dict(other.shape) == {
+    sampling = sharding.sampling_mesh(mesh, tensor)
+    assert [*sampling.devices.flat] == [*mesh.devices.flat]
+    assert dict(sampling.shape) == {
         "data": 16 * slices // tensor,
         "fsdp": 1,
         "tensor": tensor,
         "context": 1,
     }
     if slices > 1:
-        assert places(other.devices, 2, "slice_index") == {1}
-    for copy in other.devices.reshape(-1, tensor):
+        assert places(sampling.devices, 2, "slice_index") == {1}
+    for copy in sampling.devices.reshape(-1, tensor):
         coordinates = np.array([device.coords for device in copy])
         assert set(np.abs(np.diff(coordinates, axis=0)).sum(1)) == {
             1
@@ -139,13 +139,13 @@ def test_a_compiled_move_brings_the_bytes_that_are_counted(sizes, tensor, most, 
     for name, axes in AXES.items():
         source = sharding.named(mesh, *axes)
         target = sharding.named(to, *axes, rules=sharding.SAMPLING)
-        shape, held = SHAPES[name], jnp.float32 if is_cast else jnp.bfloat16
-        given = jax.ShapeDtypeStruct(shape, held, sharding=source)
+        shape, source_dtype = SHAPES[name], jnp.float32 if is_cast else jnp.bfloat16
+        argument = jax.ShapeDtypeStruct(shape, source_dtype, sharding=source)
 
         def move(value, source=source, target=target):
             return moved(value.astype(jnp.bfloat16), source, target)
 
-        lowered = jax.jit(move).trace(given).lower(lowering_platforms=("tpu",))
+        lowered = jax.jit(move).trace(argument).lower(lowering_platforms=("tpu",))
         compiled = lowered.compile()
         assert compiled.output_shardings.is_equivalent_to(target, len(shape))
         text, planned = compiled.as_text(), compiled.memory_analysis()
@@ -154,16 +154,16 @@ def test_a_compiled_move_brings_the_bytes_that_are_counted(sizes, tensor, most, 
         came = sum(received(line) for line in text.splitlines())
         least = 2 * max(moved_entries(shape, source, target).values())
         assert least <= came <= most * least
-        own = 2 * math.prod(target.shard_shape(shape))
-        assert planned.temp_size_in_bytes <= 2 * own
+        part_bytes = 2 * math.prod(target.shard_shape(shape))
+        assert planned.temp_size_in_bytes <= 2 * part_bytes
 
 
 def received(line: str) -> int:
     """Bytes that a collective brings to a device from others."""
-    found = EXCHANGED.search(line)
-    if not found:
+    match = EXCHANGED.search(line)
+    if not match:
         return 0
-    dtype, shape, kind, _ = found.groups()
+    dtype, shape, kind, _ = match.groups()
     assert dtype == "bf16"
     size = 2 * math.prod(map(int, shape.split(",")))
     if kind == "collective-permute":
@@ -175,14 +175,14 @@ def received(line: str) -> int:
 
 def group_size(line: str) -> int:
     """Devices that take part in one group of a collective."""
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", line):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
-    found = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    assert found, line
-    return found[1].count(",") + 1
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", match[2]))
+    match = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    assert match, line
+    return match[1].count(",") + 1
 
 
 def test_meshes_without_common_parts_are_told():

@@ -52,16 +52,16 @@ def test_the_family_of_the_examples_computes_what_transformers_does(exaone, fami
     model, params = jaxgrpo.load_model(folder, family=family)
     assert [kind.rope is None for kind in model.config.kinds] == [False, True, False]
     tokens, mask = checkpoints.batch()
-    found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+    exported = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     real = mask.astype(bool)
     expected = checkpoints.logits_of(theirs, tokens, mask)
-    np.testing.assert_allclose(found[real], expected[real], atol=2e-4, rtol=0)
+    np.testing.assert_allclose(exported[real], expected[real], atol=2e-4, rtol=0)
     assert expected[real].std() > 0.2
     jaxgrpo.save_model(model, params, tmp_path / "ours")
     again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager")
-    expected, found = theirs.state_dict(), again.state_dict()
-    assert expected.keys() == found.keys()
-    assert all((expected[name] == found[name]).all() for name in expected)
+    expected, exported = theirs.state_dict(), again.state_dict()
+    assert expected.keys() == exported.keys()
+    assert all((expected[name] == exported[name]).all() for name in expected)
 
 
 def test_without_a_window_every_layer_turns(exaone, family):
@@ -116,6 +116,6 @@ def test_a_family_may_be_registered_again_but_replaces_no_other(family):
 
 
 def test_a_folder_of_another_family_is_refused(exaone, family):
-    other = family._replace(model_type="exaone9")
+    renamed = family._replace(model_type="exaone9")
     with pytest.raises(InputError, match="model_type = 'exaone4', but the family given is"):
-        folders.read_config(exaone[1], other)
+        folders.read_config(exaone[1], renamed)

@@ -32,15 +32,15 @@ def gradients(folder, theirs, pad: int = PAD) -> tuple[Any, Any]:
         return jaxgrpo.token_logp(model, params, tokens, mask).sum()
 
     ours = jax.grad(total)(params)
-    given = torch.as_tensor(tokens)
-    logp = theirs(given).logits.log_softmax(-1)[:, :-1]
-    logp.gather(-1, given[:, 1:, None]).sum().backward()
+    token_tensor = torch.as_tensor(tokens)
+    logp = theirs(token_tensor).logits.log_softmax(-1)[:, :-1]
+    logp.gather(-1, token_tensor[:, 1:, None]).sum().backward()
     return ours, dict(theirs.named_parameters())
 
 
-def close(found, expected) -> None:
+def close(actual, expected) -> None:
     expected = expected.grad.numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("pad", [PAD, PAD - checkpoints.VOCAB, None])
@@ -72,9 +72,11 @@ def test_the_pad_token_of_each_family_is_that_of_transformers(family):
     config = checkpoints.config_of(family, vocab_size=200_000)
     fields = json.loads(config.to_json_string())
     cases: tuple[dict[str, Any], ...] = ({}, {"pad_token_id": None}, {"pad_token_id": 7})
-    for given in cases:
-        read = {name: value for name, value in fields.items() if name != "pad_token_id"} | given
-        expected = CONFIG_MAPPING[family](**given).pad_token_id
+    for pad_fields in cases:
+        read = {
+            name: value for name, value in fields.items() if name != "pad_token_id"
+        } | pad_fields
+        expected = CONFIG_MAPPING[family](**pad_fields).pad_token_id
         read["architectures"] = [FAMILIES[family].architecture]
         assert model_config(read, "config.json").pad_token == expected
 
@@ -93,14 +95,14 @@ def test_values_and_other_rows_are_as_without_a_pad_token():
     padded = dataclasses.replace(plain, pad_token=PAD)
     tokens = np.array([[PAD, 7, PAD, 9]])
 
-    def of(config):
+    def loss_and_gradient(config):
         def total(params):
             return jnp.square(jaxgrpo.logits(tiny.model(config), params, tokens, tokens > 0)).sum()
 
         return jax.value_and_grad(total)(tiny.params())
 
-    (one, before), (other, after) = of(plain), of(padded)
-    assert one == other
+    (plain_loss, before), (padded_loss, after) = loss_and_gradient(plain), loss_and_gradient(padded)
+    assert plain_loss == padded_loss
     moved = np.asarray(before["embed"]["table"] != after["embed"]["table"]).any(1)
     assert np.flatnonzero(moved).tolist() == [PAD]
     for name in ("head", "blocks"):

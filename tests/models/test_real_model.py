@@ -55,9 +55,9 @@ def real(tmp_path_factory):
 
 def test_its_logits_are_those_of_transformers(real):
     expected = checkpoints.logits_of(real.theirs, *real.batch)
-    found = np.asarray(jaxgrpo.logits(real.model, real.params, *real.batch))
+    logits = np.asarray(jaxgrpo.logits(real.model, real.params, *real.batch))
     mask = real.batch[1]
-    np.testing.assert_allclose(found[mask], expected[mask], atol=CLOSE, rtol=0)
+    np.testing.assert_allclose(logits[mask], expected[mask], atol=CLOSE, rtol=0)
     assert np.abs(expected[mask]).max() > 10
 
 
@@ -72,8 +72,8 @@ def test_its_likeliest_answers_are_those_of_transformers(real):
         tokens = real.theirs.generate(**coded, max_new_tokens=4, do_sample=False).numpy()
     mask = np.ones(tokens.shape, bool)
     mask[:, :length] = coded["attention_mask"].numpy()
-    found = np.asarray(jaxgrpo.logits(real.model, real.params, tokens, mask)).argmax(-1)
-    np.testing.assert_array_equal(found[:, length - 1 : -1], tokens[:, length:])
+    likeliest = np.asarray(jaxgrpo.logits(real.model, real.params, tokens, mask)).argmax(-1)
+    np.testing.assert_array_equal(likeliest[:, length - 1 : -1], tokens[:, length:])
     texts = real.tokenizer.batch_decode(tokens[:, length:])
     assert all(text.split("\n")[0].isdecimal() for text in texts)  # it has seen what is asked
 
@@ -82,12 +82,12 @@ def test_what_is_saved_is_what_was_imported_bit_for_bit(real, tmp_path):
     from safetensors.numpy import load_file
 
     jaxgrpo.save_model(real.model, real.params, tmp_path / "out", base=real.folder)
-    expected, found = (
+    expected, saved = (
         load_file(folder / "model.safetensors") for folder in (real.folder, tmp_path / "out")
     )
-    assert found.keys() == expected.keys()
+    assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
-        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+        np.testing.assert_array_equal(saved[name], tensor, err_msg=name)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (real.folder / file).read_bytes()
 
@@ -99,10 +99,10 @@ def test_an_adapter_of_peft_computes_the_same_on_it(real, tmp_path):
     wrapped = checkpoints.peft_model(real.theirs, tmp_path / "adapter", **adapted)
     expected = checkpoints.logits_of(wrapped, *real.batch)
     wrapped.unload()
-    model, own = jaxgrpo.load_model(real.folder, adapter=tmp_path / "adapter")
-    found = np.asarray(jaxgrpo.logits(model, lora.join(own, real.params), *real.batch))
+    model, adapter = jaxgrpo.load_model(real.folder, adapter=tmp_path / "adapter")
+    logits = np.asarray(jaxgrpo.logits(model, lora.join(adapter, real.params), *real.batch))
     mask = real.batch[1]
-    np.testing.assert_allclose(found[mask], expected[mask], atol=CLOSE, rtol=0)
+    np.testing.assert_allclose(logits[mask], expected[mask], atol=CLOSE, rtol=0)
     assert np.abs(expected - without)[mask].max() > 100 * CLOSE
 
 
@@ -112,8 +112,10 @@ def test_ten_steps_teach_it_to_add_and_transformers_counts_the_same(
 ):
     variables = environment(XLA_FLAGS="", PYTHONPATH=str(repository))
     command = [python, "-m", "docs.real_model"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1500
     )
-    assert done.returncode == 0, done.stdout + done.stderr  # the bar is in docs/real_model.py
-    assert "jaxgrpo  " in done.stdout
+    assert process.returncode == 0, (
+        process.stdout + process.stderr
+    )  # the bar is in docs/real_model.py
+    assert "jaxgrpo  " in process.stdout

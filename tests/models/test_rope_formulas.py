@@ -76,14 +76,14 @@ def at_position_1(turn: rope.Turn, head_dim: int) -> np.ndarray:
     return np.asarray(angles, float).reshape(2, -1)
 
 
-def of_transformers(given: dict[str, Any]) -> tuple[np.ndarray, float]:
+def transformers_rope(rope_fields: dict[str, Any]) -> tuple[np.ndarray, float]:
     """(frequencies, scale)."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config: Any = LlamaConfig(
-        head_dim=16, max_position_embeddings=512, rope_parameters={"rope_theta": 1e4, **given}
+        head_dim=16, max_position_embeddings=512, rope_parameters={"rope_theta": 1e4, **rope_fields}
     )
     kind = config.rope_parameters["rope_type"]
     plain = LlamaRotaryEmbedding.compute_default_rope_parameters
@@ -97,7 +97,7 @@ def test_frequencies_and_scale_are_those_of_transformers(case):
     turn = rope.read_turn(fields, head_dim=16, max_positions=512)
     assert fields.problems == []
     cos, sin = at_position_1(turn, 16)
-    frequency, scale = of_transformers(CASES[case])
+    frequency, scale = transformers_rope(CASES[case])
     # At position 1 the angle is the frequency, all of which are below pi here.
     np.testing.assert_allclose(np.arctan2(sin, cos), frequency, rtol=1e-5)
     np.testing.assert_allclose(np.hypot(cos, sin), scale, rtol=1e-6)
@@ -109,8 +109,8 @@ def test_a_share_of_the_head_turns_as_a_head_of_that_size_does():
     fields = Fields({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
     turn = rope.read_turn(fields, head_dim=32, max_positions=512, partial=True)
     cos, sin = at_position_1(turn, 32)
-    found = np.arctan2(sin, cos)
-    np.testing.assert_allclose(found, of_transformers({"rope_type": "default"})[0], rtol=1e-5)
+    angle = np.arctan2(sin, cos)
+    np.testing.assert_allclose(angle, transformers_rope({"rope_type": "default"})[0], rtol=1e-5)
 
 
 WRONG = {
@@ -133,7 +133,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_gives_no_rope_is_refused_by_name(case):
-    given, name = WRONG[case]
-    fields = Fields({"rope_parameters": given})
+    rope_fields, name = WRONG[case]
+    fields = Fields({"rope_parameters": rope_fields})
     rope.read_turn(fields, head_dim=16, max_positions=512)
     assert any("rope_parameters" in problem and name in problem for problem in fields.problems)

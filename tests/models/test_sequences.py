@@ -54,5 +54,5 @@ def test_padding_may_be_any_token_and_traced_ones_are_not_looked_at(function):
     want = function(tiny.model(), tiny.params(), tokens, MASK)
     padded = np.where(MASK, tokens, -100)
     traced = jax.jit(lambda tokens, mask: function(tiny.model(), tiny.params(), tokens, mask))
-    for found in (function(tiny.model(), tiny.params(), padded, MASK), traced(padded, MASK)):
-        np.testing.assert_allclose(found[MASK == 1], want[MASK == 1], rtol=1e-5, atol=1e-5)
+    for values in (function(tiny.model(), tiny.params(), padded, MASK), traced(padded, MASK)):
+        np.testing.assert_allclose(values[MASK == 1], want[MASK == 1], rtol=1e-5, atol=1e-5)

@@ -110,12 +110,12 @@ class CountingSlice:
         self.stored, self.name, self.counts = stored, name, counts
 
     def __getitem__(self, where):
-        found = self.stored[where]
-        self.counts[self.name] += found.size
-        return found
+        part = self.stored[where]
+        self.counts[self.name] += part.size
+        return part
 
 
-def bytes_of(params) -> list[bytes]:
+def leaf_bytes(params) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
@@ -132,7 +132,7 @@ def test_what_is_written_is_read_again_bit_for_bit(seed, family, dtype, tmp_path
     model = build(drawn_config(seed, dtype=dtype))
     params, names = draw(model), FAMILIES[family]
     folder = write(tmp_path / "m", model, params, names)
-    assert bytes_of(read(folder, model, names)) == bytes_of(params)
+    assert leaf_bytes(read(folder, model, names)) == leaf_bytes(params)
     first = load_file(folder / "model.safetensors")
     again = write(tmp_path / "n", model, read(folder, model, names), names)
     assert {name: tensor.tobytes() for name, tensor in first.items()} == {
@@ -157,7 +157,7 @@ def test_a_fused_tensor_has_the_outputs_of_its_parts_one_after_another(tmp_path)
     np.testing.assert_array_equal(
         tensors["model.layers.2.mlp.gate_up_proj.weight"], np.concatenate(gate_up)
     )
-    assert not any(found.endswith((".q_proj.weight", ".up_proj.weight")) for found in tensors)
+    assert not any(key.endswith((".q_proj.weight", ".up_proj.weight")) for key in tensors)
 
 
 def test_a_norm_over_all_heads_is_stored_flat(tmp_path):
@@ -168,7 +168,7 @@ def test_a_norm_over_all_heads_is_stored_flat(tmp_path):
     assert scale.shape == (4, 8, 4)
     stored = load_file(folder / "model.safetensors")["model.layers.3.self_attn.q_norm.weight"]
     np.testing.assert_array_equal(stored, np.asarray(scale)[3].reshape(32))
-    assert bytes_of(read(folder, model, PLAIN)) == bytes_of(params)
+    assert leaf_bytes(read(folder, model, PLAIN)) == leaf_bytes(params)
 
 
 LAYOUTS = {  # logical axis -> mesh axes
@@ -193,9 +193,9 @@ def test_each_part_is_read_once_and_is_that_of_its_device(rules, family, tmp_pat
         is_leaf=lambda node: isinstance(node, tuple),
     )
     counts = collections.Counter()
-    found = read(folder, model, names, shardings, counts)
-    assert jax.tree.map(lambda leaf: leaf.sharding, found) == shardings
-    assert bytes_of(found) == bytes_of(params)
+    loaded = read(folder, model, names, shardings, counts)
+    assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == shardings
+    assert leaf_bytes(loaded) == leaf_bytes(params)
     sizes = {name: part.size for name, part in load_file(folder / "model.safetensors").items()}
     assert counts == sizes
 
@@ -217,10 +217,10 @@ def test_pieces_are_plain_slices_that_make_up_just_the_part_that_is_asked_for(se
     np.testing.assert_array_equal(mapping.to_hf(entry, ours), tensor[first : first + flat[0]])
 
     box = tuple(tuple(sorted(rng.choice(size + 1, 2, replace=False).tolist())) for size in shape)
-    limit, seen = int(rng.integers(1, 40)), np.zeros(shape, int)
+    limit, visits = int(rng.integers(1, 40)), np.zeros(shape, int)
     for piece, where in mapping.pieces(entry, box, limit):
         index = tuple(slice(*span) for span in piece)
-        seen[index] += 1
+        visits[index] += 1
         values = tensor[where]
         assert values.size <= limit
         assert where[0].start >= first
@@ -229,7 +229,7 @@ def test_pieces_are_plain_slices_that_make_up_just_the_part_that_is_asked_for(se
         )
     expected = np.zeros(shape, int)
     expected[tuple(slice(*span) for span in box)] = 1
-    np.testing.assert_array_equal(seen, expected)
+    np.testing.assert_array_equal(visits, expected)
 
 
 def test_a_fused_tensor_of_another_shape_or_dtype_is_refused_as_a_whole(tmp_path):
@@ -333,7 +333,7 @@ def test_every_process_ends_when_one_finds_a_wrong_value(tmp_path, python, envir
         for process in (0, 1)
     ]
     try:
-        (first, errors), (second, more) = (one.communicate(timeout=120) for one in started)
+        (first, errors), (second, more) = (loader.communicate(timeout=120) for loader in started)
     finally:
         for process in started:
             process.kill()

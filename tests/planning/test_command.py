@@ -74,11 +74,11 @@ def small(tmp_path):
 @pytest.mark.slow
 def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
     texts = tmp_path / "hlo"
-    asked = ("--topology", "v5e:2x2", "--dump", str(texts))
+    options = ("--topology", "v5e:2x2", "--dump", str(texts))
     config = small(mesh={"fsdp": 4, "tensor": 2})
-    done = offline("plan", config, *asked, stderr=subprocess.STDOUT, program=TWICE)
-    assert done.returncode == 0, done.stdout
-    text, _, document = done.stdout.partition("as JSON:\n")
+    process = offline("plan", config, *options, stderr=subprocess.STDOUT, program=TWICE)
+    assert process.returncode == 0, process.stdout
+    text, _, document = process.stdout.partition("as JSON:\n")
     lines = (
         "the config's mesh (data 0, fsdp 4, tensor 2, context 1; 8 prompts a step) does not fit "
         "4 devices: planned with --set mesh.fsdp=2",
@@ -91,16 +91,16 @@ def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
     assert "tokens/s at the most" in " ".join(text.split())
     for name in PROGRAMS:
         assert (texts / f"{name}.hlo.txt").read_text().startswith("HloModule")
-    found = json.loads(document.removeprefix("looking for a mesh\n"))  # it is on stderr
-    assert tuple(found["programs"]) == PROGRAMS
-    assert found["changes"] == {"mesh.fsdp": 2}
-    assert found["fits"] is True
-    assert found["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2, "context": 1}
-    assert found["peak"] == max(one["peak"] for one in found["programs"].values())
-    assert all(one["aliased"] >= one["donated"] for one in found["programs"].values())
-    assert found["peak_by_formula"] < found["limit"]
-    assert found["step"]["completion_tokens"] == 8 * 4 * 128
-    assert (found["remedies"], found["searched"]) == ([], [])
+    printed = json.loads(document.removeprefix("looking for a mesh\n"))  # it is on stderr
+    assert tuple(printed["programs"]) == PROGRAMS
+    assert printed["changes"] == {"mesh.fsdp": 2}
+    assert printed["fits"] is True
+    assert printed["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2, "context": 1}
+    assert printed["peak"] == max(program["peak"] for program in printed["programs"].values())
+    assert all(program["aliased"] >= program["donated"] for program in printed["programs"].values())
+    assert printed["peak_by_formula"] < printed["limit"]
+    assert printed["step"]["completion_tokens"] == 8 * 4 * 128
+    assert (printed["remedies"], printed["searched"]) == ([], [])
 
 
 def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
@@ -111,14 +111,14 @@ def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     tiny = chips._replace(chip=chips.chip._replace(memory=int(peak / plan.TOO_MUCH) - 1))
     monkeypatch.setattr(topologies, "topology", lambda *_: tiny)
     assert main(["plan", small(), "--topology", "v5e:2x2", "--json"]) == command.NO_FIT
-    said = capsys.readouterr()
-    assert said.err.strip() == "looking for what fits"
-    found = json.loads(said.out)
-    assert (found["fits"], found["programs"], found["peak_by_formula"]) == (False, {}, peak)
-    assert "nothing was compiled" in found["problem"]
-    for one in found["remedies"]:
-        assert one["peak"] <= advice.ROOM * tiny.chip.memory
-        assert one["changes"]
+    output = capsys.readouterr()
+    assert output.err.strip() == "looking for what fits"
+    printed = json.loads(output.out)
+    assert (printed["fits"], printed["programs"], printed["peak_by_formula"]) == (False, {}, peak)
+    assert "nothing was compiled" in printed["problem"]
+    for remedy in printed["remedies"]:
+        assert remedy["peak"] <= advice.ROOM * tiny.chip.memory
+        assert remedy["changes"]
 
 
 OTHERS = {
@@ -159,16 +159,16 @@ def test_a_sampling_mesh_that_does_not_divide_other_devices_is_left_out():
 def test_a_run_far_too_large_is_answered_at_once_with_what_is_to_blame_and_what_would_fit(offline):
     """Without compiling: 30 seconds of the processor's time, which other processes do not share."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = offline("plan", *MISFIT)
+    process = offline("plan", *MISFIT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 1, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "nothing was compiled" in said
-    assert "does not fit 15.8 GiB" in said
-    assert "largest, by formula: " in said
-    assert "optimizer 15.0 GiB" in said or "optimizer 14.9 GiB" in said  # 8.03e9 x 8 bytes / 4
-    assert "should fit, by formula" in said
-    assert "--set mesh." in said or "--set lora." in said
+    assert process.returncode == 1, process.stderr
+    text = " ".join(process.stdout.split())
+    assert "nothing was compiled" in text
+    assert "does not fit 15.8 GiB" in text
+    assert "largest, by formula: " in text
+    assert "optimizer 15.0 GiB" in text or "optimizer 14.9 GiB" in text  # 8.03e9 x 8 bytes / 4
+    assert "should fit, by formula" in text
+    assert "--set mesh." in text or "--set lora." in text
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 30
 
@@ -179,14 +179,14 @@ def test_the_remedy_compiles_and_fits():
     chips = topologies.topology("v5e:2x2")
     remedy, *_ = advice.remedies(read, chips, time.monotonic())
     run = plan.built(advice.changed(read, remedy.changes), chips)
-    found = plan.plan(run, chips, ("decode", "update"))
-    assert found.problem == "", remedy
-    assert found.fits, (remedy, found.peak)
-    assert remedy.peak == pytest.approx(found.peak, rel=0.25)
+    remedied = plan.plan(run, chips, ("decode", "update"))
+    assert remedied.problem == "", remedy
+    assert remedied.fits, (remedy, remedied.peak)
+    assert remedy.peak == pytest.approx(remedied.peak, rel=0.25)
 
 
 @pytest.mark.parametrize(
-    ("changes", "given", "told"),
+    ("changes", "options", "message"),
     [
         ({}, {}, r"plan.topology: missing; give --topology, as v5e:4x4"),
         ({}, {"topology": "v5x:2x2"}, r"--topology v5x:2x2 .*expected a chip and sizes.*v5e"),
@@ -199,29 +199,31 @@ def test_the_remedy_compiles_and_fits():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_refused(small, changes, given, told):
-    with pytest.raises(InputError, match=told):
-        command.main(small(**changes), **given)
+def test_what_cannot_be_planned_is_refused(small, changes, options, message):
+    with pytest.raises(InputError, match=message):
+        command.main(small(**changes), **options)
 
 
 @pytest.mark.slow
 def test_a_refusal_ends_with_2_and_no_traceback(offline, small):
-    done = offline("plan", small(), "--topology", "v5x:2x2")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr + done.stdout
-    assert "expected a chip and sizes" in " ".join((done.stderr + done.stdout).split())
+    process = offline("plan", small(), "--topology", "v5x:2x2")
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr + process.stdout
+    assert "expected a chip and sizes" in " ".join((process.stderr + process.stdout).split())
 
 
-def remedies_of(config: str, *overrides: str, memory: int | None = None) -> list[advice.Candidate]:
+def check_remedies(
+    config: str, *overrides: str, memory: int | None = None
+) -> list[advice.Candidate]:
     """The remedies, each read again as overrides. Args: memory: of a chip in place of v5e's."""
     chips = topologies.topology("v5e:2x2")
     chips = chips._replace(chip=chips.chip._replace(memory=memory or chips.chip.memory))
-    found = advice.remedies(files.load(config, overrides), chips, time.monotonic())
-    for one in found:
-        assert one.peak <= advice.ROOM * chips.chip.memory
-        again = files.load(config, [*overrides, *one.overrides.split()])
-        assert advice.by_formula(again, chips) == (one.peak, one.seconds)
-    return found
+    remedies = advice.remedies(files.load(config, overrides), chips, time.monotonic())
+    for remedy in remedies:
+        assert remedy.peak <= advice.ROOM * chips.chip.memory
+        again = files.load(config, [*overrides, *remedy.overrides.split()])
+        assert advice.by_formula(again, chips) == (remedy.peak, remedy.seconds)
+    return remedies
 
 
 @pytest.mark.slow
@@ -229,10 +231,10 @@ def test_a_remedy_is_the_config_with_its_changes(small):
     chips, alone = topologies.topology("v5e:2x2"), {"data": 4}
     config = small(mesh=alone)
     peak, _ = advice.by_formula(files.load(config), chips)
-    assert remedies_of(config, memory=int(peak / advice.ROOM) - 1)
+    assert check_remedies(config, memory=int(peak / advice.ROOM) - 1)
 
 
 @pytest.mark.full
 def test_a_remedy_of_a_large_config_is_that_config_with_its_changes(monkeypatch):
     monkeypatch.setattr(advice, "SECONDS", 300.0)  # what is found, however slow the machine is
-    assert remedies_of(MISFIT[0], *MISFIT[4:])
+    assert check_remedies(MISFIT[0], *MISFIT[4:])

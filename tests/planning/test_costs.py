@@ -91,9 +91,9 @@ UNROLLED = ModelConfig(
 )
 
 
-def flops_of(function: Any, *given: Any) -> float:
+def count_flops(function: Any, *arguments: Any) -> float:
     """XLA's count of a compiled function."""
-    counted: Any = jax.jit(function).lower(*given).compile().cost_analysis()
+    counted: Any = jax.jit(function).lower(*arguments).compile().cost_analysis()
     return counted["flops"]
 
 
@@ -109,14 +109,14 @@ def test_a_forward_pass_takes_the_operations_that_xla_counts(with_head):
         return model.unembed(params, hidden) if with_head else hidden
 
     if with_head:
-        found = costs.forward_flops(UNROLLED, 0, 0, batch, length)
+        flops = costs.forward_flops(UNROLLED, 0, 0, batch, length)
     else:
-        found = costs.forward_flops(UNROLLED, batch, length, 0, 0)
+        flops = costs.forward_flops(UNROLLED, batch, length, 0, 0)
     # This pass computes all pairs, and masks those that are not seen.
-    whole = 4.0 * UNROLLED.num_heads * UNROLLED.head_dim * UNROLLED.num_layers * length**2
-    found += batch * (whole - costs.attention_flops(UNROLLED, 0, length))
+    full_attention = 4.0 * UNROLLED.num_heads * UNROLLED.head_dim * UNROLLED.num_layers * length**2
+    flops += batch * (full_attention - costs.attention_flops(UNROLLED, 0, length))
     # XLA counts norms, activations and softmax too.
-    assert found <= flops_of(run, model.shapes, tokens) <= 1.04 * found
+    assert flops <= count_flops(run, model.shapes, tokens) <= 1.04 * flops
 
 
 def test_a_sample_costs_what_its_own_tokens_do_behind_a_prompt_that_is_computed_once():
@@ -181,30 +181,32 @@ def test_sampling_calls_its_programs_as_often_as_it_says(slots, monkeypatch):
     }
     run = planned.run(devices=jax.devices()[:1], mesh={}, **changes)
     work = costs.program_work(run)
-    made, called = run.steps.sampler, {"prefill": 0, "decode": 0}
+    sampling_programs, called = run.steps.sampler, {"prefill": 0, "decode": 0}
     # No token ends a sample, so that each is as long as it may be.
-    made = sampler.make_sampler(
-        run.blueprint.model, made.settings._replace(stop_tokens=()), made.mesh
+    sampling_programs = sampler.make_sampler(
+        run.blueprint.model,
+        sampling_programs.settings._replace(stop_tokens=()),
+        sampling_programs.mesh,
     )
 
     def counting(name: str) -> Any:
-        function = getattr(made, name)
+        function = getattr(sampling_programs, name)
 
-        def call(*given: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             called[name] += 1
-            return function(*given)
+            return function(*arguments)
 
         return call
 
-    counted = made._replace(prefill=counting("prefill"), decode=counting("decode"))
+    counted = sampling_programs._replace(prefill=counting("prefill"), decode=counting("decode"))
     monkeypatch.setattr(sampler, "sizes_below", lambda size: [])  # one size to the end
-    asked = tiny.prompts(prompts, width)
+    batch = tiny.prompts(prompts, width)
     full = np.random.default_rng(0).integers(2, 100, (prompts, width)).astype(np.int32)
-    asked = dataclasses.replace(
-        asked, prompt_tokens=full, prompt_mask=np.ones((prompts, width), bool)
+    batch = dataclasses.replace(
+        batch, prompt_tokens=full, prompt_mask=np.ones((prompts, width), bool)
     )
     params = run.blueprint.model.init(jax.random.key(0))
-    drawn = sampler.sample(counted, params, asked, jax.random.key_data(jax.random.key(1)))
+    drawn = sampler.sample(counted, params, batch, jax.random.key_data(jax.random.key(1)))
     assert np.asarray(drawn.token_mask).all()
     # Rows of the cache come free in turn, so that chunks of prompts may be less full than counted.
     assert work["prefill"].calls <= called["prefill"] <= work["prefill"].calls * (3 if slots else 1)
@@ -219,16 +221,16 @@ def collective(kind: str, axes: tuple[str, ...], group: int, numbers: int, trips
 def test_the_bound_of_a_program_by_hand():
     chip = CHIPS["v5e"]  # 197e12 operations, 819e9, 200e9 and 3.125e9 bytes a second
     work = Work(calls=3, flops=1e15, executed=2e15, read=5e9, loops=(1,))
-    told = (
+    collectives = (
         collective("all-reduce", ("fsdp",), 4, 10**6, trips=7),  # 2 x 3/4 x 4e6 x 7 = 42e6
         collective("all-gather", ("tensor",), 2, 10**6),  # 1/2 x 4e6 = 2e6
     )
-    found = costs.program_bound(work, told, chip, 8, {"data": 1, "fsdp": 1})
-    assert found.compute == pytest.approx(3 * 2e15 / (8 * 197e12))
-    assert found.memory == pytest.approx(3 * 5e9 / 819e9)
-    assert found.links == pytest.approx(3 * 44e6 / 200e9)
-    assert found.network == 0
-    assert (found.limit, found.seconds) == ("compute", found.compute)
+    bound = costs.program_bound(work, collectives, chip, 8, {"data": 1, "fsdp": 1})
+    assert bound.compute == pytest.approx(3 * 2e15 / (8 * 197e12))
+    assert bound.memory == pytest.approx(3 * 5e9 / 819e9)
+    assert bound.links == pytest.approx(3 * 44e6 / 200e9)
+    assert bound.network == 0
+    assert (bound.limit, bound.seconds) == ("compute", bound.compute)
 
 
 def test_what_crosses_slices_is_bound_by_their_network():
@@ -236,11 +238,11 @@ def test_what_crosses_slices_is_bound_by_their_network():
     # Of 8 devices in 2 slices, the 4 of a slice send a part each over the network: of 4 MB that
     # two slices add up, each slice sends and gets half twice.
     across = collective("all-reduce", ("fsdp",), 8, 10**6)
-    found = costs.program_bound(work, (across,), chip, 8, {"fsdp": 2})
-    assert found.network == pytest.approx(4e6 / 4 / (25e9 / 8))
-    assert found.links == pytest.approx(across.sent / 200e9)
+    bound = costs.program_bound(work, (across,), chip, 8, {"fsdp": 2})
+    assert bound.network == pytest.approx(4e6 / 4 / (25e9 / 8))
+    assert bound.links == pytest.approx(across.sent / 200e9)
     # Each slice has one device of a group: nothing stays within.
     alone = collective("all-reduce", ("data",), 2, 10**6)
-    found = costs.program_bound(work, (alone,), chip, 8, {"data": 2})
-    assert (found.network, found.links) == (pytest.approx(4e6 / (25e9 / 8)), 0)
-    assert found.limit == "network"
+    bound = costs.program_bound(work, (alone,), chip, 8, {"data": 2})
+    assert (bound.network, bound.links) == (pytest.approx(4e6 / (25e9 / 8)), 0)
+    assert bound.limit == "network"

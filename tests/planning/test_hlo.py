@@ -17,7 +17,7 @@ AXES = {"data": 2, "fsdp": 1, "tensor": 4, "context": 1}
 """Of eight devices: 0 to 3 differ in tensor, 0 and 4 in data."""
 
 
-def text_of(*lines: str, before: str = "") -> str:
+def module_text(*lines: str, before: str = "") -> str:
     """A program whose entry has these instructions."""
     entry = "\n".join(f"  {line}" for line in ("%p = f32[8,128]{1,0} parameter(0)", *lines))
     head = "ENTRY %main (p: f32[8,128]) -> f32[8] {"
@@ -27,8 +27,8 @@ def text_of(*lines: str, before: str = "") -> str:
 def gathered(groups: str, axes: dict[str, int] | None = None) -> tuple[int, tuple[str, ...]]:
     """(devices of a group, axes of the mesh) of one collective with such groups."""
     line = f"ROOT %a = f32[8,512]{{1,0}} all-gather(%p), channel_id=1, {groups}, dimensions={{1}}"
-    (found,) = hlo.collectives(text_of(line), axes or AXES)
-    return found.group, found.axes
+    (gather,) = hlo.collectives(module_text(line), axes or AXES)
+    return gather.group, gather.axes
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_groups_of_devices_are_read_in_every_form(groups, expected):
 def test_pairs_of_devices_extend_along_the_axis_in_which_they_differ():
     line = "ROOT %a = f32[8,128]{1,0} collective-permute(%p), channel_id=1, source_target_pairs="
     along_tensor = "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
-    (found,) = hlo.collectives(text_of(line + along_tensor), AXES)
-    assert (found.kind, found.axes) == ("collective-permute", ("tensor",))
-    (found,) = hlo.collectives(text_of(line + "{{0,4},{4,0}}"), AXES)
-    assert found.axes == ("data",)
-    assert found.sent == 8 * 128 * 4
+    (permute,) = hlo.collectives(module_text(line + along_tensor), AXES)
+    assert (permute.kind, permute.axes) == ("collective-permute", ("tensor",))
+    (permute,) = hlo.collectives(module_text(line + "{{0,4},{4,0}}"), AXES)
+    assert permute.axes == ("data",)
+    assert permute.sent == 8 * 128 * 4
 
 
 def test_groups_of_one_device_are_no_collective():
     line = "ROOT %a = f32[8,128]{1,0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%s"
-    assert hlo.collectives(text_of(line), {"data": 4}) == []
+    assert hlo.collectives(module_text(line), {"data": 4}) == []
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_groups_of_one_device_are_no_collective():
 )
 def test_the_bytes_that_a_device_sends_are_those_of_algorithms_that_send_least(kind, sent):
     line = f"ROOT %a = f32[8,128]{{1,0}} {kind}(%p), replica_groups=[2,4]<=[8], to_apply=%s"
-    (found,) = hlo.collectives(text_of(line), AXES)
-    assert found.sent == pytest.approx(sent * 8 * 128 * 4)
+    (collective,) = hlo.collectives(module_text(line), AXES)
+    assert collective.sent == pytest.approx(sent * 8 * 128 * 4)
 
 
 def test_a_started_collective_counts_once_and_by_what_it_gives():
@@ -99,14 +99,14 @@ def test_a_started_collective_counts_once_and_by_what_it_gives():
         "%s = (f32[8,128]{1,0}, f32[8,512]{1,0}) all-gather-start(%p), replica_groups=[2,4]<=[8]",
         "ROOT %d = f32[8,512]{1,0} all-gather-done(%s)",
     )
-    (found,) = hlo.collectives(text_of(*lines), AXES)
-    assert found.arrays == (Array("f32", (8, 512)),)
+    (collective,) = hlo.collectives(module_text(*lines), AXES)
+    assert collective.arrays == (Array("f32", (8, 512)),)
     lines = (
         "%s = (f32[8]{0}, bf16[16]{0}) all-reduce-start(%p, %p), replica_groups=[2,4]<=[8]",
         "ROOT %d = (f32[8]{0}, bf16[16]{0}) all-reduce-done(%s)",
     )
-    (found,) = hlo.collectives(text_of(*lines), AXES)
-    assert found.sent == pytest.approx(1.5 * (8 * 4 + 16 * 2))
+    (collective,) = hlo.collectives(module_text(*lines), AXES)
+    assert collective.sent == pytest.approx(1.5 * (8 * 4 + 16 * 2))
 
 
 PARTS = """
@@ -128,12 +128,12 @@ def test_parts_of_a_collective_share_their_channel_and_count_once(channel, count
         "%a = f32[8,512]{1,0} fusion(%p), kind=kCustom, calls=%begun",
         "ROOT %b = f32[8,512]{1,0} fusion(%p), kind=kCustom, calls=%ended",
     )
-    text = text_of(*lines, before=PARTS.replace("CHANNEL", str(channel)))
+    text = module_text(*lines, before=PARTS.replace("CHANNEL", str(channel)))
     assert len(hlo.collectives(text, AXES)) == count
 
 
 def loop(
-    condition: str, body: str, known: str = "", name: str = "", inner: str = ""
+    condition: str, body: str, known_trips: str = "", name: str = "", inner: str = ""
 ) -> tuple[str, str]:
     """(the computations of a loop with an all-reduce, the instruction that runs it)."""
     computations = f"""
@@ -151,7 +151,7 @@ def loop(
 {textwrap.indent(textwrap.dedent(body).strip(), "  ")}
 }}
 """
-    config = f", backend_config={{{known}}}" if known else ""
+    config = f", backend_config={{{known_trips}}}" if known_trips else ""
     run = f"(s32[], f32[8]{{0}}) while(%t), condition=%cond{name}, body=%body{name}{config}"
     return computations, run
 
@@ -182,7 +182,7 @@ def by(step: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("condition", "body", "known", "trips"),
+    ("condition", "body", "known_trips", "trips"),
     [
         (ended_at(10), by(1), "", 10),
         (ended_at(10), by(2), "", 5),
@@ -193,22 +193,30 @@ def by(step: int) -> str:
     ],
     ids=["counted", "by two", "by two, odd", "known", "computed", "down"],
 )
-def test_trips_of_a_loop(condition, body, known, trips):
-    computations, run = loop(condition, body, known)
-    text = text_of(f"ROOT %w = {run}", before=computations)
-    (found,) = hlo.collectives(text, AXES, unknown=(100,))
-    assert (found.trips, found.depth) == (trips, 1)
+def test_trips_of_a_loop(condition, body, known_trips, trips):
+    computations, run = loop(condition, body, known_trips)
+    text = module_text(f"ROOT %w = {run}", before=computations)
+    (collective,) = hlo.collectives(text, AXES, unknown=(100,))
+    assert (collective.trips, collective.depth) == (trips, 1)
 
 
 def test_trips_of_loops_within_loops_are_multiplied_and_ends_computed_are_told_by_level():
     innermost, run = loop(COMPUTED, by(1), name="3")
     middle, run_middle = loop(ended_at(4), by(1), name="2", inner=f"%w3 = {run}")
     outer, run_outer = loop(COMPUTED, by(1), name="1", inner=f"%w2 = {run_middle}")
-    text = text_of(f"ROOT %w = {run_outer}", before=innermost + middle + outer)
-    found = hlo.collectives(text, AXES, unknown=(3, 5))
+    text = module_text(f"ROOT %w = {run_outer}", before=innermost + middle + outer)
+    collectives = hlo.collectives(text, AXES, unknown=(3, 5))
     # The outermost is the first of unknown end; the one within the loop of 4 trips the second.
-    assert sorted((one.depth, one.trips) for one in found) == [(1, 3), (2, 12), (3, 60)]
-    assert sorted(one.trips for one in hlo.collectives(text, AXES, unknown=(3,))) == [3, 12, 36]
+    assert sorted((collective.depth, collective.trips) for collective in collectives) == [
+        (1, 3),
+        (2, 12),
+        (3, 60),
+    ]
+    assert sorted(collective.trips for collective in hlo.collectives(text, AXES, unknown=(3,))) == [
+        3,
+        12,
+        36,
+    ]
 
 
 def test_a_collective_in_a_branch_counts_as_if_it_is_taken():
@@ -222,57 +230,68 @@ def test_a_collective_in_a_branch_counts_as_if_it_is_taken():
   ROOT %q = f32[8]{0} parameter(0)
 }
 """
-    for told in ("true_computation=%yes, false_computation=%no", "branch_computations={%no, %yes}"):
-        line = f"ROOT %c = f32[8]{{0}} conditional(%k, %p, %p), {told}"
-        assert len(hlo.collectives(text_of(line, before=branches), AXES)) == 1
+    for computations in (
+        "true_computation=%yes, false_computation=%no",
+        "branch_computations={%no, %yes}",
+    ):
+        line = f"ROOT %c = f32[8]{{0}} conditional(%k, %p, %p), {computations}"
+        assert len(hlo.collectives(module_text(line, before=branches), AXES)) == 1
 
 
 def test_arrays_are_those_of_fusions_and_tuples_too():
-    found = list(hlo.arrays(text_of("ROOT %t = (s8[3]{0}, pred[5]{0}) tuple(%p)", before=PARTS)))
-    assert Array("f32", (8, 512)) in found
+    arrays = list(
+        hlo.arrays(module_text("ROOT %t = (s8[3]{0}, pred[5]{0}) tuple(%p)", before=PARTS))
+    )
+    assert Array("f32", (8, 512)) in arrays
     assert (Array("s8", (3,)).bytes, Array("pred", (5,)).bytes, Array("bf16", (4,)).bytes) == (
         *(3, 5, 8),
     )
-    assert Array("pred", (5,)) in found
+    assert Array("pred", (5,)) in arrays
 
 
 def test_numbers_of_eight_bits_are_of_one_byte():
-    (found,) = {
-        one
-        for one in hlo.arrays(text_of("ROOT %q = f8e4m3fn[16]{0} convert(%p)"))
-        if one.shape == (16,)
+    (array,) = {
+        candidate
+        for candidate in hlo.arrays(module_text("ROOT %q = f8e4m3fn[16]{0} convert(%p)"))
+        if candidate.shape == (16,)
     }
-    assert found.bytes == 16
+    assert array.bytes == 16
 
 
 def summed_and_gathered(devices, platform: str) -> tuple[str, dict[str, int]]:
     """A real program: a sum over "tensor" in a loop of five trips, then a gather over "fsdp"."""
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=devices)
 
-    def one(x):
+    def body(x):
         summed = jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(jax.lax.psum(x, "tensor")), x)
         return jax.lax.all_gather(summed, "fsdp", tiled=True)
 
     spec = PartitionSpec("fsdp", None)
     mapped = jax.shard_map(
-        one, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+        body, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
     )
-    given = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=NamedSharding(mesh, spec))
-    lowered = jax.jit(mapped).trace(given).lower(lowering_platforms=(platform,))
+    argument = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=NamedSharding(mesh, spec))
+    lowered = jax.jit(mapped).trace(argument).lower(lowering_platforms=(platform,))
     return str(lowered.compile().as_text()), dict(mesh.shape)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_collectives_of_a_real_program_are_those_it_was_made_of(platform):
+def test_a_real_program_has_the_collectives_of_its_source(platform):
     devices = jax.devices() if platform == "cpu" else topologies.topology("v5e:2x2").devices
-    found = hlo.collectives(*summed_and_gathered(devices, platform))
-    described = {(one.kind, one.axes, one.trips, one.depth, one.arrays) for one in found}
+    collectives = hlo.collectives(*summed_and_gathered(devices, platform))
+    described = {
+        (collective.kind, collective.axes, collective.trips, collective.depth, collective.arrays)
+        for collective in collectives
+    }
     assert described == {
         ("all-reduce", ("tensor",), 5, 1, (Array("f32", (128, 128)),)),
         ("all-gather", ("fsdp",), 1, 0, (Array("f32", (256, 128)),)),
     }
-    assert len(found) == 2
-    assert sum(one.sent * one.trips for one in found) == 5 * 128 * 128 * 4 + 128 * 128 * 4
+    assert len(collectives) == 2
+    assert (
+        sum(collective.sent * collective.trips for collective in collectives)
+        == 5 * 128 * 128 * 4 + 128 * 128 * 4
+    )
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -281,15 +300,15 @@ def test_a_reduce_scatter_of_a_real_program_is_one(platform):
     devices = jax.devices() if platform == "cpu" else topologies.topology("v5e:2x2").devices
     mesh = sharding.make_mesh(fsdp=4, devices=devices)
     layout = sharding.named(mesh, "embed", "vocab")
-    given = jax.ShapeDtypeStruct(
+    argument = jax.ShapeDtypeStruct(
         (4, 6144, 1024), jnp.float32, sharding=sharding.named(mesh, "bins")
     )
     program = jax.jit(lambda parts: sharding.sum_over_bins(parts, layout))
-    lowered = program.trace(given).lower(lowering_platforms=(platform,))
-    found = hlo.collectives(str(lowered.compile().as_text()), dict(mesh.shape))
-    assert [one.kind for one in found] == ["reduce-scatter"]
-    assert found[0].axes == ("fsdp",)
-    assert sum(one.sent for one in found) == 3 * 1536 * 1024 * 4
+    lowered = program.trace(argument).lower(lowering_platforms=(platform,))
+    collectives = hlo.collectives(str(lowered.compile().as_text()), dict(mesh.shape))
+    assert [collective.kind for collective in collectives] == ["reduce-scatter"]
+    assert collectives[0].axes == ("fsdp",)
+    assert sum(collective.sent for collective in collectives) == 3 * 1536 * 1024 * 4
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -297,17 +316,17 @@ def test_a_loop_of_computed_end_takes_the_trips_it_is_told(platform):
     devices = jax.devices() if platform == "cpu" else topologies.topology("v5e:2x2").devices
     mesh = sharding.make_mesh(tensor=4, devices=devices)
 
-    def one(x, count):
+    def body(x, count):
         return jax.lax.fori_loop(0, count, lambda _, x: jnp.tanh(jax.lax.psum(x, "tensor")), x)
 
     mapped = jax.shard_map(
-        one, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     everywhere = sharding.replicated(mesh)
-    given = (
+    arguments = (
         jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=everywhere),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
     )
-    program = jax.jit(mapped).trace(*given).lower(lowering_platforms=(platform,)).compile()
-    (found,) = hlo.collectives(str(program.as_text()), dict(mesh.shape), unknown=(17,))
-    assert (found.kind, found.trips, found.axes) == ("all-reduce", 17, ("tensor",))
+    program = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=(platform,)).compile()
+    (collective,) = hlo.collectives(str(program.as_text()), dict(mesh.shape), unknown=(17,))
+    assert (collective.kind, collective.trips, collective.axes) == ("all-reduce", 17, ("tensor",))

@@ -55,18 +55,20 @@ def base() -> str:
     return str(path)
 
 
-def both(method: str, mesh: str) -> tuple[setup.Setup, Run]:
+def run_and_plan(method: str, mesh: str) -> tuple[setup.Setup, Run]:
     """A real run on four CPU devices, and its plan."""
     small = {"rollout.max_prompt_tokens": 8, "rollout.max_completion_tokens": 24}
-    kept = {"model": {"path": base()}, "mesh": MESHES[mesh], "rollout.slots": 8}
-    config = planned.config(**kept, **small, **METHODS[method])
+    defaults = {"model": {"path": base()}, "mesh": MESHES[mesh], "rollout.slots": 8}
+    config = planned.config(**defaults, **small, **METHODS[method])
     real = setup.setup(config)
     stored = folders.read_config(config.model.path)
     model = parameters.model_config_for_run(config.model, config.lora, stored)
-    return real, programs.build_run(config, model, plan.mesh_on_topology(config.mesh, here()))
+    return real, programs.build_run(
+        config, model, plan.mesh_on_topology(config.mesh, local_topology())
+    )
 
 
-def here() -> topologies.Topology:
+def local_topology() -> topologies.Topology:
     """The CPU devices of the tests."""
     chip = topologies.CHIPS["v5e"]._replace(name="cpu")
     return topologies.Topology("cpu", chip, 1, tuple(jax.devices()))
@@ -81,12 +83,12 @@ def described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 def assert_alike(abstract: Any, real: Any, placed: bool = True) -> None:
     """Shapes, dtypes and, of arrays on devices, shardings."""
     assert described(abstract) == described(real)
-    for (path, one), other in zip(
+    for (path, actual), expected in zip(
         jax.tree.leaves_with_path(abstract), jax.tree.leaves(real), strict=True
     ):
-        if placed and isinstance(other, jax.Array):
-            where = jax.tree_util.keystr(path), one.sharding, other.sharding
-            assert one.sharding.is_equivalent_to(other.sharding, other.ndim), where
+        if placed and isinstance(expected, jax.Array):
+            where = jax.tree_util.keystr(path), actual.sharding, expected.sharding
+            assert actual.sharding.is_equivalent_to(expected.sharding, expected.ndim), where
 
 
 @pytest.mark.slow
@@ -98,7 +100,7 @@ def assert_alike(abstract: Any, real: Any, placed: bool = True) -> None:
     ],
 )
 def test_the_learner_of_a_plan_is_that_of_the_run(method, mesh):
-    real, run = both(method, mesh)
+    real, run = run_and_plan(method, mesh)
     assert run.blueprint.geometry == real.blueprint.geometry
     assert run.blueprint.sampling.slots == real.blueprint.sampling.slots
     for name in ("step", "trainable", "frozen", "opt_state", "objective_state"):
@@ -108,19 +110,19 @@ def test_the_learner_of_a_plan_is_that_of_the_run(method, mesh):
 
 def called(real: setup.Setup, learner: Learner) -> dict[str, tuple[Any, ...]]:
     """What the programs of a real step are given first."""
-    given: dict[str, tuple[Any, ...]] = {}
+    calls: dict[str, tuple[Any, ...]] = {}
 
     def noting(name: str, function: Any) -> Any:
         def call(*arguments: Any) -> Any:
-            given.setdefault(name, jax.tree.map(kept, arguments))
+            calls.setdefault(name, jax.tree.map(describe, arguments))
             return function(*arguments)
 
         return call
 
-    (made,) = real.source.sample.args  # type: ignore[attr-defined]
-    counted = made._replace(**{name: noting(name, getattr(made, name)) for name in SAMPLING})
+    (built,) = real.source.sample.args  # type: ignore[attr-defined]
+    counted = built._replace(**{name: noting(name, getattr(built, name)) for name in SAMPLING})
     params = real.sync(learner)
-    given["sync"] = jax.tree.map(kept, (learner,))
+    calls["sync"] = jax.tree.map(describe, (learner,))
     stream, prompts = real.source.select(real.stream, 0)
     prompts = put_prompts(real.blueprint.samples_on, prompts)
     rollouts = sampler.sample(counted, params, prompts, stream.key)
@@ -130,13 +132,13 @@ def called(real: setup.Setup, learner: Learner) -> dict[str, tuple[Any, ...]]:
     learner, prepared = real.prepare(learner, rollouts)
     program = noting("update", real.steps.update_program)
     step._update(program, real.blueprint.objective.anchors, learner, prepared.batches)
-    return given
+    return calls
 
 
 SAMPLING = ("prefill", "decode")
 
 
-def kept(leaf: Any) -> Any:
+def describe(leaf: Any) -> Any:
     """What is told of an argument after it has been overwritten."""
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -150,24 +152,24 @@ LATER = [
     ("adapters in bfloat16", "fsdp 2, tensor 2"),
     ("adapters", "data 4"),
 ]
-COMPILED = [*SOON, *(pytest.param(one, marks=pytest.mark.full) for one in LATER)]
+COMPILED = [*SOON, *(pytest.param(case, marks=pytest.mark.full) for case in LATER)]
 
 
 @pytest.fixture(scope="module", params=COMPILED, ids=[*map(", ".join, SOON + LATER)])
-def step_of(request) -> tuple[Run, dict[str, Program], dict[str, Any]]:
+def compiled_step(request) -> tuple[Run, dict[str, Program], dict[str, Any]]:
     """A plan's run and its programs, and what those of a real step were given."""
-    real, run = both(*request.param)
-    made = {one.name: one for one in programs.compiled(run)}
-    return run, made, called(real, real.learner)
+    real, run = run_and_plan(*request.param)
+    compiled = {program.name: program for program in programs.compiled(run)}
+    return run, compiled, called(real, real.learner)
 
 
 @pytest.mark.slow
-def test_the_programs_of_a_plan_are_given_what_those_of_a_step_are(step_of):
-    _, made, given = step_of
-    assert set(given) - set(made) <= {"sync"}  # where the sampler reads what is trained
-    assert set(made) <= set(given)
-    for name, program in made.items():
-        expected = given[name]
+def test_the_programs_of_a_plan_are_given_what_those_of_a_step_are(compiled_step):
+    _, compiled, calls = compiled_step
+    assert set(calls) - set(compiled) <= {"sync"}  # where the sampler reads what is trained
+    assert set(compiled) <= set(calls)
+    for name, program in compiled.items():
+        expected = calls[name]
         if name == "sync":
             assert_alike(program.arguments[0].trainable, expected[0].trainable)
             continue
@@ -180,14 +182,14 @@ def test_the_programs_of_a_plan_are_given_what_those_of_a_step_are(step_of):
 
 
 @pytest.mark.slow
-def test_what_is_donated_is_written_over_and_scoring_is_there_where_it_is_needed(step_of):
-    run, made, _ = step_of
-    for program in made.values():
+def test_what_is_donated_is_written_over_and_scoring_is_there_where_it_is_needed(compiled_step):
+    run, compiled, _ = compiled_step
+    for program in compiled.values():
         aliased = program.compiled.memory_analysis().alias_size_in_bytes
         assert aliased >= program.donated, program.name
-    assert made["update"].donated > 0 < made["decode"].donated
+    assert compiled["update"].donated > 0 < compiled["decode"].donated
     needs = run.blueprint.chain.needs | run.blueprint.objective.needs
-    assert ("score" in made) == ("reference_logp" in needs)
+    assert ("score" in compiled) == ("reference_logp" in needs)
 
 
 def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has():
@@ -198,7 +200,7 @@ def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"model": {"path": "some/model"}}, r"model.path = 'some/model' is no folder here, and a"),
         ({"mesh": {"fsdp": 3}}, r"mesh: data 1 x fsdp 3 .* = 3 devices, but there are 4"),
@@ -206,8 +208,8 @@ def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has
         ({"rollout.prompts_per_step": 3}, r"rollout.prompts_per_step = 3: must be a multiple of 2"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_built_is_refused(changes, told):
-    with pytest.raises(InputError, match=told):
+def test_what_cannot_be_built_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
         planned.run(**changes)
 
 
@@ -217,8 +219,8 @@ def planned_for_chips(**changes: Any) -> plan.Plan:
     return plan.plan(planned.run(**changes), chips, ("update", "decode"))
 
 
-def temporaries(found: plan.Plan, name: str) -> int:
-    return next(one.temporaries for one in found.planned if one.name == name)
+def temporaries(run_plan: plan.Plan, name: str) -> int:
+    return next(program.temporaries for program in run_plan.planned if program.name == name)
 
 
 @pytest.mark.full
@@ -241,9 +243,11 @@ def test_whole_logits_are_found(tmp_path, monkeypatch):
     chunked = compiled_programs.compiled(values, tmp_path / "a", **chips)
     assert compiled_programs.full_logits(chunked) == []
     monkeypatch.setattr(logprobs, "TOKENS_PER_CHUNK", 1 << 20)
-    whole = compiled_programs.compiled(values, tmp_path / "b", **chips)
-    assert any("holds the logits" in one for one in compiled_programs.full_logits(whole))
-    assert temporaries(whole.plan, "update") > temporaries(chunked.plan, "update")
+    unchunked = compiled_programs.compiled(values, tmp_path / "b", **chips)
+    assert any(
+        "holds the logits" in problem for problem in compiled_programs.full_logits(unchunked)
+    )
+    assert temporaries(unchunked.plan, "update") > temporaries(chunked.plan, "update")
 
 
 GROWTH = """
@@ -300,15 +304,15 @@ def test_an_update_takes_the_memory_that_is_predicted(python, environment, tmp_p
     file = tmp_path / "growth.py"
     file.write_text(GROWTH)
     support = str(Path(planned.__file__).parent)
-    found = subprocess.run(
+    process = subprocess.run(
         [python, str(file), support, json.dumps(changes)],
         capture_output=True,
         text=True,
         env=environment(),
         timeout=560,
     )
-    assert found.returncode == 0, found.stderr[-2000:]
-    numbers = json.loads(found.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-2000:]
+    numbers = json.loads(process.stdout.splitlines()[-1])
     print(numbers, file=sys.stderr)
     assert numbers["predicted"] >= 2 * 2**30
     assert numbers["growth"] == pytest.approx(numbers["predicted"], rel=0.25)

@@ -55,15 +55,15 @@ SMALL = (
 
 @pytest.mark.full
 def test_a_small_recipe_compiles_and_divides_what_it_should(tmp_path):
-    made = compiled_programs.compiled("qwen3_0p6b_v5e", tmp_path, *SMALL)
-    assert set(made.texts) == {"sync", "prefill", "decode", "update"}
-    blueprint = made.plan.run.blueprint
+    compiled = compiled_programs.compiled("qwen3_0p6b_v5e", tmp_path, *SMALL)
+    assert set(compiled.texts) == {"sync", "prefill", "decode", "update"}
+    blueprint = compiled.plan.run.blueprint
     assert blueprint.kernel.name == "splash"
-    assert compiled_programs.problems(made) == []
+    assert compiled_programs.problems(compiled) == []
     size = f"f32[{blueprint.geometry.tokens},{blueprint.model.config.vocab_size}]"
     body = f"  ROOT %p = {size}{{1,0}} parameter(0)"
     logits = f"HloModule m\n\nENTRY %m (p: {size}) -> {size} {{\n{body}\n}}\n"
-    assert compiled_programs.full_logits(made._replace(texts={"update": logits}))
+    assert compiled_programs.full_logits(compiled._replace(texts={"update": logits}))
 
 
 @pytest.mark.full
@@ -71,6 +71,6 @@ def test_a_small_recipe_compiles_and_divides_what_it_should(tmp_path):
 @pytest.mark.parametrize("name", [*map(recipe, RECIPES)])
 def test_a_recipe_compiles_and_divides_what_it_should(name, program, tmp_path):
     """One program at a time: compiling takes minutes for each."""
-    made = compiled_programs.compiled(name, tmp_path, names=(program,))
-    assert made.plan.problem == ""
-    assert compiled_programs.problems(made) == []
+    compiled = compiled_programs.compiled(name, tmp_path, names=(program,))
+    assert compiled.plan.problem == ""
+    assert compiled_programs.problems(compiled) == []

@@ -36,25 +36,25 @@ NEEDS_CUDA = pytest.mark.skipif(
     ],
 )
 def test_a_topology_has_the_chips_that_its_name_says(name, chips, devices):
-    found = topologies.topology(name)
-    assert (found.chips, len(found.devices)) == (chips, devices)
-    assert found.chip is CHIPS[name.partition(":")[0]]
-    assert f"{name}, {chips} chips" in found.title
+    topology = topologies.topology(name)
+    assert (topology.chips, len(topology.devices)) == (chips, devices)
+    assert topology.chip is CHIPS[name.partition(":")[0]]
+    assert f"{name}, {chips} chips" in topology.title
 
 
 @pytest.mark.parametrize("name", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "v4:2x2x1", "tpu7x:2x2x1"])
 def test_the_memory_of_a_mesh_of_absent_devices_is_that_of_its_chip(name):
-    found = topologies.topology(name)
-    mesh = sharding.make_mesh(devices=found.devices)
-    assert memory.device_bytes(mesh) == found.chip.memory
+    topology = topologies.topology(name)
+    mesh = sharding.make_mesh(devices=topology.devices)
+    assert memory.device_bytes(mesh) == topology.chip.memory
 
 
 def test_slices_are_islands_and_what_crosses_them_is_known():
-    found = topologies.topology("v5e:2x2", slices=2)
-    assert len(found.devices) == 8
-    assert found.title == "2 slices of v5e:2x2, 8 chips"
-    assert {device.slice_index for device in found.devices} == {0, 1}
-    devices = sorted(found.devices, key=lambda device: device.slice_index)
+    topology = topologies.topology("v5e:2x2", slices=2)
+    assert len(topology.devices) == 8
+    assert topology.title == "2 slices of v5e:2x2, 8 chips"
+    assert {device.slice_index for device in topology.devices} == {0, 1}
+    devices = sorted(topology.devices, key=lambda device: device.slice_index)
     mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2, 2, 1), sharding.AXES)
     assert plan.islands(mesh) == {"data": 2, "fsdp": 1, "tensor": 1, "context": 1}
     mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 8, 1, 1), sharding.AXES)
@@ -62,7 +62,7 @@ def test_slices_are_islands_and_what_crosses_them_is_known():
 
 
 @pytest.mark.parametrize(
-    ("name", "slices", "told"),
+    ("name", "slices", "message"),
     [
         ("v9:2x2", 1, r"--topology v9:2x2 --slices 1: expected a chip and sizes, as v5e:4x4"),
         ("v5:2x2", 1, r"chips: .*v5e"),
@@ -74,28 +74,28 @@ def test_slices_are_islands_and_what_crosses_them_is_known():
         ("h100:1x8", 2, "no slices"),
     ],
 )
-def test_what_there_is_not_is_refused_with_what_there_is(name, slices, told):
-    with pytest.raises(InputError, match=told):
+def test_what_there_is_not_is_refused_with_what_there_is(name, slices, message):
+    with pytest.raises(InputError, match=message):
         topologies.topology(name, slices)
 
 
 @NEEDS_CUDA
 @pytest.mark.parametrize(("name", "hosts", "devices"), [("h100:8", 1, 8), ("h200:2x4", 2, 8)])
 def test_gpus_are_hosts_and_the_gpus_of_each(name, hosts, devices):
-    found = topologies.topology(name)
-    assert len(found.devices) == devices
-    assert len({device.process_index for device in found.devices}) == hosts
-    mesh = jax.sharding.Mesh(np.array(found.devices).reshape(hosts, -1, 1, 1), sharding.AXES)
+    topology = topologies.topology(name)
+    assert len(topology.devices) == devices
+    assert len({device.process_index for device in topology.devices}) == hosts
+    mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(hosts, -1, 1, 1), sharding.AXES)
     assert plan.islands(mesh) == {"data": hosts, "fsdp": 1, "tensor": 1, "context": 1}
-    assert memory.device_bytes(mesh) == found.chip.memory
+    assert memory.device_bytes(mesh) == topology.chip.memory
 
 
 def too_large(name: str) -> str:
     """What the compiler of a chip says of arrays of 400 GiB."""
     (device, *_) = topologies.topology(name).devices
-    one = jax.sharding.SingleDeviceSharding(device)
-    given = jax.ShapeDtypeStruct((100 * GIB,), jnp.float32, sharding=one)
-    lowered = jax.jit(lambda x: jnp.sin(x)).trace(given).lower(lowering_platforms=("tpu",))
+    single_device = jax.sharding.SingleDeviceSharding(device)
+    argument = jax.ShapeDtypeStruct((100 * GIB,), jnp.float32, sharding=single_device)
+    lowered = jax.jit(lambda x: jnp.sin(x)).trace(argument).lower(lowering_platforms=("tpu",))
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         lowered.compile()
     assert plan.is_full(caught.value)
@@ -107,11 +107,11 @@ def too_large(name: str) -> str:
 def test_the_memory_of_chips_is_what_their_compiler_gives_a_program(name):
     """It says so where a program asks for more: "... exceeds available HBM (15.75G)"."""
     message = too_large(name)
-    found = plan._FULL.search(message)
-    assert found is not None, message
-    available = float(found[3]) * 1024 ** plan._POWERS[found[4]]
+    match = plan._FULL.search(message)
+    assert match is not None, message
+    available = float(match[3]) * 1024 ** plan._POWERS[match[4]]
     chip = topologies.topology(name).chip
     assert chip.memory == pytest.approx(available, abs=0.01 * GIB)
-    asked = plan.needed(message)
-    assert asked is not None
-    assert asked >= 400 * GIB
+    needed = plan.needed(message)
+    assert needed is not None
+    assert needed >= 400 * GIB

@@ -44,8 +44,8 @@ def main(mode: str) -> None:
     )
     state = TrainerState(is_world_process_zero=mine == 0)
     scores, log = judge.rollouts(np.arange(4), tokens, tokens > 0, state)
-    whole = {name: values.astype(float).tolist() for name, values in scores.items()}
-    print(json.dumps([whole, log._asdict() | {"extra": log.extra, "numbers": log.numbers()}]))
+    score_lists = {name: values.astype(float).tolist() for name, values in scores.items()}
+    print(json.dumps([score_lists, log._asdict() | {"extra": log.extra, "numbers": log.numbers()}]))
 
 
 if __name__ == "__main__":

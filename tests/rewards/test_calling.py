@@ -29,8 +29,8 @@ def call(on_error=None, **functions):
 
 def test_a_reward_may_change_with_the_step():
     def annealed(completions, trainer_state, **columns):
-        done = trainer_state.global_step / trainer_state.max_steps
-        return [1 - done] * len(completions)
+        progress = trainer_state.global_step / trainer_state.max_steps
+        return [1 - progress] * len(completions)
 
     scores, _ = call(annealed=annealed)
     np.testing.assert_array_equal(scores["annealed"], [0.75] * 3)
@@ -273,8 +273,13 @@ def test_a_reward_is_called_as_its_function_or_class():
 
 def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_not_the_data():
     columns = {"cases": [{"ids": [1]}, {"ids": [2]}, {"ids": [3]}]}
-    given = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS, **columns}
-    before, seen = copy.deepcopy(given), {}
+    columns_before = {
+        "prompts": PROMPTS,
+        "completions": COMPLETIONS,
+        "completion_ids": IDS,
+        **columns,
+    }
+    before, received = copy.deepcopy(columns_before), {}
 
     def changes(prompts, completions, completion_ids, cases):
         for values in (prompts, completions, completion_ids):
@@ -284,12 +289,12 @@ def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_not_the_data
         return [0.0] * 3
 
     def looks(**keywords):
-        seen.update({key: keywords[key] for key in given})
+        received.update({key: keywords[key] for key in columns_before})
         return [0.0] * 3
 
     call_rewards({"changes": changes, "looks": looks}, PROMPTS, COMPLETIONS, IDS, columns)
-    assert seen == before
-    assert given == before
+    assert received == before
+    assert columns_before == before
 
 
 def test_a_failure_is_found_although_the_reward_empties_its_lists():

@@ -31,11 +31,11 @@ def scores(name, *completions, answer="42"):
 
 
 def test_a_right_answer_pays_by_its_confidence_and_a_wrong_one_by_its_doubt():
-    said = [stating(text, q) for text in (RIGHT, WRONG) for q in (0, 0.25, 1)]
+    completions = [stating(text, q) for text in (RIGHT, WRONG) for q in (0, 0.25, 1)]
     c, q = np.repeat([1.0, 0.0], 3), np.tile([0, 0.25, 1], 2)
-    assert scores("accuracy", *said) == c.tolist()
-    np.testing.assert_allclose(scores("brier", *said), 1 - (c - q) ** 2)
-    assert scores("confidence_format", *said) == [1] * 6
+    assert scores("accuracy", *completions) == c.tolist()
+    np.testing.assert_allclose(scores("brier", *completions), 1 - (c - q) ** 2)
+    assert scores("confidence_format", *completions) == [1] * 6
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_what_the_scorer_cannot_score_is_not_scored():
 
 
 def test_messages_are_read_by_their_last_text():
-    said = [{"role": "assistant", "content": stating(RIGHT, 1)}]
-    assert scores("brier", said) == [1.0]
+    messages = [{"role": "assistant", "content": stating(RIGHT, 1)}]
+    assert scores("brier", messages) == [1.0]
 
 
 def test_an_unknown_scorer_is_refused_with_the_nearest():
@@ -77,10 +77,12 @@ def test_the_recipe_finds_the_rewards_and_weights_that_its_config_names(monkeypa
     config = files.load("rlcr")
     weights = {reward.title: reward.weight for reward in config.rewards}
     assert weights == {"accuracy": 0.5, "brier": 0.5, "format": 0.5}  # the recipe's own
-    said = [stating(RIGHT, 0.9), stating(WRONG, 0.9), stating(WRONG, 0.1), RIGHT]
-    built = {one.title: rewards.build(one.use, **one.options) for one in config.rewards}
-    given = {n: [f(completions=said, answer=["42"] * 4)] for n, f in built.items()}
-    value, _ = evaluate("rlcr", given)
+    completions = [stating(RIGHT, 0.9), stating(WRONG, 0.9), stating(WRONG, 0.1), RIGHT]
+    built = {reward.title: rewards.build(reward.use, **reward.options) for reward in config.rewards}
+    scores_by_reward = {
+        n: [f(completions=completions, answer=["42"] * 4)] for n, f in built.items()
+    }
+    value, _ = evaluate("rlcr", scores_by_reward)
     total = np.array([1 + 0.99 + 1, 0.19 + 1, 0.99 + 1, 0]) / 2
     np.testing.assert_allclose(value[0], total - total.mean(), rtol=1e-5)
 

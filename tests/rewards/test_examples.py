@@ -37,10 +37,10 @@ class Judge(http.server.BaseHTTPRequestHandler):
         question = body["messages"][0]["content"]
         text = question.split("Answer of a student: ")[1].split("\n")[0]
         server: Any = self.server
-        server.seen[text] += 1
+        server.requests[text] += 1
         server.keys.add(self.headers.get("Authorization"))
         status, reply = 200, text
-        if "busy" in text and server.seen[text] < 3:
+        if "busy" in text and server.requests[text] < 3:
             status = 503
         if body["model"] != "judge":
             status = 404
@@ -59,7 +59,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads, server.seen, server.keys = True, Counter(), set()
+    server.daemon_threads, server.requests, server.keys = True, Counter(), set()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -74,12 +74,18 @@ def test_the_judge_of_the_examples_asks_again_gives_up_and_tells_a_refusal(
     url = f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
 
     def judged(*texts: Any, **options: Any) -> Any:
-        given = {"url": url, "model": "judge", "tries": 3, "pause": 0.01, **options}
-        return module.judged(["1+1="] * len(texts), list(texts), ["2"] * len(texts), **given)
+        options_with_server = {"url": url, "model": "judge", "tries": 3, "pause": 0.01, **options}
+        return module.judged(
+            ["1+1="] * len(texts), list(texts), ["2"] * len(texts), **options_with_server
+        )
 
     assert is_per_sample(module.judged)
     assert judged("10", "7.5", "busy 4", "odd", "99") == [1.0, 0.75, 0.4, None, 1.0]
-    assert (server.seen["busy 4"], server.seen["10"], server.keys) == (3, 1, {"Bearer secret"})
+    assert (server.requests["busy 4"], server.requests["10"], server.keys) == (
+        3,
+        1,
+        {"Bearer secret"},
+    )
     assert judged([{"role": "assistant", "content": "5"}]) == [0.5]
     with pytest.raises(urllib.error.HTTPError, match="404"):
         judged("10", model="none")
@@ -108,12 +114,12 @@ def test_the_reward_model_of_the_examples_scores_in_batches_as_one_by_one(reposi
     classifier.save_pretrained(tmp_path)
     module = load(repository, "own_reward_model")
     prompts, completions = ["1+1=", "12+30=", "7+8=", "1+1="], ["2", "42", "7+8=15", "3"]
-    found = module.score(prompts, completions, model=str(tmp_path), batch_size=3, answer=None)
-    for prompt, completion, score in zip(prompts, completions, found, strict=True):
+    scores = module.score(prompts, completions, model=str(tmp_path), batch_size=3, answer=None)
+    for prompt, completion, score in zip(prompts, completions, scores, strict=True):
         ids = torch.tensor([tokenizer(prompt + completion)["input_ids"]])
         with torch.inference_mode():
             assert score == pytest.approx(classifier(input_ids=ids).logits.item(), abs=1e-5)
-    assert len({*found}) == 4
+    assert len({*scores}) == 4
     assert module._load.cache_info().misses == 1
     module.score(prompts, completions, model=str(tmp_path))
     assert module._load.cache_info().misses == 1

@@ -147,8 +147,8 @@ def test_answers_that_hang_end_where_the_trainer_ignores_the_signal_of_their_tim
         env=environment(),
         check=True,
     )
-    found, seconds = json.loads(run.stdout)
-    assert found == scores
+    printed_scores, seconds = json.loads(run.stdout)
+    assert printed_scores == scores
     assert seconds < 3 * GRACE  # which each would take
 
 
@@ -302,7 +302,9 @@ def test_gold_answers_and_completions_are_read_as_a_whole(table, expected):
     pairs = [(text, gold) for gold, texts in table.items() for text in texts]
     scores = score(*(list(column) for column in zip(*pairs, strict=True)))
     if scores is not None:
-        assert [pair for pair, given in zip(pairs, scores, strict=True) if given != expected] == []
+        assert [
+            pair for pair, points in zip(pairs, scores, strict=True) if points != expected
+        ] == []
 
 
 def test_a_gold_answer_that_is_read_in_part_is_not_scored_and_named(monkeypatch):

@@ -22,24 +22,24 @@ def turn(value, flip=0.07, seed=0, step=0, ordinal=None, name="right"):
 @pytest.mark.parametrize("flip", [0.07, 0.5])
 def test_the_stated_share_is_flipped_and_reported(flip):
     value = np.random.default_rng(0).integers(0, 2, (2000, 8)).astype(np.float32)
-    found, log = turn(value, flip)
-    share = (found != value).mean()
+    noisy, log = turn(value, flip)
+    share = (noisy != value).mean()
     assert share == pytest.approx(flip, abs=4 * math.sqrt(flip * (1 - flip) / value.size))
-    np.testing.assert_array_equal(found[found != value], 1 - value[found != value])
+    np.testing.assert_array_equal(noisy[noisy != value], 1 - value[noisy != value])
     assert log.numbers() == pytest.approx({"own": 1.5, "rewards/right/flipped": share})
-    assert found.dtype == np.float32
+    assert noisy.dtype == np.float32
 
 
 def test_a_sample_meets_the_same_noise_whatever_stands_beside_it():
     zero = np.zeros((50, 4), np.float32)
-    whole, _ = turn(zero, 0.3)
+    full_batch, _ = turn(zero, 0.3)
     part, _ = turn(zero[:5], 0.3, ordinal=np.arange(20, 25))
-    np.testing.assert_array_equal(part, whole[20:25])
+    np.testing.assert_array_equal(part, full_batch[20:25])
     smaller, _ = turn(zero[:, :2], 0.3)
-    np.testing.assert_array_equal(smaller, whole[:, :2])
-    others: list[dict[str, Any]] = [{"seed": 1}, {"step": 1}, {"name": "else"}]
-    for other in others:
-        assert (turn(zero, 0.3, **other)[0] != whole).any()
+    np.testing.assert_array_equal(smaller, full_batch[:, :2])
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"step": 1}, {"name": "else"}]
+    for change in changes:
+        assert (turn(zero, 0.3, **change)[0] != full_batch).any()
 
 
 def test_what_is_unscored_stays_so_and_other_rewards_are_left_alone():

@@ -16,15 +16,15 @@ def decode(rows):
 
 
 def test_every_reward_judges_the_gold_answer_and_the_empty_text():
-    seen = {}
+    received = {}
 
     def mine(prompts, completions, completion_ids, level, **columns):
-        seen.update(prompts=prompts, texts=completions, ids=completion_ids, level=level)
+        received.update(prompts=prompts, texts=completions, ids=completion_ids, level=level)
         return [0.5, None]
 
     shown = preview({"arithmetic": build("arithmetic"), "mine": mine}, ROW, encode, decode)
     assert shown == {"arithmetic": Preview(1.0, 0.0), "mine": Preview(0.5, None)}
-    assert seen == {
+    assert received == {
         "prompts": ["47+38="] * 2,
         "texts": ["85", ""],
         "ids": [[56, 53, 0], [0]],

@@ -48,29 +48,29 @@ def test_booleans_integers_and_arrays_are_numbers():
 
 
 def test_a_reward_gets_only_the_keywords_it_names():
-    seen = {}
+    received = {}
 
     def narrow(completions, *, level):
-        seen.update(completions=completions, level=level)
+        received.update(completions=completions, level=level)
         return [0.0] * 3
 
     call(narrow=narrow)
-    assert seen == {"completions": COMPLETIONS, "level": [1, 1, 2]}
+    assert received == {"completions": COMPLETIONS, "level": [1, 1, 2]}
 
 
 def test_a_reward_with_kwargs_gets_everything():
-    seen = {}
+    received = {}
 
     def wide(**keywords):
-        seen.update(keywords)
+        received.update(keywords)
         return [0.0] * 3
 
     call(wide=wide)
-    assert isinstance(seen.pop("trainer_state"), TrainerState)
-    assert callable(seen.pop("log_extra"))
-    assert callable(seen.pop("log_metric"))
+    assert isinstance(received.pop("trainer_state"), TrainerState)
+    assert callable(received.pop("log_extra"))
+    assert callable(received.pop("log_metric"))
     everything = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS}
-    assert seen == {**everything, **COLUMNS}
+    assert received == {**everything, **COLUMNS}
 
 
 def test_no_completions_give_no_scores_and_no_call():

@@ -17,20 +17,22 @@ def outputs(count, mode, python, environment):
     processes = [
         subprocess.Popen(
             [python, PROGRAM, mode],
-            env=environment(**one),
+            env=environment(**process),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for one in together(count)
+        for process in together(count)
     ]
     return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
 
 
 def test_every_process_gets_all_scores_and_all_that_was_logged(python, environment):
-    (one, code_one), (two, code_two) = outputs(2, "unscored", python, environment)
-    assert (code_one, code_two) == (0, 0), one + two
-    first, second = (text.splitlines()[-1] for text in (one, two))
+    (first_output, code_one), (second_output, code_two) = outputs(
+        2, "unscored", python, environment
+    )
+    assert (code_one, code_two) == (0, 0), first_output + second_output
+    first, second = (text.splitlines()[-1] for text in (first_output, second_output))
     assert first == second
     scores, log = json.loads(first)
     # Tokens count 0 1 2 3 4 5 6 0 1 ...; 0 is padding and cut where it ends a text.

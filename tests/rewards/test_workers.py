@@ -33,16 +33,16 @@ for line in sys.stdin:
 
 @pytest.fixture
 def workers():
-    made = []
+    started = []
 
     def make(count=1, time_limit=5.0, program=OBEDIENT, budget=30.0):
         command = [sys.executable, "-c", program]
-        made.append(Workers(command, count, time_limit, budget, grace=0.0))
-        return made[-1]
+        started.append(Workers(command, count, time_limit, budget, grace=0.0))
+        return started[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for started_workers in started:
+        started_workers.close()
 
 
 def alive(process):

@@ -170,11 +170,11 @@ def table():
     rows = []
     for rewards in TABLE:
         row = {"rewards": rewards}
-        one = np.ones((1, len(rewards)), int)
+        single_group = np.ones((1, len(rewards)), int)
         for name in VERL[:6]:
             if len(rewards) > 1 or name != "grpo_passk":
-                row[f"verl {name}"] = run_verl(name, [rewards], one)[0]
-        row["verl grpo centred"] = run_verl("grpo", [rewards], one, divide=False)[0]
+                row[f"verl {name}"] = run_verl(name, [rewards], single_group)[0]
+        row["verl grpo centred"] = run_verl("grpo", [rewards], single_group, divide=False)[0]
         for scale in ("group", "batch", "none"):
             row[f"trl {scale}"] = run_trl([[rewards]], [1.0], scale)[0]
         rows.append(row)

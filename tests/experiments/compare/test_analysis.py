@@ -47,9 +47,9 @@ def best(experiment, outcomes):
 
 
 @pytest.mark.parametrize(
-    ("better", "word", "other"), [("higher", "better", "worse"), ("lower", "worse", "better")]
+    ("better", "word", "opposite"), [("higher", "better", "worse"), ("lower", "worse", "better")]
 )
-def test_gains_losses_and_neither_are_told_in_the_same_words(better, word, other):
+def test_gains_losses_and_neither_are_told_in_the_same_words(better, word, opposite):
     values = {
         "control": {0.1: 0.5 + NOISE},
         "more": {0.1: 0.6 + NOISE},
@@ -60,19 +60,19 @@ def test_gains_losses_and_neither_are_told_in_the_same_words(better, word, other
     rows = best(experiment, outcomes)
     assert {name: results.standing(experiment, rows[name]) for name in ("more", "less")} == {
         "more": word,
-        "less": other,
+        "less": opposite,
     }
     # Two tested arms, both as far from 0 in every seed: 2 x 2 / 2^7.
     assert rows["more"].corrected == rows["less"].corrected == 4 / 128
     assert rows["same"].p is None, "it was not to be tested"
     experiment, outcomes = compared(values, better=better, tests=("more", "less", "same"))
-    one, two, three = report._answer(experiment, results.at_best(experiment, outcomes)).text
-    assert one == (
+    first, second, third = report._answer(experiment, results.at_best(experiment, outcomes)).text
+    assert first == (
         f"more against control: {word}. m differs by +0.100 (95% interval +0.100 to +0.100), "
         "corrected p = 0.047."
     )
-    assert two == one.replace("more", "less").replace(word, other).replace("+", "-")
-    assert three.startswith("same against control: no difference shown. m differs by +0.000")
+    assert second == first.replace("more", "less").replace(word, opposite).replace("+", "-")
+    assert third.startswith("same against control: no difference shown. m differs by +0.000")
 
 
 def test_with_five_comparisons_nothing_can_be_shown_and_it_is_said():
@@ -82,9 +82,9 @@ def test_with_five_comparisons_nothing_can_be_shown_and_it_is_said():
     assert {results.standing(experiment, rows[f"a{i}"]) for i in range(5)} == {
         "no difference shown"
     }
-    said = report.describe_detectable(experiment)
-    assert "no p below 0.016, and none below 0.078 corrected for 5 comparisons" in said
-    assert "no difference can be shown, however large: take 8 seeds or more" in said
+    sentences = report.describe_detectable(experiment)
+    assert "no p below 0.016, and none below 0.078 corrected for 5 comparisons" in sentences
+    assert "no difference can be shown, however large: take 8 seeds or more" in sentences
 
 
 def test_rates_are_chosen_on_tuning_seeds_where_there_are_some():
@@ -104,17 +104,17 @@ def test_rates_are_chosen_on_tuning_seeds_where_there_are_some():
 def test_the_test_makes_the_choice_again_only_where_rates_are_the_control_s():
     random = np.random.default_rng(3)
     many = {rate: random.normal(size=7) for rate in (0.1, 0.2, 0.3)}
-    one = {0.1: random.normal(size=7)}
-    for arm, other in ((many, {**many}), (one, one)):
-        assert best(*compared({"control": arm, "arm": other}))["arm"].p == 1
+    single_rate = {0.1: random.normal(size=7)}
+    for control, arm in ((many, {**many}), (single_rate, single_rate)):
+        assert best(*compared({"control": control, "arm": arm}))["arm"].p == 1
     turned = {rate: -many[rate] for rate in (0.3, 0.1, 0.2)}
     sorted_rates = {rate: turned[rate] for rate in many}
     p = [best(*compared({"control": many, "arm": arm}))["arm"].p for arm in (turned, sorted_rates)]
     assert p[0] == p[1] is not None, "the order of rates does not count"
     tuned = {rate: np.append(values, [rate == 0.2]) for rate, values in many.items()}
-    alone = {0.1: np.append(one[0.1], [0.0])}
+    alone = {0.1: np.append(single_rate[0.1], [0.0])}
     rows = best(*compared({"control": tuned, "arm": alone}, tuning_seeds=(7,)))
-    difference = one[0.1] - many[0.2]
+    difference = single_rate[0.1] - many[0.2]
     signs = np.array(np.meshgrid(*[[1, -1]] * 7)).reshape(7, -1).T
     expected = (abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
     assert rows["arm"].p == pytest.approx(expected)
@@ -131,14 +131,14 @@ def test_rates_of_its_own_chosen_on_the_judged_seeds_give_no_p_and_it_is_said():
     assert (rows["own"].p, rows["own"].corrected) == (None, None)
     assert rows["one"].corrected == rows["one"].p == 2 / 2**7, "neither has a choice"
     table = results.at_best(experiment, outcomes)
-    own, one = report._answer(experiment, table).text
-    assert own.startswith("own against control: not tested. m differs by +9.000")
-    assert own.endswith(report.NO_P)
-    assert one.startswith("one against control: better.")
+    own_rates, shared_rates = report._answer(experiment, table).text
+    assert own_rates.startswith("own against control: not tested. m differs by +9.000")
+    assert own_rates.endswith(report.NO_P)
+    assert shared_rates.startswith("one against control: better.")
     assert report.format_rows(experiment, table)[2][-2:] == ["–", "–"]
-    said = report.describe_detectable(experiment)
-    assert "corrected for 1 comparison (one with control)" in said
-    assert "own: No p: " in said
+    sentences = report.describe_detectable(experiment)
+    assert "corrected for 1 comparison (one with control)" in sentences
+    assert "own: No p: " in sentences
     only, _ = compared(values, tests=("own",))
     assert report.describe_detectable(only) == f"own: {report.NO_P}"
 

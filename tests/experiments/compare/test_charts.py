@@ -28,10 +28,10 @@ def compared(seeds: int, arms: tuple[str, ...] = ("control", "arm")):
 
     def outcome(place: int, seed: int) -> Outcome:
         share = np.linspace(0, 1, STEPS) if (place + seed) % 2 else np.ones(STEPS)
-        made: dict[str, Any] = dict.fromkeys(results.OVER_STEPS, share)
+        over_steps: dict[str, Any] = dict.fromkeys(results.OVER_STEPS, share)
         passes = np.array([0.5, 0.75])
         numbers = {"eval/pass@1": float((place + seed) % 2) * 0.2 + 0.8}
-        return Outcome(None, numbers, made, passes, passes, {})  # pyright: ignore
+        return Outcome(None, numbers, over_steps, passes, passes, {})  # pyright: ignore
 
     outcomes = {
         (arm, 0.1): {seed: outcome(place, seed) for seed in range(seeds)}
@@ -64,9 +64,9 @@ def test_few_seeds_are_shown_by_their_lowest_and_highest(seeds, few):
     low, high = heights(axes).min(), heights(axes).max()
     assert ((low, high) == (0.8, 1.0)) == few
     assert high <= 1
-    said = "".join(report._figures(experiment, outcomes))
-    assert ("lowest and highest seed" in said) == few
-    assert ("95%" in said) != few
+    figures = "".join(report._figures(experiment, outcomes))
+    assert ("lowest and highest seed" in figures) == few
+    assert ("95%" in figures) != few
 
 
 @pytest.mark.parametrize("seeds", [2, 7])

@@ -35,17 +35,17 @@ def one_device():
         yield
 
 
-def summary_of(case: experiments.Case) -> dict[str, Any]:
+def read_summary(case: experiments.Case) -> dict[str, Any]:
     return json.loads((case.path / "summary.json").read_text())
 
 
 def test_identical_arms_with_identical_seeds_differ_by_exactly_0(compared):
     experiment, _, outcomes = compared
     for metric in ("eval/accuracy", "eval/pass@1", "reward", "tokens", "entropy"):
-        one, other = (
+        first, second = (
             results.arm_values(experiment, outcomes, arm, metric) for arm in ("grpo", "twin")
         )
-        assert (one == other).all()
+        assert (first == second).all()
     (row,) = [row for row in results.at_best(experiment, outcomes) if row.arm == "twin"]
     assert row.difference == (0, 0, 0)
 
@@ -87,7 +87,7 @@ def test_a_run_is_the_same_config_run_by_train(compared, tmp_path):
         alone = loop.train(config, run={"dir": str(tmp_path / case.arm / str(case.seed))})
         again = configs.load(alone.path / "config.toml")
         assert again.run.dir != config.run.dir
-        assert alone.summary["parameter_hash"] == summary_of(case)["parameter_hash"]
+        assert alone.summary["parameter_hash"] == read_summary(case)["parameter_hash"]
         clockless = [
             [{name: v for name, v in line.items() if not name.startswith("time/")} for line in of]
             for of in (read_metrics(alone.path), read_metrics(case.path))
@@ -101,12 +101,12 @@ def test_everything_is_left_in_the_folder(compared):
     with open(folder / "results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["arm", "lr", "seed", "metric", "value"]
-    found = {(r["arm"], float(r["lr"]), int(r["seed"]), r["metric"]): r["value"] for r in rows}
-    assert len(found) == len(rows)
+    written = {(r["arm"], float(r["lr"]), int(r["seed"]), r["metric"]): r["value"] for r in rows}
+    assert len(written) == len(rows)
     for (arm, rate), by_seed in outcomes.items():
         for seed, outcome in by_seed.items():
             for metric, value in outcome.numbers.items():
-                assert float(found[arm, rate, seed, metric]) == value
+                assert float(written[arm, rate, seed, metric]) == value
     page = (folder / "report.html").read_text()
     assert page.count("data:image/svg+xml") == 7
     assert "no difference shown" not in page, "only one arm was to be tested"
@@ -119,12 +119,12 @@ def test_everything_is_left_in_the_folder(compared):
 
 def test_warnings_of_the_runs_are_told(compared):
     experiment, cases, _ = compared
-    warned = {case.arm for case in cases if any(summary_of(case)["warnings"].values())}
+    warned = {case.arm for case in cases if any(read_summary(case)["warnings"].values())}
     text = (Path(experiment.dir) / "tables.md").read_text()
-    told = text.partition("## Warnings")[2].partition("\n## ")[0]
+    section = text.partition("## Warnings")[2].partition("\n## ")[0]
     assert warned, "else the example shows nothing"
     for arm in experiment.arms:
-        assert (f"| {arm} |" in told) == (arm in warned)
+        assert (f"| {arm} |" in section) == (arm in warned)
 
 
 def test_an_unknown_metric_is_refused_after_the_first_run(model, tmp_path, capsys):
@@ -132,8 +132,8 @@ def test_an_unknown_metric_is_refused_after_the_first_run(model, tmp_path, capsy
         model, tmp_path, steps=1, arms={"a": {}, "b": {}}, control="a", metric="eval/pass@k"
     )
     assert main(["compare", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert "metric = 'eval/pass@k': no such number; did you mean 'eval/pass@" in said
+    errors = capsys.readouterr().err
+    assert "metric = 'eval/pass@k': no such number; did you mean 'eval/pass@" in errors
     assert len(list((tmp_path / "out/runs").glob("*/*/*"))) == 1
 
 
@@ -151,15 +151,15 @@ def test_a_second_start_touches_no_finished_run_and_writes_the_same(compared, ca
 def test_the_result_is_one_document_with_the_numbers_of_the_tables(compared, capsys):
     experiment, cases, outcomes = compared
     assert main(["compare", str(experiment.source), "--json"]) == 0
-    said = capsys.readouterr()
-    assert f"{len(cases)} of {len(cases)} runs are finished already" in said.err
-    found = json.loads(said.out)
-    assert found["runs"] == found["finished"] == len(cases)
-    assert found["differences"]["rewards.0.flip"] == dict.fromkeys(experiment.arms, 0.0) | {
+    streams = capsys.readouterr()
+    assert f"{len(cases)} of {len(cases)} runs are finished already" in streams.err
+    document = json.loads(streams.out)
+    assert document["runs"] == document["finished"] == len(cases)
+    assert document["differences"]["rewards.0.flip"] == dict.fromkeys(experiment.arms, 0.0) | {
         "noise": 0.5
     }
     tables = (Path(experiment.dir) / "tables.md").read_text()
-    rows = {row["arm"]: row for row in found["best"]}
+    rows = {row["arm"]: row for row in document["best"]}
     for row in results.at_best(experiment, outcomes):
         shown = rows[row.arm]
         assert shown["estimate"] == row.metric._asdict()
@@ -167,17 +167,20 @@ def test_the_result_is_one_document_with_the_numbers_of_the_tables(compared, cap
         assert (shown["standing"] is None) == (row.arm != "frozen"), "the one that is tested"
         assert f"| {row.arm} | {row.rate:g} | {shown['estimate']['value']:.3f} |" in tables
     assert rows["grpo"]["minus_control"] is None
-    assert {row["learning_rate"] for row in found["by_learning_rate"]} == {0.0, 0.5}
-    for arm, one in found["pass_at"].items():
-        assert f"| {arm} | {one['base'][0]:.3f} → {one['trained'][0]:.3f} |" in tables
-    for arm, shares in found["groups"].items():
+    assert {row["learning_rate"] for row in document["by_learning_rate"]} == {0.0, 0.5}
+    for arm, entry in document["pass_at"].items():
+        assert f"| {arm} | {entry['base'][0]:.3f} → {entry['trained'][0]:.3f} |" in tables
+    for arm, shares in document["groups"].items():
         fail = shares["groups/all_fail"]
         assert f"| {arm} | {fail['first']:.3f}, {fail['last']:.3f} |" in tables
-    for one in found["warnings"]:
-        among = f"{one['in_runs']} of {one['runs']}"
-        assert f"| {one['arm']} | {one['learning_rate']:g} | {one['warning']} | {among} |" in tables
-    assert found["cost"].keys() == set(experiment.arms)
-    assert found["mixtures"] == []
+    for entry in document["warnings"]:
+        among = f"{entry['in_runs']} of {entry['runs']}"
+        assert (
+            f"| {entry['arm']} | {entry['learning_rate']:g} | {entry['warning']} | {among} |"
+            in tables
+        )
+    assert document["cost"].keys() == set(experiment.arms)
+    assert document["mixtures"] == []
 
 
 @pytest.mark.full
@@ -209,9 +212,9 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(process, "stop_requested", lambda step: step == 3)
         assert main(["compare", str(file)]) == 143
-    said = capsys.readouterr().err
-    assert f"continue with: jaxgrpo compare {file}" in said
-    assert "jaxgrpo train" not in said
+    errors = capsys.readouterr().err
+    assert f"continue with: jaxgrpo compare {file}" in errors
+    assert "jaxgrpo train" not in errors
     stopped = tmp_path / "out/runs/a/lr_0.5/seed_0"
     assert len(read_metrics(stopped)) == 1 + 3
     first = (stopped / "metrics.jsonl").read_bytes()
@@ -238,16 +241,16 @@ def test_seeds_can_be_judged_at_the_best_rates_alone_without_keeping_models(
     assert not any((run / "model").exists() for run in runs)
     tables_md = [(tmp_path / name / "out/tables.md").read_text() for name in ("every", "best")]
     best = "## At each arm's best learning rate"
-    one, other = (text[text.index(best) :].split("\n## ")[0] for text in tables_md)
-    assert one == other
+    first, second = (text[text.index(best) :].split("\n## ")[0] for text in tables_md)
+    assert first == second
     assert "At learning rate" not in tables_md[1]
     assert "1 tuning seed" in tables_md[1]
     before = {run: (run / "summary.json").stat().st_mtime_ns for run in runs}
     assert main(["compare", str(file), "--json"]) == 0  # nothing is left to do
-    found = json.loads(capsys.readouterr().out)
-    assert (found["runs"], found["finished"], found["by_learning_rate"]) == (8, 8, [])
-    rates = {row["arm"]: row["learning_rate"] for row in found["best"]}
-    for arm, means in found["tuning"].items():
+    document = json.loads(capsys.readouterr().out)
+    assert (document["runs"], document["finished"], document["by_learning_rate"]) == (8, 8, [])
+    rates = {row["arm"]: row["learning_rate"] for row in document["best"]}
+    for arm, means in document["tuning"].items():
         assert means[str(rates[arm])] == max(means.values())
         folders = {run.parent.name for run in runs if run.parent.parent.name == arm}
         assert folders == {"lr_0.1", "lr_0.5"}
@@ -281,28 +284,28 @@ def test_killed_and_started_again_it_repeats_nothing_and_gives_the_same_table(
         waiting = [log for log in logs if not (log.parent / "summary.json").exists()]
         return len(finished()) >= 2 and any(log.read_bytes().count(b"\n") > 10 for log in waiting)
 
-    whole, doomed = map(start, files)
+    uninterrupted, doomed = map(start, files)
     started = time.monotonic()
     while not is_under_way() and doomed.poll() is None and time.monotonic() - started < 200:
         time.sleep(0.01)
     doomed.send_signal(signal.SIGKILL)
     doomed.communicate()
-    kept = [file for run in finished() for file in run.rglob("*") if "checkpoints" not in str(file)]
+    data = [file for run in finished() for file in run.rglob("*") if "checkpoints" not in str(file)]
     assert 2 <= len(finished()) < 6
     assert is_under_way()
-    before = {file: file.stat().st_mtime_ns for file in kept if file.is_file()}
+    before = {file: file.stat().st_mtime_ns for file in data if file.is_file()}
     again = start(files[1])
-    said, _ = again.communicate(timeout=200)
-    assert again.returncode == 0, said
-    assert "of 6 runs are finished already" in said
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, output
+    assert "of 6 runs are finished already" in output
     assert before == {file: file.stat().st_mtime_ns for file in before}
-    said, _ = whole.communicate(timeout=200)
-    assert whole.returncode == 0, said
-    one, other = ((tmp_path / name / "out") for name in ("whole", "killed"))
-    assert (one / "tables.md").read_bytes() == (other / "tables.md").read_bytes()
+    output, _ = uninterrupted.communicate(timeout=200)
+    assert uninterrupted.returncode == 0, output
+    uninterrupted_out, killed_out = ((tmp_path / name / "out") for name in ("whole", "killed"))
+    assert (uninterrupted_out / "tables.md").read_bytes() == (killed_out / "tables.md").read_bytes()
     clockless = [
         [line for line in (folder / "results.csv").read_text().splitlines() if "time/" not in line]
-        for folder in (one, other)
+        for folder in (uninterrupted_out, killed_out)
     ]
     assert clockless[0] == clockless[1]
 
@@ -348,11 +351,11 @@ def test_a_metric_without_a_value_in_some_run_is_refused_with_results_csv_there(
         lines[-1]["eval/accuracy"] = None
         (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert main(["compare", str(file)]) == 2
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     for case in (cases[3], cases[-1]):
-        assert f"arm {case.arm}, learning rate {case.rate:g}, seed {case.seed}" in said
-    assert said.count("learning rate") == 2
-    assert "name another metric" in said
+        assert f"arm {case.arm}, learning rate {case.rate:g}, seed {case.seed}" in errors
+    assert errors.count("learning rate") == 2
+    assert "name another metric" in errors
     assert "eval/pass@1" in (tmp_path / "out" / "results.csv").read_text()
     file = write(model, tmp_path, arms=arms_of(experiment), metric="eval/pass@1")
     assert main(["compare", str(file)]) == 0
@@ -374,9 +377,9 @@ def test_before_runs_are_taken_changed_own_code_of_finished_ones_is_told(
     assert "own code has changed" not in capsys.readouterr().out, "no run is to be taken"
     shutil.rmtree(missing)
     assert main(["compare", str(file), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert f"own code has changed since 1 of {len(cases) - 1} finished runs" in " ".join(
-        said.split()
+        output.split()
     )
     assert not missing.exists()
 
@@ -388,12 +391,12 @@ def test_runs_of_other_weights_or_other_code_are_told(compared, tmp_path):
     run = changed["twin", 0.5][2]
     numbers = {**run.numbers, "base/pass@1": run.numbers["base/pass@1"] + 0.01}
     changed["twin", 0.5][2] = run._replace(numbers=numbers)
-    (said,) = results.mixtures(changed)
-    assert said == "Seed 2: runs begin at different bases (base/pass@1 differ)."
+    (message,) = results.mixtures(changed)
+    assert message == "Seed 2: runs begin at different bases (base/pass@1 differ)."
     shutil.copytree(experiment.dir, tmp_path / "out")
-    own = tmp_path / "mine.py"
-    own.write_text("now")
-    named = dataclasses.replace(cases[0].config.rewards[0], use=f"{own}:reward")
+    user_file = tmp_path / "mine.py"
+    user_file.write_text("now")
+    named = dataclasses.replace(cases[0].config.rewards[0], use=f"{user_file}:reward")
     moved = {}
     for case in cases[:3]:
         folder = tmp_path / "out" / case.path.relative_to(experiment.dir)
@@ -408,5 +411,5 @@ def test_runs_of_other_weights_or_other_code_are_told(compared, tmp_path):
         case = case._replace(config=config)
         assert results.has_other_code(case) == (case.arm == cases[1].arm)
         moved[case.arm, case.rate] = {0: outcomes[case.arm, case.rate][0]._replace(case=case)}
-    (said,) = results.mixtures(moved)
-    assert said == f"Runs with 2 states of {own}."
+    (message,) = results.mixtures(moved)
+    assert message == f"Runs with 2 states of {user_file}."

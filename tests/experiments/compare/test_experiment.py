@@ -22,7 +22,7 @@ ARMS = {"grpo": {"recipe": "grpo"}, "sign": {"recipe": "sign"}}
 
 
 def tables(**changes):
-    whole = {
+    document = {
         "base": "quickstart",
         "dir": "runs/x",
         "control": "grpo",
@@ -31,7 +31,7 @@ def tables(**changes):
         "arms": ARMS,
         **changes,
     }
-    return {name: value for name, value in whole.items() if value is not None}
+    return {name: value for name, value in document.items() if value is not None}
 
 
 def load(tmp_path, **changes):
@@ -51,15 +51,15 @@ def problems(tmp_path, **changes):
 
 
 def test_a_run_has_the_config_of_the_base_but_for_what_is_said(tmp_path):
-    found = cases(tmp_path, set={"train": {"steps": 7}})
-    assert [(case.arm, case.rate, case.seed) for case in found[:4]] == [
+    all_cases = cases(tmp_path, set={"train": {"steps": 7}})
+    assert [(case.arm, case.rate, case.seed) for case in all_cases[:4]] == [
         ("grpo", 1e-4, 0),
         ("grpo", 3e-4, 0),
         ("sign", 1e-4, 0),
         ("sign", 3e-4, 0),
     ]
-    assert len(found) == 8
-    last = found[-1].config
+    assert len(all_cases) == 8
+    last = all_cases[-1].config
     base = configs.load("quickstart")
     assert (last.recipe, last.train.steps, last.train.seed) == ("sign", 7, 1)
     assert last.optimizer == dataclasses.replace(base.optimizer, learning_rate=3e-4)
@@ -70,7 +70,7 @@ def test_a_run_has_the_config_of_the_base_but_for_what_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arm", "said"),
+    ("arm", "message"),
     [
         ({"train": {"steps": 3}}, "arms.b.train.steps: locked, the same in every arm"),
         ({"data.path": "x"}, "arms.b.data.path: locked"),
@@ -81,13 +81,13 @@ def test_a_run_has_the_config_of_the_base_but_for_what_is_said(tmp_path):
         ({"recipie": "sign"}, "arms.b.recipie: unknown key; did you mean recipe?"),
     ],
 )
-def test_an_arm_may_not_differ_in_what_is_locked(tmp_path, arm, said):
+def test_an_arm_may_not_differ_in_what_is_locked(tmp_path, arm, message):
     (problem,) = problems(tmp_path, arms={"grpo": {"recipe": "grpo"}, "b": arm})
-    assert said in problem
+    assert message in problem
 
 
 def test_all_problems_come_at_once_with_the_nearest_name(tmp_path):
-    found = problems(
+    messages = problems(
         tmp_path,
         base=None,
         bse="quickstart",
@@ -99,8 +99,8 @@ def test_all_problems_come_at_once_with_the_nearest_name(tmp_path):
         set={"run": {"dir": "x"}, "optimizer.learning_rate": 1.0},
         train={"steps": 3},
     )
-    text = "\n".join(found)
-    for said in (
+    text = "\n".join(messages)
+    for expected in (
         "bse: unknown key; did you mean base?",
         "train: unknown key; a key of a config; write set.train",
         "seeds = [1, 1]: expected a number of seeds",
@@ -111,15 +111,15 @@ def test_all_problems_come_at_once_with_the_nearest_name(tmp_path):
         "control = \"gpro\": no arm 'gpro'; did you mean 'grpo'?",
         "tests = [\"sing\"]: no arm 'sing'; did you mean 'sign'?",
     ):
-        assert said in text
-    assert len(found) == 9
+        assert expected in text
+    assert len(messages) == 9
 
 
 def test_problems_of_the_configs_name_the_arm(tmp_path):
     arms = {**ARMS, "odd": {"recipe": "gpro"}, "odder": {"loss": {"kl": {"use": "k9"}}}}
-    found = problems(tmp_path, arms=arms)
-    assert [problem.partition(":")[0] for problem in found] == ["arms.odd", "arms.odder"]
-    assert "did you mean 'grpo'" in found[0]
+    messages = problems(tmp_path, arms=arms)
+    assert [problem.partition(":")[0] for problem in messages] == ["arms.odd", "arms.odder"]
+    assert "did you mean 'grpo'" in messages[0]
     (problem,) = problems(tmp_path, set={"train": {"stpes": 3}})
     assert problem == (
         'base = "quickstart" with set: train.stpes: unknown key; did you mean train.steps?'
@@ -143,9 +143,9 @@ def test_seeds_are_set_apart_for_tuning_where_they_suffice(tmp_path):
 
 
 def test_tuning_seeds_are_others_and_the_control_is_not_tested(tmp_path):
-    found = problems(tmp_path, tuning_seeds=[1, 5], tests=["grpo"])
-    assert any("tuning_seeds = [1]: among seeds too" in problem for problem in found)
-    assert any("'grpo' is the control" in problem for problem in found)
+    messages = problems(tmp_path, tuning_seeds=[1, 5], tests=["grpo"])
+    assert any("tuning_seeds = [1]: among seeds too" in problem for problem in messages)
+    assert any("'grpo' is the control" in problem for problem in messages)
     assert {case.seed for case in cases(tmp_path, tuning_seeds=[5])} == {0, 1, 5}
 
 
@@ -154,8 +154,11 @@ def test_group_sizes_differ_only_where_it_is_said_what_a_step_keeps(tmp_path):
     (problem,) = problems(tmp_path, arms=arms)
     assert "arms.two: rollout.group_size: say what a step keeps where it differs, hold" in problem
     for hold, prompts in (("samples", 128), ("prompts", 32)):  # the base: 32 x 8
-        found = cases(tmp_path, arms=arms, hold=hold)
-        assert [case.config.rollout.prompts_per_step for case in found[::2][:2]] == [32, prompts]
+        all_cases = cases(tmp_path, arms=arms, hold=hold)
+        assert [case.config.rollout.prompts_per_step for case in all_cases[::2][:2]] == [
+            32,
+            prompts,
+        ]
     (problem,) = problems(
         tmp_path, hold="samples", arms={"grpo": {}, "odd": {"rollout": {"group_size": 3}}}
     )
@@ -177,8 +180,8 @@ def test_differences_are_those_of_the_resolved_configs(tmp_path):
         "noisy": {"rewards": [{"use": "arithmetic", "flip": 0.07}], "learning_rates": [0.0]},
         "own": {"advantage": [{"use": "sum_rewards"}, {"use": "sign"}]},
     }
-    found = experiments.differences(cases(tmp_path, arms=arms))
-    assert found == {
+    by_key = experiments.differences(cases(tmp_path, arms=arms))
+    assert by_key == {
         "learning_rates": {"grpo": "[0.0001, 0.0003]", "noisy": "[0.0]", "own": "[0.0001, 0.0003]"},
         "advantage.0.use": {"grpo": "–", "noisy": "–", "own": '"sum_rewards"'},
         "advantage.1.use": {"grpo": "–", "noisy": "–", "own": '"sign"'},
@@ -195,8 +198,10 @@ def test_an_arm_with_another_optimizer_keeps_what_every_optimizer_has(tmp_path):
         "same": {"optimizer": {"use": "adamw", "b2": 0.9}},
         "dotted": {"optimizer.use": "sgd"},
     }
-    found = cases(tmp_path, arms=arms, seeds=1, learning_rates=[0.1], set={"optimizer": of_base})
-    base, sgd, same, dotted = (case.config.optimizer for case in found)
+    all_cases = cases(
+        tmp_path, arms=arms, seeds=1, learning_rates=[0.1], set={"optimizer": of_base}
+    )
+    base, sgd, same, dotted = (case.config.optimizer for case in all_cases)
     assert base.options["weight_decay"] == 0.1
     assert sgd == dataclasses.replace(base, use="sgd", options={"momentum": 0.9})
     assert same == dataclasses.replace(base, options={**base.options, "b2": 0.9})
@@ -219,9 +224,9 @@ def test_a_dry_run_shows_the_plan_and_what_can_be_seen(tmp_path, capsys, monkeyp
     assert "28 runs: 2 arms" in shown
     assert "gives no p below 0.016" in shown
     assert main(["compare", "experiment.toml", "--dry-run", "--json"]) == 0
-    said = capsys.readouterr()
-    plan = json.loads(said.out)
-    assert (plan["runs"], plan["finished"], said.err) == (28, 0, "")
+    streams = capsys.readouterr()
+    plan = json.loads(streams.out)
+    assert (plan["runs"], plan["finished"], streams.err) == (28, 0, "")
     assert plan["smallest"]["p"] == pytest.approx(2 / 2**7)
     assert plan["seeds"] == [*range(7)]
     for key, values in plan["differences"].items():
@@ -291,24 +296,24 @@ def test_a_dry_run_traces_own_losses_of_every_arm(tmp_path, capsys, monkeypatch)
     }
     load(tmp_path, arms=arms)
     assert main(["compare", "experiment.toml", "--dry-run"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    errors = " ".join(capsys.readouterr().err.split())
     file = tmp_path / "mine.py"
-    assert f"arms.one: surrogate forgets ({file}:forgets, line 3: " in said
-    assert "raised AttributeError: 'Tokens' object has no attribute 'weights'" in said
-    assert f"arms.two: penalty divides ({file}:divides, line 7: " in said
-    assert f"arms.three: entropy reads ({file}:reads, line 11: " in said
-    assert "Traceback" not in said
+    assert f"arms.one: surrogate forgets ({file}:forgets, line 3: " in errors
+    assert "raised AttributeError: 'Tokens' object has no attribute 'weights'" in errors
+    assert f"arms.two: penalty divides ({file}:divides, line 7: " in errors
+    assert f"arms.three: entropy reads ({file}:reads, line 11: " in errors
+    assert "Traceback" not in errors
     steps = {"four": "step", "five": "column", "six": "asks", "seven": "remembers"}
-    for name, own in steps.items():
-        arms[name] = {"advantage": [{"use": "sum_rewards"}, {"use": f"mine.py:{own}"}]}
+    for name, function in steps.items():
+        arms[name] = {"advantage": [{"use": "sum_rewards"}, {"use": f"mine.py:{function}"}]}
     load(tmp_path, arms=arms)
     assert main(["compare", "experiment.toml", "--dry-run"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"arms.four: step ({file}:step, line " in said
-    assert "arms.five: column returned value" in said
-    assert f"arms.six: asks ({file}:asks, line " in said
-    assert "jnp.where(condition, a, b)" in said
-    assert f"arms.seven: remembers ({file}:begins, line " in said
+    errors = " ".join(capsys.readouterr().err.split())
+    assert f"arms.four: step ({file}:step, line " in errors
+    assert "arms.five: column returned value" in errors
+    assert f"arms.six: asks ({file}:asks, line " in errors
+    assert "jnp.where(condition, a, b)" in errors
+    assert f"arms.seven: remembers ({file}:begins, line " in errors
     for name in steps:
         del arms[name]
     arms["one"]["loss"]["surrogate"]["use"] = "clip"

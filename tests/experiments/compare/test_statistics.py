@@ -25,9 +25,9 @@ def brute_force(arm, control):
             [(c, a) if swap else (a, c) for a, c, swap in zip(*rows, swapped, strict=True)]
             for rows in zip(arm, control, strict=True)
         ]
-        one = [[a for a, _ in row] for row in pairs]
-        other = [[c for _, c in row] for row in pairs]
-        met += abs(best(one) - best(other)) >= observed - 1e-12
+        arm_values = [[a for a, _ in row] for row in pairs]
+        control_values = [[c for _, c in row] for row in pairs]
+        met += abs(best(arm_values) - best(control_values)) >= observed - 1e-12
     return met / 2 ** len(arm[0])
 
 
@@ -58,10 +58,10 @@ def test_many_seeds_are_judged_by_drawn_exchanges():
     difference = random.normal(0.5, 1.0, 14)
     signs = np.array(list(itertools.product([1, -1], repeat=14)))
     exact = (abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
-    found = results.sign_flip_test(difference)
+    estimate = results.sign_flip_test(difference)
     error = math.sqrt(exact * (1 - exact) / results.DRAWN)
-    assert found == pytest.approx(exact, abs=5 * error)
-    assert found == results.sign_flip_test(difference)
+    assert estimate == pytest.approx(exact, abs=5 * error)
+    assert estimate == results.sign_flip_test(difference)
     assert results.sign_flip_test(np.ones(40)) == results.smallest_p(40) > 0
 
 
@@ -133,19 +133,21 @@ def test_differences_that_are_noise_seldom_cross():
 
 def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_force():
     random = np.random.default_rng(2)
-    found = random.normal(0.4, 1.0, (6, 3))
-    one = results.sign_flip_tests(found[:, :1])
-    assert one[0] == pytest.approx(results.sign_flip_test(found[:, 0]))
-    size = [math.sqrt(sum(d * d for d in column) / 6) for column in found.T]
+    differences = random.normal(0.4, 1.0, (6, 3))
+    single = results.sign_flip_tests(differences[:, :1])
+    assert single[0] == pytest.approx(results.sign_flip_test(differences[:, 0]))
+    size = [math.sqrt(sum(d * d for d in column) / 6) for column in differences.T]
     expected = np.zeros(3)
     for signs in itertools.product([1, -1], repeat=6):
         flipped = [
             abs(sum(s * d for s, d in zip(signs, column, strict=True))) / 6 / scale
-            for column, scale in zip(found.T, size, strict=True)
+            for column, scale in zip(differences.T, size, strict=True)
         ]
-        observed = [abs(column.mean()) / scale for column, scale in zip(found.T, size, strict=True)]
+        observed = [
+            abs(column.mean()) / scale for column, scale in zip(differences.T, size, strict=True)
+        ]
         expected += [max(flipped) >= value - 1e-9 for value in observed]
-    np.testing.assert_allclose(results.sign_flip_tests(found), expected / 2**6)
+    np.testing.assert_allclose(results.sign_flip_tests(differences), expected / 2**6)
     many = random.normal(1.0, 1.0, (14, 1))
     assert results.sign_flip_tests(many)[0] == pytest.approx(
         results.sign_flip_test(many[:, 0]), abs=0.01
@@ -167,8 +169,8 @@ def rejected(noise, seeds, tuning, rounds, rates=3):
         arm = noise * random.normal(size=(rates, seeds + tuning))
         control = random.normal(size=(rates, seeds + tuning))
         if tuning:
-            chosen = (of[results.choose(of[:, seeds:]), :seeds] for of in (arm, control))
-            false += results.sign_flip_test(np.subtract(*chosen)) <= 0.05
+            judged = (of[results.choose(of[:, seeds:]), :seeds] for of in (arm, control))
+            false += results.sign_flip_test(np.subtract(*judged)) <= 0.05
         else:
             false += results.exchange_test(arm, control) <= 0.05
     return false / rounds

@@ -85,16 +85,16 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     )
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
-    found = pretrained.find_model(config, mesh)
+    base = pretrained.find_model(config, mesh)
     blueprint, steps = setup.build_method(
-        config, found, inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
+        config, base, inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     )
     counted = memory.count(blueprint, memory.method_policies(blueprint))
     assert (counted.copies, memory.method_policies(blueprint)) == (0, [])
-    own, weights = lora.split(_placed(found.model.shapes, param_layout(blueprint)))
+    adapters, weights = lora.split(_placed(base.model.shapes, param_layout(blueprint)))
     # Each layer has 64 (inputs + outputs) numbers per map: 2 of 4096 + 4096, 2 of 4096 + 1024 and
     # 3 of 4096 + 14336.
-    number = sum(leaf.size for leaf in jax.tree.leaves(own))
+    number = sum(leaf.size for leaf in jax.tree.leaves(adapters))
     assert number == 32 * 64 * (2 * 8192 + 2 * 5120 + 3 * 18432) == 167_772_160
     assert (
         4 * number / 16 < counted.parameters < 4 * number / 2
@@ -102,11 +102,11 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     assert counted.optimizer == pytest.approx(2 * counted.parameters, rel=1e-3)
     assert counted.frozen == pytest.approx(2 * 8_030_261_248 / 16, rel=1e-2)
     assert counted.peak < 16 << 30
-    own = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), own)
-    moments = _placed(jax.eval_shape(blueprint.optimizer.init, own), opt_layout(blueprint))
+    adapters = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), adapters)
+    moments = _placed(jax.eval_shape(blueprint.optimizer.init, adapters), opt_layout(blueprint))
     batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
-    given = (own, moments, {}, {WEIGHTS: weights}, batch)
-    lowered = steps.update_program.trace(*given).lower(lowering_platforms=("tpu",))
+    arguments = (adapters, moments, {}, {WEIGHTS: weights}, batch)
+    lowered = steps.update_program.trace(*arguments).lower(lowering_platforms=("tpu",))
     text = lowered.as_text()
     assert "tensor<32x4096x64xf32>" in text  # an adapter's moments, of all layers
     assert "tensor<32x4096x14336xf32>" not in text  # no gradient of a weight
@@ -129,8 +129,8 @@ def test_the_smoke_form_becomes_a_page_and_a_figure(tmp_path):
     tables["set"]["eval"] = {"every": 0, "prompts": 16, "samples": 4}
     (tmp_path / "x3_smoke.toml").write_text(tomli_w.dumps(tables))
     assert main(["compare", str(tmp_path / "x3_smoke.toml")]) == 0
-    one = x3_advantages.read(experiments.load(tmp_path / "x3_smoke.toml"))
-    result = x3_advantages.result(dict.fromkeys(x3_advantages.SIZES, one))
+    comparison = x3_advantages.read(experiments.load(tmp_path / "x3_smoke.toml"))
+    result = x3_advantages.result(dict.fromkeys(x3_advantages.SIZES, comparison))
     assert [check for check in result.checks if not check.holds] == []
     text = common.written(x3_advantages.NAME, result)
     for part in ("sign against grpo: no difference shown", "| rate 0.001 |", "4 of 4", "8 runs, "):

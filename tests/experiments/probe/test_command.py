@@ -31,22 +31,22 @@ def one_device():
 
 def probe(capsys, *arguments):
     code = main.main(["probe", *map(str, arguments)])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    streams = capsys.readouterr()
+    return code, streams.out + streams.err
 
 
 def document(capsys, *arguments):
     """What `probe ... --json` prints on stdout, and on stderr."""
     code = main.main(["probe", *map(str, arguments), "--json"])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return json.loads(said.out), said.err
+    streams = capsys.readouterr()
+    assert code == 0, streams.err
+    return json.loads(streams.out), streams.err
 
 
-def asked(folder, *more):
+def command_words(folder, *more):
     """The arguments of a probe of the table in a folder."""
-    given = ("--data", folder / "data.jsonl", "--reward", tables.REWARD)
-    return folder / "model", *given, *more, "--set", *tables.GEOMETRY, "data.answer=answer"
+    words = ("--data", folder / "data.jsonl", "--reward", tables.REWARD)
+    return folder / "model", *words, *more, "--set", *tables.GEOMETRY, "data.answer=answer"
 
 
 def table(folder, rates):
@@ -57,16 +57,18 @@ def table(folder, rates):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {"equal": EQUAL, "bimodal": BIMODAL}
-    return {name: table(tmp_path_factory.mktemp(name), rates) for name, rates in made.items()}
+    rates_by_name = {"equal": EQUAL, "bimodal": BIMODAL}
+    return {
+        name: table(tmp_path_factory.mktemp(name), rates) for name, rates in rates_by_name.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def found(folders):
+def probes(folders):
     """What the command prints of each; its page lies beside the model."""
     read = {}
     for name, folder in folders.items():
-        words = asked(folder, "--json", "--html", folder / "out.html", "--samples", SAMPLES)
+        words = command_words(folder, "--json", "--html", folder / "out.html", "--samples", SAMPLES)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             assert main.main(["probe", *map(str, words)]) == 0
@@ -78,23 +80,23 @@ def flat(p, size):
     return p**size + (1 - p) ** size
 
 
-def test_on_equal_prompts_the_gap_is_zero_within_its_interval(found):
+def test_on_equal_prompts_the_gap_is_zero_within_its_interval(probes):
     for size in (2, 4, 8, 16):
-        group = found["equal"]["degeneracy"][str(size)]
+        group = probes["equal"]["degeneracy"][str(size)]
         low, high = group["ci"]
         assert low < 0 <= high
         assert group["gap"] == pytest.approx(group["measured"] - group["iid"], abs=1e-6)
         assert group["iid"] == pytest.approx(flat(0.4, size), abs=0.03)
     # Rates c / N put into p^G + (1 - p)^G find a gap where there is none.
-    group = found["equal"]["degeneracy"]["4"]
-    rates = np.repeat(np.arange(SAMPLES + 1), found["equal"]["success"]["histogram"]) / SAMPLES
+    group = probes["equal"]["degeneracy"]["4"]
+    rates = np.repeat(np.arange(SAMPLES + 1), probes["equal"]["success"]["histogram"]) / SAMPLES
     plugged = flat(rates, 4).mean() - flat(rates.mean(), 4)
     assert plugged - group["gap"] == pytest.approx(0.0475, abs=0.006)
     assert plugged > group["ci"][1]
 
 
-def test_on_a_bimodal_table_degeneracy_and_pass_at_k_are_those_of_the_table(found):
-    bimodal = found["bimodal"]
+def test_on_a_bimodal_table_degeneracy_and_pass_at_k_are_those_of_the_table(probes):
+    bimodal = probes["bimodal"]
     iid = {2: 0.520, 4: 0.155, 8: 0.0175}
     for size, measured in {2: 0.800, 4: 0.650, 8: 0.603}.items():
         assert measured == pytest.approx(0.6 + 0.4 * flat(0.5, size), abs=5e-4)
@@ -123,8 +125,8 @@ def test_on_a_bimodal_table_degeneracy_and_pass_at_k_are_those_of_the_table(foun
     assert bimodal["success"]["histogram"][0] == 80
 
 
-def test_live_groups_and_tokens_of_a_step_follow_from_the_table(found):
-    bimodal = found["bimodal"]
+def test_live_groups_and_tokens_of_a_step_follow_from_the_table(probes):
+    bimodal = probes["bimodal"]
     assert bimodal["prompts_per_step"] == 8
     for size in (2, 4, 8):
         group = bimodal["degeneracy"][str(size)]
@@ -145,17 +147,17 @@ def test_live_groups_and_tokens_of_a_step_follow_from_the_table(found):
     assert bimodal["agreement"]["max"] < 1e-4
 
 
-def test_the_page_holds_its_charts_and_the_advice(found, folders):
+def test_the_page_holds_its_charts_and_the_advice(probes, folders):
     for name, folder in folders.items():
         page = (folder / "out.html").read_text()
         assert page.count("data:image/svg+xml;base64,") == 4
-        assert found[name]["advice"]
+        assert probes[name]["advice"]
         assert "rollout.group_size = " in page
         assert "<script" not in page
 
 
-def test_the_advice_tells_bimodal_from_equal_prompts(found):
-    says = {name: " ".join(one["says"] for one in of["advice"]) for name, of in found.items()}
+def test_the_advice_tells_bimodal_from_equal_prompts(probes):
+    says = {name: " ".join(item["says"] for item in of["advice"]) for name, of in probes.items()}
     assert "difficulty_band" in says["bimodal"]
     assert "`sign`" in says["bimodal"]
     assert "no filter of prompts" in says["equal"]
@@ -170,14 +172,14 @@ def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(folders, mon
         return answers._replace(logp=answers.logp - np.where(answers.mask, 0.25, 0))
 
     monkeypatch.setattr(command, "draw", shifted)
-    arguments = asked(folders["equal"], "-n", 2, "--num-prompts", 5)
-    code, said = probe(capsys, *arguments)
-    assert code == 0, said
+    arguments = command_words(folders["equal"], "-n", 2, "--num-prompts", 5)
+    code, output = probe(capsys, *arguments)
+    assert code == 0, output
     agreement = document(capsys, *arguments)[0]["agreement"]
     assert agreement["tokens"] == 5 * 2 * 2
     assert agreement["mean"] == pytest.approx(0.25, abs=1e-5)
     assert agreement["kl"] == pytest.approx(math.exp(0.25) - 1.25, abs=1e-5)
-    assert "sampler and trainer disagree by 0.25 nats per token" in " ".join(said.split())
+    assert "sampler and trainer disagree by 0.25 nats per token" in " ".join(output.split())
 
 
 def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
@@ -197,27 +199,27 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
         "train.steps": 1,
     }
     # An evaluation's own data, judge and numbers are not those of a probe.
-    other = tables.write_data(tmp_path / "other.jsonl", 9)
-    lines |= {"eval.data": other, "eval.scorer": "math"}
+    eval_data = tables.write_data(tmp_path / "other.jsonl", 9)
+    lines |= {"eval.data": eval_data, "eval.scorer": "math"}
     numbers |= {"eval.samples": 3, "eval.prompts": 7}
     text = [f'{name} = "{value}"' for name, value in lines.items()]
     text += [f"{name} = {value}" for name, value in numbers.items()]
     file.write_text("\n".join([*text, f'rewards = [{{ use = "{tables.REWARD}" }}]']))
-    found, _ = document(capsys, file)
-    assert (found["reward"], found["data"]) == ("right", str(folder / "data.jsonl"))
-    assert (found["samples"], found["prompts"], found["prompts_per_step"]) == (16, 200, 40)
-    found, _ = document(capsys, file, "-n", 2, "--set", "eval.prompts=120")
-    assert (found["reward"], found["samples"], found["prompts"]) == ("right", 2, 120)
-    assert found["degeneracy"]["2"]["measured"] == 1  # 80 prompts at 0, 40 at 1
+    probed, _ = document(capsys, file)
+    assert (probed["reward"], probed["data"]) == ("right", str(folder / "data.jsonl"))
+    assert (probed["samples"], probed["prompts"], probed["prompts_per_step"]) == (16, 200, 40)
+    probed, _ = document(capsys, file, "-n", 2, "--set", "eval.prompts=120")
+    assert (probed["reward"], probed["samples"], probed["prompts"]) == ("right", 2, 120)
+    assert probed["degeneracy"]["2"]["measured"] == 1  # 80 prompts at 0, 40 at 1
     assert not (tmp_path / "runs").exists()
     text = file.read_text().replace(tables.REWARD, f"{__file__}:refuses_no")
     file.write_text(text)
     arguments = (file, "-n", 2, "--num-prompts", 120)
-    code, said = probe(capsys, *arguments)
-    assert (code, "no opinion of n" in said) == (2, True), said
-    found, _ = document(capsys, *arguments, "--set", "rewards.0.on_error=unscored")
-    assert found["success"]["unscored"] > 0.5
-    assert "health" in {one["about"] for one in found["advice"]}
+    code, output = probe(capsys, *arguments)
+    assert (code, "no opinion of n" in output) == (2, True), output
+    probed, _ = document(capsys, *arguments, "--set", "rewards.0.on_error=unscored")
+    assert probed["success"]["unscored"] > 0.5
+    assert "health" in {item["about"] for item in probed["advice"]}
 
 
 @pytest.mark.parametrize(
@@ -239,10 +241,10 @@ def test_wrong_arguments_are_told_before_anything_is_sampled(
     monkeypatch.setattr(command, "draw", None)
     folder = folders["equal"]
     stand_for = {"M": folder / "model", "D": folder / "data.jsonl", "R": tables.REWARD}
-    given = [stand_for.get(argument, argument) for argument in arguments]
-    code, said = probe(capsys, *given, "--set", *tables.GEOMETRY)
-    assert code == 2, said
-    assert message in said
+    words = [stand_for.get(argument, argument) for argument in arguments]
+    code, output = probe(capsys, *words, "--set", *tables.GEOMETRY)
+    assert code == 2, output
+    assert message in output
 
 
 def refuses_no(completions, **columns):

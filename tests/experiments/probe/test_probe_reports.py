@@ -33,7 +33,7 @@ def group(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def found() -> dict[str, Any]:
+def numbers() -> dict[str, Any]:
     unknown = group(iid=NAN, gap=NAN, ci=(NAN, NAN))
     return {
         "model": EVIL,
@@ -64,10 +64,10 @@ def found() -> dict[str, Any]:
     }
 
 
-def test_the_terminal_shows_each_number_once(found):
+def test_the_terminal_shows_each_number_once(numbers):
     out = io.StringIO()
     console = Console(file=out, width=100, highlight=False, color_system=None, force_terminal=True)
-    report.show(console, found)
+    report.show(console, numbers)
     text = out.getvalue()
     assert "\x1b[31m" not in text
     assert "[bold]" in text
@@ -85,12 +85,12 @@ def test_the_terminal_shows_each_number_once(found):
     assert "95% interval" in text
 
 
-def test_long_numbers_fit_the_terminal(found):
+def test_long_numbers_fit_the_terminal(numbers):
     long = group(ci=(-0.125, -0.1), live_groups=255.5, live_tokens=123456.0, lucky=0.25)
-    found["degeneracy"] = {16: long}
-    found["success"] |= {"unscored": 0.125}
+    numbers["degeneracy"] = {16: long}
+    numbers["success"] |= {"unscored": 0.125}
     out = io.StringIO()
-    report.show(Console(file=out, width=100, color_system=None), found)
+    report.show(Console(file=out, width=100, color_system=None), numbers)
     text = out.getvalue()
     assert "…" not in text
     assert re.search("-0.125 to -0.100 +255.5 +123456 +125 +0.250", text)
@@ -98,10 +98,10 @@ def test_long_numbers_fit_the_terminal(found):
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_a_narrow_terminal_or_pipe_cuts_nothing(found, width):
-    found["samples"], found["success"]["histogram"] = 4, [800, 0, 0, 0, 0]
+def test_a_narrow_terminal_or_pipe_cuts_nothing(numbers, width):
+    numbers["samples"], numbers["success"]["histogram"] = 4, [800, 0, 0, 0, 0]
     out = io.StringIO()
-    report.show(Console(file=out, width=width, color_system=None), found)
+    report.show(Console(file=out, width=width, color_system=None), numbers)
     text = out.getvalue()
     assert "…" not in text
     assert re.search(rf"0 of 4 +800 +100.0% +{'█' * report.BAR}", text)
@@ -114,8 +114,8 @@ def visible_in(text: str, word: str) -> bool:
     return word in re.sub(r"\s", "", text)
 
 
-def test_the_page_draws_four_charts_even_where_numbers_are_missing(found):
-    page = report.render(found)
+def test_the_page_draws_four_charts_even_where_numbers_are_missing(numbers):
+    page = report.render(numbers)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "(success.at_zero)" in page
@@ -124,21 +124,21 @@ def test_the_page_draws_four_charts_even_where_numbers_are_missing(found):
     assert [legends(text) for text in texts] == [(0, 0), (1, 0), (0, 0), (0, 0)], "over no bar"
     for text, title in zip(texts, ("success rate", "Flat", "Live", "pass@k"), strict=True):
         assert title in text
-    assert report.render(found) == page
+    assert report.render(numbers) == page
 
 
-def test_a_probe_of_which_nothing_is_known_is_shown_all_the_same(found):
+def test_a_probe_of_which_nothing_is_known_is_shown_all_the_same(numbers):
     unknown = dict.fromkeys(group(), NAN) | {"ci": (NAN, NAN)}
-    found |= {
+    numbers |= {
         "pass_at": {1: {"value": NAN, "ci": (NAN, NAN)}},
         "degeneracy": {2: unknown, 4: unknown},
         "success": dict.fromkeys(("rate", "at_zero", "at_one"), NAN)
         | {"ci": (NAN, NAN), "histogram": [0] * 5, "unscored": 1.0},
     }
     out = io.StringIO()
-    report.show(Console(file=out, width=100), found)
+    report.show(Console(file=out, width=100), numbers)
     assert "pass@1 – –" in re.sub(r" +", " ", out.getvalue())
-    assert report.render(found).count("<figure>") == 4
+    assert report.render(numbers).count("<figure>") == 4
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 5, 8, 16, 17, 64])

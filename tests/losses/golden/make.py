@@ -80,7 +80,7 @@ def tensors(batch):
     return old, new.requires_grad_(), advantage, mask
 
 
-def slope_of(loss, new):
+def new_gradient(loss, new):
     return torch.autograd.grad(loss, new)[0].tolist()
 
 
@@ -145,7 +145,7 @@ def run_trl(batch, options, method=GRPOTrainer):
     }
     trainer: Any = stand_in(new, options)
     loss = method._compute_loss(trainer, None, inputs)
-    return {"loss": loss.item(), "gradient": slope_of(loss, new)}
+    return {"loss": loss.item(), "gradient": new_gradient(loss, new)}
 
 
 def run_verl(batch, name, options, aggregation):
@@ -158,7 +158,7 @@ def run_verl(batch, name, options, aggregation):
     loss, _ = verl.get_policy_loss_fn(name)(
         old, new, wide, mask, loss_agg_mode=aggregation, config=config
     )
-    return {"loss": loss.item(), "gradient": slope_of(loss, new)}
+    return {"loss": loss.item(), "gradient": new_gradient(loss, new)}
 
 
 def batch():
@@ -177,13 +177,15 @@ def batch():
     }
 
 
-def peers(given):
-    found = {f"trl {name}": run_trl(given, options) for name, options in TRL.items()}
-    found["trl gmpo"] = run_trl(given, {"epsilon": 0.4}, GMPOTrainer)
+def peers(golden_batch):
+    results = {f"trl {name}": run_trl(golden_batch, options) for name, options in TRL.items()}
+    results["trl gmpo"] = run_trl(golden_batch, {"epsilon": 0.4}, GMPOTrainer)
     for name, options in VERL.items():
         for aggregation in AGGREGATIONS:
-            found[f"verl {name} {aggregation}"] = run_verl(given, name, options, aggregation)
-    return found
+            results[f"verl {name} {aggregation}"] = run_verl(
+                golden_batch, name, options, aggregation
+            )
+    return results
 
 
 def main():
