@@ -21,6 +21,7 @@ from rich.table import Column, Table
 
 from jaxgrpo.cli.advantages import (
     describe,
+    find_factories,
     first_lines,
     read_option,
     show_description,
@@ -72,7 +73,7 @@ def main(
         if not as_json:
             show_list(console, tables, "jaxgrpo losses NAME describes one and shows its pull")
         return Document(tables) if as_json else 0
-    factory = _factory(name)
+    factory = find_factories("loss", name, TABLES)[0]
     about = describe(name, factory)
     if not as_json:
         show_description(console, about)
@@ -156,17 +157,6 @@ def _slopes(part: Surrogate | Penalty) -> Any:
         return loss.sum(), (loss, metrics)
 
     return jax.jit(jax.grad(total, (0, 1), has_aux=True))
-
-
-def _factory(name: str) -> Callable[..., Any]:
-    """Raises: InputError if there is no such part or own function."""
-    if own_code.is_reference(name):
-        return own_code.load(name)
-    factories = {key: table[key] for table in TABLES.values() for key in table}
-    if name not in factories:
-        hint = suggest(name, factories)
-        raise InputError(f"unknown loss {name!r}: {hint}; own code is path/file.py:function")
-    return factories[name]
 
 
 def _required(factory: Callable[..., Any]) -> set[str]:
