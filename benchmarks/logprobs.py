@@ -127,7 +127,9 @@ def main() -> None:
     about, console = contest.begin()
     values = arrays(arguments.tokens, arguments.vocab, arguments.width)
     forms = contenders(values, arguments.chunks)
-    calls = {name: contender.seconds for name, contender in forms.items()}
+    calls: dict[str, Callable[[int], float]] = {
+        name: contender.seconds for name, contender in forms.items()
+    }
     rival = torch_form(values)
     if rival is None:
         console.print("torch is not installed: its form is left out")

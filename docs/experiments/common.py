@@ -124,14 +124,14 @@ def say(checks: Iterable[Check]) -> int:
     return code
 
 
-def panels(number: int, *size: float, **options: Any) -> tuple[Figure, Any]:
+def panels(number: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
     """A figure of charts side by side, each with a grid: (figure, axes).
 
     Args:
-      size: width and height in inches.
+      width: in inches, as the height.
       options: of `Figure.subplots`.
     """
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, number, **options)
     for each in axes:
         each.grid(alpha=0.3)

@@ -21,7 +21,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Rollouts, Signal
-from jaxgrpo.training.records.console import Document
+from jaxgrpo.training.records.console import Document, terminal_table
 
 
 class Field(NamedTuple):
@@ -348,14 +348,14 @@ def _show(console: Console, document: Mapping[str, Any]) -> None:
     ]
     width = max(len(f"{number:.4g}") for _, value, _ in signals for number in value.flat)
     # Of tokens, the place is group.sample.
-    titles = ("step", "stream", "group", "value", "mask")
-    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
+    rows = [["step", "stream", "group", "value", "mask"]]
     for name, value, mask in signals:
         for place in np.ndindex(value.shape[:-1]):
             labels = ("", "") if any(place) else name
             numbers = " ".join(f"{number:.4g}".rjust(width) for number in value[place])
             bits = " ".join("01"[bit] for bit in mask[place] * 1)
-            table.add_row(*labels, ".".join(str(index + 1) for index in place), numbers, bits)
+            rows.append([*labels, ".".join(str(index + 1) for index in place), numbers, bits])
+    table = terminal_table(rows, text=range(5), no_wrap=True, box=None, pad_edge=False)
     console.print(table, markup=False)
     for name, value in document["metrics"].items():
         console.print(f"{name} = {value:.4g}", markup=False)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from rich.console import Console
-from rich.table import Column, Table
 
 from jaxgrpo.cli.advantages import (
     describe,
@@ -32,7 +31,7 @@ from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import FIELDS, OF_PASS
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
-from jaxgrpo.training.records.console import Document
+from jaxgrpo.training.records.console import Document, terminal_table
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "surrogates (loss.surrogate)": registry.surrogates,
@@ -316,10 +315,9 @@ def _show(
     fields: Mapping[str, float],
 ) -> None:
     rows = _rows(ratios, losses_by_sign)
-    columns = (Column(title, justify="right", no_wrap=True) for title in rows[0])
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(f"{value + 0:.4g}" for value in row.values()))
+    cells = ([f"{value + 0:.4g}" for value in row.values()] for row in rows)
+    head = list(rows[0])
+    table = terminal_table([head, *cells], text=(), no_wrap=True, box=None, pad_edge=False)
     console.print()
     console.print(table, markup=False)
     if fields:
