@@ -62,7 +62,7 @@ lint: .venv/.tests
 	$(BIN)/pyright
 
 docs: .venv/.run-time
-	$(BIN)/python docs/make_advantages.py
+	$(BIN)/python -m docs.make_advantages
 	$(BIN)/python -m docs.make_losses
 	$(BIN)/python -m docs.make_papers
 

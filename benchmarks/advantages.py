@@ -9,20 +9,17 @@ and run on the same rewards, in turn with ours; without torch they are left out,
 
 from __future__ import annotations
 
-import argparse
-import functools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import describe, interval, keep_memory, report
+from benchmarks import contest
+from benchmarks.common import interval, keep_memory, report
+from benchmarks.contest import Row, in_turn, over, timer, within
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import registry
 from jaxgrpo.core.types import Rollouts, Signal
@@ -116,12 +113,11 @@ class Case:
 
         self.run = jax.jit(run)
 
-    def seconds(self) -> float:
-        return time_call(self.run, self.reads)
+    def timer(self) -> Callable[[int], float]:
+        return timer(self.run, self.reads)
 
-    @property
-    def compiles(self) -> int:
-        return len(self.traces)
+    def refuse_further_traces(self, name: str) -> None:
+        assert len(self.traces) == 1, f"{name} compiled more than once"
 
 
 @jax.jit
@@ -130,28 +126,7 @@ def copied(arrays: list[jax.Array]) -> list[jax.Array]:
     return [~leaf if leaf.dtype == bool else leaf + 1 for leaf in arrays]
 
 
-def time_call(call: Callable[..., Any], *arguments: Any) -> float:
-    """The median of five calls behind one that is not timed: threads of another are asleep then."""
-    spent = []
-    for _ in range(6):
-        began = time.perf_counter()
-        jax.block_until_ready(call(*arguments))
-        spent.append(time.perf_counter() - began)
-    return float(np.median(spent[1:]))
-
-
-def compare(contenders: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn, so that a busy machine is busy for all; the first is left out."""
-    spent: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats + 1):
-        for name, seconds in contenders.items():
-            value = seconds()
-            if repeat:
-                spent[name].append(value)
-    return spent
-
-
-def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
+def peers(rewards: np.ndarray) -> dict[str, Callable[[int], float]]:
     """TRL's and verl's group advantage in torch, on the same rewards."""
     try:
         import torch
@@ -188,10 +163,7 @@ def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
         scale = torch.sqrt(squares / (number - 1).clamp(min=1))
         return residual / (scale[index] + 1e-6)
 
-    return {
-        "TRL (torch)": functools.partial(time_call, trl),
-        "verl (torch)": functools.partial(time_call, verl),
-    }
+    return {"TRL (torch)": timer(trl), "verl (torch)": timer(verl)}
 
 
 TOKEN_PARTS: dict[str, dict[str, Any]] = {
@@ -241,68 +213,60 @@ def cases(names: set[str] | None) -> tuple[dict[str, Case], dict[str, Case]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = contest.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--only", nargs="*", help="names of recipes or parts")
     arguments = parser.parse_args()
     keep_memory("benchmarks.advantages")
-    about, console = describe(), Console(width=110)
-    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    about, console = contest.begin()
     on_samples, on_tokens = cases(set(arguments.only) if arguments.only else None)
-    rewards = np.asarray(rollouts((P, G, 1)).rewards["correct"])
-    result = measure_samples(console, on_samples, rewards, arguments.repeats)
-    result |= measure_tokens(console, on_tokens, max(5, arguments.repeats // 5))
-    report({**about, **result})
+    rivals = peers(np.asarray(rollouts((P, G, 1)).rewards["correct"]))
+    if not rivals:
+        console.print("torch is not installed: the peers' formulas are left out")
+    columns = ("recipe", "us", "95%", "limit", "within")
+    rows = measure_samples(on_samples, rivals, arguments.repeats)
+    result = contest.show(console, columns, rows, f"{P} x {G} samples")
+    columns = ("chain", "ms", "copies", "95%", "limit", "within")
+    rows = measure_tokens(on_tokens, max(5, arguments.repeats // 5))
+    title = " x ".join(map(str, TOKEN_SHAPE)) + " tokens"
+    report({**about, **result, **contest.show(console, columns, rows, title)})
 
 
 def measure_samples(
-    console: Console, cases: Mapping[str, Case], rewards: np.ndarray, repeats: int
-) -> dict[str, Any]:
+    cases: Mapping[str, Case], rivals: Mapping[str, Callable[[int], float]], repeats: int
+) -> Iterator[Row]:
     """Recipes on [P, G] and the peers' formulas, in microseconds."""
-    rivals = peers(rewards)
-    if not rivals:
-        console.print("torch is not installed: the peers' formulas are left out")
-    spent = compare({**{name: case.seconds for name, case in cases.items()}, **rivals}, repeats)
-    table = Table("recipe", "us", "95%", "limit", "within", title=f"{P} x {G} samples")
-    result: dict[str, Any] = {}
-    for name, values in spent.items():
+    timers = {name: case.timer() for name, case in cases.items()}
+    for name, values in in_turn({**timers, **rivals}, repeats, warm_up=1).items():
         median, low, high = interval([1e6 * value for value in values])
-        limit = None if name in rivals else RECIPE_SECONDS * 1e6
-        if limit and cases[name].tracks:
-            limit = TRACKER_SECONDS * 1e6
-        within = "" if limit is None else "yes" if median <= limit else "NO"
-        table.add_row(name, f"{median:.0f}", f"{low:.0f} .. {high:.0f}", f"{limit or '':}", within)
-        result[f"us/{name}"] = round(median, 1)
-        assert name in rivals or cases[name].compiles == 1, f"{name} compiled more than once"
-    console.print(table)
-    return result
+        limit = None
+        if name in cases:
+            limit = (TRACKER_SECONDS if cases[name].tracks else RECIPE_SECONDS) * 1e6
+            cases[name].refuse_further_traces(name)
+        ends = f"{low:.0f} .. {high:.0f}"
+        cells = (f"{median:.0f}", ends, f"{limit or '':}", within(median, limit))
+        yield name, cells, {"us": round(median, 1)}
 
 
-def measure_tokens(console: Console, cases: Mapping[str, Case], repeats: int) -> dict[str, Any]:
+def measure_tokens(cases: Mapping[str, Case], repeats: int) -> Iterator[Row]:
     """Chains on [P, G, T], as multiples of a copy of what they read."""
-    title = " x ".join(map(str, TOKEN_SHAPE)) + " tokens"
-    table = Table("chain", "ms", "copies", "95%", "limit", "within", title=title)
-    result: dict[str, Any] = {}
     for name, case in cases.items():
-        copy = functools.partial(time_call, copied, case.copied)
-        spent = compare({"own": case.seconds, "copy": copy}, repeats)
-        pairs = zip(spent["own"], spent["copy"], strict=True)
-        median, low, high = interval([seconds / copied_ for seconds, copied_ in pairs])
+        timers = {"chain": case.timer(), "copy": timer(copied, case.copied)}
+        spent = in_turn(timers, repeats, warm_up=1)
+        copies = over(spent["chain"], spent["copy"])
         limit = QUANTILE_COPIES if name in QUANTILES else TOKEN_COPIES
-        table.add_row(
+        case.refuse_further_traces(name)
+        yield (
             name,
-            f"{1e3 * float(np.median(spent['own'])):.1f}",
-            f"{median:.2f}",
-            f"{low:.2f} .. {high:.2f}",
-            f"{limit:.0f}",
-            "yes" if median <= limit else "NO",
+            (
+                f"{1e3 * float(np.median(spent['chain'])):.1f}",
+                f"{copies.median:.2f}",
+                copies.ends,
+                f"{limit:.0f}",
+                within(copies.median, limit),
+            ),
+            {"copies": round(copies.median, 2)},
         )
-        result[f"copies/{name}"] = round(median, 2)
-        assert case.compiles == 1, f"{name} compiled more than once"
-    console.print(table)
-    return result
 
 
 if __name__ == "__main__":

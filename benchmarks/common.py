@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,12 +59,25 @@ def matmul_rate(rows: int, inner: int, columns: int, repeats: int = 5) -> float:
     return 2 * rows * inner * columns / min(timed(product, left, right)[1] for _ in range(repeats))
 
 
-def interval(values: list[float], seed: int = 0) -> tuple[float, float, float]:
+class Interval(NamedTuple):
+    """A median and the ends of its interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def ends(self) -> str:
+        """As a cell."""
+        return f"{self.low:.2f} .. {self.high:.2f}"
+
+
+def interval(values: list[float], seed: int = 0) -> Interval:
     """Median with its 95% bootstrap interval."""
     array = np.asarray(values)
     draws = np.random.default_rng(seed).integers(0, len(array), (2000, len(array)))
     low, high = np.percentile(np.median(array[draws], axis=1), [2.5, 97.5])
-    return float(np.median(array)), float(low), float(high)
+    return Interval(float(np.median(array)), float(low), float(high))
 
 
 def verdict(passed: bool) -> str:

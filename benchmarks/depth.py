@@ -24,6 +24,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import contest
 from benchmarks.common import describe, report, verdict
 from benchmarks.programs import Program, decode_program, tpu_device, update_program
 from benchmarks.workloads import PAD, Workload
@@ -59,17 +60,14 @@ def compiled(program: str, config: ModelConfig, device: Any, remat: str) -> Prog
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = contest.parser(__doc__)
     parser.add_argument("--family", default="llama", choices=sorted(families.FAMILIES))
     parser.add_argument("--layers", default="4,12,28,48", help="in ascending order")
     parser.add_argument("--remat", default="full", help="as train.remat")
-    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--programs", type=contest.names, default=",".join(PROGRAMS))
     parser.add_argument("--platform", default="cpu", choices=("cpu", "tpu"))
     arguments = parser.parse_args()
     arguments.layers = [int(number) for number in arguments.layers.split(",")]
-    arguments.programs = arguments.programs.split(",")
     if not set(arguments.programs) <= set(PROGRAMS):
         parser.error(f"--programs {','.join(arguments.programs)}: choose from {PROGRAMS}")
     return arguments

@@ -24,6 +24,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import contest
 from benchmarks.common import describe, report
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
@@ -107,13 +108,13 @@ def shown(rows: list[dict[str, Any]]) -> Table:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = contest.parser(__doc__)
     parser.add_argument("--config", default="qwen3_0p6b_v5e", help="a shipped config, or a file")
     parser.add_argument("--layers", type=int, default=4, help="cut to so many; 0: all")
     parser.add_argument("--chip", default="v5e")
-    parser.add_argument("--cases", default=CASES, help="topology:data, as 4x4:4")
+    parser.add_argument(
+        "--cases", type=contest.names, default=CASES, help="topology:data, as 4x4:4"
+    )
     parser.add_argument("--slices", type=int, default=1, help="of each topology")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="of the config")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="writes the programs' text there")
@@ -125,7 +126,7 @@ def main() -> None:
     quiet(os.environ)
     jax.config.update("jax_platforms", "cpu")  # what is compiled for is not here
     console, rows = Console(width=200), []
-    for case_text in arguments.cases.split(","):
+    for case_text in arguments.cases:
         shape, _, data = case_text.partition(":")
         case = Case(arguments.chip, shape, int(data or 1), arguments.slices)
         rows.append(measured(case, arguments))

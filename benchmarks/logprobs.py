@@ -10,19 +10,17 @@ compiler plans beside arguments and results.
 
 from __future__ import annotations
 
-import argparse
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import describe, interval, keep_memory, report, timed
+from benchmarks import contest
+from benchmarks.common import keep_memory, report, timed
 from jaxgrpo.models.logprobs import token_logprobs
 
 LIMIT = 1.5
@@ -53,16 +51,12 @@ def chunked(floats: Any, inputs: Any, **options: Any) -> Array:
     return loss if entropy is None else loss + (inputs["weight"] * entropy).sum()
 
 
-def unchunked(floats: Any, inputs: Any) -> Array:
+def unchunked(floats: Any, inputs: Any, entropy: bool = False) -> Array:
     logp = jax.nn.log_softmax(compute_logits(floats["table"], floats["hidden"]), axis=-1)
-    target_logp = jnp.take_along_axis(logp, inputs["targets"][..., None], axis=-1)[..., 0]
-    return (inputs["weight"] * target_logp).sum()
-
-
-def unchunked_entropy(floats: Any, inputs: Any) -> Array:
-    logp = jax.nn.log_softmax(compute_logits(floats["table"], floats["hidden"]), axis=-1)
-    target_logp = jnp.take_along_axis(logp, inputs["targets"][..., None], axis=-1)[..., 0]
-    return (inputs["weight"] * (target_logp - (jnp.exp(logp) * logp).sum(-1))).sum()
+    value = jnp.take_along_axis(logp, inputs["targets"][..., None], axis=-1)[..., 0]
+    if entropy:
+        value = value - (jnp.exp(logp) * logp).sum(-1)
+    return (inputs["weight"] * value).sum()
 
 
 def products(floats: Any, inputs: Any) -> Any:
@@ -77,15 +71,12 @@ class Contender:
 
     def __init__(self, function: Callable[..., Any], floats: Any, inputs: Any):
         compiled = jax.jit(function).lower(floats, inputs).compile()
-        self.run = functools.partial(timed, compiled, floats, inputs)
+        self.seconds = lambda _: timed(compiled, floats, inputs)[1]
         memory = compiled.memory_analysis()
         self.bytes = None if memory is None else memory.temp_size_in_bytes
 
-    def seconds(self) -> float:
-        return self.run()[1]
 
-
-def torch_form(values: Arrays) -> Callable[[], float] | None:
+def torch_form(values: Arrays) -> Callable[[int], float] | None:
     """Seconds of torch's log_softmax and gather, forward and backward."""
     try:
         import torch
@@ -102,7 +93,7 @@ def torch_form(values: Arrays) -> Callable[[], float] | None:
         logp = torch.log_softmax(hidden @ table.T, dim=-1)
         (weight * logp.gather(-1, targets)[..., 0]).sum().backward()
 
-    return lambda: timed(once)[1]
+    return lambda _: timed(once)[1]
 
 
 def contenders(values: Arrays, chunks: list[int]) -> dict[str, Contender]:
@@ -118,27 +109,14 @@ def contenders(values: Arrays, chunks: list[int]) -> dict[str, Contender]:
     for tokens in chunks:
         limit = tokens * vocab
         result[f"chunks of {tokens}"] = gradient(chunked, logits_per_chunk=limit)
-    result["unchunked, entropy"] = gradient(unchunked_entropy)
+    result["unchunked, entropy"] = gradient(unchunked, entropy=True)
     result["chunked, entropy"] = gradient(chunked, entropy="gradient")
     result["products"] = Contender(products, floats, on_device)
     return result
 
 
-def compare(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn, so that a busy machine is busy for all; two rounds warm up."""
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 2):
-        for name, seconds in calls.items():
-            value = seconds()
-            if repeat >= 2:
-                spent[name].append(value)
-    return spent
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = contest.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=32_768)
     parser.add_argument("--width", type=int, default=256)
@@ -146,52 +124,46 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     arguments = parser.parse_args()
     keep_memory("benchmarks.logprobs")
-    about, console = describe(), Console(width=110)
-    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    about, console = contest.begin()
     values = arrays(arguments.tokens, arguments.vocab, arguments.width)
     forms = contenders(values, arguments.chunks)
-    calls = {name: contender.seconds for name, contender in forms.items()}
+    calls: dict[str, Callable[[int], float]] = {
+        name: contender.seconds for name, contender in forms.items()
+    }
     rival = torch_form(values)
     if rival is None:
         console.print("torch is not installed: its form is left out")
     else:
         calls["torch"] = rival
-    spent = compare(calls, arguments.repeats)
+    spent = contest.in_turn(calls, arguments.repeats, warm_up=2)
     flops = 6 * arguments.tokens * arguments.vocab * arguments.width
-    report({**about, **vars(arguments), **show(console, forms, spent, flops)})
+    gigaflops = flops / float(np.median(spent["products"])) / 1e9
+    console.print(f"the products alone: {gigaflops:.0f} GFLOP/s")
+    columns = ("form", "ms", "ratio", "95%", "MiB", "limit", "within")
+    result = contest.show(console, columns, compared(forms, spent))
+    report({**about, **vars(arguments), "gflops": round(gigaflops, 1), **result})
 
 
-def show(
-    console: Console, forms: Mapping[str, Contender], spent: Mapping[str, list[float]], flops: int
-) -> dict[str, Any]:
-    """Prints the table; the numbers of it, with ratios to the unchunked form of the same round."""
-    rate = flops / float(np.median(spent["products"]))
-    console.print(f"the products alone: {rate / 1e9:.0f} GFLOP/s")
-    table = Table("form", "ms", "ratio", "95%", "MiB", "limit", "within")
-    result: dict[str, Any] = {"gflops": round(rate / 1e9, 1)}
+def compared(
+    forms: Mapping[str, Contender], spent: Mapping[str, list[float]]
+) -> Iterator[contest.Row]:
+    """Each form, with its ratio to the unchunked form of the same round."""
     for name, seconds in spent.items():
         base = "unchunked, entropy" if name.endswith(", entropy") else UNCHUNKED
-        pairs = zip(seconds, spent[base], strict=True)
-        ratio, low, high = interval(
-            [form_seconds / base_seconds for form_seconds, base_seconds in pairs]
-        )
+        ratio = contest.over(seconds, spent[base])
         milliseconds = 1e3 * float(np.median(seconds))
         memory = forms[name].bytes if name in forms else None
-        limited = name.startswith("chunk")
-        table.add_row(
-            name,
+        limit = LIMIT if name.startswith("chunk") else None
+        cells = (
             f"{milliseconds:.1f}",
-            f"{ratio:.2f}",
-            f"{low:.2f} .. {high:.2f}",
+            f"{ratio.median:.2f}",
+            ratio.ends,
             "" if memory is None else f"{memory / 2**20:.0f}",
-            f"{LIMIT}" if limited else "",
-            ("yes" if ratio <= LIMIT else "NO") if limited else "",
+            f"{limit or ''}",
+            contest.within(ratio.median, limit),
         )
-        result |= {f"ms/{name}": round(milliseconds, 2), f"ratio/{name}": round(ratio, 3)}
-        if memory is not None:
-            result[f"bytes/{name}"] = memory
-    console.print(table)
-    return result
+        numbers = {"ms": round(milliseconds, 2), "ratio": round(ratio.median, 3)}
+        yield name, cells, numbers | ({} if memory is None else {"bytes": memory})
 
 
 if __name__ == "__main__":

@@ -14,19 +14,16 @@ Three measures, each of value and gradient with respect to what is differentiate
 
 from __future__ import annotations
 
-import argparse
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.advantages import compare, time_call
-from benchmarks.common import describe, interval, keep_memory, report
+from benchmarks import contest
+from benchmarks.common import keep_memory, report
+from benchmarks.contest import Row, in_turn, over, timer
 from jaxgrpo.losses import Tokens, build_surrogate, registry, token_loss, token_mean
 from jaxgrpo.models.logprobs import token_logprobs
 
@@ -106,22 +103,23 @@ def unchunked(head: jax.Array) -> Callable[..., Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = contest.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="*", help="names of surrogates")
     arguments = parser.parse_args()
     keep_memory("benchmarks.losses")
-    about, console = describe(), Console(width=110)
-    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    about, console = contest.begin()
     names = [name for name in registry.surrogates if not arguments.only or name in arguments.only]
-    result = measure_pass(console, names, arguments.repeats)
-    result |= measure_bare(console, names, arguments.repeats)
+    title = f"{TOKENS} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY}, limit {LIMIT}"
+    columns = ("surrogate", "x log-probs", "95%", "x unchunked", "95%", "within")
+    result = contest.show(console, columns, measure_pass(names, arguments.repeats), title)
+    title = f"{B} x {T} log-probs"
+    columns = ("surrogate", "ns per token", "x bare clip", "95%", "no metrics")
+    result |= contest.show(console, columns, measure_bare(names, arguments.repeats), title)
     report({**about, **result})
 
 
-def measure_pass(console: Console, names: list[str], repeats: int) -> dict[str, Any]:
+def measure_pass(names: list[str], repeats: int) -> Iterator[Row]:
     """Surrogates behind log-probs, over the log-probs alone."""
     random = np.random.default_rng(1)
     hidden, head = (
@@ -131,63 +129,46 @@ def measure_pass(console: Console, names: list[str], repeats: int) -> dict[str, 
     targets = jnp.asarray(random.integers(0, VOCABULARY, (1, TOKENS)).astype(np.int32))
     arrays = {**batch(1, TOKENS), "targets": targets}
     rivals = {"alone": on_hidden(None, head), "unchunked": unchunked(head)}
-    timers = {
-        name: functools.partial(time_call, call, hidden, arrays) for name, call in rivals.items()
-    }
-    title = f"{TOKENS} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY}, limit {LIMIT}"
-    table = Table("surrogate", "x log-probs", "95%", "x unchunked", "95%", "within", title=title)
-    result: dict[str, Any] = {}
+    timers = {name: timer(call, hidden, arrays) for name, call in rivals.items()}
     for name in names:
-        with_loss = functools.partial(time_call, on_hidden(name, head), hidden, arrays)
-        spent = compare({"whole": with_loss, **timers}, repeats)
-        ratios = [against(spent, rival)["whole"] for rival in rivals]
-        within = "yes" if all(median <= LIMIT for median, _, _ in ratios) else "NO"
-        cells = [(f"{median:.3f}", f"{low:.2f} .. {high:.2f}") for median, low, high in ratios]
-        table.add_row(name, *cells[0], *cells[1], within)
-        result[f"x log-probs/{name}"] = round(ratios[0][0], 3)
-        result[f"x unchunked/{name}"] = round(ratios[1][0], 3)
-    console.print(table)
-    return result
+        with_loss = timer(on_hidden(name, head), hidden, arrays)
+        spent = in_turn({"loss": with_loss, **timers}, repeats, warm_up=1)
+        ratios = [over(spent["loss"], spent[rival]) for rival in rivals]
+        cells = [cell for ratio in ratios for cell in (f"{ratio.median:.3f}", ratio.ends)]
+        slowest = max(ratio.median for ratio in ratios)
+        numbers = zip(("x log-probs", "x unchunked"), ratios, strict=True)
+        yield (
+            name,
+            (*cells, contest.within(slowest, LIMIT)),
+            {measure: round(ratio.median, 3) for measure, ratio in numbers},
+        )
 
 
-def measure_bare(console: Console, names: list[str], repeats: int) -> dict[str, Any]:
+def measure_bare(names: list[str], repeats: int) -> Iterator[Row]:
     """Surrogates on given log-probs, over the bare clip."""
     arrays = batch(B, T)
-    timer = lambda call: functools.partial(time_call, call, arrays["logp"], arrays)  # noqa: E731
-    reference = timer(jax.jit(jax.value_and_grad(bare)))
-    title = f"{B} x {T} log-probs"
-    table = Table("surrogate", "ns per token", "x bare clip", "95%", "no metrics", title=title)
-    result: dict[str, Any] = {}
+    reference = timer(jax.jit(jax.value_and_grad(bare)), arrays["logp"], arrays)
     for name in names:
-        full, lean = (timer(ours(name, with_metrics)) for with_metrics in (True, False))
-        spent = compare({"whole": full, "lean": lean, "alone": reference}, repeats)
-        ratio = against(spent)
-        median, low, high = ratio["whole"]
-        nanoseconds = 1e9 * float(np.median(spent["whole"])) / (B * T)
-        table.add_row(
-            *(name, f"{nanoseconds:.1f}", f"{median:.2f}", f"{low:.2f} .. {high:.2f}"),
-            f"{ratio['lean'][0]:.2f}",
+        full, lean = (
+            timer(ours(name, metrics), arrays["logp"], arrays) for metrics in (True, False)
         )
-        result[f"ns/{name}"] = round(nanoseconds, 1)
-        result[f"x bare/{name}"] = round(median, 2)
-        result[f"x bare, no metrics/{name}"] = round(ratio["lean"][0], 2)
-    console.print(table)
-    return result
-
-
-def against(
-    spent: dict[str, list[float]], rival: str = "alone"
-) -> dict[str, tuple[float, float, float]]:
-    """Each contender's seconds over those of a rival, pair by pair."""
-    return {
-        name: interval(
-            [
-                seconds / rival_seconds
-                for seconds, rival_seconds in zip(values, spent[rival], strict=True)
-            ]
+        spent = in_turn({"full": full, "lean": lean, "bare": reference}, repeats, warm_up=1)
+        ratio, lean_ratio = (over(spent[form], spent["bare"]) for form in ("full", "lean"))
+        nanoseconds = 1e9 * float(np.median(spent["full"])) / (B * T)
+        yield (
+            name,
+            (
+                f"{nanoseconds:.1f}",
+                f"{ratio.median:.2f}",
+                ratio.ends,
+                f"{lean_ratio.median:.2f}",
+            ),
+            {
+                "ns": round(nanoseconds, 1),
+                "x bare": round(ratio.median, 2),
+                "x bare, no metrics": round(lean_ratio.median, 2),
+            },
         )
-        for name, values in spent.items()
-    }
 
 
 if __name__ == "__main__":

@@ -117,6 +117,15 @@ def tpu_device(topology: str = TPU) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
 
+def placed(tree: Any, layout: Any) -> Any:
+    """Shapes of arrays with their layouts: a tree of them, or one for all."""
+
+    def place(leaf: Any, leaf_layout: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=leaf_layout)
+
+    return jax.tree.map(place, tree, jax.tree.broadcast(layout, tree))
+
+
 def decode_program(
     config: ModelConfig, work: Workload, settings: SamplingSettings, device: Any
 ) -> Program:
@@ -124,19 +133,13 @@ def decode_program(
     mesh = sharding.make_mesh(devices=[device])
     model = decoder.build(config, constrain=sharding.constrain(mesh))
     sampler = make_sampler(model, settings, mesh)
-
-    def placed(tree: Any) -> Any:
-        layout = sharding.named(mesh)
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=layout), tree
-        )
-
-    params = placed(jax.eval_shape(sampler.split, model.shapes))
+    layout = sharding.named(mesh)
+    params = placed(jax.eval_shape(sampler.split, model.shapes), layout)
     prompts = make_prompts(work, config.vocab_size)
     sizes = Sizes.for_prompts(settings, 1, *prompts.prompt_tokens.shape)
-    inputs = placed((prompts, np.zeros(2, np.uint32)))
-    state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *inputs))
-    arguments = (sizes.aligned(settings), params, state, placed(np.int32(0)))
+    inputs = placed((prompts, np.zeros(2, np.uint32)), layout)
+    state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *inputs), layout)
+    arguments = (sizes.aligned(settings), params, state, placed(np.int32(0), layout))
     program = Program.compile(sampler.decode, arguments, device)
     return program._replace(cache_elements=max(leaf.size for leaf in jax.tree.leaves(state.memory)))
 
@@ -148,20 +151,10 @@ def update_program(config: ModelConfig, work: Workload, device: Any, remat: str)
     """
     mesh = sharding.make_mesh(devices=[device])
     blueprint = make_blueprint(config, work, mesh, remat=remat)
-
-    def placed(tree: Any, layout: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf, leaf_layout: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=leaf_layout
-            ),
-            tree,
-            layout,
-        )
-
     params = placed(blueprint.model.shapes, param_layout(blueprint))
     opt_state = placed(jax.eval_shape(blueprint.optimizer.init, params), opt_layout(blueprint))
     batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
-    batch = placed(batch, jax.tree.map(lambda _: sharding.named(mesh), batch))
+    batch = placed(batch, sharding.named(mesh))
     update = build_steps(blueprint).update_program
     return Program.compile(update, (params, opt_state, {}, {}, batch), device)
 

@@ -33,7 +33,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import describe, interval, report, timed, verdict
+from benchmarks import contest
+from benchmarks.common import Interval, report, timed, verdict
+from benchmarks.contest import in_turn
 from benchmarks.peers import THREADS, Run, Transformers
 from benchmarks.programs import (
     LARGER_TPU,
@@ -124,19 +126,10 @@ def rival(ours: Ours, console: Console) -> Transformers | None:
     return peer
 
 
-def in_turn(contenders: Mapping[str, Callable[[int], Run]], rounds: int) -> dict[str, list[Run]]:
-    """Runs of each contender, one per round, each round with a seed of its own."""
-    runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for seed in range(1, rounds + 1):
-        for name, run in contenders.items():
-            runs[name].append(run(seed))
-    return runs
-
-
-def ratio(runs: Pairs, above: str, below: str) -> tuple[float, float, float]:
-    """Median and interval of the seconds per token of one contender over those of another."""
-    pairs = zip(runs[above], runs[below], strict=True)
-    return interval([upper.seconds_per_token / lower.seconds_per_token for upper, lower in pairs])
+def ratio(runs: Pairs, above: str, below: str) -> Interval:
+    """The seconds per token of one contender over those of another, each round with its seed."""
+    upper, lower = ([run.seconds_per_token for run in runs[name]] for name in (above, below))
+    return contest.over(upper, lower)
 
 
 def rate(runs: Sequence[Run]) -> float:
@@ -144,7 +137,7 @@ def rate(runs: Sequence[Run]) -> float:
     return float(np.median([run.tokens / run.seconds for run in runs]))
 
 
-def contest(
+def measure(
     name: str, pairs: int, find_ours: Callable[[str], Ours], console: Console
 ) -> dict[str, Any]:
     """The numbers of one workload, of which every contender has run once before it is timed."""
@@ -297,11 +290,9 @@ def show_programs(facts: Mapping[str, Mapping[str, Any]], console: Console) -> N
 
 def options() -> argparse.Namespace:
     names = [f"{model}/{kind}" for model in MODELS for kind in WORKLOADS]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = contest.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="under 6 minutes: without M and V")
-    parser.add_argument("--workloads", help="such as S/A,S/C")
+    parser.add_argument("--workloads", type=contest.names, help="such as S/A,S/C")
     parser.add_argument("--pairs", type=int, default=5, help="with 9 the intervals are narrower")
     parser.add_argument("--slots", type=int, default=64, help="samples decoded at once; 0: all")
     parser.add_argument("--devices", type=int, default=THREADS, help="that the cores become")
@@ -311,8 +302,6 @@ def options() -> argparse.Namespace:
             parser.error(f"--{name} {getattr(arguments, name)}: give 1 or more")
     if arguments.workloads is None:
         arguments.workloads = list(QUICK if arguments.quick else LIMITS)
-    else:
-        arguments.workloads = arguments.workloads.split(",")
     for name in arguments.workloads:
         if name not in names:
             parser.error(f"--workloads: {name!r} is none; choose from {', '.join(names)}")
@@ -326,14 +315,13 @@ def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peer needs some of a GPU
-    about, console = describe(), Console(width=110)
-    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    about, console = contest.begin()
     slots = arguments.slots
     find_ours = functools.cache(lambda name: Ours(name, slots))
     results = {}
     for name in arguments.workloads:
         most = QUICK.get(name, 1) if arguments.quick else arguments.pairs
-        results[name] = contest(name, min(arguments.pairs, most), find_ours, console)
+        results[name] = measure(name, min(arguments.pairs, most), find_ours, console)
     show(results, console)
     result: dict[str, Any] = {**about, "quick": arguments.quick, "pairs": arguments.pairs}
     result |= {"slots": slots, **results}

@@ -1,6 +1,6 @@
 """Computes the table of recipes in docs/advantages.md, and names them in docs/configuration.md.
 
-    python docs/make_advantages.py     (make docs)
+    python -m docs.make_advantages     (make docs)
 
 Each recipe is run on one batch with a group of 4 for every number of successes, 0 to 4. Paper and
 "use it when" come from the recipe's docstring: "Source: ... arXiv 2402.03300", and a paragraph that
@@ -10,9 +10,6 @@ begins "Use it when".
 from __future__ import annotations
 
 import functools
-import inspect
-import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,17 +17,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from docs.pages import FOLDER, between, markdown, paper, paragraph, write
 from jaxgrpo.advantages import AdvantageTransform, build, compute, registry
 from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Signal
 
-FOLDER = Path(__file__).resolve().parent
 SAMPLES = 4
 TOKENS = 2
 HEADER = (
-    "| recipe | chain | paper | judged by | all fail | all pass | 1 of 4 right | use it when |",
-    "|---|---|---|---|---|---|---|---|",
+    *("recipe", "chain", "paper", "judged by", "all fail", "all pass", "1 of 4 right"),
+    "use it when",
 )
 SUCCESS = (np.arange(SAMPLES) < np.arange(SAMPLES + 1)[:, None]).astype(np.float32)
 """[5, 4]: row n has n successes."""
@@ -84,10 +81,10 @@ def run(name: str, rows: slice = slice(None)) -> Signal:
 
 def table(recipes: Mapping[str, Callable[..., Any]] = registry.recipes) -> str:
     """The table of all recipes, in Markdown."""
-    return "\n".join([*HEADER, *(_row(name, recipes[name]) for name in sorted(recipes))])
+    return markdown(HEADER, [_row(name, recipes[name]) for name in sorted(recipes)])
 
 
-def _row(name: str, factory: Callable[..., Any]) -> str:
+def _row(name: str, factory: Callable[..., Any]) -> list[str]:
     recipe = build(name)
     chain = " → ".join(f"`{key}`" for key, _ in recipe.steps)
     try:
@@ -97,7 +94,7 @@ def _row(name: str, factory: Callable[..., Any]) -> str:
     except InputError as error:
         outcomes, judged = [f"needs more: {str(error).partition(':')[0]}", "", ""], ""
     cells = [f"`{name}`", chain, paper(factory), judged, *outcomes, use_when(factory)]
-    return f"| {' | '.join(cell.replace('|', '/') or '–' for cell in cells)} |"
+    return [cell.replace("|", "/") or "–" for cell in cells]
 
 
 def outcome(signal: Signal, group: int) -> str:
@@ -142,32 +139,9 @@ def _judged_by(name: str, recipe: AdvantageTransform, signal: Signal) -> str:
     return f"{scope}, memory" if jax.tree.leaves(recipe.init(spec)) else scope
 
 
-def _paragraph(factory: Callable[..., Any], opening: str) -> str:
-    """What follows an opening in the docstring, up to the end of the paragraph, on one line."""
-    doc = inspect.getdoc(factory) or ""
-    match = re.search(rf"{opening}(.*?)(?=\n\n|\n[A-Z]\w+:|\Z)", doc, re.DOTALL)
-    return " ".join(match[1].split()) if match else ""
-
-
-def paper(factory: Callable[..., Any]) -> str:
-    """Links to the papers of "Source:"; without a number, its first sentence."""
-    source = _paragraph(factory, "Source:")
-    numbers = dict.fromkeys(re.findall(r"arXiv:? ?(\d{4}\.\d{4,5})", source))
-    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in numbers]
-    return ", ".join(links) or re.split(r"[.;:] ", source)[0].rstrip(".")
-
-
 def use_when(factory: Callable[..., Any]) -> str:
     """The text after "Use it when"."""
-    return _paragraph(factory, "Use it when").rstrip(".")
-
-
-def _between(text: str, opening: str, closing: str, content: str) -> str:
-    head, start_mark, remainder = text.partition(opening)
-    _, end_mark, tail = remainder.partition(closing)
-    if not start_mark or not end_mark:
-        raise SystemExit(f"there is no {opening} ... {closing} to write between")
-    return f"{head}{opening}{content}{closing}{tail}"
+    return paragraph(factory, "Use it when").rstrip(".")
 
 
 def pages() -> dict[Path, str]:
@@ -178,13 +152,10 @@ def pages() -> dict[Path, str]:
         "configuration.md": ("<!-- recipes -->", "<!-- end -->", names),
     }
     return {
-        FOLDER / name: _between((FOLDER / name).read_text(), *markers)
+        FOLDER / name: between((FOLDER / name).read_text(), *markers)
         for name, markers in written.items()
     }
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        changed = path.read_text() != text
-        path.write_text(text)
-        sys.stdout.write(f"{path}: {'written' if changed else 'as it was'}\n")
+    write(pages())

@@ -13,9 +13,7 @@ import dataclasses
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,9 +24,10 @@ from jax import Array
 from docs.experiments.common import cosine
 from docs.experiments.kl_uses import REVERSE, USES
 from docs.experiments.x15_kl_uses import measure, policies
+from docs.pages import FOLDER, between, markdown, paper, write
 from jaxgrpo.losses import Tokens, build_surrogate, registry
 
-PAGE = Path(__file__).resolve().parent / "losses.md"
+PAGE = FOLDER / "losses.md"
 
 PEERS = {
     "clip": "TRL `grpo`, `dapo`, `dr_grpo`; verl `vanilla`; with `delta` TRL `delta`",
@@ -53,6 +52,7 @@ PEERS = {
 OF_OTHERS = {"by_sample": "that of `then`, or of `otherwise`"}
 """What to say of a surrogate that is made of others."""
 
+SOURCES = ("paper", "elsewhere")
 RATIOS = (0.5, 1.0, 1.5, 6.0)
 POLICIES = 50
 SAME = 1e-9
@@ -62,14 +62,12 @@ SAME = 1e-9
 def surrogates(table: Mapping[str, Callable[..., Any]] = registry.surrogates) -> str:
     """The table of surrogates, in Markdown."""
     ratios = ", ".join(f"{ratio:g}" for ratio in RATIOS)
+    header = ("surrogate", "per token", f"pull at ratio {ratios}: A = 1; A = -1", *SOURCES)
     rows = [
-        f"| surrogate | per token | pull at ratio {ratios}: A = 1; A = -1 | paper | elsewhere |",
-        "|---|---|---|---|---|",
+        (f"`{name}`", formula(table[name]), pull(name), paper(table[name]), peers(name))
+        for name in sorted(table)
     ]
-    for name in sorted(table):
-        cells = [f"`{name}`", formula(table[name]), pull(name), paper(table[name]), peers(name)]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    return markdown(header, rows)
 
 
 def pull(name: str) -> str:
@@ -91,10 +89,15 @@ def pull(name: str) -> str:
 def kl_uses() -> str:
     """The table of uses of KL estimators, in Markdown."""
     distances = compare()
-    lines = [
-        "| use | level | here | its gradient is that of | cosine with ∇KL(π‖ref) | its value |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = (
+        "use",
+        "level",
+        "here",
+        "its gradient is that of",
+        "cosine with ∇KL(π‖ref)",
+        "its value",
+    )
+    rows = []
     for index, use in enumerate(USES):
         use_distances = {name: np.asarray(value)[:, index] for name, value in distances.items()}
         matches = [
@@ -108,9 +111,8 @@ def kl_uses() -> str:
         angle = "–" if zero else f"{use_distances['cosine'].mean():.2f}"
         if gradient == REVERSE:
             gradient, angle = f"**{gradient}**", "1"
-        cells = (use.name, use.level, use.part or "–", gradient, angle, value)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append((use.name, use.level, use.part or "–", gradient, angle, value))
+    return markdown(header, rows)
 
 
 @functools.cache
@@ -130,13 +132,13 @@ def compare() -> dict[str, np.ndarray]:
 
 def penalties() -> str:
     """The table of penalties, in Markdown."""
-    lines = ["| penalty | per token | paper | elsewhere |", "|---|---|---|---|"]
-    for key, table in (("loss.kl", registry.penalties), ("loss.entropy", registry.entropies)):
-        for name, factory in sorted(table.items()):
-            elsewhere = peers(factory.__name__)
-            cells = (f"`{key}` `{name}`", formula(factory), paper(factory), elsewhere)
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    tables = {"loss.kl": registry.penalties, "loss.entropy": registry.entropies}
+    rows = [
+        (f"`{key}` `{name}`", formula(factory), paper(factory), peers(factory.__name__))
+        for key, table in tables.items()
+        for name, factory in sorted(table.items())
+    ]
+    return markdown(("penalty", "per token", *SOURCES), rows)
 
 
 def formula(factory: Callable[..., Any]) -> str:
@@ -145,16 +147,6 @@ def formula(factory: Callable[..., Any]) -> str:
     match = re.search(r"\n\n((?:    .*\n?)+)", doc)
     lines = [" ".join(line.split()) for line in (match[1] if match else "").splitlines()]
     return "; ".join(f"`{line.rstrip(';').replace('|', chr(8739))}`" for line in lines) or "–"
-
-
-def paper(factory: Callable[..., Any]) -> str:
-    """Links to the papers of "Source:"; without a number, its first sentence."""
-    doc = inspect.getdoc(factory) or ""
-    match = re.search(r"Source:(.*?)(?=\n\n|\Z)", doc, re.DOTALL)
-    source = " ".join(match[1].split()) if match else ""
-    numbers = dict.fromkeys(re.findall(r"arXiv:? ?(\d{4}\.\d{4,5})", source))
-    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in numbers]
-    return ", ".join(links) or re.split(r"[.;] |[.;]$", source)[0] or "–"
 
 
 def peers(name: str) -> str:
@@ -169,16 +161,10 @@ def page(text: str) -> str:
     """The page with its tables computed again."""
     tables = {"surrogates": surrogates, "penalties": penalties, "kl": kl_uses}
     for name, make in tables.items():
-        head, opening, remainder = text.partition(f"<!-- {name} -->\n")
-        _, closing, tail = remainder.partition("\n<!-- end -->")
-        if not opening or not closing:
-            raise SystemExit(f"there is no <!-- {name} --> ... <!-- end --> to write between")
-        text = f"{head}{opening}{make()}{closing}{tail}"
+        problem = f"there is no <!-- {name} --> ... <!-- end --> to write between"
+        text = between(text, f"<!-- {name} -->\n", "\n<!-- end -->", make(), problem)
     return text
 
 
 if __name__ == "__main__":
-    old_text = PAGE.read_text()
-    new_text = page(old_text)
-    PAGE.write_text(new_text)
-    sys.stdout.write(f"{PAGE}: {'as it was' if new_text == old_text else 'written'}\n")
+    write({PAGE: page(PAGE.read_text())})

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from docs.make_advantages import _between
+from docs.pages import FOLDER, arxiv_link, between, markdown, write
 from jaxgrpo.advantages.registry import parts, recipes
 from jaxgrpo.losses.registry import entropies, penalties, reductions, surrogates
 from jaxgrpo.rewards.registry import rewards
 
-FOLDER = Path(__file__).resolve().parent
 PACKAGE = FOLDER.parent / "jaxgrpo"
 PAGE = FOLDER / "papers.md"
 
@@ -81,7 +78,7 @@ def describe_kind(mention: Mention) -> tuple[str, str]:
 
 def table(all_mentions: list[Mention]) -> str:
     """The table of papers, newest last, in Markdown."""
-    rows = ["| paper | called | what comes from it |", "|---|---|---|"]
+    rows = []
     for number in sorted({mention.number for mention in all_mentions}):
         paper_mentions = [mention for mention in all_mentions if mention.number == number]
         labels = ", ".join(
@@ -93,19 +90,15 @@ def table(all_mentions: list[Mention]) -> str:
             by_kind.setdefault(kind, []).append(f"`{name}`")
         order = sorted(by_kind, key=lambda kind: kind == "")
         cells = [f"{kind} {', '.join(dict.fromkeys(by_kind[kind]))}".strip() for kind in order]
-        link = f"[{number}](https://arxiv.org/abs/{number})"
-        rows.append(f"| {link} | {labels or '–'} | {'; '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append((arxiv_link(number), labels or "–", "; ".join(cells)))
+    return markdown(("paper", "called", "what comes from it"), rows)
 
 
 def page() -> str:
     """What docs/papers.md should hold."""
     text = PAGE.read_text()
-    return _between(text, "<!-- papers -->\n", "\n<!-- end -->", table(list(mentions())))
+    return between(text, "<!-- papers -->\n", "\n<!-- end -->", table(list(mentions())))
 
 
 if __name__ == "__main__":
-    written = page()
-    changed = PAGE.read_text() != written
-    PAGE.write_text(written)
-    sys.stdout.write(f"{PAGE}: {'written' if changed else 'as it was'}\n")
+    write({PAGE: page()})

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 import jaxgrpo
 from docs.experiments import common
@@ -53,10 +51,7 @@ def main(gsm8k: str = "openai/gsm8k") -> int:
     }
     PAGE.write_text(common.fill(PAGE.read_text(), parts, PAGE.name))
     draw(compared, PAGE.with_suffix(".png"))
-    criteria = checks(compared)
-    for check in criteria:
-        sys.stdout.write(f"{'ok  ' if check.holds else 'FAIL'} {check.claim}: {check.measured}\n")
-    return int(not all(check.holds for check in criteria))
+    return common.say(checks(compared))
 
 
 def compare_runs(name: str) -> Compared:
@@ -252,19 +247,17 @@ def checks(compared: Mapping[str, Compared]) -> list[common.Check]:
 
 def draw(compared: Mapping[str, Compared], file: Path) -> None:
     """Rewards over steps, differences from grpo, and LoRA."""
-    figure = Figure(figsize=(13, 3.4), layout="constrained")
-    reward, difference, adapters = figure.subplots(1, 3)
+    figure, charts = common.panels(3, 13, 3.4)
+    reward, difference, adapters = charts
     report.curves(reward, report.best_runs(*compared[METHODS]), "reward")
     report.forest(difference, *compared[METHODS])
     report.curves(adapters, report.best_runs(*compared[LORA]), "reward")
     titles = ["reward, all weights", "pass@1 minus grpo, by seed", "reward, adapters"]
-    for axes, title in zip((reward, difference, adapters), titles, strict=True):
+    for axes, title in zip(charts, titles, strict=True):
         axes.set_title(title, fontsize=10)
-        axes.grid(alpha=0.3)
     reward.legend(fontsize=7)
     adapters.legend(fontsize=7)
-    FigureCanvasAgg(figure)
-    figure.savefig(file, dpi=110, metadata={"Software": None})
+    common.save(figure, file)
 
 
 def _base_row(compared: Compared) -> list[str]:

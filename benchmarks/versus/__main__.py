@@ -27,7 +27,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import describe, report, verdict
+from benchmarks.common import report, verdict
+from benchmarks.contest import begin, names
+from benchmarks.contest import parser as make_parser
 from benchmarks.versus import chart, contest, files, proof
 from benchmarks.versus.contest import OURS
 from benchmarks.versus.work import PHASES, THREADS
@@ -48,10 +50,8 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity") and arguments.device == "cpu":  # the processes inherit it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     jax.config.update("jax_platforms", "cpu")  # this process only writes files and compares
-    console = Console(width=120)
-    about = describe() | {"device": device_name(arguments.device)}
-    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
-    names = [OURS, *arguments.against]
+    about, console = begin(120, device=device_name(arguments.device))
+    sides = [OURS, *arguments.against]
     result: dict[str, Any] = {**about, "quick": arguments.quick, "against": arguments.against}
     with tempfile.TemporaryDirectory(prefix="versus-") as scratch:
         result["proof"] = proof.show(Path(scratch) / "proof", arguments.against, console)
@@ -62,7 +62,7 @@ def main() -> None:
             limit = QUICK_SECONDS if arguments.quick else float("inf")
             console.print(f"{name}, {pairs} pairs at most")
             cache = Path(scratch) / f"cache_{folder.name}"
-            results[name] = contest.contest(work, names, pairs, limit, cache)
+            results[name] = contest.contest(work, sides, pairs, limit, cache)
             if name == STARTS:
                 warm = contest.start(work, cache)
                 result["starts"] = {"cold": results[name][OURS]["start"], "warm": warm}
@@ -89,12 +89,12 @@ def device_name(device: str) -> str:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="S/A, S/B and S/C, under 10 minutes")
     parser.add_argument("--workloads", help="such as S/A,S/C; all with a limit by default")
-    parser.add_argument("--against", default="trl", help="trl, torch or both; trl by default")
+    parser.add_argument(
+        "--against", type=names, default="trl", help="trl, torch or both; trl by default"
+    )
     parser.add_argument("--pairs", type=int, help="of steps, at most; 3 to 9 by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the device, for the MFU")
@@ -106,9 +106,8 @@ def options() -> argparse.Namespace:
         if letter not in MODELS or kind not in WORKLOADS:
             choices = f"{', '.join(MODELS)} and {', '.join(WORKLOADS)}"
             parser.error(f"--workloads: {name!r} is none; a model and a kind of {choices}, as S/A")
-    names = workloads or list(QUICK if arguments.quick else LIMITS)
-    arguments.workloads = {name: arguments.pairs or PAIRS.get(name, 5) for name in names}
-    arguments.against = arguments.against.split(",")
+    workloads = workloads or (QUICK if arguments.quick else LIMITS)
+    arguments.workloads = {name: arguments.pairs or PAIRS.get(name, 5) for name in workloads}
     for name in arguments.against:
         if name not in contest.MODULES or name == OURS:
             parser.error(f"--against: {name!r} is none; give trl, torch or trl,torch")

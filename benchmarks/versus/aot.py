@@ -30,7 +30,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import contest
 from benchmarks.common import describe, report
 from benchmarks.versus import counts, tunix_step
 from jaxgrpo.config import files
@@ -73,12 +73,12 @@ class Lowered(NamedTuple):
 
 def load_config(name: str, chips: int, contender: str, extra: tuple[str, ...] = ()) -> Config:
     """Ours for a model on so many chips."""
-    config = files.load(name, [f"mesh.fsdp={chips}", "mesh.tensor=1", *extra])
+    overrides = [f"mesh.fsdp={chips}", "mesh.tensor=1", *extra]
+    config = files.load(name, overrides)
     if contender == "packed":
         return config
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    more = [f"train.tokens_per_micro_batch={longest}"]
-    return files.load(name, [f"mesh.fsdp={chips}", "mesh.tensor=1", *more, *extra])
+    return files.load(name, [f"train.tokens_per_micro_batch={longest}", *overrides])
 
 
 def ours(run: programs.Run) -> Lowered:
@@ -266,68 +266,65 @@ def version(package: str) -> str:
         return "none"
 
 
-ROWS = (
-    ("peak, GiB", "peak", 2**30),
-    ("  arguments", "arguments", 2**30),
-    ("  temporaries", "temporaries", 2**30),
-    ("  outputs over no argument", "outputs", 2**30),
-    ("largest array, GiB", "largest_bytes", 2**30),
-    ("TFLOP of products", "flops", 1e12),
-    ("main memory moved, GB", "moved", 1e9),
-    ("sent to other chips, GB", "sent", 1e9),
-)
-PER_TOKEN = (("MFLOP", "flops", 1e6), ("kB moved", "moved", 1e3), ("kB sent", "sent", 1e3))
+Numbers = Mapping[str, Any]
+"""What `measured` returns."""
 
 
-def show(title: str, measurements: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+def amount(key: str, unit: float) -> Callable[[Numbers], str]:
+    """A number in units; empty where it is not known."""
+    return lambda numbers: f"{numbers[key] / unit:,.2f}" if numbers.get(key) else ""
+
+
+def per_token(key: str, unit: float) -> Callable[[Numbers], str]:
+    """A chip's share for each completion token of the batch."""
+
+    def share(numbers: Numbers) -> str:
+        value = numbers.get(key)
+        return f"{value / unit / numbers['completion_tokens']:,.3f}" if value else ""
+
+    return share
+
+
+ROWS: dict[str, Callable[[Numbers], str]] = {
+    "peak, GiB": amount("peak", 2**30),
+    "  arguments": amount("arguments", 2**30),
+    "  temporaries": amount("temporaries", 2**30),
+    "  outputs over no argument": amount("outputs", 2**30),
+    "largest array, GiB": amount("largest_bytes", 2**30),
+    "TFLOP of products": amount("flops", 1e12),
+    "main memory moved, GB": amount("moved", 1e9),
+    "sent to other chips, GB": amount("sent", 1e9),
+    "largest array": lambda numbers: numbers.get("largest", ""),
+    "MFLOP per token": per_token("flops", 1e6),
+    "kB moved per token": per_token("moved", 1e3),
+    "kB sent per token": per_token("sent", 1e3),
+    "calls": lambda numbers: str(numbers["calls"]),
+    "fits": lambda numbers: "yes" if numbers["fits"] else "no",
+    "compiled in, s": lambda numbers: f"{numbers.get('compile_seconds', math.nan):.0f}",
+}
+
+
+def show(title: str, measurements: Mapping[str, Numbers], console: Console) -> None:
     """The table: each chip's share of an optimizer step, and per completion token of all chips."""
     console.print(f"\n{title}: each chip, one optimizer step")
-    table = Table("", *measurements)
-    for label, key, unit in ROWS:
-        cells = [
-            f"{numbers[key] / unit:,.2f}" if numbers.get(key) else ""
-            for numbers in measurements.values()
-        ]
-        table.add_row(label, *cells)
-    table.add_row(
-        "largest array", *(numbers.get("largest", "") for numbers in measurements.values())
-    )
-    for label, key, unit in PER_TOKEN:
-        table.add_row(
-            f"{label} per token",
-            *(per_token(numbers, key, unit) for numbers in measurements.values()),
-        )
-    table.add_row("calls", *(str(numbers["calls"]) for numbers in measurements.values()))
-    fits = ["yes" if numbers["fits"] else "no" for numbers in measurements.values()]
-    table.add_row("fits", *fits)
-    seconds = [
-        f"{numbers.get('compile_seconds', math.nan):.0f}" for numbers in measurements.values()
-    ]
-    table.add_row("compiled in, s", *seconds)
-    console.print(table)
-
-
-def per_token(numbers: Mapping[str, Any], key: str, unit: float) -> str:
-    """A chip's share for each completion token of the batch."""
-    return f"{numbers[key] / unit / numbers['completion_tokens']:,.3f}" if numbers.get(key) else ""
+    rows = ((label, list(map(cell, measurements.values())), {}) for label, cell in ROWS.items())
+    contest.show(console, ("", *measurements), rows)
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--topologies", default=",".join(TOPOLOGIES))
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser = contest.parser(__doc__)
+    for name, choices in (
+        ("models", MODELS),
+        ("topologies", TOPOLOGIES),
+        ("contenders", CONTENDERS),
+    ):
+        parser.add_argument(f"--{name}", type=contest.names, default=",".join(choices))
     parser.add_argument("--layers", type=int, help="cut the models to so many; all by default")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="writes the programs' text there")
     arguments = parser.parse_args()
     for name, choices in (("models", MODELS), ("contenders", CONTENDERS)):
-        entries = getattr(arguments, name).split(",")
-        setattr(arguments, name, entries)
-        if unknown := [entry for entry in entries if entry not in choices]:
+        if unknown := [entry for entry in getattr(arguments, name) if entry not in choices]:
             parser.error(f"--{name}: {unknown[0]!r} is none; give some of {', '.join(choices)}")
-    arguments.topologies = arguments.topologies.split(",")
     return arguments
 
 

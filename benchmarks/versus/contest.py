@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import interval
+from benchmarks.contest import over
 from benchmarks.versus.work import PHASES, Work
 
 MODULES = {"jaxgrpo": "ours", "trl": "trl_step", "torch": "torch_step"}
@@ -164,10 +165,7 @@ def ratios(theirs: Sequence[Step], ours: Sequence[Step], exact: bool) -> dict[st
     def cost(step: Step) -> float:
         return step.seconds if exact else step.seconds / step.tokens
 
-    pairs = zip(theirs, ours, strict=True)
-    median, low, high = interval(
-        [cost(their_step) / cost(our_step) for their_step, our_step in pairs]
-    )
+    median, low, high = over(map(cost, theirs), map(cost, ours))
     return {"ratio": median, "low": low, "high": high}
 
 

@@ -8,7 +8,6 @@ The tokenizer has one character per token, so that a text has the same tokens ev
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import tomli_w
 
+from benchmarks.contest import parser as make_parser
 from benchmarks.versus.work import Work
 from benchmarks.workloads import (
     END,
@@ -120,9 +120,7 @@ def run_config(work: Work, steps: int = 11) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("workload", metavar="WORKLOAD", help="such as S/C")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ import numpy as np
 from jax import Array
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from docs.pages import between
 
 FOLDER = Path(__file__).resolve().parent
 STEPS = (1e-14, 1e-12, 1e-9, 1e-6, 1e-4)
@@ -83,11 +85,8 @@ def fill(text: str, parts: Mapping[str, str], name: str) -> str:
     Raises: SystemExit naming the page, where a marker is missing.
     """
     for marker, content in parts.items():
-        head, opening, remainder = text.partition(f"<!-- {marker} -->")
-        _, closing, tail = remainder.partition(f"<!-- end of {marker} -->")
-        if not opening or not closing:
-            raise SystemExit(f"{name} has no <!-- {marker} --> ... <!-- end of {marker} -->")
-        text = f"{head}{opening}\n{content}\n{closing}{tail}"
+        ends = f"<!-- {marker} -->", f"<!-- end of {marker} -->"
+        text = between(text, *ends, f"\n{content}\n", f"{name} has no {' ... '.join(ends)}")
     return text
 
 
@@ -109,14 +108,40 @@ def command(name: str, run: Callable[[], Result]) -> None:
     text = written(name, result)
     changed = text != (FOLDER / f"{name}.md").read_text()
     (FOLDER / f"{name}.md").write_text(text)
-    figure = result.figure()
-    FigureCanvasAgg(figure)
-    figure.savefig(FOLDER / f"{name}.png", dpi=110, metadata={"Software": None})
-    for check in result.checks:
-        sys.stdout.write(f"{'ok  ' if check.holds else 'FAIL'} {check.claim}: {check.measured}\n")
+    save(result.figure(), FOLDER / f"{name}.png")
+    code = say(result.checks)
     seconds = time.perf_counter() - began
     sys.stdout.write(f"{name}.md {'written' if changed else 'as it was'}, {seconds:.1f} s\n")
-    sys.exit(not all(check.holds for check in result.checks))
+    sys.exit(code)
+
+
+def say(checks: Iterable[Check]) -> int:
+    """Prints checks. Returns the exit code: 1 if one fails."""
+    code = 0
+    for claim, measured, holds in checks:
+        sys.stdout.write(f"{'ok  ' if holds else 'FAIL'} {claim}: {measured}\n")
+        code |= not holds
+    return code
+
+
+def panels(number: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
+    """A figure of charts side by side, each with a grid: (figure, axes).
+
+    Args:
+      width: in inches, as the height.
+      options: of `Figure.subplots`.
+    """
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, number, **options)
+    for each in axes:
+        each.grid(alpha=0.3)
+    return figure, axes
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Writes a figure: the same bytes for the same figure."""
+    FigureCanvasAgg(figure)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
 
 
 def sequences(vocabulary: int, length: int) -> np.ndarray:

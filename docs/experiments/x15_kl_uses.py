@@ -208,8 +208,7 @@ def checks(far: Measurement, near: Measurement) -> list[Check]:
 
 def figure(far: Measurement) -> Figure:
     """Noise of the values over the distance; cosines with the gradient of KL(pi || ref)."""
-    drawing = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = drawing.subplots(1, 2, width_ratios=(1, 1.25))
+    drawing, (left, right) = common.panels(2, 10, 4.2, width_ratios=(1, 1.25))
     distances = np.geomspace(0.03, 2, 15)
     run = jax.jit(jax.vmap(measure))
     measurements = [run(*policies(32, float(distance))) for distance in distances]
@@ -223,7 +222,6 @@ def figure(far: Measurement) -> Figure:
     left.set(xscale="log", yscale="log", xlabel="KL(π‖ref) in nats", title="deviation / KL")
     left.set_ylabel("of one sequence")
     left.legend()
-    left.grid(alpha=0.3)
     shown = [i for i, use in enumerate(USES) if use.gradient != NOTHING]
     cosines = [np.asarray(cosine(far.gradient[:, i], far.target[REVERSE])) for i in shown]
     right.boxplot(
@@ -235,7 +233,7 @@ def figure(far: Measurement) -> Figure:
     right.invert_yaxis()
     right.axvline(0, color="k", lw=0.8)
     right.set_title(f"cosine with grad KL(π‖ref), {len(cosines[0])} policies")
-    right.grid(alpha=0.3, axis="x")
+    right.grid(visible=False, axis="y")
     return drawing
 
 

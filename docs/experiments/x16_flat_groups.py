@@ -6,6 +6,7 @@ python -m docs.experiments.x16_flat_groups
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -146,22 +147,31 @@ def alike(arrays: dict[str, np.ndarray], flat: np.ndarray) -> dict[str, np.ndarr
 def recipe_rows(number: int = CONSTANTS) -> list[list[Any]]:
     """For each recipe: largest |A| on flat groups, share of mixed groups with a signal."""
     named, flat = rewards(number)
-    sample_fields = alike(fields(np.nan_to_num(named["accuracy"])), flat)
+    single_reward = {"reward": named["accuracy"]}
     recipes = relative()
+    rewards_by_recipe = {name: named if name == "rlcr" else single_reward for name in recipes}
+    return chain_rows(recipes, rewards_by_recipe, named["accuracy"], flat)
+
+
+def chain_rows(
+    recipes: Mapping[str, advantages.AdvantageTransform],
+    rewards_by_recipe: Mapping[str, dict[str, np.ndarray]],
+    success: np.ndarray,
+    flat: np.ndarray,
+) -> list[list[Any]]:
+    """Runs recipes, each on its rewards, in one program; samples of flat groups are alike."""
 
     @jax.jit
-    def run(named: Any, sample_fields: Any) -> dict[str, jax.Array]:
-        single_reward = {"reward": named["accuracy"]}
+    def run(rewards_by_recipe: Any, sample_fields: Any) -> dict[str, jax.Array]:
         values = {}
         for name, recipe in recipes.items():
-            rollouts, spec = plain_rollouts(
-                named if name == "rlcr" else single_reward, **sample_fields
-            )
+            rollouts, spec = plain_rollouts(rewards_by_recipe[name], **sample_fields)
             values[name] = advantages.compute(recipe, rollouts, recipe.init(spec))[0].value
         return values
 
-    as_arrays = jax.tree.map(jnp.asarray, (named, sample_fields))
-    return [_row(name, value, flat) for name, value in run(*as_arrays).items()]
+    sample_fields = alike(fields(np.nan_to_num(success)), flat)
+    values = run(*jax.tree.map(jnp.asarray, (dict(rewards_by_recipe), sample_fields)))
+    return [_row(name, value, flat) for name, value in values.items()]
 
 
 def sum_rows(number: int = CONSTANTS) -> list[list[Any]]:
@@ -177,22 +187,12 @@ def sum_rows(number: int = CONSTANTS) -> list[list[Any]]:
     named = dict(zip(WEIGHTS, (pair, pair, alone), strict=True))
     named = {name: value.astype(np.float32) for name, value in named.items()}
     flat = (pair + alone == 1).all(1)
-    sample_fields = alike(fields(pair.astype(np.float32)), flat)
     recipes = {
         name: advantages.build(name, {"weights": WEIGHTS, **options})
         for name, options in SUMMED.items()
     }
-
-    @jax.jit
-    def run(named: Any, sample_fields: Any) -> dict[str, jax.Array]:
-        rollouts, spec = plain_rollouts(named, **sample_fields)
-        return {
-            name: advantages.compute(recipe, rollouts, recipe.init(spec))[0].value
-            for name, recipe in recipes.items()
-        }
-
-    values = run(*jax.tree.map(jnp.asarray, (named, sample_fields)))
-    return [_row(name, value, flat) for name, value in values.items()]
+    success = pair.astype(np.float32)
+    return chain_rows(recipes, dict.fromkeys(recipes, named), success, flat)
 
 
 def _row(name: str, value: jax.Array, flat: np.ndarray) -> list[Any]:
@@ -204,8 +204,7 @@ def _row(name: str, value: jax.Array, flat: np.ndarray) -> list[Any]:
 
 def figure() -> Figure:
     """|A| over the constants at G = 7, and the largest |A| over group sizes."""
-    drawing = Figure(figsize=(8.2, 3.3), layout="constrained")
-    left, right = drawing.subplots(1, 2)
+    drawing, (left, right) = common.panels(2, 8.2, 3.3)
     value = constants()
     for eps, colour in zip(EPS, ("C3", "C1", "C0"), strict=True):
         size = np.abs(literal(np.repeat(value, 7, 1), eps)).max(1)
@@ -216,8 +215,6 @@ def figure() -> Figure:
     right.set(title="largest |A| of 400 flat groups", xlabel="group size", yscale="log")
     right.set_ylim(1e-5, 2)
     right.text(6, 1.5e-5, "jaxgrpo: exactly 0", fontsize=8)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
     left.legend(fontsize=7, loc="lower right")
     return drawing
 

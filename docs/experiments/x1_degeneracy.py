@@ -144,8 +144,7 @@ def checks(gaps: Sequence[Gap], control: Sequence[Gap], twice: float) -> list[Ch
 
 def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
     """Success rates; E f_G(p) above f_G(E p); degeneracy by group size."""
-    drawing = Figure(figsize=(10.5, 3.3), layout="constrained")
-    left, middle, right = drawing.subplots(1, 3)
+    drawing, (left, middle, right) = common.panels(3, 10.5, 3.3)
     rate = drawn.right.mean(1)
     edges = (np.arange(drawn.right.shape[1] + 2) - 0.5) / drawn.right.shape[1]
     left.hist(rate, edges, color="C0", weights=np.full(len(rate), 1 / len(rate)))
@@ -171,8 +170,6 @@ def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
     right.set(title="flat groups, 99% interval of the gap", ylim=(0, 1.02))
     right.set_xticks(places, [f"G = {size}" for size in SIZES])
     right.legend(fontsize=8)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
     return drawing
 
 

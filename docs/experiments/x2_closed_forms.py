@@ -308,8 +308,7 @@ def weight_table(all_groups: Groups) -> str:
 
 def figure(rows: list[list[Any]]) -> Figure:
     """Weights over p at G = 8, that of GRPO for several G, and signal to noise."""
-    drawing = Figure(figsize=(10.5, 3.4), layout="constrained")
-    left, middle, right = drawing.subplots(1, 3)
+    drawing, (left, middle, right) = common.panels(3, 10.5, 3.4)
     p = np.linspace(0.01, 0.99, 197)
     for name in ("sign", "conditional_sign", "reinforce", "dr_grpo", "grpo", "maxrl"):
         label = "reinforce, rloo, ema" if name == "reinforce" else name
@@ -328,8 +327,6 @@ def figure(rows: list[list[Any]]) -> Figure:
         right.plot(rates, noise, "o:" if name == "std" else "o-", ms=3, label=name)
     right.set(title="|E g|² / tr Cov g, G = 4", xlabel="success rate p", yscale="log")
     right.legend(fontsize=7)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
     return drawing
 
 

@@ -272,8 +272,7 @@ def survey_text(findings: Findings) -> str:
 
 def figure(findings: Findings) -> Figure:
     """E v and top mass over 1/b; the plane of validity and coverage; mu(b)."""
-    drawing = Figure(figsize=(10.8, 3.5), layout="constrained")
-    left, middle, right = drawing.subplots(1, 3)
+    drawing, (left, middle, right) = common.panels(3, 10.8, 3.5)
     for index, (name, colour) in enumerate((("uniform", "C0"), ("random", "C1"))):
         left.plot(
             SWEEP, findings.swept.success[index], "o-", ms=2.5, color=colour, label=f"{name}: E v"
@@ -306,8 +305,6 @@ def figure(findings: Findings) -> Figure:
     right.plot(SWEEP, findings.swept.success[1], ".", color="C1", label="bigram policy")
     right.set(xlabel="1/b", title="E v, random base", ylim=(0, 1.05))
     right.legend(fontsize=7)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
     return drawing
 
 

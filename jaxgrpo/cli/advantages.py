@@ -21,7 +21,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Rollouts, Signal
-from jaxgrpo.training.records.console import Document
+from jaxgrpo.training.records.console import Document, terminal_table
 
 
 class Field(NamedTuple):
@@ -94,12 +94,10 @@ def main(
     field_arrays = read_fields(fields, shape)
     if lengths:
         field_arrays["token_mask"] = token_mask(lengths, shape)
-    stages, problems = explain(name, reward_arrays, options, field_arrays)
+    document = _document(name, *explain(name, reward_arrays, options, field_arrays))
     if as_json:
-        return Document(_document(name, stages, problems))
-    _show(console, stages)
-    for problem in problems:
-        console.print(f"warning: {problem}", markup=False, style="yellow")
+        return Document(document)
+    _show(console, document)
     return 0
 
 
@@ -206,16 +204,23 @@ def _place(index: Sequence[int]) -> str:
     return ", ".join(f"{word} {position + 1}" for word, position in zip(words, index, strict=False))
 
 
-def _factories(name: str) -> list[registry.Factory]:
-    """Own code; or the recipe and the part of that name.  Raises: InputError if it is unknown."""
+def find_factories(
+    kind: str, name: str, tables: Mapping[str, Mapping[str, Callable[..., Any]]]
+) -> list[Callable[..., Any]]:
+    """Own code; or what has that name in each table that has it.
+
+    Raises: InputError if none has; `kind` says of what.
+    """
     if own_code.is_reference(name):
         return [own_code.load(name)]
-    if factories := [table[name] for table in TABLES.values() if name in table]:
+    if factories := [table[name] for table in tables.values() if name in table]:
         return factories
-    raise InputError(
-        f"unknown recipe or part {name!r}: {suggest(name, {*registry.recipes, *registry.parts})};"
-        " own code is path/file.py:function"
-    )
+    hint = suggest(name, {key for table in tables.values() for key in table})
+    raise InputError(f"unknown {kind} {name!r}: {hint}; own code is path/file.py:function")
+
+
+def _factories(name: str) -> list[registry.Factory]:
+    return find_factories("recipe or part", name, TABLES)
 
 
 def _find(name: str, options: Mapping[str, Any]) -> AdvantageTransform:
@@ -334,32 +339,35 @@ def _streams(stage: chains.Stage) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
+def _show(console: Console, document: Mapping[str, Any]) -> None:
+    """Prints what `_document` returns."""
     signals = [
-        ((stage.name, stream), value, mask)
-        for stage in stages
-        for stream, (value, mask) in _streams(stage).items()
+        ((step["step"], stream), signal["value"], signal["mask"])
+        for step in document["steps"]
+        for stream, signal in step.get("streams", {"": step}).items()
     ]
     width = max(len(f"{number:.4g}") for _, value, _ in signals for number in value.flat)
     # Of tokens, the place is group.sample.
-    titles = ("step", "stream", "group", "value", "mask")
-    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
+    rows = [["step", "stream", "group", "value", "mask"]]
     for name, value, mask in signals:
         for place in np.ndindex(value.shape[:-1]):
             labels = ("", "") if any(place) else name
             numbers = " ".join(f"{number:.4g}".rjust(width) for number in value[place])
             bits = " ".join("01"[bit] for bit in mask[place] * 1)
-            table.add_row(*labels, ".".join(str(index + 1) for index in place), numbers, bits)
+            rows.append([*labels, ".".join(str(index + 1) for index in place), numbers, bits])
+    table = terminal_table(rows, text=range(5), no_wrap=True, box=None, pad_edge=False)
     console.print(table, markup=False)
-    for name, value in _stage_metrics(stages).items():
+    for name, value in document["metrics"].items():
         console.print(f"{name} = {value:.4g}", markup=False)
-    alive = enumerate(_alive(stages), start=1)
+    alive = enumerate(document["alive"], start=1)
     each = "; ".join(f"group {number}: {row.sum()} of {row.size}" for number, row in alive)
     console.print(f"alive (unmasked and not 0): {each}")
+    for problem in document["problems"]:
+        console.print(f"warning: {problem}", markup=False, style="yellow")
 
 
 def _document(name: str, stages: Sequence[chains.Stage], problems: Sequence[str]) -> dict[str, Any]:
-    """What `_show` prints, for --json."""
+    """What `explain` found, for `_show` and for --json."""
     steps = []
     for stage in stages:
         signals = {
@@ -367,28 +375,20 @@ def _document(name: str, stages: Sequence[chains.Stage], problems: Sequence[str]
             for stream, (value, mask) in _streams(stage).items()
         }
         steps.append({"step": stage.name, **(signals.pop("", None) or {"streams": signals})})
-    return {
-        "name": name,
-        "steps": steps,
-        "metrics": _stage_metrics(stages),
-        "alive": _alive(stages),
-        "problems": problems,
-    }
-
-
-def _stage_metrics(stages: Sequence[chains.Stage]) -> dict[str, float]:
-    return {
+    metrics = {
         f"{stage.name}/{metric}": value
         for stage in stages
         for metric, value in finalise(stage.metrics).items()
     }
-
-
-def _alive(stages: Sequence[chains.Stage]) -> np.ndarray:
-    """[P, G]: whether the sample can move the parameters."""
     value, mask = next(iter(_streams(stages[-1]).values()))
-    live = mask & (value != 0)
-    return live.any(-1) if live.ndim == 3 else live
+    live = mask & (value != 0)  # the sample can move the parameters
+    return {
+        "name": name,
+        "steps": steps,
+        "metrics": metrics,
+        "alive": live.any(-1) if live.ndim == 3 else live,
+        "problems": problems,
+    }
 
 
 def groups(flag: str, texts: Sequence[str], default: str | None = None) -> dict[str, list[Any]]:

@@ -17,9 +17,9 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.experiments.sections import Section, show_whole, terminal_table
+from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training import fingerprints
-from jaxgrpo.training.records.console import Document
+from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report import html
 from jaxgrpo.training.records.report.record import (

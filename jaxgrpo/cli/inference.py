@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys, LoraKeys, is_path
@@ -26,12 +26,11 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.evaluation.intervals import is_end, read_interval
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
-from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import export as exporting
 from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import Document, telling
+from jaxgrpo.training.records.console import Document, show_whole, telling, terminal_table
 from jaxgrpo.training.records.folder import plain, write_atomically
 from jaxgrpo.training.stored_policy import (
     NO_REWARD,
@@ -158,13 +157,12 @@ def export(
 
 def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one."""
-    numbers = [Column(name, justify="right") for name in ("value", "95% interval")]
-    table = Table("", *numbers, title=title)
+    rows = [["", "value", "95% interval"]]
     for name, value in metrics.items():
         if not is_end(name):
             ends = read_interval(metrics, name)
-            table.add_row(name, f"{value:.3f}", "{:.3f} to {:.3f}".format(*ends) if ends else "")
-    return table
+            rows.append([name, f"{value:.3f}", "{:.3f} to {:.3f}".format(*ends) if ends else ""])
+    return terminal_table(rows, title=title, title_justify="center")
 
 
 def _all_rows(evaluation: Evaluation, questions: Questions, name: str) -> Iterator[dict[str, Any]]:

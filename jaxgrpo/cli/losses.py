@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from rich.console import Console
-from rich.table import Column, Table
 
 from jaxgrpo.cli.advantages import (
     describe,
+    find_factories,
     first_lines,
     read_option,
     show_description,
@@ -31,7 +31,7 @@ from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import FIELDS, OF_PASS
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
-from jaxgrpo.training.records.console import Document
+from jaxgrpo.training.records.console import Document, terminal_table
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "surrogates (loss.surrogate)": registry.surrogates,
@@ -72,7 +72,7 @@ def main(
         if not as_json:
             show_list(console, tables, "jaxgrpo losses NAME describes one and shows its pull")
         return Document(tables) if as_json else 0
-    factory = _factory(name)
+    factory = find_factories("loss", name, TABLES)[0]
     about = describe(name, factory)
     if not as_json:
         show_description(console, about)
@@ -156,17 +156,6 @@ def _slopes(part: Surrogate | Penalty) -> Any:
         return loss.sum(), (loss, metrics)
 
     return jax.jit(jax.grad(total, (0, 1), has_aux=True))
-
-
-def _factory(name: str) -> Callable[..., Any]:
-    """Raises: InputError if there is no such part or own function."""
-    if own_code.is_reference(name):
-        return own_code.load(name)
-    factories = {key: table[key] for table in TABLES.values() for key in table}
-    if name not in factories:
-        hint = suggest(name, factories)
-        raise InputError(f"unknown loss {name!r}: {hint}; own code is path/file.py:function")
-    return factories[name]
 
 
 def _required(factory: Callable[..., Any]) -> set[str]:
@@ -326,10 +315,9 @@ def _show(
     fields: Mapping[str, float],
 ) -> None:
     rows = _rows(ratios, losses_by_sign)
-    columns = (Column(title, justify="right", no_wrap=True) for title in rows[0])
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(f"{value + 0:.4g}" for value in row.values()))
+    cells = ([f"{value + 0:.4g}" for value in row.values()] for row in rows)
+    head = list(rows[0])
+    table = terminal_table([head, *cells], text=(), no_wrap=True, box=None, pad_edge=False)
     console.print()
     console.print(table, markup=False)
     if fields:

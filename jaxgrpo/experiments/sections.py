@@ -1,18 +1,19 @@
-"""Sections of a report: a title, sentences and a table, for the terminal, Markdown and HTML."""
+"""Sections of a report: a title, sentences and a table, for the terminal, Markdown and HTML.
+
+And its charts, for HTML.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from rich.console import Console, RenderableType
-from rich.measure import Measurement
-from rich.table import Table
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from rich.console import Console
 
-from jaxgrpo.training.records.report import html
-
-MAX_WIDTH = 1000
-"""Columns of a table that is not cut."""
+from jaxgrpo.training.records.console import show_table
+from jaxgrpo.training.records.report import charts, html
 
 
 class Section(NamedTuple):
@@ -48,39 +49,15 @@ class Section(NamedTuple):
         return "\n".join(lines)
 
 
-def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **options: Any) -> None:
-    """Prints rows with every cell whole; where they are too wide for the console, as columns."""
-    table = terminal_table(rows, no_wrap=True, **options)
-    if _width(console, table) > console.width:
-        table = terminal_table(list(zip(*rows, strict=True)), no_wrap=True, **options)
-    show_whole(console, table)
-
-
-def show_whole(console: Console, table: Table) -> None:
-    """Prints a table as wide as its cells are: a terminal breaks longer lines, and cuts none."""
-    width = console.width
-    console.width = max(_width(console, table), width)
-    console.print(table)
-    console.width = width
-
-
-def _width(console: Console, table: Table) -> int:
-    free = console.options.update(max_width=MAX_WIDTH)
-    return Measurement.get(console, free, table).maximum
-
-
-def terminal_table(
-    rows: Sequence[Sequence[RenderableType]], no_wrap: bool = False, **options: Any
-) -> Table:
-    """Rows for the terminal; the first one is the head, every column but the first is numbers.
+def chart(title: str, note: str, draw: Callable[[Axes], None], left_margin: float = 0.14) -> str:
+    """A chart in HTML, with a note below it.
 
     Args:
-      no_wrap: every cell stays in one line.
-      options: of `rich.table.Table`.
+      left_margin: the share of its width that is kept for the labels of its rows.
     """
-    table = Table(title_justify="left", **options)
-    for place, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if place else "left", no_wrap=no_wrap)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
+    with mpl.rc_context(charts.STYLE):
+        figure, axes = charts.blank(title)
+        figure.subplots_adjust(left=max(0.14, left_margin))
+        draw(axes)
+        charts.legend_below(axes)
+        return html.figure(title, charts.as_svg(figure), note)

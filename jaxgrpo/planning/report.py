@@ -14,7 +14,7 @@ from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.training.memory import shown
-from jaxgrpo.training.records.console import facts
+from jaxgrpo.training.records.console import facts, terminal_table
 
 
 def show_changes(
@@ -142,56 +142,38 @@ def _head(plan: Plan) -> dict[str, str]:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title="memory of each device, as compiled", title_justify="left")
-    for name in ("program", "takes", "temporary", "gives", "beside", "peak", "compiled"):
-        table.add_column(name, justify="left" if name == "program" else "right", no_wrap=True)
+    rows = [["program", "takes", "temporary", "gives", "beside", "peak", "compiled"]]
     for program in plan.planned:
-        sizes = (
-            program.arguments,
-            program.temporaries,
-            program.outputs,
-            program.beside,
-            program.peak,
-        )
-        table.add_row(program.name, *map(shown, sizes), f"{program.seconds:.0f} s")
-    return table
+        sizes = (program.arguments, program.temporaries, program.outputs, program.beside)
+        sizes_text = map(shown, (*sizes, program.peak))
+        rows.append([program.name, *sizes_text, f"{program.seconds:.0f} s"])
+    return terminal_table(rows, no_wrap=True, title="memory of each device, as compiled")
 
 
 def _costs(plan: Plan) -> Table:
-    table = Table(
-        title="seconds of a step at the least, by the chip's published rates", title_justify="left"
-    )
-    names = ("program", "calls", "TFLOP", "compute", "memory", "links", "network", "bound")
-    for name in names:
-        is_text = name in ("program", "bound")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    rows = [["program", "calls", "TFLOP", "compute", "memory", "links", "network", "bound"]]
     for program in plan.planned:
         seconds = (f"{value:.4f}" if value else "" for value in program.bound)
         flops = f"{program.work.calls * program.work.executed / 1e12:,.1f}"
-        table.add_row(program.name, str(program.work.calls), flops, *seconds, program.bound.limit)
-    return table
+        rows.append([program.name, str(program.work.calls), flops, *seconds, program.bound.limit])
+    title = "seconds of a step at the least, by the chip's published rates"
+    return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
 
 
 def _traffic(plan: Plan) -> Table:
-    table = Table(title="bytes that each device sends in a step", title_justify="left")
-    for name in ("program", "collective", "axes", "bytes"):
-        table.add_column(name, justify="right" if name == "bytes" else "left")
+    rows = [["program", "collective", "axes", "bytes"]]
     for program in plan.planned:
         for (kind, axes), sent in each_axis(program.collectives).items():
             if sent * program.work.calls >= 2**20:
                 count = shown(int(sent * program.work.calls))
-                table.add_row(program.name, kind, " + ".join(axes), count)
-    return table
+                rows.append([program.name, kind, " + ".join(axes), count])
+    return terminal_table(rows, text=(0, 1, 2), title="bytes that each device sends in a step")
 
 
 def _formula_table(plan: Plan) -> Table:
-    table = Table(title="what lies in memory, by formula", title_justify="left")
-    table.add_column("what")
-    table.add_column("each device", justify="right")
-    for name, size in plan.parts.items():
-        if size:
-            table.add_row(name, shown(size))
-    return table
+    sizes = [[name, shown(size)] for name, size in plan.parts.items() if size]
+    title = "what lies in memory, by formula"
+    return terminal_table([["what", "each device"], *sizes], title=title)
 
 
 def _verdict(console: Console, plan: Plan) -> None:

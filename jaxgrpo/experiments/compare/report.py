@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -14,7 +14,7 @@ from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare import numbers, results
 from jaxgrpo.experiments.compare.experiment import SPARE, Experiment, seeds_needed
 from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, arm_values
-from jaxgrpo.experiments.sections import Section
+from jaxgrpo.experiments.sections import Section, chart
 from jaxgrpo.training.records.report import charts, html
 
 CURVES = {
@@ -275,32 +275,17 @@ def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
     minus_note = f"At each arm's best rate; by seeds, with the {bar}."
     passes_note = "Dotted: the base. Each arm at its best rate, means over seeds."
     comparison = experiment, outcomes
+    minus = f"Minus {experiment.control}"
     figures = [
-        _figure("By learning rate", rates_note, lambda axes: by_rate(axes, *comparison)),
-        _figure(
-            f"Minus {experiment.control}",
-            minus_note,
-            lambda axes: forest(axes, *comparison),
-            left_margin,
-        ),
-        _figure("pass@k", passes_note, lambda axes: passes(axes, runs_by_arm)),
+        chart("By learning rate", rates_note, lambda axes: by_rate(axes, *comparison)),
+        chart(minus, minus_note, lambda axes: forest(axes, *comparison), left_margin),
+        chart("pass@k", passes_note, lambda axes: passes(axes, runs_by_arm)),
     ]
     for name, (title, note) in CURVES.items():
         note += f" Running means at each arm's best rate; bands: {bar}."
-        figures.append(
-            _figure(title, note, lambda axes, name=name: curves(axes, runs_by_arm, name))
-        )
+        draw = functools.partial(curves, runs_by_arm=runs_by_arm, name=name)
+        figures.append(chart(title, note, draw))
     return figures
-
-
-def _figure(title: str, note: str, draw: Callable[[Axes], None], left_margin: float = 0.14) -> str:
-    """A chart; `left_margin` is the share of its width that is kept for the labels of its rows."""
-    with mpl.rc_context(charts.STYLE):
-        figure, axes = charts.blank(title)
-        figure.subplots_adjust(left=max(0.14, left_margin))
-        draw(axes)
-        charts.legend_below(axes)
-        return html.figure(title, charts.as_svg(figure), note)
 
 
 def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from jaxgrpo.experiments.probe.advice import value_at
 from jaxgrpo.experiments.probe.measure import PER
-from jaxgrpo.experiments.sections import Section, show_table, show_whole, terminal_table
+from jaxgrpo.experiments.sections import Section, chart
+from jaxgrpo.training.records.console import LOOK, show_table, show_whole, terminal_table
 from jaxgrpo.training.records.report import html
-from jaxgrpo.training.records.report.charts import (
-    COLOURS,
-    FAIL,
-    MIXED,
-    PASS,
-    STYLE,
-    as_svg,
-    blank,
-    legend_below,
-)
+from jaxgrpo.training.records.report.charts import COLOURS, FAIL, MIXED, PASS
 from jaxgrpo.training.records.report.record import visible
 
 ProbeNumbers = Mapping[str, Any]
 """The numbers of a probe, in the structure of its JSON"""
 
 BAR = 30  # characters of a full bar
-LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}
 
 
 class Number(NamedTuple):
@@ -125,11 +114,11 @@ def render(numbers: ProbeNumbers) -> str:
         f"({html.text(', '.join(entry['numbers']))})</div></li>"
         for entry in numbers["advice"]
     )
-    figures, heading = _figures(numbers, interval(numbers)), html.text(title(numbers))
+    heading = html.text(title(numbers))
     body = [
         f'<h1>Probe</h1>\n<div class="muted">{heading}</div>\n{html.tiles(tiles)}',
         f'<h2>Advice</h2>\n<ul class="box">{advice}</ul>',
-        f'<h2>Charts</h2>\n<div class="charts">{"".join(figures)}</div>',
+        f'<h2>Charts</h2>\n<div class="charts">{_figures(numbers)}</div>',
         Section("Groups", rows=group_rows(numbers, "long")).html(),
         Section("pass@k", rows=pass_rows(numbers)).html(),
         Section("Samples", rows=[("", "value"), *sample_rows(numbers)]).html(),
@@ -218,38 +207,32 @@ def _successes(numbers: ProbeNumbers) -> Table:
         rows.append(
             [f"{name} of {samples}", f"{prompts}", f"{share:.1%}", "█" * round(share * BAR)]
         )
-    table = terminal_table(rows, no_wrap=True, title=rate, **LOOK)
-    table.columns[-1].justify = "left"
-    return table
+    return terminal_table(rows, text=(0, -1), no_wrap=True, title=rate, **LOOK)
 
 
-def _figures(numbers: ProbeNumbers, interval_name: str) -> Iterator[str]:
-    """Each chart, as HTML; `interval_name` is how its intervals are called."""
-    charts: Sequence[tuple[str, Callable[[Axes, ProbeNumbers], None], str]] = (
-        (
+def _figures(numbers: ProbeNumbers) -> str:
+    """The charts, as HTML."""
+    name = interval(numbers)
+    figures = (
+        chart(
             "Prompts by success rate",
-            _histogram,
             "At the ends all samples agree: a baseline of the group learns nothing there.",
+            lambda axes: _histogram(axes, numbers),
         ),
-        (
+        chart(
             "Flat groups",
-            _flat,
             "Measured, and what they were if all prompts were equally hard; the bar is the "
-            f"gap's {interval_name}.",
+            f"gap's {name}.",
+            lambda axes: _flat(axes, numbers),
         ),
-        (
+        chart(
             f"Live groups per {PER} samples",
-            _live,
             "At the same number of samples: small groups are more, each with less to compare.",
+            lambda axes: _live(axes, numbers),
         ),
-        ("pass@k", _passes, f"With its {interval_name}."),
+        chart("pass@k", f"With its {name}.", lambda axes: _passes(axes, numbers)),
     )
-    with mpl.rc_context(STYLE):
-        for name, draw, note in charts:
-            figure, axes = blank(name)
-            draw(axes, numbers)
-            legend_below(axes)
-            yield html.figure(name, as_svg(figure), note)
+    return "".join(figures)
 
 
 def _histogram(axes: Axes, numbers: ProbeNumbers) -> None:

@@ -11,13 +11,14 @@ import json
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from jaxgrpo.core.errors import without_passwords
@@ -34,6 +35,9 @@ from jaxgrpo.training.records.report.record import (
 )
 
 BARS = "▁▂▃▄▅▆▇█"
+LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}
+"""Of a table that stands among other lines."""
+MAX_WIDTH = 1000  # columns of a table that is not cut
 WIDTH = 24  # of a sparkline
 FIRST = 60.0  # seconds of one phase after which a line says so; then after twice as long each time
 SILENCE = 9.0  # seconds without a line after which one says so where no bar is seen, as in a log
@@ -164,6 +168,51 @@ def is_summary(name: str) -> bool:
     return name.startswith(("pass@", "maj@")) and "/" not in name
 
 
+def terminal_table(
+    rows: Sequence[Sequence[RenderableType]],
+    text: Collection[int] = (0,),
+    no_wrap: bool = False,
+    **options: Any,
+) -> Table:
+    """Rows for the terminal; the first one is the head.
+
+    Args:
+      text: the places of the columns that hold text; the others hold numbers.
+      no_wrap: every cell stays in one line.
+      options: of `rich.table.Table`.
+    """
+    head, *body = rows
+    text_places = {place % len(head) for place in text}
+    table = Table(**{"title_justify": "left", **options})
+    for place, name in enumerate(head):
+        justify = "left" if place in text_places else "right"
+        table.add_column(name, justify=justify, no_wrap=no_wrap)
+    for row in body:
+        table.add_row(*row)
+    return table
+
+
+def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **options: Any) -> None:
+    """Prints rows with every cell whole; where they are too wide for the console, as columns."""
+    table = terminal_table(rows, no_wrap=True, **options)
+    if _width(console, table) > console.width:
+        table = terminal_table(list(zip(*rows, strict=True)), no_wrap=True, **options)
+    show_whole(console, table)
+
+
+def show_whole(console: Console, table: Table) -> None:
+    """Prints a table as wide as its cells are: a terminal breaks longer lines, and cuts none."""
+    width = console.width
+    console.width = max(_width(console, table), width)
+    console.print(table)
+    console.width = width
+
+
+def _width(console: Console, table: Table) -> int:
+    free = console.options.update(max_width=MAX_WIDTH)
+    return Measurement.get(console, free, table).maximum
+
+
 def comparison(
     title: str,
     columns: Sequence[tuple[str, Mapping[str, float]]],
@@ -175,11 +224,10 @@ def comparison(
     Args:
       intervals: whether a number that has an interval shows it too.
     """
-    table = Table("", *(Column(name, justify="right") for name, _ in columns), title=title)
     show = with_interval if intervals else lambda column, row: f"{column[row]:.3f}"
-    for row in rows:
-        table.add_row(Text(row), *(show(column, row) for _, column in columns))
-    return table
+    head = ["", *(name for name, _ in columns)]
+    body = ([Text(row), *(show(column, row) for _, column in columns)] for row in rows)
+    return terminal_table([head, *body], title=title, title_justify="center")
 
 
 def facts(console: Console, values: Mapping[str, Any]) -> None:
@@ -210,15 +258,12 @@ def show(console: Console, record: Record) -> None:
         rows = sorted(shared_names, key=accuracy_first)
         title = "evaluation, with 95% intervals over prompts"
         console.print(comparison(title, ends, rows, intervals=True))
-    numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
-    curve = Column(f"to step {record.step}", no_wrap=True)
-    table = Table(Column(no_wrap=True), *numbers, curve, box=box.SIMPLE_HEAD, pad_edge=False)
-    for metric in METRICS:
-        _, values = record.series(metric)
-        if values:
-            table.add_row(metric, f"{values[0]:.3g}", f"{values[-1]:.3g}", sparkline(values))
-    if table.row_count:
-        console.print(table)
+    curves = {metric: values for metric in METRICS if (values := record.series(metric)[1])}
+    rows = [["", "first", "now", f"to step {record.step}"]]
+    for metric, values in curves.items():
+        rows.append([metric, f"{values[0]:.3g}", f"{values[-1]:.3g}", sparkline(values)])
+    if curves:
+        console.print(terminal_table(rows, text=(0, 3), no_wrap=True, **LOOK))
 
 
 def summarize(record: Record) -> dict[str, Any]:
