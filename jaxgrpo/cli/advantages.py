@@ -209,7 +209,10 @@ def find_factories(
 ) -> list[Callable[..., Any]]:
     """Own code; or what has that name in each table that has it.
 
-    Raises: InputError if none has; `kind` says of what.
+    Args:
+      kind: what is looked for, for messages.
+
+    Raises: InputError if none has it.
     """
     if own_code.is_reference(name):
         return [own_code.load(name)]

@@ -79,9 +79,7 @@ def export(
     if model.config.lora is not None:
         identity = parameters.adapter_identity(home, model)
         parameters.refuse_changed_adapters(config.model.path, meta, identity)
-        base = lora.base_model(model)
-        weights = folders.read_params(home, base, "float32")
-        model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
+        model, params = _merged(model, params, home)
     if dtype is not None:
         model, params = _cast(model, params, dtype)
     card = model_card(config, number, _evaluation(folder, number))
@@ -98,6 +96,13 @@ def _target(out: str | Place, bases: Iterable[str | Path], overwrite: bool) -> P
     with refusing(f"{out} cannot be read ({{reason}})", OSError):
         folders.refuse_unless_ours(target, bases, overwrite)
     return target
+
+
+def _merged(model: Model, adapters: Params, home: Path) -> tuple[Model, Params]:
+    """The model without adapters, and the weights of `home` with these merged in."""
+    base = lora.base_model(model)
+    weights = folders.read_params(home, base, "float32")
+    return base, lora.merge(model, lora.join(jax.device_put(adapters), weights))
 
 
 def _cast(model: Model, params: Params, dtype: str) -> tuple[Model, Params]:

@@ -122,11 +122,7 @@ def read_files(
     Raises: InputError on a file that is wrong or does not fit the config.
     """
     paths = rollout_paths(files)
-    if rollout.refill is not None:
-        raise InputError(
-            "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
-            "key out of the config, in a copy of it that you give by --config"
-        )
+    _refuse_refill(rollout)
     load = functools.partial(
         rollout_files.load,
         vocab_size=model.vocab_size,
@@ -156,6 +152,14 @@ def read_files(
 
     data = PromptData([{"prompt": text} for text in texts], encoded, 0)
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, load_fitted)
+
+
+def _refuse_refill(rollout: RolloutKeys) -> None:
+    if rollout.refill is not None:
+        raise InputError(
+            "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
+            "key out of the config, in a copy of it that you give by --config"
+        )
 
 
 def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:

@@ -147,29 +147,43 @@ def setup(
     """
     run_inputs = share("inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh))
     check(run_inputs)
-    pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
-    row = None if run_inputs.replay else rows[0]
+    row = None if run_inputs.replay else run_inputs.prompts.rows[0]
     longest = config.rollout.max_completion_tokens
     run_rewards = inputs.resolve_rewards(config.rewards, longest, rewards, row, config.folder)
-    method = functools.partial(build_method, config, pretrained, run_rewards, advantage, share)
+    method = functools.partial(
+        build_method, config, run_inputs.pretrained, run_rewards, advantage, share
+    )
     blueprint, steps = share("method", method)
+    return _assemble(config, run_inputs, run_rewards, blueprint, steps, make_learner)
+
+
+def _assemble(
+    config: Config,
+    run_inputs: Inputs,
+    rewards: tuple[Reward, ...],
+    blueprint: Blueprint,
+    steps: step.Steps,
+    make_learner: Callable[[Blueprint], Learner] | None,
+) -> Setup:
+    """The run of a method on its inputs. Its weights are read last."""
+    pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
     usage = run_memory(config, blueprint)
     memory.refuse_too_large(usage, pretrained.mesh)
-    source = make_rollout_source(config, run_inputs, blueprint, steps, run_rewards)
-    names = tuple(reward.name for reward in run_rewards)
-    start = config.lora.path, config.train.seed
-    read = functools.partial(_read_learner, *start, pretrained, len(rows), names)
+    source = make_rollout_source(config, run_inputs, blueprint, steps, rewards)
+    collector = make_collector(
+        config.rollout, config.train.steps, run_inputs, blueprint, source, rewards
+    )
+    start = config.lora.path, config.train.seed, pretrained, len(rows), rewards
+    read = functools.partial(_read_learner, *start)
     return Setup(
         config=inputs.at_time(config, run_inputs.chat.time),
         inputs=run_inputs,
-        rewards=run_rewards,
+        rewards=rewards,
         blueprint=blueprint,
         memory=usage,
         steps=steps,
         source=source,
-        collector=make_collector(
-            config.rollout, config.train.steps, run_inputs, blueprint, source, run_rewards
-        ),
+        collector=collector,
         learner=(make_learner or read)(blueprint),
         stream=first_stream(source, len(rows), config.train.seed),
     )
@@ -180,14 +194,15 @@ def _read_learner(
     seed: int,
     pretrained: Pretrained,
     num_rows: int,
-    rewards: tuple[str, ...],
+    rewards: Sequence[Reward],
     blueprint: Blueprint,
 ) -> Learner:
     """The learner before the first step, with the weights of the model."""
+    names = tuple(reward.name for reward in rewards)
     model, folder = pretrained.model, pretrained.folder
     layout = held_dtype(model), param_layout(blueprint)
     params = parameters.read_start(adapter_path, seed, folder, model, *layout)
-    return parameters.first_learner(blueprint, params, num_rows, rewards)
+    return parameters.first_learner(blueprint, params, num_rows, names)
 
 
 def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
@@ -309,13 +324,7 @@ def build_method(
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=train.num_iterations,
         on_no_live_sample=train.on_no_live_sample,
-        kernel=attention.choose_kernel(
-            config.model.attention,
-            mesh.devices.flat[0].platform,
-            model.config,
-            row=max(geometry.max_completion_tokens, geometry.max_prompt_tokens),
-            mesh=mesh,
-        ),
+        kernel=_choose_kernel(config.model.attention, pretrained, geometry),
     )
     copies = _copied_policies(config, blueprint)
     remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
@@ -323,6 +332,16 @@ def build_method(
         blueprint = memory.with_fitting_tokens(blueprint, copies, remat)
     blueprint = memory.with_slots(blueprint, copies)
     return blueprint, step.build_steps(blueprint, share)
+
+
+def _choose_kernel(
+    name: str, pretrained: Pretrained, geometry: packing.Geometry
+) -> attention.Kernel:
+    """The kernel of attention that `model.attention` names, for the rows of an update."""
+    mesh, model_config = pretrained.mesh, pretrained.model.config
+    row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
+    platform = mesh.devices.flat[0].platform
+    return attention.choose_kernel(name, platform, model_config, row=row, mesh=mesh)
 
 
 def run_memory(config: Config, blueprint: Blueprint) -> Memory:

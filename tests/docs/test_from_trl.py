@@ -138,7 +138,7 @@ def test_the_head_in_float32_is_a_key_of_ours_too(page):
 
 
 def test_every_dotted_name_is_a_key_or_an_attribute_of_a_run(page):
-    attributes = {f"run.{name}" for name in (*Setup._fields, *dir(Run))}
+    attributes = {f"run.{name}" for name in (*dir(Setup), *dir(Run))}
     for name in re.findall(r"`([a-z]+\.[a-z_]+)`", page):
         if name.partition(".")[0] in TABLES:
             assert name in KEYS | attributes, name
