@@ -72,7 +72,9 @@ def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
             ),
             config.scorer_name,
         )
-        answers = draw(config, policy, questions)
+        train = config.train
+        drawn = config.eval.samples, train.seed, train.tokens_per_micro_batch
+        answers = draw(policy, questions, *drawn)
     level = np.array([row["level"] for row in questions.rows])
     return Drawn(answers.scores > 0.5, level)
 

@@ -126,13 +126,12 @@ def _measure(
     _refuse_unjudged(target, config.eval, config.scorer_name, rows)
     base_config = _base_config(target, config, base)
     policy, held_out = find_policy(console, config, rows, has_base=base_config is not None)
-    questions = make_questions(
-        config.eval, held_out, resolve_judge(config, scorer), config.scorer_name
-    )
+    keys, longest = config.eval, config.rollout.max_completion_tokens
+    judge = resolve_judge(keys.scorer, config.rewards, longest, scorer)
+    questions = make_questions(keys, held_out, judge, config.scorer_name)
     anchor = load_base(base_config, policy.mesh) if base_config else None
-    run = make_evaluator(
-        config.eval, policy, questions, anchor, config.train.tokens_per_micro_batch
-    )
+    tokens = config.train.tokens_per_micro_batch
+    run = make_evaluator(keys, policy, questions, anchor, tokens)
     with telling(console, "evaluation"):
         return questions, run(policy.read_params(), seed_key(config.train.seed), 0)
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import MeshKeys, OptimizerKeys
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.cache import cache_dtype
@@ -69,11 +70,10 @@ def describe(config: Config) -> dict[str, Any]:
     Raises: InputError as `main`.
     """
     folder, stored = find_config(config.model, fetch_weights=False)
-    keys, model_config = (
-        config.model,
-        parameters.model_config_for_run(config.model, config.lora, stored),
-    )
+    keys = config.model
+    model_config = parameters.model_config_for_run(keys, config.lora, stored)
     model, base = decoder.build(model_config), decoder.build(lora.base_config(model_config))
+    cache = cache_dtype(config.rollout.kv_cache_dtype, model_config)
     has_weights = any(folder.glob("*.safetensors*"))
     dtypes = folders.read_dtypes(folder, base) if has_weights else None
     return {
@@ -87,8 +87,8 @@ def describe(config: Config) -> dict[str, Any]:
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
         "stored": dtypes,
         "dtype": keys.dtype,
-        "cache_dtype": cache_dtype(config.rollout.kv_cache_dtype, model_config),
-        **_on_devices(config, model),
+        "cache_dtype": cache,
+        **_on_devices(config.mesh, config.optimizer, config.train.updates, cache, model),
         **_texts(folder, stored),
         "leaves": list(_leaves(model)),
     }
@@ -220,17 +220,16 @@ def _in_runs(layers: Sequence[str]) -> str:
     return "none"
 
 
-def _on_devices(config: Config, model: Model) -> dict[str, Any]:
+def _on_devices(
+    sizes: MeshKeys, keys: OptimizerKeys, updates: int, cache: Any, model: Model
+) -> dict[str, Any]:
     """Bytes of each device of the config's mesh, whichever devices are here."""
-    sizes, keys = config.mesh, config.optimizer
     shape = (sizes.data or 1, sizes.fsdp, sizes.tensor, sizes.context)
     mesh = AbstractMesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
-    optimizer = make_optimizer(
-        trained(model, model.axes), updates=config.train.updates, **vars(keys)
-    )
+    optimizer = make_optimizer(trained(model, model.axes), updates=updates, **vars(keys))
     trained_bytes, moment_bytes = memory.training_bytes(model, mesh, optimizer)
     computed_bytes, model_config = memory.parameters(model, mesh), model.config
-    number = jnp.dtype(cache_dtype(config.rollout.kv_cache_dtype, model_config)).itemsize
+    number = jnp.dtype(cache).itemsize
     heads = model_config.num_kv_heads // sizes.tensor
     cached_bytes = model_config.num_layers * 2 * heads * model_config.head_dim * number
     return {

@@ -17,7 +17,6 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxgrpo.config.files import Config
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
@@ -30,7 +29,6 @@ from jaxgrpo.evaluation.evaluate import (
     make_batches,
 )
 from jaxgrpo.training import fingerprints
-from jaxgrpo.training.inputs import at_time
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
 from jaxgrpo.training.records.folder import Closing, plain, write_atomically
@@ -114,12 +112,16 @@ def write_samples(
     _check(samples, temperature)
     rows = _lines(prompts) if prompts.endswith(".txt") else None
     changes = _changes(None if rows else prompts, top_k, top_p, max_tokens)
-    config = _at_first_time(config_for(target, changes, overrides), out, overwrite)
+    config = config_for(target, changes, overrides)
+    process.start(config.mesh.platform)
+    if not (overwrite or config.data.template_time):
+        config = config.at_time(process.broadcast(lambda: _begun_at(out)))
     console = Console(highlight=False)
     policy, prompt_data = find_policy(console, config, rows)
     questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS, temperature=temperature)
-    facts = {"--samples": samples, "--temperature": temperature, **_facts(policy.config, questions)}
+    settings = fingerprints.config_facts(policy.config)
+    facts = {"--samples": samples, "--temperature": temperature, **_facts(settings, questions)}
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
@@ -336,14 +338,6 @@ def _changes(
     }
 
 
-def _at_first_time(config: Config, out: str, overwrite: bool) -> Config:
-    """The config with the time that the chat template wrote for the rows that `out` holds."""
-    process.start(config.mesh.platform)
-    if overwrite or config.data.template_time:
-        return config
-    return at_time(config, process.broadcast(lambda: _begun_at(out)))
-
-
 def _begun_at(out: str) -> str | None:
     """The time that the chat template wrote for the rows of a file, if it wrote one."""
     file = SampleFile(out)
@@ -354,9 +348,12 @@ def _begun_at(out: str) -> str | None:
         return None
 
 
-def _facts(config: Config, questions: Questions) -> dict[str, Any]:
-    """What samples depend on beside the options, as JSON values."""
-    settings = fingerprints.config_facts(config)
+def _facts(settings: Mapping[str, Any], questions: Questions) -> dict[str, Any]:
+    """What samples depend on beside the options, as JSON values.
+
+    Args:
+      settings: `fingerprints.config_facts` of the policy's config.
+    """
     keys = {name: value for name, value in settings.items() if name.startswith(ACT)}
     model = fingerprints.checksum([json.dumps(keys.pop("model.path")).encode()])
     return {

@@ -40,7 +40,7 @@ _INPUTS = ("model.path", "data.path", "data.path.path", "eval.data")
 """Paths that begin at the config's folder; the third is that of a list's entries."""
 _LOCAL = "lora.path"  # one that is no name on the hub
 _NAMES = ("use", "recipe")  # keys that may name own code
-_FAMILY = "model.family"  # a key that always does
+_CODE = ("model.family", "eval.scorer")  # other keys that may
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -135,10 +135,11 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     ['train.seed: 0 -> 1']
     """
     old_values, new_values = (flat(_scoring(to_tables(config))) for config in (old, new))
+    locked = old.optimizer.schedule != "constant", bool(old.reference.reset_patience)
     return [
         f"{name}: {_value_text(old_values, name)} -> {_value_text(new_values, name)}"
         for name in sorted(old_values.keys() | new_values.keys())
-        if old_values.get(name) != new_values.get(name) and not _may_change(name, old)
+        if old_values.get(name) != new_values.get(name) and not _may_change(name, *locked)
     ]
 
 
@@ -155,11 +156,12 @@ def _value_text(values: Mapping[str, Any], name: str) -> str:
     return show(values[name]) if name in values else "not set"
 
 
-def _may_change(name: str, old: Config) -> bool:
-    if name == "train.steps" and old.optimizer.schedule != "constant":
+def _may_change(name: str, ends_with_steps: bool, resets_by_evaluation: bool) -> bool:
+    """Whether a key may differ when a run is resumed, by how its schedule and its resets go."""
+    if name == "train.steps" and ends_with_steps:
         return False
-    if name.startswith("eval.") and old.reference.reset_patience:
-        return False  # the evaluation decides when the reference is reset
+    if name.startswith("eval.") and resets_by_evaluation:
+        return False
     return any(name == key or name.startswith(f"{key}.") for key in RESUMABLE)
 
 
@@ -175,7 +177,7 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_input = where in _INPUTS and is_path(str(value), folder)
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_input |= where == _LOCAL and not is_url(str(value))
-    names_code = where.rpartition(".")[2] in _NAMES or where == _FAMILY
+    names_code = where.rpartition(".")[2] in _NAMES or where in _CODE
     is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / os.path.expanduser(value))
@@ -248,17 +250,18 @@ def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
 
 def to_tables(config: Config) -> dict[str, Any]:
     """The config as TOML would have it: no None, options among the keys of their table."""
+    return {name: value for name, value in as_toml(config).items() if name != "source"}
 
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            options = fields.pop("options", {})
-            return plain({**fields, **options})
-        if isinstance(value, Mapping):
-            return {name: plain(entry) for name, entry in value.items() if entry is not None}
-        return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
-    return {name: value for name, value in plain(config).items() if name != "source"}
+def as_toml(value: Any) -> Any:
+    """A config, one of its tables or a value in it, as TOML would have it."""
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        options = fields.pop("options", {})
+        return as_toml({**fields, **options})
+    if isinstance(value, Mapping):
+        return {name: as_toml(entry) for name, entry in value.items() if entry is not None}
+    return [as_toml(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -335,6 +335,10 @@ class Config:
         """A path of an input, absolute; "task:..." and names on the hub as they are."""
         return str(self.folder / path) if is_path(path, self.folder) else path
 
+    def at_time(self, time: str | None) -> Config:
+        """The config with the time that its chat template writes; None: it writes none."""
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, template_time=time))
+
     @property
     def method(self) -> Part | None:
         """The recipe as a part, {"use": name, **options}."""

@@ -13,6 +13,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.planning import costs, plan
 from jaxgrpo.planning.plan import Plan, Telling
+from jaxgrpo.planning.programs import Run
 from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training import memory
 
@@ -45,12 +46,8 @@ class Candidate(NamedTuple):
         return self._replace(changes=changes | self.changes)
 
 
-def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
-    """(peak bytes on each device, least seconds of a step) of a run, without compiling.
-
-    Raises: InputError where the run cannot be built on such devices.
-    """
-    run = plan.built(config, topology)
+def by_formula(run: Run, topology: Topology) -> tuple[int, float]:
+    """(peak bytes on each device, least seconds of a step) of a run, without compiling."""
     chip, devices = topology.chip, len(topology.devices)
     bounds = [
         costs.program_bound(work, (), chip, devices, {})
@@ -59,153 +56,160 @@ def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
     return plan.peak_bytes(plan.memory_parts(run)), sum(bound.seconds for bound in bounds)
 
 
-def for_devices(config: Config, topology: Topology) -> Candidate:
-    """The nearest configuration that other devices than a config's own can be used with.
+class Search(NamedTuple):
+    """Looks for configurations near a config on the devices of a topology."""
 
-    `tensor` stays as near as it can, then `context`, then `fsdp`, and `data` takes the rest; of
-    those the first that fits into memory by formula, else the first. Where none divides the
-    prompts of a step, there are more of them.
+    config: Config
+    topology: Topology
 
-    Raises: InputError where the config cannot be built, whatever the mesh.
-    """
-    plan.read_model_config(config.model, config.lora)
-    nearest, until = None, time.monotonic() + MESH_SECONDS
-    shapes = sorted(_shapes(config, topology), key=lambda changes: _PROMPTS in changes)
-    for changes in shapes:
-        if nearest and (time.monotonic() > until or _PROMPTS in changes):
-            break
-        candidate = _build_candidate(config, topology, changes)
-        if candidate and candidate.peak <= ROOM * topology.chip.memory:
-            return candidate
-        nearest = nearest or candidate
-    return nearest or Candidate(shapes[0], *by_formula(changed(config, shapes[0]), topology))
+    def nearest(self) -> Candidate:
+        """The nearest configuration that these devices, and not the config's own, can be used with.
 
+        `tensor` stays as near as it can, then `context`, then `fsdp`, and `data` takes the rest; of
+        those the first that fits into memory by formula, else the first. Where none divides the
+        prompts of a step, there are more of them.
 
-def remedies(config: Config, topology: Topology, began: float, most: int = 3) -> list[Candidate]:
-    """The nearest configurations that should fit, the fewest changes first.
+        Raises: InputError where the config cannot be built, whatever the mesh.
+        """
+        plan.read_model_config(self.config.model, self.config.lora)
+        nearest, until = None, time.monotonic() + MESH_SECONDS
+        shapes = sorted(self._shapes(), key=lambda changes: _PROMPTS in changes)
+        for changes in shapes:
+            if nearest and (time.monotonic() > until or _PROMPTS in changes):
+                break
+            candidate = self._build_candidate(changes)
+            if candidate and candidate.peak <= self._room:
+                return candidate
+            nearest = nearest or candidate
+        return nearest or self._candidate(shapes[0])
 
-    What may change: the mesh, the micro-batch, the slots, what is recomputed, and last whether
-    adapters are trained in place of all weights.
+    def remedies(self, began: float, most: int = 3) -> list[Candidate]:
+        """The nearest configurations that should fit, the fewest changes first.
 
-    Args:
-      began: a `time.monotonic()`; the search ends `SECONDS` after it.
-    """
-    candidates: list[Candidate] = []
-    until = began + SECONDS
-    for changes in _changes(config, topology):
-        if len(candidates) == most or time.monotonic() > until:
-            break
-        candidate = _build_candidate(config, topology, changes)
-        if candidate is not None and candidate.peak <= ROOM * topology.chip.memory:
-            candidates.append(candidate)
-    return candidates
+        What may change: the mesh, the micro-batch, the slots, what is recomputed, and last whether
+        adapters are trained in place of all weights.
 
+        Args:
+          began: a `time.monotonic()`; the search ends `SECONDS` after it.
+        """
+        candidates: list[Candidate] = []
+        until = began + SECONDS
+        for changes in self._changes():
+            if len(candidates) == most or time.monotonic() > until:
+                break
+            candidate = self._build_candidate(changes)
+            if candidate is not None and candidate.peak <= self._room:
+                candidates.append(candidate)
+        return candidates
 
-def search(
-    config: Config, topology: Topology, telling: Telling, most: int = 3
-) -> Iterator[tuple[Candidate, Plan]]:
-    """All meshes, fastest first by formula: those that fit, each compiled, until `most` do.
+    def fastest(self, telling: Telling, most: int = 3) -> Iterator[tuple[Candidate, Plan]]:
+        """All meshes, fastest first by formula: those that fit, each compiled, until `most` do.
 
-    Args:
-      telling: as of `plan.plan`.
-    """
-    candidates = (
-        _build_candidate(config, topology, changes) for changes in _meshes(config, topology, True)
-    )
-    room = ROOM * topology.chip.memory
-    fitting = [
-        candidate for candidate in candidates if candidate is not None and candidate.peak <= room
-    ]
-    for candidate in sorted(fitting, key=lambda fit: fit.seconds)[:most]:
-        run = plan.built(changed(config, candidate.changes), topology)
-        yield candidate, plan.plan(run, topology, telling=telling)
+        Args:
+          telling: as of `plan.plan`.
+        """
+        candidates = (self._build_candidate(changes) for changes in self._meshes(True))
+        fitting = [
+            candidate
+            for candidate in candidates
+            if candidate is not None and candidate.peak <= self._room
+        ]
+        for candidate in sorted(fitting, key=lambda fit: fit.seconds)[:most]:
+            run = plan.built(self.changed(candidate.changes), self.topology)
+            yield candidate, plan.plan(run, self.topology, telling=telling)
 
+    def changed(self, changes: dict[str, Any]) -> Config:
+        """The config with some keys changed; None takes a key out."""
+        tables = files.to_tables(self.config)
+        for key, value in changes.items():
+            table, name = key.split(".")
+            if value is None:
+                tables[table].pop(name, None)
+            else:
+                tables.setdefault(table, {})[name] = value
+        return files.from_dict(tables, source=self.config.source)
 
-def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with some keys changed; None takes a key out."""
-    tables = files.to_tables(config)
-    for key, value in changes.items():
-        table, name = key.split(".")
-        if value is None:
-            tables[table].pop(name, None)
-        else:
-            tables.setdefault(table, {})[name] = value
-    return files.from_dict(tables, source=config.source)
+    @property
+    def _room(self) -> float:
+        return ROOM * self.topology.chip.memory
 
+    def _candidate(self, changes: dict[str, Any]) -> Candidate:
+        run = plan.built(self.changed(changes), self.topology)
+        return Candidate(changes, *by_formula(run, self.topology))
 
-def _build_candidate(
-    config: Config, topology: Topology, changes: dict[str, Any]
-) -> Candidate | None:
-    """A candidate, if it can be built."""
-    try:
-        return Candidate(changes, *by_formula(changed(config, changes), topology))
-    except InputError:
-        return None
+    def _build_candidate(self, changes: dict[str, Any]) -> Candidate | None:
+        """A candidate, if it can be built."""
+        try:
+            return self._candidate(changes)
+        except InputError:
+            return None
 
+    def _changes(self) -> Iterator[dict[str, Any]]:
+        """Changes of the config, from the smallest."""
+        config = self.config
+        smaller: list[dict[str, Any]] = []
+        if config.train.tokens_per_micro_batch is not None:
+            smaller.append({"train.tokens_per_micro_batch": None})
+        if config.rollout.slots is not None:
+            smaller.append({"rollout.slots": None})
+        if config.train.remat not in ("auto", "full"):
+            smaller.append({"train.remat": "full"})
+        meshes = list(self._meshes(False))
+        adapters = [] if config.lora.rank or config.lora.path else [LORA]
+        yield from smaller
+        yield from meshes
+        yield from (mesh | change for mesh, change in itertools.product(meshes, smaller))
+        all_smaller = {key: value for change in smaller for key, value in change.items()}
+        yield from (LORA | all_smaller for _ in adapters)
+        yield from (
+            mesh | adapter | all_smaller for mesh, adapter in itertools.product(meshes, adapters)
+        )
 
-def _changes(config: Config, topology: Topology) -> Iterator[dict[str, Any]]:
-    """Changes of a config, from the smallest."""
-    smaller: list[dict[str, Any]] = []
-    if config.train.tokens_per_micro_batch is not None:
-        smaller.append({"train.tokens_per_micro_batch": None})
-    if config.rollout.slots is not None:
-        smaller.append({"rollout.slots": None})
-    if config.train.remat not in ("auto", "full"):
-        smaller.append({"train.remat": "full"})
-    meshes = list(_meshes(config, topology, False))
-    adapters = [] if config.lora.rank or config.lora.path else [LORA]
-    yield from smaller
-    yield from meshes
-    yield from (mesh | change for mesh, change in itertools.product(meshes, smaller))
-    all_smaller = {key: value for change in smaller for key, value in change.items()}
-    yield from (LORA | all_smaller for _ in adapters)
-    yield from (
-        mesh | adapter | all_smaller for mesh, adapter in itertools.product(meshes, adapters)
-    )
+    def _shapes(self) -> Iterator[dict[str, Any]]:
+        """Meshes over all the devices, those nearest to the config's first, with enough prompts."""
+        config, topology = self
+        slice_devices, mesh = len(topology.devices) // topology.slices, config.mesh
+        sizes = [size for size in range(1, slice_devices + 1) if slice_devices % size == 0]
 
+        def distance(shape: tuple[int, int, int]) -> list[float]:
+            pairs = zip(shape, (mesh.tensor, mesh.context, mesh.fsdp), strict=True)
+            return [abs(math.log(size / current)) for size, current in pairs]
 
-def _shapes(config: Config, topology: Topology) -> Iterator[dict[str, Any]]:
-    """Meshes over all the devices, those nearest to the config's first, with enough prompts."""
-    slice_devices, mesh = len(topology.devices) // topology.slices, config.mesh
-    sizes = [size for size in range(1, slice_devices + 1) if slice_devices % size == 0]
+        three = itertools.product(sizes, sizes, sizes)
+        for tensor, context, fsdp in sorted(three, key=distance):
+            inner = tensor * context
+            if context > mesh.context or slice_devices % (inner * fsdp) or tensor > MOST_TENSOR:
+                continue
+            bins, prompts = len(topology.devices) // inner, config.rollout.prompts_per_step
+            shape = {"data": 0, "fsdp": fsdp, "tensor": tensor, "context": context}
+            differs = {
+                f"mesh.{key}": size for key, size in shape.items() if size != getattr(mesh, key)
+            }
+            if prompts % bins:
+                differs[_PROMPTS] = bins * math.ceil(prompts / bins)
+            yield differs
+            if mesh.sampling_tensor:
+                yield {**differs, "mesh.sampling_tensor": 0}
 
-    def distance(shape: tuple[int, int, int]) -> list[float]:
-        pairs = zip(shape, (mesh.tensor, mesh.context, mesh.fsdp), strict=True)
-        return [abs(math.log(size / current)) for size, current in pairs]
+    def _meshes(self, with_current: bool) -> Iterator[dict[str, Any]]:
+        """Other meshes over the devices: those that divide the parameters most, first.
 
-    three = itertools.product(sizes, sizes, sizes)
-    for tensor, context, fsdp in sorted(three, key=distance):
-        inner = tensor * context
-        if context > mesh.context or slice_devices % (inner * fsdp) or tensor > MOST_TENSOR:
-            continue
-        bins, prompts = len(topology.devices) // inner, config.rollout.prompts_per_step
-        shape = {"data": 0, "fsdp": fsdp, "tensor": tensor, "context": context}
-        differs = {f"mesh.{key}": size for key, size in shape.items() if size != getattr(mesh, key)}
-        if prompts % bins:
-            differs[_PROMPTS] = bins * math.ceil(prompts / bins)
-        yield differs
-        if mesh.sampling_tensor:
-            yield {**differs, "mesh.sampling_tensor": 0}
-
-
-def _meshes(config: Config, topology: Topology, with_current: bool) -> Iterator[dict[str, Any]]:
-    """Other meshes over the devices: those that divide the parameters most, first.
-
-    Args:
-      with_current: with the config's own.
-    """
-    count, slices = len(topology.devices), topology.slices
-    slice_devices = count // slices
-    current = (config.mesh.fsdp, config.mesh.tensor)
-    sizes = [size for size in range(1, slice_devices + 1) if slice_devices % size == 0]
-    pairs = [
-        (fsdp, tensor)
-        for fsdp, tensor in itertools.product(sizes, sizes)
-        if slice_devices % (fsdp * tensor * config.mesh.context) == 0 and tensor <= MOST_TENSOR
-    ]
-    for fsdp, tensor in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], pair[1])):
-        if with_current or (fsdp, tensor) != current:
-            yield {"mesh.data": 0, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+        Args:
+          with_current: with the config's own.
+        """
+        config, topology = self
+        count, slices = len(topology.devices), topology.slices
+        slice_devices = count // slices
+        current = (config.mesh.fsdp, config.mesh.tensor)
+        sizes = [size for size in range(1, slice_devices + 1) if slice_devices % size == 0]
+        pairs = [
+            (fsdp, tensor)
+            for fsdp, tensor in itertools.product(sizes, sizes)
+            if slice_devices % (fsdp * tensor * config.mesh.context) == 0 and tensor <= MOST_TENSOR
+        ]
+        for fsdp, tensor in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], pair[1])):
+            if with_current or (fsdp, tensor) != current:
+                yield {"mesh.data": 0, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
 
 
 def blame(run_plan: Plan) -> Sequence[tuple[str, int]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from jaxgrpo.config.files import Config
     from jaxgrpo.config.keys import PlanKeys
+    from jaxgrpo.planning.advice import Search
     from jaxgrpo.planning.programs import Run
     from jaxgrpo.training.records.console import Document
 
@@ -63,10 +64,11 @@ def main(
     remedies = []
     if not run_plan.fits:
         with _telling("looking for what fits"):
-            near = advice.remedies(settings, chips, began if forecast.problem else time.monotonic())
+            since = began if forecast.problem else time.monotonic()
+            near = advice.Search(settings, chips).remedies(since)
         remedies = [candidate.behind(changes) for candidate in near]
         report.show_remedies(console, remedies)
-    searched = list(_search(console, settings, chips, changes)) if search else []
+    searched = list(_search(console, advice.Search(settings, chips), changes)) if search else []
     code = 0 if run_plan.fits else NO_FIT
     if not as_json:
         return code
@@ -74,13 +76,11 @@ def main(
     return Document({**report.plan_numbers(run_plan, changes), **extras}, code)
 
 
-def _search(
-    console: Console, config: Config, topology: Topology, changes: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _search(console: Console, fitting: Search, changes: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compiles the fastest meshes, prints what they take and gives the numbers."""
-    from jaxgrpo.planning import advice, report
+    from jaxgrpo.planning import report
 
-    for candidate, run_plan in advice.search(config, topology, _telling):
+    for candidate, run_plan in fitting.fastest(_telling):
         candidate = candidate.behind(changes)
         console.rule(candidate.overrides)
         report.show_formula(console, run_plan)
@@ -120,10 +120,11 @@ def _run_on(
         if not chooses:
             raise
     with _telling("looking for a mesh"):
-        nearest = advice.for_devices(config, topology)
+        near = advice.Search(config, topology)
+        nearest = near.nearest()
     mesh, prompts = config.mesh, config.rollout.prompts_per_step
     report.show_changes(console, nearest, mesh, prompts, len(topology.devices))
-    changed = advice.changed(config, nearest.changes)
+    changed = near.changed(nearest.changes)
     return changed, plan.built(changed, topology), nearest.changes
 
 

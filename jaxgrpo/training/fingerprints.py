@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import INPUTS, RunKeys
+from jaxgrpo.config.keys import INPUTS, EvalKeys, RunKeys
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
@@ -173,28 +173,32 @@ def describe_rows(
     return f"{len(rows)} rows, crc32 {checksum(parts)}"
 
 
-def evaluation_facts(config: Config, held_out: PromptData) -> dict[str, Any]:
+def evaluation_facts(
+    keys: EvalKeys, scorer_name: str, measures_kl: bool, held_out: PromptData
+) -> dict[str, Any]:
     """What evaluations ask and how they judge: numbers of other questions cannot be compared.
 
     The rows and not the name of the file; the scorer and its code; samples and the other keys of
     `eval` that act on a number.
+
+    Args:
+      scorer_name: what judges, as the config names it.
+      measures_kl: whether the KL to the base is measured.
     """
-    keys = config.eval
-    use = keys.scorer or config.rewards[0].use
-    table = configs.flat({"eval": configs.to_tables(config)["eval"]})
+    table = configs.flat({"eval": configs.as_toml(keys)})
     excluded_keys = ("data", "subset", "split", "prompts", "scorer", "every")
     decisive_keys = {
         name: value
         for name, value in table.items()
         if name.removeprefix("eval.") not in excluded_keys
     }
-    file = find_source(use)
-    files = [] if file is None else with_imports([config.folder / file])
+    file = find_source(scorer_name)
+    files = [] if file is None else with_imports([file])
     return {
         **decisive_keys,
-        "eval.kl_to_base": config.measures_kl_to_base,
+        "eval.kl_to_base": measures_kl,
         "eval.data": describe_rows(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
-        "eval.scorer": [short_name(use), *file_checksums(files).values()],
+        "eval.scorer": [short_name(scorer_name), *file_checksums(files).values()],
     }
 
 

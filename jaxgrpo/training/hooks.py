@@ -203,7 +203,9 @@ class Evaluations:
         opened, run, progress = self.opened, self.opened.run, self.progress
         if run.inputs.held_out is None:
             return
-        facts = fingerprints.evaluation_facts(run.config, run.inputs.held_out)
+        config, held_out = run.config, run.inputs.held_out
+        judged = config.eval, config.scorer_name, config.measures_kl_to_base
+        facts = fingerprints.evaluation_facts(*judged, held_out)
         saved_base = progress.base or {"asked": {}, "metrics": {}}
         saved_facts, metrics = saved_base["asked"], saved_base["metrics"]
         # A start with other questions may have been killed before it saved a step.

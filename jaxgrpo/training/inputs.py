@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 from collections import Counter
@@ -167,11 +166,6 @@ def make_chat(keys: DataKeys, path: str, tokenizer: Any, vocab_size: int | None 
     if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template
     return chat._replace(vocab_size=vocab_size)
-
-
-def at_time(config: Config, time: str | None) -> Config:
-    """The config with the time that its chat template writes; None: it writes none."""
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, template_time=time))
 
 
 def local_time() -> str:

@@ -29,7 +29,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families
 from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
-from jaxgrpo.training.inputs import Inputs, answers_line, at_time, dropped_line, gold_problem
+from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line, gold_problem
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.recovery import Keeper, Progress
 from jaxgrpo.training.processes.watchdog import Watchdog
@@ -118,7 +118,7 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
     """
     last_config = config if text is None else configs.from_dict(tomllib.loads(text))
     if None in (config.data.template_time, last_config.data.template_time):
-        config = at_time(config, last_config.data.template_time)
+        config = config.at_time(last_config.data.template_time)
     difference = configs.resume_difference(last_config, config)
     if difference:
         raise InputError(

@@ -18,7 +18,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import RolloutKeys, TrainKeys
+from jaxgrpo.config.keys import DataKeys, RolloutKeys, TrainKeys
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.models import attention, decoder, sharding
@@ -169,14 +169,15 @@ def _assemble(
     pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
     usage = run_memory(config, blueprint)
     memory.refuse_too_large(usage, pretrained.mesh)
-    source = make_rollout_source(config, run_inputs, blueprint, steps, rewards)
+    keys = config.rollout, config.data, config.train
+    source = make_rollout_source(*keys, run_inputs, blueprint, steps, rewards)
     collector = make_collector(
         config.rollout, config.train.steps, run_inputs, blueprint, source, rewards
     )
     start = config.lora.path, config.train.seed, pretrained, len(rows), rewards
     read = functools.partial(_read_learner, *start)
     return Setup(
-        config=inputs.at_time(config, run_inputs.chat.time),
+        config=config.at_time(run_inputs.chat.time),
         inputs=run_inputs,
         rewards=rewards,
         blueprint=blueprint,
@@ -216,7 +217,9 @@ def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
 
 
 def make_rollout_source(
-    config: Config,
+    rollout: RolloutKeys,
+    data: DataKeys,
+    train: TrainKeys,
     run_inputs: Inputs,
     blueprint: Blueprint,
     steps: step.Steps,
@@ -231,8 +234,8 @@ def make_rollout_source(
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
-    prompts, pretrained, rollout = run_inputs.prompts, run_inputs.pretrained, config.rollout
-    rows, mixture, seed = prompts.rows, prompts.mixture, config.train.seed
+    prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
+    rows, mixture, seed = prompts.rows, prompts.mixture, train.seed
     if run_inputs.replay:
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
@@ -240,14 +243,14 @@ def make_rollout_source(
         fields = run_inputs.replay.load(0).fields
         methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), fields)
         return source
-    answers = inputs.load_answers(config.data, rollout, pretrained, blueprint, rows)
+    answers = inputs.load_answers(data, rollout, pretrained, blueprint, rows)
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), columns)
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
     select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
     # Until `prepare`, which brings the rollouts to the update's mesh.
-    mesh, max_steps = blueprint.samples_on, config.train.steps
+    mesh, max_steps = blueprint.samples_on, train.steps
     reward = make_rewarder(
         mesh, policy, pretrained.tokenizer, rewards, rows, columns, answers, max_steps, seed
     )
@@ -326,7 +329,8 @@ def build_method(
         on_no_live_sample=train.on_no_live_sample,
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
     )
-    copies = _copied_policies(config, blueprint)
+    policies = config.measures_kl_to_base, may_reset(config.reference), config.lora.path
+    copies = memory.copied_policies(blueprint, *policies)
     remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
     if train.tokens_per_micro_batch is None:
         blueprint = memory.with_fitting_tokens(blueprint, copies, remat)
@@ -346,12 +350,8 @@ def _choose_kernel(
 
 def run_memory(config: Config, blueprint: Blueprint) -> Memory:
     """The memory of a run, but for the update's working memory."""
-    return memory.count(blueprint, _copied_policies(config, blueprint))
-
-
-def _copied_policies(config: Config, blueprint: Blueprint) -> tuple[str, ...]:
-    resets, adapter_path = may_reset(config.reference), config.lora.path
-    return memory.copied_policies(blueprint, config.measures_kl_to_base, resets, adapter_path)
+    policies = config.measures_kl_to_base, may_reset(config.reference), config.lora.path
+    return memory.count(blueprint, memory.copied_policies(blueprint, *policies))
 
 
 def _geometry(rollout: RolloutKeys, train: TrainKeys, mesh: Mesh) -> packing.Geometry:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config
-from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.config.keys import RewardKeys, RolloutKeys
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params
@@ -34,7 +34,6 @@ from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.inputs import (
-    at_time,
     eval_source,
     load_prompts,
     make_chat,
@@ -154,7 +153,7 @@ def find_policy(
     chat = make_chat(data, pretrained.path, tokenizer, pretrained.model.config.vocab_size)
     source = rows if rows is not None else eval_source(config.eval, data)
     prompts = load_prompts(data, config.rollout.max_prompt_tokens, chat, source)
-    config = at_time(config, chat.time)
+    config = config.at_time(chat.time)
     model = pretrained.model
     mesh = sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
@@ -168,16 +167,21 @@ def judge_name(scorer: str | RewardFunction | None) -> str | None:
     return python_name(callable_name(scorer)) if callable(scorer) else scorer
 
 
-def resolve_judge(config: Config, scorer: str | RewardFunction | None = None) -> Reward:
+def resolve_judge(
+    use: str | None,
+    keys: Sequence[RewardKeys],
+    max_completion_tokens: int,
+    scorer: str | RewardFunction | None = None,
+) -> Reward:
     """What judges the answers: a function from Python, or what the config names.
 
     Args:
+      use, keys, max_completion_tokens: as of `resolve_scorer`.
       scorer: None, or a name: as the config says.
     """
     if callable(scorer):
         return Reward(callable_name(scorer), scorer, 1.0)
-    longest = config.rollout.max_completion_tokens
-    return resolve_scorer(config.eval.scorer, config.rewards, longest)
+    return resolve_scorer(use, keys, max_completion_tokens)
 
 
 def _policy(config: Config, pretrained: Pretrained, used_bytes: int) -> StoredPolicy:

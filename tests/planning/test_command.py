@@ -133,25 +133,25 @@ OTHERS = {
 def test_a_mesh_for_other_devices_is_the_nearest_that_can_be_built(name):
     config = planned.config(mesh={"fsdp": 4, "tensor": 2})
     chips = topologies.topology(name)
-    nearest = advice.for_devices(config, chips)
+    nearest = advice.Search(config, chips).nearest()
     assert nearest.changes == OTHERS[name]
-    run = plan.built(advice.changed(config, nearest.changes), chips)
+    run = plan.built(advice.Search(config, chips).changed(nearest.changes), chips)
     assert run.blueprint.mesh.size == len(chips.devices)
     assert nearest.peak == plan.peak_bytes(plan.memory_parts(run))
 
 
 def test_a_mesh_for_other_devices_is_one_that_fits_into_their_memory_if_there_is_one():
     config, chips = planned.config(mesh={"tensor": 2}), topologies.topology("v5e:2x2")
-    peak = advice.for_devices(config, chips).peak  # with data 2
+    peak = advice.Search(config, chips).nearest().peak  # with data 2
     small = chips._replace(chip=chips.chip._replace(memory=int(peak / advice.ROOM) - 1))
-    nearest = advice.for_devices(config, small)
+    nearest = advice.Search(config, small).nearest()
     assert nearest.changes == {"mesh.fsdp": 2}
     assert nearest.peak <= advice.ROOM * small.chip.memory
 
 
 def test_a_sampling_mesh_that_does_not_divide_other_devices_is_left_out():
     config = planned.config(mesh={"fsdp": 8, "sampling_tensor": 2})
-    nearest = advice.for_devices(config, topologies.topology("v5e:1x1"))
+    nearest = advice.Search(config, topologies.topology("v5e:1x1")).nearest()
     assert nearest.changes == {"mesh.fsdp": 1, "mesh.sampling_tensor": 0}
 
 
@@ -177,8 +177,8 @@ def test_a_run_far_too_large_is_answered_at_once_with_what_is_to_blame_and_what_
 def test_the_remedy_compiles_and_fits():
     read = files.load(MISFIT[0], MISFIT[4:])
     chips = topologies.topology("v5e:2x2")
-    remedy, *_ = advice.remedies(read, chips, time.monotonic())
-    run = plan.built(advice.changed(read, remedy.changes), chips)
+    remedy, *_ = advice.Search(read, chips).remedies(time.monotonic())
+    run = plan.built(advice.Search(read, chips).changed(remedy.changes), chips)
     remedied = plan.plan(run, chips, ("decode", "update"))
     assert remedied.problem == "", remedy
     assert remedied.fits, (remedy, remedied.peak)
@@ -218,11 +218,11 @@ def check_remedies(
     """The remedies, each read again as overrides. Args: memory: of a chip in place of v5e's."""
     chips = topologies.topology("v5e:2x2")
     chips = chips._replace(chip=chips.chip._replace(memory=memory or chips.chip.memory))
-    remedies = advice.remedies(files.load(config, overrides), chips, time.monotonic())
+    remedies = advice.Search(files.load(config, overrides), chips).remedies(time.monotonic())
     for remedy in remedies:
         assert remedy.peak <= advice.ROOM * chips.chip.memory
         again = files.load(config, [*overrides, *remedy.overrides.split()])
-        assert advice.by_formula(again, chips) == (remedy.peak, remedy.seconds)
+        assert advice.by_formula(plan.built(again, chips), chips) == (remedy.peak, remedy.seconds)
     return remedies
 
 
@@ -230,7 +230,7 @@ def check_remedies(
 def test_a_remedy_is_the_config_with_its_changes(small):
     chips, alone = topologies.topology("v5e:2x2"), {"data": 4}
     config = small(mesh=alone)
-    peak, _ = advice.by_formula(files.load(config), chips)
+    peak, _ = advice.by_formula(plan.built(files.load(config), chips), chips)
     assert check_remedies(config, memory=int(peak / advice.ROOM) - 1)
 
 

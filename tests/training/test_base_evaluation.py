@@ -82,7 +82,9 @@ def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_n
     def asked(row: Any = "1+1=", **changes: Any) -> dict[str, Any]:
         data = PromptData([{"prompt": row}] * 3, [np.array([1, 2])] * 3, 0)
         keys = {"eval.data": "task:arithmetic:test", "eval.scorer": f"{scorer}:right", **changes}
-        return evaluation_facts(small_run.config(tmp_path / "r", **keys), data)
+        config = small_run.config(tmp_path / "r", **keys)
+        judged = config.eval, config.scorer_name, config.measures_kl_to_base
+        return evaluation_facts(*judged, data)
 
     first = asked()
     assert asked(**{"eval.data": "task:arithmetic:train", "eval.every": 2}) == first

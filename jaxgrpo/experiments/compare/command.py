@@ -28,7 +28,7 @@ from jaxgrpo.experiments.compare.results import Outcomes
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
-from jaxgrpo.training.inputs import at_time, load_rows, local_time, resolve_rewards
+from jaxgrpo.training.inputs import load_rows, local_time, resolve_rewards
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
 from jaxgrpo.training.records.folder import write_atomically
@@ -221,7 +221,7 @@ class Runner:
             self._base.clear()
             self._seed = case.seed
         config = case.config
-        config = at_time(config, config.data.template_time or template_time)
+        config = config.at_time(config.data.template_time or template_time)
         share = self._shared.for_config(config)
         with contextlib.chdir("."):  # a reward may change the folder that the next run begins in
             loop.take(

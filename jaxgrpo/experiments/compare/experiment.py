@@ -8,13 +8,13 @@ import difflib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config, replace
-from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, config_folder
+from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, RewardKeys, config_folder
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data import storage
@@ -214,7 +214,11 @@ def make_cases(experiment: Experiment) -> list[Case]:
     for arm, changes in experiment.arms.items():
         try:
             first_configs[arm] = _config(experiment, base, changes, experiment.rates(arm)[0])
-            arm_problems = _arm_problems(experiment, first_configs[arm], common)
+            config = first_configs[arm]
+            sizes = config.rollout.group_size, common.rollout.group_size
+            first_rewards = config.rewards[0], common.rewards[0]
+            scorer = config.eval.scorer
+            arm_problems = _arm_problems(sizes, experiment.hold, first_rewards, scorer)
         except ConfigError as error:
             arm_problems = error.problems
         problems += [f"arms.{arm}: {item}" for item in arm_problems]
@@ -364,15 +368,25 @@ def _cases(experiment: Experiment, config_by_arm: Mapping[str, Config]) -> Itera
                 yield Case(arm, rate, seed, run_config)
 
 
-def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Iterator[str]:
-    """What is valid in a config but not in a comparison."""
-    if config.rollout.group_size != common.rollout.group_size and experiment.hold is None:
+def _arm_problems(
+    group_sizes: Collection[int],
+    hold: str | None,
+    first_rewards: Sequence[RewardKeys],
+    scorer: str | None,
+) -> Iterator[str]:
+    """What is valid in a config but not in a comparison.
+
+    Args:
+      group_sizes, first_rewards: of an arm, and of all arms without what it changes.
+      hold, scorer: of the experiment, and `eval.scorer` of the arm.
+    """
+    if len({*group_sizes}) > 1 and hold is None:
         yield (
             'rollout.group_size: say what a step keeps where it differs, hold = "samples" '
             '(prompts_per_step follows) or hold = "prompts"'
         )
-    arm_reward, common_reward = config.rewards[0], common.rewards[0]
-    if config.eval.scorer is None and (arm_reward.use, arm_reward.options) != (
+    arm_reward, common_reward = first_rewards
+    if scorer is None and (arm_reward.use, arm_reward.options) != (
         common_reward.use,
         common_reward.options,
     ):

@@ -119,14 +119,20 @@ def _probe(
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     policy, held_out = find_policy(console, config, rows)
-    judge = resolve_judge(config, reward)
+    judge = resolve_judge(
+        config.eval.scorer, config.rewards, config.rollout.max_completion_tokens, reward
+    )
     questions = make_questions(config.eval, held_out, judge, config.scorer_name)
     if process.is_main():
         first, ends = questions.rows[0], policy.settings.stop_tokens
         previews = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
         show_previews(console, [judge], first, previews)
     with telling(console, "probe: sampling"):
-        numbers = _numbers(config, policy, questions, level)
+        train = config.train
+        drawn = config.eval.samples, train.seed, train.tokens_per_micro_batch
+        answers = draw(policy, questions, *drawn)
+        sizes = policy.settings.temperature, config.rollout.prompts_per_step
+        numbers = _numbers(answers, questions, *sizes, level)
     data = without_passwords(config.eval.data or "") if rows is None else "rows"
     model = without_passwords(str(target))
     return {"model": model, "data": data, "reward": judge.name, **numbers}
@@ -186,30 +192,34 @@ def _eval_keys(keys: EvalKeys, data: DataKeys, user_keys: Collection[str]) -> Ev
     return dataclasses.replace(keys, **values)
 
 
-def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
-    """eval.samples judged answers to each question, with "logp" recomputed as in training."""
+def draw(
+    policy: StoredPolicy, questions: Questions, samples: int, seed: int, tokens: int | None
+) -> Answers:
+    """Judged answers to each question, with "logp" recomputed as in training.
+
+    Args:
+      tokens: of a micro-batch, as `train.tokens_per_micro_batch`.
+    """
     rescore = make_rescorer(
         policy.model,
         policy.mesh,
         temperature=policy.settings.temperature,
         logp=True,
-        tokens=config.train.tokens_per_micro_batch,
+        tokens=tokens,
     )
-    ask = make_asker(policy, questions, config.eval.samples, rescore, purpose=PURPOSE)
-    return ask(policy.read_params(), seed_key(config.train.seed), 0)
+    ask = make_asker(policy, questions, samples, rescore, purpose=PURPOSE)
+    return ask(policy.read_params(), seed_key(seed), 0)
 
 
 def _numbers(
-    config: Config, policy: StoredPolicy, questions: Questions, level: float
+    answers: Answers, questions: Questions, temperature: float, per_step: int, level: float
 ) -> dict[str, Any]:
-    """How fresh samples are drawn, what `measure.measure` finds in them, and the advice."""
-    per_step = config.rollout.prompts_per_step
-    answers = draw(config, policy, questions)
+    """How fresh samples were drawn, what `measure.measure` finds in them, and the advice."""
     numbers = measure.measure(answers, questions, prompts_per_step=per_step, level=level)
     return {
         "prompts": len(questions.rows),
-        "samples": config.eval.samples,
-        "temperature": policy.settings.temperature,
+        "samples": answers.tokens.shape[1],
+        "temperature": temperature,
         "prompts_per_step": per_step,
         "level": level,
         **numbers,
