@@ -176,8 +176,8 @@ def probe_table(gsm8k: str) -> str:
         probe = jaxgrpo.probe(str(BASE), data=data, reward=reward, **sizes, **GROUPS, **keys)
         rows.append(_probe_row(name, probe))
     header = [
+        "kind of prompt",
         "prompts",
-        "their number",
         "success",
         "pass@4",
         f"pass@{PROBED['samples']}",
