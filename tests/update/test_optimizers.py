@@ -117,7 +117,10 @@ def test_muon_makes_the_matrix_of_each_layer_orthogonal_by_itself(by_muon):
             continue
         stacked = path[0].key == "blocks"
         for layer in range(len(update) if stacked else 1):
-            matrix = lambda leaf: as_matrix(path, leaf[layer] if stacked else leaf)  # noqa: B023, E731
+
+            def matrix(leaf):
+                return as_matrix(path, leaf[layer] if stacked else leaf)  # noqa: B023
+
             want = muon_by_hand(
                 [matrix(at(gradients, path)) for gradients in history],
                 matrix(at(params, path)),
