@@ -71,20 +71,20 @@ IMPURE_MODULES = words("io logging os pathlib random shutil socket subprocess te
 IMPURE_CALLS = words("open print input")
 
 
-def name_of(file: Path) -> str:
+def module_name(file: Path) -> str:
     """The module of a file inside the package: "data.hub"; a package has its own name."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-def package_of(module: str) -> str:
+def find_package(module: str) -> str:
     """The entry of HOUSE that a module belongs to: the longest name that leads to it."""
-    found = [name for name in HOUSE if module == name or module.startswith(f"{name}.")]
-    assert found, f"{module} is in no package of HOUSE: put it in one"
-    return max(found, key=len)
+    entries = [name for name in HOUSE if module == name or module.startswith(f"{name}.")]
+    assert entries, f"{module} is in no package of HOUSE: put it in one"
+    return max(entries, key=len)
 
 
-def imports_of(tree: ast.AST) -> Iterator[str]:
+def imported_modules(tree: ast.AST) -> Iterator[str]:
     """Every module imported anywhere in a file; `from a import b` gives a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -96,7 +96,7 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
 
 def may_import(module: str, imported: str) -> bool:
     """Whether `module` of the package may import "jaxgrpo.x.y" or "numpy.linalg"."""
-    name, (top, *rest) = package_of(module), imported.split(".")
+    name, (top, *rest) = find_package(module), imported.split(".")
     package = HOUSE[name]
     if top == "jaxgrpo":
         if not rest or rest[0] == "__version__":
@@ -113,7 +113,7 @@ def may_import(module: str, imported: str) -> bool:
 
 
 def wrong_imports(module: str, source: str) -> list[str]:
-    names = imports_of(ast.parse(source))
+    names = imported_modules(ast.parse(source))
     return [f"{module} imports {name}" for name in names if not may_import(module, name)]
 
 
@@ -136,7 +136,7 @@ def inside() -> Iterator[tuple[str, str]]:
     """(module, source) of every file in a package."""
     for file in FILES:
         if file.parent != PACKAGE:
-            yield name_of(file), file.read_text()
+            yield module_name(file), file.read_text()
 
 
 def test_a_module_imports_only_what_lies_below_it():
@@ -144,20 +144,22 @@ def test_a_module_imports_only_what_lies_below_it():
 
 
 def test_only_the_upper_packages_open_print_or_ask():
-    found = {
+    impure = {
         module: impure_calls(source)
         for module, source in inside()
-        if HOUSE[package_of(module)].pure
+        if HOUSE[find_package(module)].pure
     }
-    assert len(found) > 40
-    assert {module: calls for module, calls in found.items() if calls} == {}
+    assert len(impure) > 40
+    assert {module: calls for module, calls in impure.items() if calls} == {}
 
 
 def test_the_files_of_a_package_do_not_import_each_other_in_circles():
-    modules = {name_of(file): file for file in FILES}
+    modules = {module_name(file): file for file in FILES}
     reads = {}
     for module, file in modules.items():
-        names = [name.removeprefix("jaxgrpo.") for name in imports_of(ast.parse(file.read_text()))]
+        names = [
+            name.removeprefix("jaxgrpo.") for name in imported_modules(ast.parse(file.read_text()))
+        ]
         homes = {name if name in modules else name.rpartition(".")[0] for name in names}
         reads[module] = homes & modules.keys()
     while free := [module for module, below in reads.items() if not below & reads.keys()]:
@@ -200,7 +202,7 @@ def test_opening_and_printing_are_found():
 
 def test_a_file_in_no_package_is_found():
     with pytest.raises(AssertionError, match="in no package"):
-        package_of("utils")
+        find_package("utils")
 
 
 @pytest.mark.slow
@@ -211,7 +213,7 @@ def test_files_and_functions_are_short_and_folders_small():
             source, place = file.read_text(), file.relative_to(REPOSITORY)
             count = len(source.splitlines())
             wrong += [f"{place}: {count} lines"] * (count > MAX_FILE_LINES)
-            wrong += [f"{place}: {one}" for one in long_functions(source)]
+            wrong += [f"{place}: {function}" for function in long_functions(source)]
     assert wrong == []
 
 
@@ -225,7 +227,7 @@ def test_a_short_file_has_a_reason_and_a_folder_few_files():
         short = len(file.read_text().splitlines()) < MIN_FILE_LINES
         assert not short or str(place) in SHORT, f"{place}: merge it, or give a reason in SHORT"
     assert max(folders.values()) <= MAX_FOLDER_FILES
-    assert len([one for one in PACKAGE.iterdir() if one.is_dir()]) <= MAX_PACKAGES
+    assert len([entry for entry in PACKAGE.iterdir() if entry.is_dir()]) <= MAX_PACKAGES
     assert {file.name for file in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 

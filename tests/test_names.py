@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 FILES = sorted(
     file
-    for folder in ("jaxgrpo", "benchmarks", "docs", "examples")
+    for folder in ("jaxgrpo", "benchmarks", "docs", "examples", "tests")
     for file in (REPOSITORY / folder).rglob("*.py")
 )
 

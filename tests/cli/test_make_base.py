@@ -70,7 +70,7 @@ def test_a_base_of_another_family_computes_what_transformers_does(family, tmp_pa
     assert theirs.config.model_type == family
     tokens = np.random.default_rng(0).integers(2, 16, (2, 30))  # longer than a window
     mask = np.ones_like(tokens)
-    expected = checkpoints.logits_of(theirs.eval(), tokens, mask)
+    expected = checkpoints.transformers_logits(theirs.eval(), tokens, mask)
     logits = jaxgrpo.logits(*huggingface.load_model(tmp_path / "base"), tokens, mask)
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert expected.std() > 1

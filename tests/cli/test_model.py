@@ -22,7 +22,7 @@ def saved(tmp_path_factory):
     """Folders of a Llama with a tokenizer and of a Gemma 3 without one."""
     home = tmp_path_factory.mktemp("model")
     for family in ("llama", "gemma3_text"):
-        checkpoints.saved(checkpoints.config_of(family), home / family)
+        checkpoints.saved(checkpoints.transformers_config(family), home / family)
     tokenizer = character_tokenizer("0123456789+=")
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(home / "llama")

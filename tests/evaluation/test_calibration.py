@@ -51,12 +51,12 @@ def test_the_three_agree_with_loops_over_bins_and_pairs():
 
 
 def test_a_small_case_by_hand():
-    found = numbers([0.9, 0.9, 0.2, 1.0], [True, False, False, True])
-    np.testing.assert_allclose(found[0], (0.01 + 0.81 + 0.04 + 0) / 4, rtol=1e-6)
+    scores = numbers([0.9, 0.9, 0.2, 1.0], [True, False, False, True])
+    np.testing.assert_allclose(scores[0], (0.01 + 0.81 + 0.04 + 0) / 4, rtol=1e-6)
     # The last bin holds 0.9, 0.9 and 1.0, whose excess is 2.8 - 2; the other 0.2.
-    np.testing.assert_allclose(found[1], (0.8 + 0.2) / 4, rtol=1e-6)
+    np.testing.assert_allclose(scores[1], (0.8 + 0.2) / 4, rtol=1e-6)
     # Four pairs: 0.9 against 0.9 is half, all others are in order.
-    np.testing.assert_allclose(found[2], 3.5 / 4, rtol=1e-6)
+    np.testing.assert_allclose(scores[2], 3.5 / 4, rtol=1e-6)
 
 
 def test_a_confidence_of_one_is_counted():
@@ -68,8 +68,8 @@ def test_masked_samples_have_no_influence_whatever_they_hold():
     q, c = rng.random(50), rng.random(50) < 0.5
     padded = np.concatenate([q, [NAN, np.inf, 0.3, -7]])
     flags = np.concatenate([c, [True, False, True, False]])
-    found = numbers(padded, flags, np.arange(54) < 50)
-    np.testing.assert_allclose(found, expected(q, c), rtol=2e-6)
+    scores = numbers(padded, flags, np.arange(54) < 50)
+    np.testing.assert_allclose(scores, expected(q, c), rtol=2e-6)
 
 
 def test_uniform_calibrated_confidences_have_no_calibration_error_and_brier_one_sixth():

@@ -24,7 +24,7 @@ def logits():
     return np.random.default_rng(0).normal(0, 3, (BINS, LENGTH, VOCAB))
 
 
-def confidence_of(logits, k, temperature=1.0, **options):
+def likeliest_confidence(logits, k, temperature=1.0, **options):
     run = lambda z: token_confidence(  # noqa: E731
         lambda x: x, z, k=k, temperature=temperature, **options
     )
@@ -40,28 +40,30 @@ def confidence_by_numpy(logits, k, temperature=1.0):
 @pytest.mark.parametrize("tokens", [1, 4, 23])
 @pytest.mark.parametrize("k", [1, 20, VOCAB])
 def test_token_confidence_is_the_mean_of_the_likeliest_in_any_chunks(logits, k, tokens):
-    found = confidence_of(logits, k, 0.7, logits_per_chunk=tokens * VOCAB)
-    np.testing.assert_allclose(found, confidence_by_numpy(logits, k, 0.7), rtol=1e-12)
+    confidence = likeliest_confidence(logits, k, 0.7, logits_per_chunk=tokens * VOCAB)
+    np.testing.assert_allclose(confidence, confidence_by_numpy(logits, k, 0.7), rtol=1e-12)
 
 
 def test_token_confidence_does_not_see_a_shift_of_the_logits(logits):
     shifted = logits + np.arange(LENGTH)[None, :, None]
-    np.testing.assert_allclose(confidence_of(shifted, 20), confidence_of(logits, 20), rtol=1e-12)
+    np.testing.assert_allclose(
+        likeliest_confidence(shifted, 20), likeliest_confidence(logits, 20), rtol=1e-12
+    )
 
 
 def test_more_candidates_than_tokens_are_all_tokens_and_give_the_kl_from_uniform(logits):
-    found = confidence_of(logits, VOCAB + 9)
-    np.testing.assert_array_equal(found, confidence_of(logits, VOCAB))
+    confidence = likeliest_confidence(logits, VOCAB + 9)
+    np.testing.assert_array_equal(confidence, likeliest_confidence(logits, VOCAB))
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     kl = (1 / VOCAB * (np.log(1 / VOCAB) - logp)).sum(-1)
-    np.testing.assert_allclose(found, np.log(VOCAB) + kl, rtol=1e-12)
+    np.testing.assert_allclose(confidence, np.log(VOCAB) + kl, rtol=1e-12)
 
 
 def test_flat_distributions_have_the_least_confidence_and_peaked_ones_more():
     flat, peaked = np.zeros((1, 1, VOCAB)), np.zeros((1, 1, VOCAB))
     peaked[..., 3] = 10
-    assert confidence_of(flat, 20)[0, 0] == pytest.approx(np.log(VOCAB))
-    assert confidence_of(peaked, 20)[0, 0] > confidence_of(flat, 20)[0, 0]
+    assert likeliest_confidence(flat, 20)[0, 0] == pytest.approx(np.log(VOCAB))
+    assert likeliest_confidence(peaked, 20)[0, 0] > likeliest_confidence(flat, 20)[0, 0]
 
 
 def test_no_buffer_holds_all_logits():
@@ -76,12 +78,12 @@ def test_no_buffer_holds_all_logits():
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    whole = length * vocab * 4
-    assert temporary(length) >= whole
-    assert temporary(8) < whole / 4
+    logits_bytes = length * vocab * 4
+    assert temporary(length) >= logits_bytes
+    assert temporary(8) < logits_bytes / 4
 
 
-def windows_of(values, n):
+def window_means(values, n):
     """Means of every window; of a short completion the one mean; of none 0."""
     if len(values) <= n:
         return [np.mean(values) if len(values) else 0.0]
@@ -89,7 +91,7 @@ def windows_of(values, n):
 
 
 def expected(values, n):
-    windows = windows_of(values, n)
+    windows = window_means(values, n)
     lowest = sorted(windows)[: max(1, len(windows) // 10)]
     mean = np.mean(values) if len(values) else 0.0
     return [mean, min(windows), np.mean(lowest), windows[-1]]
@@ -113,7 +115,7 @@ def all_four(confidence, mask, n):
 @pytest.mark.parametrize("n", [1, 2, 4, 40, 2048])
 def test_summaries_are_those_of_all_windows_one_by_one(traces, n):
     confidence, mask = traces
-    one_by_one = [expected(row[kept], n) for row, kept in zip(confidence, mask, strict=True)]
+    one_by_one = [expected(row[live], n) for row, live in zip(confidence, mask, strict=True)]
     holes = np.where(mask, confidence, np.nan)  # what is masked may hold anything
     np.testing.assert_allclose(all_four(holes, mask, n), one_by_one, rtol=1e-9, atol=1e-12)
 
@@ -121,14 +123,16 @@ def test_summaries_are_those_of_all_windows_one_by_one(traces, n):
 def test_a_window_as_long_as_the_completion_gives_its_mean(traces):
     confidence, mask = traces
     mean, least, bottom, tail = all_four(confidence, mask, 40).T
-    for one in (least, bottom, tail):
-        np.testing.assert_allclose(one, mean, rtol=1e-12)
+    for summary in (least, bottom, tail):
+        np.testing.assert_allclose(summary, mean, rtol=1e-12)
 
 
 def test_the_least_window_is_below_the_lowest_tenth_and_that_below_their_mean(traces):
     confidence, mask = traces
     _, least, bottom, _ = all_four(confidence, mask, 2).T
-    means = [np.mean(windows_of(row[kept], 2)) for row, kept in zip(confidence, mask, strict=True)]
+    means = [
+        np.mean(window_means(row[live], 2)) for row, live in zip(confidence, mask, strict=True)
+    ]
     assert (least <= bottom + 1e-12).all()
     assert (bottom <= np.array(means) + 1e-12).all()
     assert least[-1] < bottom[-1] < means[-1]
@@ -139,8 +143,8 @@ def test_short_windows_late_in_a_long_completion_are_exact_in_float32():
     confidence = rng.gamma(2, 4, (1, 20_000)).astype(np.float32)
     confidence[:, -9:] = 1.25
     mask = np.ones(confidence.shape, bool)
-    found = all_four(confidence, mask, 4)[0]
-    np.testing.assert_allclose(found, expected(confidence[0].astype(float), 4), atol=1e-3)
+    summaries = all_four(confidence, mask, 4)[0]
+    np.testing.assert_allclose(summaries, expected(confidence[0].astype(float), 4), atol=1e-3)
 
 
 def test_a_window_without_a_token_is_refused():

@@ -11,8 +11,8 @@ CODE, TAGS, NUMBER, NONE = "```\ndef f", "so <answer>7</answer>", "7", "seven"
 
 def test_the_first_format_that_is_found_counts_over_all_lines():
     texts = [CODE, TAGS, NUMBER, NONE, "", f"{TAGS}{CODE}", "7\n7"]
-    found = [find_format(text, FORMATS) for text in texts]
-    assert found == ["code", "tags", "number", "other", "other", "code", "other"]
+    formats = [find_format(text, FORMATS) for text in texts]
+    assert formats == ["code", "tags", "number", "other", "other", "code", "other"]
     assert find_format(f"{TAGS}{CODE}", dict(reversed(FORMATS.items()))) == "tags"
 
 
@@ -43,18 +43,18 @@ def test_shares_sum_to_one_and_the_entropy_lies_between_one_format_and_all_alike
     evenly = format_metrics([kinds.tolist()], np.zeros((1, 4), bool), FORMATS)
     assert evenly["format_entropy"] == pytest.approx(np.log(4))
     assert evenly["format_diversity"] == 1
-    one = format_metrics([[CODE] * 4], np.zeros((1, 4), bool), FORMATS)
-    assert one["format_entropy"] == 0
-    assert one["format_diversity"] == 0
+    alike = format_metrics([[CODE] * 4], np.zeros((1, 4), bool), FORMATS)
+    assert alike["format_entropy"] == 0
+    assert alike["format_diversity"] == 0
 
 
 def test_names_of_formats_do_not_matter_to_entropy_and_diversity():
     texts = [[CODE, TAGS, TAGS, NONE], [NUMBER, NUMBER, CODE, TAGS]]
     success = np.zeros((2, 4), bool)
     renamed = {f"x{i}": pattern for i, pattern in enumerate(FORMATS.values())}
-    one, other = (format_metrics(texts, success, names) for names in (FORMATS, renamed))
+    named, anonymous = (format_metrics(texts, success, names) for names in (FORMATS, renamed))
     for name in ("format_entropy", "format_diversity"):
-        assert one[name] == pytest.approx(other[name])
+        assert named[name] == pytest.approx(anonymous[name])
 
 
 def test_one_sample_per_prompt_says_nothing_of_diversity():

@@ -38,11 +38,11 @@ def prepared(recipe, objective, anchor, compact=True):
     )
     learner = first_learner(blueprint, tiny.params(), 8, ("reward",))
     assert set(learner.frozen) == ({anchor} if anchor else set())
-    other = tiny.params(seed=7)
-    learner = dataclasses.replace(learner, frozen=dict.fromkeys(learner.frozen, other))
+    frozen_params = tiny.params(seed=7)
+    learner = dataclasses.replace(learner, frozen=dict.fromkeys(learner.frozen, frozen_params))
     rollouts = tiny.rollouts(REWARDS)
     _, result = Preparer(blueprint).prepare(learner, rollouts)
-    theirs = tiny.whole_logps(tiny.UNIFORM, other, rollouts, TEMPERATURE)
+    theirs = tiny.whole_logps(tiny.UNIFORM, frozen_params, rollouts, TEMPERATURE)
     gaps = np.asarray(rollouts.behavior_logp - theirs, float).sum(-1)
     return finalise(jax.device_get(result.metrics)), gaps
 

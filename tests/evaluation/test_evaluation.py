@@ -22,8 +22,8 @@ def questions(count, extract=None, **columns):
 
 
 def test_accuracy_is_greedy_and_split_by_level_and_source():
-    asked = questions(4, level=[1, 1, 2, 2], source=["a", "b", "a", "b"])
-    metrics = summarise(answers([[1], [1], [0], [1]]), answers([[1, 0]] * 4), asked, 2)
+    labelled = questions(4, level=[1, 1, 2, 2], source=["a", "b", "a", "b"])
+    metrics = summarise(answers([[1], [1], [0], [1]]), answers([[1, 0]] * 4), labelled, 2)
     assert metrics["accuracy"] == 0.75
     assert metrics["accuracy/level_1"] == 1
     assert metrics["accuracy/level_2"] == 0.5

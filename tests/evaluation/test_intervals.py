@@ -30,12 +30,12 @@ def flat(p):
 
 @jax.jit
 def measured(correct):
-    def one(correct):
+    def gap_and_influence(correct):
         samples = jnp.full_like(correct, SAMPLES)
         gap = jensen_gap(correct, samples, SIZE)[2]
         return gap, gap_influence(correct, samples, SIZE)
 
-    return jax.vmap(one)(correct)
+    return jax.vmap(gap_and_influence)(correct)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_interval_of_seven_seeds_covers_their_mean_as_often_as_is_said(draw,
     share = ((low > mean) | (high < mean)).mean()
     assert share == pytest.approx(missed, abs=0.006)
     ends = bootstrap(values[:, :1000])
-    of_percentiles = ((ends[0] > mean) | (ends[1] < mean)).mean()
-    assert of_percentiles > share + 0.03
+    bootstrap_share = ((ends[0] > mean) | (ends[1] < mean)).mean()
+    assert bootstrap_share > share + 0.03
     assert np.isnan(student_interval(values[:1])).all()
 
 

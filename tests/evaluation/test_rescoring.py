@@ -54,8 +54,8 @@ def rescored(case, mesh=None, **options):
 def expected(case):
     rollouts, _, _, (p, q) = case
     mask = np.asarray(rollouts.token_mask)
-    chosen = np.asarray(rollouts.completion_tokens)[..., None]
-    logp, base_logp = (np.take_along_axis(table, chosen, -1)[..., 0] for table in (p, q))
+    tokens = np.asarray(rollouts.completion_tokens)[..., None]
+    logp, base_logp = (np.take_along_axis(table, tokens, -1)[..., 0] for table in (p, q))
     far = (p - q) > 20
     values = {
         "confidence": -np.sort(p, axis=-1)[..., -20:].mean(-1),
@@ -70,19 +70,19 @@ def expected(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [None, 16, 48])
 def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, tokens):
-    found, right = rescored(case, tokens=tokens), expected(case)
-    assert found.keys() == right.keys()
+    scores, right = rescored(case, tokens=tokens), expected(case)
+    assert scores.keys() == right.keys()
     for name, value in right.items():
         assert value.any() or name == "clamped"
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(scores[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_four_devices_say_what_one_says(case, axis):
     """Prompts over two or four bins, the parameters and the vocabulary split in two."""
-    one, four = rescored(case), rescored(case, sharding.make_mesh(**{axis: 2}))
-    for name, value in one.items():
+    single, four = rescored(case), rescored(case, sharding.make_mesh(**{axis: 2}))
+    for name, value in single.items():
         np.testing.assert_allclose(four[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
@@ -91,9 +91,9 @@ def test_the_base_itself_is_at_no_distance(case):
     model, mesh = tiny.model(), one_device()
     run = make_rescorer(model, mesh, temperature=1.0, base=Base(model, ours))
     assert run is not None
-    found = run(ours, rollouts)
-    assert set(found) == {"kl", "clamped", "logp_gap"}
-    for value in found.values():
+    scores = run(ours, rollouts)
+    assert set(scores) == {"kl", "clamped", "logp_gap"}
+    for value in scores.values():
         np.testing.assert_allclose(value, 0, atol=1e-6)
 
 
@@ -110,17 +110,17 @@ def test_only_what_is_asked_for_is_run(case):
 
 
 def test_a_base_with_another_vocabulary_is_refused():
-    other = tiny.model(tiny.UNIFORM.__class__(**{**vars(tiny.UNIFORM), "vocab_size": 41}))
+    wider = tiny.model(tiny.UNIFORM.__class__(**{**vars(tiny.UNIFORM), "vocab_size": 41}))
     with pytest.raises(InputError, match="the base has 41 tokens and the model 40"):
-        make_rescorer(tiny.model(), one_device(), temperature=1.0, base=Base(other, {}))
+        make_rescorer(tiny.model(), one_device(), temperature=1.0, base=Base(wider, {}))
 
 
 def test_exact_and_estimated_kl_agree_in_expectation(case):
     """Samples of one token, in the proportions of the policy: their mean is the exact KL."""
     _, ours, bases, (p, q) = case
-    one = np.exp(p[0, 0, 0]) @ (p[0, 0, 0] - q[0, 0, 0])
+    exact = np.exp(p[0, 0, 0]) @ (p[0, 0, 0] - q[0, 0, 0])
     every = jnp.arange(tiny.VOCAB, dtype=jnp.int32)
-    asked = dataclasses.replace(
+    every_token = dataclasses.replace(
         tiny.rollouts(np.zeros((4, tiny.VOCAB)), steps=1),
         completion_tokens=jnp.broadcast_to(every[None, :, None], (4, tiny.VOCAB, 1)),
         token_mask=jnp.ones((4, tiny.VOCAB, 1), bool),
@@ -128,8 +128,8 @@ def test_exact_and_estimated_kl_agree_in_expectation(case):
     model = tiny.model()
     run = make_rescorer(model, one_device(), temperature=TEMPERATURE, base=Base(model, bases))
     assert run is not None
-    found = jax.device_get(run(ours, asked))
-    estimated = np.exp(p[0, 0, 0]) @ found["logp_gap"][0, :, 0]
-    assert estimated == pytest.approx(one, rel=1e-4)
-    np.testing.assert_allclose(found["kl"][0], one, rtol=1e-4)
-    assert not found["clamped"].any()
+    scores = jax.device_get(run(ours, every_token))
+    estimated = np.exp(p[0, 0, 0]) @ scores["logp_gap"][0, :, 0]
+    assert estimated == pytest.approx(exact, rel=1e-4)
+    np.testing.assert_allclose(scores["kl"][0], exact, rtol=1e-4)
+    assert not scores["clamped"].any()

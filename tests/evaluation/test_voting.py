@@ -23,21 +23,21 @@ def random_votes(seed, prompts=40, samples=16):
     return names[drawn].tolist(), drawn == 1, rng.gamma(2, 1, (prompts, samples))
 
 
-@pytest.mark.parametrize("kept", [0.1, 0.9, 1.0])
-def test_equal_weights_are_the_majority_vote_whatever_is_kept(kept):
+@pytest.mark.parametrize("voter_share", [0.1, 0.9, 1.0])
+def test_equal_weights_are_the_majority_vote_whatever_is_kept(voter_share):
     answers, success, _ = random_votes(0)
     counted = []
     for row, right in zip(answers, success, strict=True):
         blocks = []
         for begin in range(0, 16, 4):
             block = row[begin : begin + 4]
-            votes_of = Counter(answer for answer in block if answer is not None)
-            chosen = votes_of.most_common(1)[0][0] if votes_of else None
-            blocks.append(chosen is not None and right[begin + block.index(chosen)])
+            ballots = Counter(answer for answer in block if answer is not None)
+            majority = ballots.most_common(1)[0][0] if ballots else None
+            blocks.append(majority is not None and right[begin + block.index(majority)])
         counted.append(np.mean(blocks))
     np.testing.assert_array_equal(vote(answers, success, 4), counted)
     same = np.full(success.shape, 0.3)
-    np.testing.assert_array_equal(vote(answers, success, 4, same, kept), counted)
+    np.testing.assert_array_equal(vote(answers, success, 4, same, voter_share), counted)
 
 
 def test_a_sure_minority_outweighs_an_unsure_majority():
@@ -77,13 +77,13 @@ def test_every_summary_of_confidence_has_its_own_vote_at_every_size():
     traces = confidences(rng.gamma(2, 1, (3, 16, 6)), mask, 2)
     names = ("mean", "least", "bottom", "tail")
     assert {name: value.shape for name, value in traces.items()} == dict.fromkeys(names, (3, 16))
-    found = votes(answers, success, [4, 16], 0.9, traces)
-    assert set(found) == {
+    shares = votes(answers, success, [4, 16], 0.9, traces)
+    assert set(shares) == {
         *("maj@4", "maj@16"),
         *(f"deepconf@{k}/{name}" for k in (4, 16) for name in names),
     }
     np.testing.assert_array_equal(
-        found["deepconf@4/least"], vote(answers, success, 4, traces["least"], 0.9)
+        shares["deepconf@4/least"], vote(answers, success, 4, traces["least"], 0.9)
     )
     assert set(votes(answers, success, [4], 0.9, {})) == {"maj@4"}
 

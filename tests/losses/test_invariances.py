@@ -32,10 +32,10 @@ from loss_pairs import (
     check_changed,
     check_equal,
     evaluate_all,
+    evaluate_batch,
     make_batch,
     pick,
     reduce_all,
-    whole,
 )
 
 from jaxgrpo.core.metrics import merge
@@ -51,8 +51,8 @@ def test_what_masked_entries_hold_reaches_neither_value_nor_gradient(dtype, garb
         name: jnp.where(mask, leaf, garbage) if leaf.dtype == dtype else leaf
         for name, leaf in batch.items()
     }
-    clean = whole(batch)
-    check_equal(clean, whole(spoilt), 0)
+    clean = evaluate_batch(batch)
+    check_equal(clean, evaluate_batch(spoilt), 0)
     for loss, gradient, _ in clean.values():
         assert np.isfinite(list(loss.values())).all()
         for leaf in gradient.values():
@@ -79,7 +79,9 @@ def test_order_of_prompts_and_samples_does_not_matter(float64):
     random = np.random.default_rng(5)
     index = np.ix_(random.permutation(P), random.permutation(G))
     back = tuple(np.argsort(order, axis=None).reshape(order.shape) for order in index)
-    check_changed(whole(batch), whole(pick(batch, index)), lambda leaf: leaf[back], 1e-12)
+    check_changed(
+        evaluate_batch(batch), evaluate_batch(pick(batch, index)), lambda leaf: leaf[back], 1e-12
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +94,7 @@ def test_padding_and_masked_rows_and_groups_change_nothing(float64):
         )
         for name, leaf in batch.items()
     }
-    plain, padded = whole(batch), whole(wide)
+    plain, padded = evaluate_batch(batch), evaluate_batch(wide)
     check_changed(plain, padded, lambda leaf: leaf[:P, :G, :T], 1e-12, COUNTS_MASKED_ROWS)
     for cases, rows in ((plain, P * G), (padded, (P + 1) * (G + 1))):
         loss = cases["clip"][0]
@@ -106,7 +108,7 @@ def test_four_devices_give_what_one_gives(float64):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     spread = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
     assert len(spread["logp"].sharding.device_set) == 4
-    check_equal(whole(batch), whole(spread), 1e-12)
+    check_equal(evaluate_batch(batch), evaluate_batch(spread), 1e-12)
 
 
 @pytest.mark.slow
@@ -171,7 +173,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(dtype):
     """Ratios are exactly 1: no surrogate sees a difference between the two policies."""
     batch = make_batch(dtype)
     batch = {**batch, "proximal": batch["logp"], "replayed": 0 * batch["replayed"]}
-    weights, results = reduce_all(batch["mask"]), whole(batch)
+    weights, results = reduce_all(batch["mask"]), evaluate_batch(batch)
     for name in SURROGATES:
         loss, gradient, metrics = results[name]
         for reduction, weight in weights.items():
@@ -191,12 +193,12 @@ def test_on_policy_the_gradient_is_that_of_reinforce(dtype):
 
 def test_gspo_and_gspo_token_agree_where_weights_and_advantages_are_constant(float64):
     batch = make_batch(float64)
-    results = whole(batch)
+    results = evaluate_batch(batch)
     check_equal(results["gspo"], results["gspo_token"], 1e-12)
     cut = results["gspo"][2]["clip_ratio/region_mean"].result()
     assert 0.1 < cut < 0.9
     uneven = {**batch, "advantage": batch["advantage"] * jnp.arange(1.0, T + 1)[None, None]}
-    results = whole(uneven)
+    results = evaluate_batch(uneven)
     gradients = [results[name][1]["token_mean"] for name in ("gspo", "gspo_token")]
     assert np.abs(gradients[0] - gradients[1]).max() > 1e-3
 
@@ -208,7 +210,7 @@ def test_tokens_beyond_the_bounds_get_no_gradient_but_from_cispo(float64):
     moved = {**batch, "proximal": batch["logp"] - 0.5 * sign}
     back = {**batch, "proximal": batch["logp"] + 0.5 * sign}
     mask = np.asarray(batch["mask"] & (sign != 0))
-    gone, returning = whole(moved), whole(back)
+    gone, returning = evaluate_batch(moved), evaluate_batch(back)
     for name in SURROGATES.keys() - {"by_sample"}:
         gradient = np.asarray(gone[name][1]["token_mean"])
         touched = gradient[mask] != 0

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_pairs import G, P, T, check_equal, make_batch, whole
+from loss_pairs import G, P, T, check_equal, evaluate_batch, make_batch
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_log_ratios_of_100_are_clamped_and_counted(dtype, advantage):
             name: leaf.astype(dtype) if leaf.dtype == batch["logp"].dtype else leaf
             for name, leaf in batch.items()
         }
-        for name, (loss, gradient, metrics) in whole(batch).items():
+        for name, (loss, gradient, metrics) in evaluate_batch(batch).items():
             assert np.isfinite(list(loss.values())).all(), name
             for leaf in gradient.values():
                 assert leaf.dtype == dtype
@@ -37,7 +37,7 @@ def test_log_ratios_of_100_are_clamped_and_counted(dtype, advantage):
 def test_a_batch_without_any_token_has_loss_and_gradient_zero(dtype):
     batch = make_batch(dtype)
     batch = {**batch, "mask": jnp.zeros((P, G, T), bool), "logp": batch["logp"] * np.nan}
-    for name, (loss, gradient, metrics) in whole(batch).items():
+    for name, (loss, gradient, metrics) in evaluate_batch(batch).items():
         assert all(value == 0 for value in loss.values()), name
         assert all((np.asarray(leaf) == 0).all() for leaf in gradient.values()), name
         assert np.isnan(metrics["policy_kl"].result())  # of nothing
@@ -52,7 +52,7 @@ def test_bfloat16_is_computed_in_float32():
     back = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, rounded
     )
-    plain = whole(back)
-    for name, (loss, gradient, _) in whole(rounded).items():
+    plain = evaluate_batch(back)
+    for name, (loss, gradient, _) in evaluate_batch(rounded).items():
         check_equal(loss, plain[name][0], 1e-6)
         assert gradient["token_mean"].dtype == jnp.bfloat16

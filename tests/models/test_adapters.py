@@ -57,14 +57,14 @@ FEW = [
 def case(request, tmp_path_factory):
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(request.param)
-    theirs = checkpoints.saved(checkpoints.config_of(request.param), folder / "base")
-    without = checkpoints.logits_of(theirs, *BATCH)
+    theirs = checkpoints.saved(checkpoints.transformers_config(request.param), folder / "base")
+    without = checkpoints.transformers_logits(theirs, *BATCH)
     options = OPTIONS.get(request.param, {"target_modules": "all-linear"})
     wrapped = checkpoints.peft_model(theirs, folder / "adapter", **options)
     model, params = jaxgrpo.load_model(folder / "base", adapter=folder / "adapter")
     adapter, base = lora.split(params)
     return AdapterCase(
-        folder, model, base, adapter, checkpoints.logits_of(wrapped, *BATCH), without
+        folder, model, base, adapter, checkpoints.transformers_logits(wrapped, *BATCH), without
     )
 
 
@@ -89,7 +89,7 @@ def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(case, tmp_pa
         np.testing.assert_array_equal(saved[name], tensor)
     theirs = AutoModelForCausalLM.from_pretrained(case.folder / "base", attn_implementation="eager")
     wrapped = PeftModel.from_pretrained(theirs, str(tmp_path / "ours")).eval()
-    np.testing.assert_array_equal(checkpoints.logits_of(wrapped, *BATCH), case.expected)
+    np.testing.assert_array_equal(checkpoints.transformers_logits(wrapped, *BATCH), case.expected)
 
 
 def test_the_merged_model_is_an_ordinary_folder(case, tmp_path):
@@ -97,7 +97,7 @@ def test_the_merged_model_is_an_ordinary_folder(case, tmp_path):
 
     jaxgrpo.save_model(case.model, lora.join(case.adapter, case.base), tmp_path / "merged")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    logits = checkpoints.logits_of(theirs, *BATCH)
+    logits = checkpoints.transformers_logits(theirs, *BATCH)
     np.testing.assert_allclose(logits[REAL], case.expected[REAL], atol=CLOSE, rtol=0)
 
 

@@ -166,8 +166,8 @@ def test_a_token_of_one_sample_does_not_move_a_bit_of_another(block_bytes):
 
 def test_queries_are_cut_until_their_scores_fit():
     query = jax.ShapeDtypeStruct((8, 2, 4096, 4, 64), jnp.bfloat16)  # a bin of 2 rows, on 8 devices
-    of_one = 2 * 4 * 8192 * 4  # rows, heads, keys, bytes
-    assert plain.BLOCK_BYTES // of_one == 1024
+    query_bytes = 2 * 4 * 8192 * 4  # rows, heads, keys, bytes
+    assert plain.BLOCK_BYTES // query_bytes == 1024
     assert plain.block_size(query, 8192) == 1024
     assert plain.block_size(query, 8192 + 64) == 512
     assert plain.block_size(query, 2048) == 4096

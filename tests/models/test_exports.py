@@ -239,7 +239,7 @@ LONG = {"type": "longrope"} | {
 )
 def test_positions_are_there_in_the_fields_of_transformers_4_too(family, older):
     """Read by transformers 4.57.6 they give the logits of every family bit for bit."""
-    fields = checkpoints.fields_of(family)
+    fields = checkpoints.config_fields(family)
     config = families.model_config(fields, "a test")
     exported_fields = families.config_fields(config, "float32")
     assert exported_fields == {

@@ -31,9 +31,9 @@ class FamilyCase(NamedTuple):
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    theirs = checkpoints.saved(checkpoints.config_of(request.param), folder)
+    theirs = checkpoints.saved(checkpoints.transformers_config(request.param), folder)
     model, params = jaxgrpo.load_model(folder)
-    expected = checkpoints.logits_of(theirs, *BATCH)
+    expected = checkpoints.transformers_logits(theirs, *BATCH)
     return FamilyCase(
         theirs, model, params, expected, np.asarray(jaxgrpo.logits(model, params, *BATCH))
     )
@@ -66,4 +66,4 @@ def test_an_export_is_the_checkpoint_bit_for_bit(case, tmp_path):
     expected, exported = theirs.state_dict(), again.state_dict()
     assert expected.keys() == exported.keys()
     assert all((expected[name] == exported[name]).all() for name in expected)
-    np.testing.assert_array_equal(checkpoints.logits_of(again, *BATCH), case.expected)
+    np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), case.expected)

@@ -160,10 +160,10 @@ def test_a_drawn_config_gives_the_logits_of_transformers(family):
 
 
 def compare(family: str, fields: dict[str, Any], folder: Path) -> None:
-    theirs = checkpoints.redrawn(checkpoints.fields_of(family, **fields), folder)
+    theirs = checkpoints.redrawn(checkpoints.config_fields(family, **fields), folder)
     model, params = jaxgrpo.load_model(folder)
     tokens, mask = checkpoints.batch()
-    expected = checkpoints.logits_of(theirs, tokens, mask)
+    expected = checkpoints.transformers_logits(theirs, tokens, mask)
     logits = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     real = mask.astype(bool)
     np.testing.assert_allclose(logits[real], expected[real], atol=CLOSE, rtol=0)
@@ -175,7 +175,7 @@ def test_gradients_are_those_of_pytorch(family, tmp_path):
     """Of a sum of the log-probabilities that real tokens have."""
     import torch
 
-    theirs = checkpoints.saved(checkpoints.config_of(family), tmp_path)
+    theirs = checkpoints.saved(checkpoints.transformers_config(family), tmp_path)
     model, params = jaxgrpo.load_model(tmp_path)
     tokens, mask = checkpoints.batch()
     weights = np.random.default_rng(1).normal(size=(*tokens.shape, checkpoints.VOCAB))

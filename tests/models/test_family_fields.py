@@ -35,7 +35,7 @@ def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
     try:
         theirs = checkpoints.redrawn(fields, folder)
         tokens, mask = checkpoints.batch()
-        expected = checkpoints.logits_of(theirs, tokens, mask)
+        expected = checkpoints.transformers_logits(theirs, tokens, mask)
     except Exception:  # of any type: this is a config that transformers' own code does not foresee
         return "neither"
     try:
@@ -70,9 +70,9 @@ def outcomes(
 
 def check(family: str, every: int, folder: Path) -> dict[str, list[str]]:
     """Tries one change in so many; another part of them for each family. Returns the outcomes."""
-    base = checkpoints.fields_of(family)
+    base = checkpoints.config_fields(family)
     start = sorted(FAMILIES).index(family) % every
-    by_outcome = outcomes(list(changed_fields.of(base))[start::every], base, folder)
+    by_outcome = outcomes(list(changed_fields.config_changes(base))[start::every], base, folder)
     allowed = ("refused", "equal", "neither")
     assert {result: which for result, which in by_outcome.items() if result not in allowed} == {}
     print(f"{family}: transformers cannot run", *by_outcome.get("neither", []), sep="\n  ")
@@ -101,13 +101,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_fields_that_transformers_does_not_read_change_nothing(family, changes, tmp_path):
-    fields = checkpoints.fields_of(family) | changes
+    fields = checkpoints.config_fields(family) | changes
     assert outcome("", fields, tmp_path) == "equal"
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
 def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_path):
-    fields = checkpoints.fields_of(family)
+    fields = checkpoints.config_fields(family)
     del fields["num_key_value_heads"]
     assert outcome("", fields, tmp_path) == "equal"
 

@@ -31,7 +31,7 @@ PATHS = [
 def by_token_logp(family, rollouts):
     with jax.enable_x64(True):
         logp_of = functools.partial(jaxgrpo.token_logp, *family_runs.read(family, "float64"))
-        return np.asarray(family_runs.whole(logp_of, rollouts))
+        return np.asarray(family_runs.whole_sequence_logp(logp_of, rollouts))
 
 
 @pytest.mark.parametrize(("family", "devices"), PATHS)
@@ -60,7 +60,7 @@ def test_an_update_has_the_log_probs_and_the_gradient_of_whole_sequences(family,
         run = family_runs.run(family, SHORT, devices=devices, dtype="float64")
         furthest, update_gradient = family_runs.updated(run, alone=False)
     assert 0 < furthest < 1e-9
-    rollouts, _ = family_runs.given(alone=False)
+    rollouts, _ = family_runs.update_inputs(alone=False)
     np.testing.assert_allclose(by_token_logp(family, rollouts), logp, rtol=0, atol=1e-9)
     assert np.abs(logp).max() > 1
     leaves = jax.tree_util.tree_leaves_with_path(gradient)

@@ -49,12 +49,12 @@ def torch_model(**changes) -> Qwen3ForCausalLM:
 
 
 def torch_logits(model: Qwen3ForCausalLM) -> np.ndarray:
-    return whole_logits.of_torch(model, TOKENS)
+    return whole_logits.torch_logits(model, TOKENS)
 
 
 def our_logits(folder, **config_changes) -> np.ndarray:
     model = build(dataclasses.replace(read_config(folder), **config_changes))
-    return whole_logits.of_ours(model, read_params(folder, model), TOKENS)
+    return whole_logits.our_logits(model, read_params(folder, model), TOKENS)
 
 
 @pytest.fixture(scope="module")

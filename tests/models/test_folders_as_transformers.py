@@ -87,8 +87,8 @@ def test_samples_end_where_generate_ends(folder, generation, ends):
 
 def assert_logits_are_theirs(folder):
     model = build(folders.read_config(folder))
-    ours = whole_logits.of_ours(model, folders.read_params(folder, model), TOKENS)
-    theirs = whole_logits.of_torch(Qwen2ForCausalLM.from_pretrained(folder).eval(), TOKENS)
+    ours = whole_logits.our_logits(model, folders.read_params(folder, model), TOKENS)
+    theirs = whole_logits.torch_logits(Qwen2ForCausalLM.from_pretrained(folder).eval(), TOKENS)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     folders.read_dtypes(folder, model)
 

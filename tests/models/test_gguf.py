@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import CONFIGS, SIZES, arrays, model_of, plain_tokenizer
+from gguf_files import CONFIGS, SIZES, arrays, plain_tokenizer, random_model
 
 import jaxgrpo as jg
 from jaxgrpo.cli.main import main
@@ -24,7 +24,7 @@ IDS = torch.tensor([[5, 300, 17, 2, 9, 31, 250, 8, 77, 120, 3, 66], [1, 2, 3, 4]
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_comes_back_bit_for_bit_and_computes_the_same(name, tmp_path):
     config = CONFIGS[name]
-    model = model_of(config)
+    model = random_model(config)
     gguf_files.write(tmp_path / "m.gguf", config, arrays(model), plain_tokenizer)
     import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(
@@ -46,7 +46,7 @@ def test_a_model_comes_back_bit_for_bit_and_computes_the_same(name, tmp_path):
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0])
 def test_what_is_left_of_a_quantised_model_is_read_exactly(kind, tmp_path):
     config = CONFIGS["llama"]
-    model = model_of(config, kind)
+    model = random_model(config, kind)
     gguf_files.write(tmp_path / "m.gguf", config, arrays(model), plain_tokenizer, kind)
     report = import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     dtype = {Kind.F16: "float16"}.get(kind, "float32")  # bfloat16 cannot hold the norms of this one
@@ -63,7 +63,7 @@ def test_what_is_left_of_a_quantised_model_is_read_exactly(kind, tmp_path):
 
 def test_a_model_in_bfloat16_stays_in_bfloat16(tmp_path):
     for name in ("qwen2", "gemma3"):
-        model = model_of(CONFIGS[name])
+        model = random_model(CONFIGS[name])
         state = {key: value.to(torch.bfloat16).float() for key, value in model.state_dict().items()}
         state = {key: value.numpy() for key, value in state.items()}
         path = tmp_path / f"{name}.gguf"
@@ -140,7 +140,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_divisors(tmp_path):
     config = transformers.LlamaConfig(
         **sizes, head_dim=16, rope_parameters={"rope_theta": 5e5, **LLAMA3}
     )
-    model = model_of(config)
+    model = random_model(config)
     plain = 1 / 5e5 ** (np.arange(0, 16, 2) / 16)
     divisors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     written = (tmp_path / "m.gguf", config, arrays(model), plain_tokenizer)
@@ -168,7 +168,7 @@ def test_scaled_positions_are_kept(kind, written, tmp_path):
             writer.add_rope_scaling_orig_ctx_len(64)
 
     config = CONFIGS["qwen3"]
-    state = arrays(model_of(config))
+    state = arrays(random_model(config))
     gguf_files.write(tmp_path / "m.gguf", config, state, plain_tokenizer, more=[add])
     import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == written
@@ -215,7 +215,7 @@ def test_what_is_missing_unknown_or_of_another_shape_is_named_and_nothing_is_wri
     changes, more, message = ODD[name]
     config = CONFIGS["llama"]
     gguf_files.write(
-        *(tmp_path / "m.gguf", config, arrays(model_of(config)), plain_tokenizer),
+        *(tmp_path / "m.gguf", config, arrays(random_model(config)), plain_tokenizer),
         more=more,
         changes=changes,
     )
@@ -228,7 +228,7 @@ def test_what_is_missing_unknown_or_of_another_shape_is_named_and_nothing_is_wri
 def test_files_that_are_none_or_end_early_are_refused(tmp_path):
     config = CONFIGS["llama"]
     path = tmp_path / "m.gguf"
-    gguf_files.write(path, config, arrays(model_of(config)), plain_tokenizer)
+    gguf_files.write(path, config, arrays(random_model(config)), plain_tokenizer)
     content = path.read_bytes()
     for size in (0, 3, 100, len(content) // 3, len(content) - 100):
         path.write_bytes(content[:size])
@@ -250,7 +250,7 @@ def test_other_architectures_and_tokenizers_are_refused_by_name(tmp_path):
     with pytest.raises(InputError, match=r"general\.architecture = 'mamba' is not read"):
         import_gguf(path, tmp_path / "out")
     config = CONFIGS["llama"]
-    state = arrays(model_of(config))
+    state = arrays(random_model(config))
     add = gguf_files.byte_level("tekken", {"a": 0}, [], {}, [0])
     gguf_files.write(path, config, state, add)
     with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre = 'tekken' is not read"):
@@ -263,7 +263,7 @@ def test_other_architectures_and_tokenizers_are_refused_by_name(tmp_path):
 def test_only_what_was_imported_is_replaced(tmp_path):
     config = CONFIGS["qwen2"]
     path, out = tmp_path / "m.gguf", tmp_path / "out"
-    gguf_files.write(path, config, arrays(model_of(config)), plain_tokenizer)
+    gguf_files.write(path, config, arrays(random_model(config)), plain_tokenizer)
     import_gguf(path, out)
     import_gguf(path, out)
     (out / "README.md").unlink()
@@ -277,7 +277,7 @@ def test_only_what_was_imported_is_replaced(tmp_path):
 
 def test_what_was_read_is_printed_as_words_and_as_numbers(tmp_path, capsys):
     config = CONFIGS["qwen3"]
-    model = model_of(config)
+    model = random_model(config)
     gguf_files.write(tmp_path / "m.gguf", config, arrays(model), plain_tokenizer)
     words = ["import", str(tmp_path / "m.gguf"), str(tmp_path / "out")]
     assert main([*words, "--json"]) == 0
@@ -301,7 +301,7 @@ def test_what_was_read_is_printed_as_words_and_as_numbers(tmp_path, capsys):
 
 def test_a_model_in_parts_is_read_whole(tmp_path):
     config = CONFIGS["qwen3"]
-    model = model_of(config)
+    model = random_model(config)
     names = [tmp_path / f"m-0000{k}-of-00002.gguf" for k in (1, 2)]
     state = [*arrays(model).items()]
     half = len(state) // 2
@@ -342,7 +342,7 @@ def test_a_list_says_which_layers_of_gemma_3_have_the_window(windowed, tmp_path)
 
     config = CONFIGS["gemma3"]
     path, out = tmp_path / "m.gguf", tmp_path / "out"
-    gguf_files.write(path, config, arrays(model_of(config)), plain_tokenizer, more=[add])
+    gguf_files.write(path, config, arrays(random_model(config)), plain_tokenizer, more=[add])
     if len(windowed) != config.num_hidden_layers:
         with pytest.raises(InputError, match="expected a flag for each of 7 layers"):
             import_gguf(path, out)

@@ -8,7 +8,7 @@ import gguf_files
 import pytest
 import transformers
 from gguf import TokenType
-from gguf_files import CONFIGS, arrays, model_of, plain_tokenizer
+from gguf_files import CONFIGS, arrays, plain_tokenizer, random_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -106,7 +106,7 @@ def test_byte_level_tokenizers_come_back_with_the_same_ids_of_200_texts(make, tm
         vocab=vocab, merges=merges, kinds=kinds, ends=[vocab["<|im_end|>"], 0], **options
     )
     config = CONFIGS["llama"]
-    gguf_files.write(tmp_path / "m.gguf", config, arrays(model_of(config)), add)
+    gguf_files.write(tmp_path / "m.gguf", config, arrays(random_model(config)), add)
     import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     ours = read_tokenizer(tmp_path / "out")
     assert len(texts()) == 200
@@ -156,7 +156,7 @@ def test_a_tokenizer_with_scores_comes_back_with_the_same_ids_of_200_texts(tmp_p
     gguf_files.write(
         tmp_path / "m.gguf",
         config,
-        arrays(model_of(config)),
+        arrays(random_model(config)),
         gguf_files.sentencepiece(names, scores, kinds, prefix=False),
     )
     import_gguf(tmp_path / "m.gguf", tmp_path / "out")
@@ -182,7 +182,7 @@ def test_chat_templates_and_how_to_draw_are_kept(tmp_path):
         writer.add_string("general.license", "apache-2.0")
 
     config = CONFIGS["qwen2"]
-    state = arrays(model_of(config))
+    state = arrays(random_model(config))
     gguf_files.write(tmp_path / "m.gguf", config, state, plain_tokenizer, more=[add])
     import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     template = read_tokenizer(tmp_path / "out").chat_template

@@ -26,7 +26,7 @@ NAMES = list(UNKNOWN)
 @pytest.fixture
 def folder(tmp_path):
     tokenizer = character_tokenizer("0123456789")
-    fields = checkpoints.fields_of("llama", vocab_size=len(tokenizer), eos_token_id=1)
+    fields = checkpoints.config_fields("llama", vocab_size=len(tokenizer), eos_token_id=1)
     model = decoder.build(families.model_config({**fields, **UNKNOWN}, "a test", ignored=NAMES))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), model.shapes)
     jaxgrpo.save_model(model, params, tmp_path / "m", tokenizer)
@@ -71,14 +71,14 @@ def test_a_model_is_shown_with_fields_ignored(folder, capsys):
 
 @pytest.mark.parametrize("name", ["hidden_size", "rope_theta", "architectures"])
 def test_a_field_that_is_read_cannot_be_ignored(name):
-    fields = checkpoints.fields_of("llama")
+    fields = checkpoints.config_fields("llama")
     with pytest.raises(InputError, match=f"model.ignore has {name}, which is read"):
         families.model_config(fields, "a test", ignored=[name])
 
 
 @pytest.mark.parametrize("fields", [{"is_causal": False}, {"quantization_config": {"bits": 8}}])
 def test_a_field_that_must_be_on_or_off_is_ignored_where_the_user_says_so(fields):
-    changed = {**checkpoints.fields_of("llama"), **fields}
+    changed = {**checkpoints.config_fields("llama"), **fields}
     with pytest.raises(InputError, match=next(iter(fields))):
         families.model_config(changed, "a test")
     families.model_config(changed, "a test", ignored=list(fields))
@@ -86,7 +86,9 @@ def test_a_field_that_must_be_on_or_off_is_ignored_where_the_user_says_so(fields
 
 def test_a_factor_that_transformers_does_not_read_is_said():
     rope = {**checkpoints.YARN, "attn_factor": 0.9}
-    config = families.model_config(checkpoints.fields_of("qwen2", rope_parameters=rope), "a test")
+    config = families.model_config(
+        checkpoints.config_fields("qwen2", rope_parameters=rope), "a test"
+    )
     assert families.unread(config) == "attn_factor of its rope is not read, as by transformers"
-    plain = families.model_config(checkpoints.fields_of("qwen2"), "a test")
+    plain = families.model_config(checkpoints.config_fields("qwen2"), "a test")
     assert families.unread(plain) == ""

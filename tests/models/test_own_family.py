@@ -54,7 +54,7 @@ def test_the_family_of_the_examples_computes_what_transformers_does(exaone, fami
     tokens, mask = checkpoints.batch()
     exported = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     real = mask.astype(bool)
-    expected = checkpoints.logits_of(theirs, tokens, mask)
+    expected = checkpoints.transformers_logits(theirs, tokens, mask)
     np.testing.assert_allclose(exported[real], expected[real], atol=2e-4, rtol=0)
     assert expected[real].std() > 0.2
     jaxgrpo.save_model(model, params, tmp_path / "ours")

@@ -46,7 +46,7 @@ def close(actual, expected) -> None:
 @pytest.mark.parametrize("pad", [PAD, PAD - checkpoints.VOCAB, None])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_embedding_and_head_are_those_of_torch(tied, pad, tmp_path):
-    config = checkpoints.config_of("qwen3", pad_token_id=pad, tie_word_embeddings=tied)
+    config = checkpoints.transformers_config("qwen3", pad_token_id=pad, tie_word_embeddings=tied)
     ours, named = gradients(tmp_path, checkpoints.saved(config, tmp_path))
     table = np.asarray(ours["embed"]["table"])
     close(table, named["model.embed_tokens.weight"])
@@ -57,7 +57,7 @@ def test_gradients_of_embedding_and_head_are_those_of_torch(tied, pad, tmp_path)
 
 
 def test_a_family_that_names_no_pad_token_takes_that_of_transformers(tmp_path):
-    fields = checkpoints.fields_of("gemma2")
+    fields = checkpoints.config_fields("gemma2")
     del fields["pad_token_id"]
     theirs = checkpoints.redrawn(fields, tmp_path)
     assert theirs.model.embed_tokens.padding_idx == 0
@@ -69,7 +69,7 @@ def test_a_family_that_names_no_pad_token_takes_that_of_transformers(tmp_path):
 def test_the_pad_token_of_each_family_is_that_of_transformers(family):
     from transformers import CONFIG_MAPPING
 
-    config = checkpoints.config_of(family, vocab_size=200_000)
+    config = checkpoints.transformers_config(family, vocab_size=200_000)
     fields = json.loads(config.to_json_string())
     cases: tuple[dict[str, Any], ...] = ({}, {"pad_token_id": None}, {"pad_token_id": 7})
     for pad_fields in cases:
@@ -82,7 +82,7 @@ def test_the_pad_token_of_each_family_is_that_of_transformers(family):
 
 
 def test_a_pad_token_that_the_model_lacks_is_no_row_and_other_values_are_refused():
-    fields = checkpoints.fields_of("qwen3")
+    fields = checkpoints.config_fields("qwen3")
     size = fields["vocab_size"]
     for beyond in (size, -size - 1):
         assert model_config(fields | {"pad_token_id": beyond}, "c").pad_token is None

@@ -54,7 +54,7 @@ def real(tmp_path_factory):
 
 
 def test_its_logits_are_those_of_transformers(real):
-    expected = checkpoints.logits_of(real.theirs, *real.batch)
+    expected = checkpoints.transformers_logits(real.theirs, *real.batch)
     logits = np.asarray(jaxgrpo.logits(real.model, real.params, *real.batch))
     mask = real.batch[1]
     np.testing.assert_allclose(logits[mask], expected[mask], atol=CLOSE, rtol=0)
@@ -95,9 +95,9 @@ def test_what_is_saved_is_what_was_imported_bit_for_bit(real, tmp_path):
 def test_an_adapter_of_peft_computes_the_same_on_it(real, tmp_path):
     """With weights as training leaves them: larger ones make noise of 30 layers, in either."""
     adapted = {"target_modules": ["q_proj", "v_proj"], "spread": 0.03}
-    without = checkpoints.logits_of(real.theirs, *real.batch)
+    without = checkpoints.transformers_logits(real.theirs, *real.batch)
     wrapped = checkpoints.peft_model(real.theirs, tmp_path / "adapter", **adapted)
-    expected = checkpoints.logits_of(wrapped, *real.batch)
+    expected = checkpoints.transformers_logits(wrapped, *real.batch)
     wrapped.unload()
     model, adapter = jaxgrpo.load_model(real.folder, adapter=tmp_path / "adapter")
     logits = np.asarray(jaxgrpo.logits(model, lora.join(adapter, real.params), *real.batch))

@@ -120,10 +120,10 @@ def test_loading_holds_one_part_of_one_leaf_beyond_what_the_devices_keep(
     print(process.stdout)
     peak, largest, on_devices, placed, left, _ = map(float, process.stdout.split())
     in_float32 = build(dataclasses.replace(CONFIG, dtype="float32")).shapes
-    bytes_of = [leaf.size * 4 for leaf in jax.tree.leaves(in_float32)]
-    assert placed == on_devices >= sum(bytes_of)
-    assert largest == max(bytes_of) / 2 == 96 * MIB
+    leaf_bytes = [leaf.size * 4 for leaf in jax.tree.leaves(in_float32)]
+    assert placed == on_devices >= sum(leaf_bytes)
+    assert largest == max(leaf_bytes) / 2 == 96 * MIB
     assert peak <= largest + SLACK, f"{peak / MIB:.0f} MiB"
     assert left <= SLACK, f"{left / MIB:.0f} MiB"
     # What the bound is to find: a leaf as a whole, or a part that stays while the next is read.
-    assert largest + SLACK < min(max(bytes_of), 2 * largest)
+    assert largest + SLACK < min(max(leaf_bytes), 2 * largest)

@@ -29,7 +29,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
-def ids_of(text):
+def encode(text):
     return tokenizer()(text)["input_ids"]
 
 
@@ -37,7 +37,7 @@ def answers(prefix="#A=", limit=None, rows=ROWS):
     return read_answers(tokenizer(), rows, prefix, [tokenizer().eos_token_id], limit)
 
 
-def bytes_of(ids):
+def token_bytes(ids):
     """The bytes of each token, by the table of the byte-level alphabet."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
@@ -47,48 +47,48 @@ def bytes_of(ids):
 
 @pytest.mark.parametrize("prefix", ["#A=", "#", "A", "é", " ", ".#A"])
 def test_a_thought_ends_before_the_first_token_that_holds_some_of_the_prefix(prefix):
-    random, found = np.random.default_rng(0), 0
-    made = answers(prefix)
+    random, prefixed = np.random.default_rng(0), 0
+    row_answers = answers(prefix)
     for _ in range(100):
         text = "".join(random.choice([*"8.#A=4 éx", "#A=", ".#A", "漢"], random.integers(0, 12)))
-        ids = ids_of(text)[: random.integers(0, 20)]  # some end within a letter
-        each = bytes_of(ids)
+        ids = encode(text)[: random.integers(0, 20)]  # some end within a letter
+        each = token_bytes(ids)
         place = b"".join(each).find(prefix.encode())
-        found += place >= 0
-        ends = np.cumsum([len(one) for one in each])
+        prefixed += place >= 0
+        ends = np.cumsum([len(piece) for piece in each])
         want = len(ids) if place < 0 else int((ends <= place).sum())
-        assert made.thought(ids) == want
-        assert made.thought([*ids, tokenizer().eos_token_id]) == want
-    assert 10 < found < 95
+        assert row_answers.thought(ids) == want
+        assert row_answers.thought([*ids, tokenizer().eos_token_id]) == want
+    assert 10 < prefixed < 95
 
 
 def test_without_a_prefix_the_thought_is_all_but_the_end_token():
-    made, ids = answers(""), ids_of("8.#A=4")
-    assert made.thought(ids) == len(ids)
-    assert made.thought([*ids, tokenizer().eos_token_id]) == len(ids)
-    assert made.thought([tokenizer().eos_token_id]) == made.thought([]) == 0
+    row_answers, ids = answers(""), encode("8.#A=4")
+    assert row_answers.thought(ids) == len(ids)
+    assert row_answers.thought([*ids, tokenizer().eos_token_id]) == len(ids)
+    assert row_answers.thought([tokenizer().eos_token_id]) == row_answers.thought([]) == 0
 
 
 def test_an_answer_is_tokenised_as_it_follows_the_prefix():
-    made = answers("#A=")
-    texts = [tokenizer().decode(ids) for ids in made.forced]
+    row_answers = answers("#A=")
+    texts = [tokenizer().decode(ids) for ids in row_answers.forced]
     assert texts == ["#A=42", "#A=7", "#A=123"]
     # The token "=4" holds the first digit; "7" and "123" are tokens of their own.
-    written = [tokenizer().convert_ids_to_tokens(ids) for ids in made.forced]
+    written = [tokenizer().convert_ids_to_tokens(ids) for ids in row_answers.forced]
     assert written[:2] == [["#A", "=4", "2"], ["#A", "=", "7"]]
-    assert made.counts.tolist() == [2, 1, 3]
+    assert row_answers.counts.tolist() == [2, 1, 3]
     assert answers("").counts.tolist() == [2, 1, 3]
 
 
 def test_fields_hold_each_row_and_each_samples_thought():
-    made = answers("#A=", limit=2)
-    assert made.num_cut == 1
+    row_answers = answers("#A=", limit=2)
+    assert row_answers.num_cut == 1
     texts = ["88#A=1", "x", "", "#A=", "4#A", "éé#A=#A="]
-    fields = made.fields(np.array([2, 1]), [ids_of(text) for text in texts])
+    fields = row_answers.fields(np.array([2, 1]), [encode(text) for text in texts])
     assert fields[THOUGHT].tolist() == [[2, 1, 0], [0, 2, 4]]
     assert fields[MASK].tolist() == [[True, True], [True, False]]
-    wanted = [ids_of("#A=12"), [*ids_of("#A=7"), -1]]
-    assert fields[FORCED].tolist() == wanted
+    expected = [encode("#A=12"), [*encode("#A=7"), -1]]
+    assert fields[FORCED].tolist() == expected
 
 
 def test_numbers_are_answers_and_what_is_none_is_refused_with_its_row():

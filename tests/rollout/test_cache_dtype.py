@@ -51,14 +51,14 @@ def rows(rollouts):
         yield np.pad(row, (0, missing)), len(prompt) - 1, logp
 
 
-def row_pass(tokens, kept, memory):
-    """log p of every token but the first in a plain pass that attends to kept(keys or values), and
-    how far apart the numbers are to which each key and value may be rounded."""
+def row_pass(tokens, rounded, memory):
+    """log p of every token but the first in a plain pass that attends to rounded(keys or values),
+    and how far apart the numbers are to which each key and value may be rounded."""
     model, position = tiny.model(), jnp.arange(len(tokens))[None]
     inner = causal(position, position >= 0)
 
     def attend(query, key, value, memory, kind):
-        read = kept(key, memory.key), kept(value, memory.value)
+        read = rounded(key, memory.key), rounded(value, memory.value)
         return inner(query, read[0], read[1], None, kind)[0], KeyValue(tie(key), tie(value))
 
     hidden, distances = model.apply(tiny.params(), tokens[None], position, attend, memory)
@@ -74,7 +74,7 @@ def tie(leaf):
     return jnp.abs(in_bfloat16(leaf * (1 + TIE)) - in_bfloat16(leaf * (1 - TIE)))
 
 
-def zeros_of(tokens):
+def zero_memory(tokens):
     """For every layer 0 in the place of each key and value."""
     shape = (1, len(tokens), tiny.UNIFORM.num_kv_heads, tiny.UNIFORM.head_dim)
     return (KeyValue(jnp.zeros(shape), jnp.zeros(shape)),) * tiny.UNIFORM.num_layers
@@ -82,9 +82,9 @@ def zeros_of(tokens):
 
 @pytest.mark.parametrize(("config", "dtype"), [(tiny.UNIFORM, "float32"), (NARROW, "bfloat16")])
 def test_a_cache_in_the_models_dtype_is_the_one_of_before_bit_for_bit(config, dtype):
-    found, want = run(config, kv_cache_dtype=dtype), run(config)
-    np.testing.assert_array_equal(found.completion_tokens, want.completion_tokens)
-    np.testing.assert_array_equal(found.behavior_logp, want.behavior_logp)
+    rollouts, want = run(config, kv_cache_dtype=dtype), run(config)
+    np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)
+    np.testing.assert_array_equal(rollouts.behavior_logp, want.behavior_logp)
 
 
 def test_log_probs_are_those_of_rounded_keys_and_values():
@@ -94,16 +94,18 @@ def test_log_probs_are_those_of_rounded_keys_and_values():
 
     @jax.jit
     def plain_and_bound(tokens):
-        of = functools.partial(row_pass, tokens, lambda leaf, add: in_bfloat16(leaf) + add)
-        slopes, distances = jax.jacrev(of, has_aux=True)(zeros_of(tokens))
+        rounded_pass = functools.partial(
+            row_pass, tokens, lambda leaf, add: in_bfloat16(leaf) + add
+        )
+        slopes, distances = jax.jacrev(rounded_pass, has_aux=True)(zero_memory(tokens))
         moved = jax.tree.map(lambda slope, by: jnp.abs(slope * by), slopes, distances)
         bound = sum(leaf.sum((1, 2, 3, 4)) for leaf in jax.tree.leaves(moved))
-        return of(zeros_of(tokens))[0], bound
+        return rounded_pass(zero_memory(tokens))[0], bound
 
     exact = 0
-    for tokens, begin, found in rows(run(kv_cache_dtype="bfloat16")):
-        want, bound = (part[begin : begin + len(found)] for part in plain_and_bound(tokens))
-        assert (np.abs(found - want) <= 3e-5 + bound).all()
+    for tokens, begin, logp in rows(run(kv_cache_dtype="bfloat16")):
+        want, bound = (part[begin : begin + len(logp)] for part in plain_and_bound(tokens))
+        assert (np.abs(logp - want) <= 3e-5 + bound).all()
         exact += not bound.any()
     assert exact > 8  # of 32 samples
 
@@ -116,17 +118,17 @@ def test_log_probs_differ_from_the_trainers_by_less_than_rounding_can_move_them(
 
     @jax.jit
     def plain_and_bound(tokens):
-        of = functools.partial(row_pass, tokens, lambda leaf, error: leaf * (1 + error))
-        slopes = jax.tree.leaves(jax.jacrev(of, has_aux=True)(zeros_of(tokens))[0])
-        return of(zeros_of(tokens))[0], sum(
-            ROUNDED * jnp.abs(one).sum((1, 2, 3, 4)) for one in slopes
+        rounded_pass = functools.partial(row_pass, tokens, lambda leaf, error: leaf * (1 + error))
+        slopes = jax.tree.leaves(jax.jacrev(rounded_pass, has_aux=True)(zero_memory(tokens))[0])
+        return rounded_pass(zero_memory(tokens))[0], sum(
+            ROUNDED * jnp.abs(slope).sum((1, 2, 3, 4)) for slope in slopes
         )
 
     differences, bounds = [], []
-    for tokens, begin, found in rows(run(kv_cache_dtype="bfloat16")):
-        both = plain_and_bound(tokens)
-        plain_logp, bound = (np.asarray(leaf)[begin : begin + len(found)] for leaf in both)
-        differences.append(np.abs(found - plain_logp))
+    for tokens, begin, logp in rows(run(kv_cache_dtype="bfloat16")):
+        arrays = plain_and_bound(tokens)
+        plain_logp, bound = (np.asarray(leaf)[begin : begin + len(logp)] for leaf in arrays)
+        differences.append(np.abs(logp - plain_logp))
         bounds.append(bound)
     difference, bound = np.concatenate(differences), np.concatenate(bounds)
     assert difference.size > 100
@@ -140,27 +142,27 @@ def test_a_product_with_a_narrow_cache_is_exact_to_float32(axes):
     random = np.random.default_rng(0)
     rows = random.normal(size=(3, 5, 16)).astype(np.float32) * 10.0 ** random.integers(-3, 3, 16)
     cached = jnp.asarray(random.normal(size=(3, 16, 7)), jnp.bfloat16)
-    found = jax.jit(plain.times_cache, static_argnums=0)(axes, rows.astype(np.float32), cached)
+    product = jax.jit(plain.times_cache, static_argnums=0)(axes, rows.astype(np.float32), cached)
     want = rows.astype(np.float64) @ np.asarray(cached, np.float64)
     scale = np.abs(rows) @ np.abs(np.asarray(cached, np.float64))
-    assert found.dtype == jnp.float32
-    assert (np.abs(found - want) <= 16 * 2.0**-23 * scale).all()
+    assert product.dtype == jnp.float32
+    assert (np.abs(product - want) <= 16 * 2.0**-23 * scale).all()
 
 
 def program(dtype):
     sizes = {"group_size": WORK.samples, "max_completion_tokens": WORK.completion}
-    asked = settings(**sizes, kv_cache_dtype=dtype)
-    return decode_program(WIDE, WORK, asked, jax.devices()[0]).compiled
+    sampling = settings(**sizes, kv_cache_dtype=dtype)
+    return decode_program(WIDE, WORK, sampling, jax.devices()[0]).compiled
 
 
 def test_the_bytes_of_the_cache_halve_and_no_second_one_is_made():
     wide, narrow = program("auto"), program("bfloat16")
     (_, state, _), _ = narrow.in_avals
-    held = jax.tree.leaves(state.memory)
-    assert {leaf.dtype for leaf in held} == {jnp.dtype(jnp.bfloat16)}
-    cache = sum(leaf.size for leaf in held)
-    plans = [one.memory_analysis() for one in (wide, narrow)]
-    given = [plan.argument_size_in_bytes for plan in plans]
-    assert given[0] - given[1] == 2 * cache
+    cache_leaves = jax.tree.leaves(state.memory)
+    assert {leaf.dtype for leaf in cache_leaves} == {jnp.dtype(jnp.bfloat16)}
+    cache = sum(leaf.size for leaf in cache_leaves)
+    plans = [compiled.memory_analysis() for compiled in (wide, narrow)]
+    argument_bytes = [plan.argument_size_in_bytes for plan in plans]
+    assert argument_bytes[0] - argument_bytes[1] == 2 * cache
     # One layer's cache as float32 would be a quarter of all.
     assert all(plan.temp_size_in_bytes < cache * 4 / WIDE.num_layers / 2 for plan in plans)

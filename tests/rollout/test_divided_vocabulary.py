@@ -50,20 +50,20 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
         model = decoder.build(config, constrain=sharding.constrain(mesh))
         layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
         params = jax.device_put(tiny.params(config), layout)
-        asked = jax.tree.map(
+        prompts = jax.tree.map(
             lambda leaf, mesh=mesh: sharding.put(
                 leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)])
             ),
             tiny.prompts(4, 6),
         )
-        drawn.append(sample(make_sampler(model, settings, mesh), params, asked, KEY))
-    one, two = drawn
-    np.testing.assert_array_equal(one.completion_tokens, two.completion_tokens)
-    np.testing.assert_array_equal(one.token_mask, two.token_mask)
+        drawn.append(sample(make_sampler(model, settings, mesh), params, prompts, KEY))
+    single, two = drawn
+    np.testing.assert_array_equal(single.completion_tokens, two.completion_tokens)
+    np.testing.assert_array_equal(single.token_mask, two.token_mask)
     close = ONE_TOKEN if "top_p" in DISTRIBUTIONS[name] else 1e-5
-    np.testing.assert_allclose(one.behavior_logp, two.behavior_logp, atol=close)
-    assert len(np.unique(one.completion_tokens)) > 8  # not one token again and again
-    assert np.asarray(one.completion_tokens).max() > vocab // 2  # of the second device's part
+    np.testing.assert_allclose(single.behavior_logp, two.behavior_logp, atol=close)
+    assert len(np.unique(single.completion_tokens)) > 8  # not one token again and again
+    assert np.asarray(single.completion_tokens).max() > vocab // 2  # of the second device's part
 
 
 SOON = [("whole", True), ("top_p", True), ("top_k", False)]
@@ -73,8 +73,8 @@ SOON = [("whole", True), ("top_p", True), ("top_k", False)]
 @pytest.mark.parametrize(
     ("name", "tied"),
     [
-        pytest.param(*one, marks=() if one in SOON else pytest.mark.full)
-        for one in itertools.product(DISTRIBUTIONS, (True, False))
+        pytest.param(*case, marks=() if case in SOON else pytest.mark.full)
+        for case in itertools.product(DISTRIBUTIONS, (True, False))
     ],
 )
 def test_decoding_gathers_nothing_as_large_as_the_vocabulary(name, tied, tmp_path):
@@ -88,8 +88,9 @@ def test_decoding_gathers_nothing_as_large_as_the_vocabulary(name, tied, tmp_pat
         blueprint=blueprint._replace(sampling=settings), steps=run.steps._replace(sampler=sampler)
     )
     chips = topologies.topology("v5e:2x2")
-    found = plan.plan(run, chips, ("decode",), dump=tmp_path)
+    decode_plan = plan.plan(run, chips, ("decode",), dump=tmp_path)
     text = (tmp_path / "decode.hlo.txt").read_text()
-    made = compiled_programs.Compiled(found, {"decode": text})
-    assert max(one.depth for _, one in made.collectives()) >= 1  # there are some in the loop
-    assert compiled_programs.gathered_vocabulary(made) == []
+    compilation = compiled_programs.Compiled(decode_plan, {"decode": text})
+    depths = [collective.depth for _, collective in compilation.collectives()]
+    assert max(depths) >= 1  # there are some in the loop
+    assert compiled_programs.gathered_vocabulary(compilation) == []

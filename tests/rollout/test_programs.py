@@ -46,14 +46,14 @@ SMALL = Workload(prompts=2, samples=3, shortest=3, longest=12, completion=16, ra
 
 
 def test_a_copy_as_large_as_a_cache_is_found_alone_and_in_a_fusion_that_writes_it():
-    found = [copy.partition(" =")[0] for copy in large_copies(PROGRAM, CACHE)]
-    assert found == ["body: moved", "main: pair", "main: turned"]
+    names = [copy.partition(" =")[0] for copy in large_copies(PROGRAM, CACHE)]
+    assert names == ["body: moved", "main: pair", "main: turned"]
 
 
 def test_a_copy_in_half_the_precision_has_half_the_bytes():
-    found = large_copies(PROGRAM, CACHE // 2)
-    assert "body: half = bf16[8,64]{0,1:T(8,128)(2,1)S(1)} copy" in found
-    assert len(found) == 4
+    copies = large_copies(PROGRAM, CACHE // 2)
+    assert "body: half = bf16[8,64]{0,1:T(8,128)(2,1)S(1)} copy" in copies
+    assert len(copies) == 4
 
 
 def test_a_transpose_that_a_reduction_reads_and_a_prefetch_are_no_copies():

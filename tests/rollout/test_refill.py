@@ -67,21 +67,21 @@ def filled(step, rounds, waiting=None, factor=9, reverse=False):
 
     def generate(stream):
         number = len(rounds) - len(left)
-        made = tiny.rollouts(np.array(left.pop(0)), seed=number)
-        made = dataclasses.replace(made, ordinal=100 * step + 3 * number + np.arange(3))
+        rollouts = tiny.rollouts(np.array(left.pop(0)), seed=number)
+        rollouts = dataclasses.replace(rollouts, ordinal=100 * step + 3 * number + np.arange(3))
         versions = np.full((3, 2), step, np.int32)
-        made = dataclasses.replace(made, step=np.int32(step), policy_version=versions)
-        made = dataclasses.replace(made, ordinal=made.ordinal.astype(np.int32))
+        rollouts = dataclasses.replace(rollouts, step=np.int32(step), policy_version=versions)
+        rollouts = dataclasses.replace(rollouts, ordinal=rollouts.ordinal.astype(np.int32))
         columns = {"reward": {"letters": [f"{number}.{place}" for place in range(6)]}}
-        return stream, made, RewardLog(columns, {"length": (6.0, 3)}, {"reward": number}, {})
+        return stream, rollouts, RewardLog(columns, {"length": (6.0, 3)}, {"reward": number}, {})
 
     def judge(rollouts):
         total, scored = map(np.asarray, weighted_sum(rollouts.rewards, None))
         return Verdict((total[:, 0] != 0) == reverse, total, scored)
 
-    stream, used, said, metrics = fill(stream_with(waiting), generate, judge, factor)
+    stream, used, reward_log, metrics = fill(stream_with(waiting), generate, judge, factor)
     leftover: Any = stream.waiting
-    return leftover, used, said, finalise(metrics), left
+    return leftover, used, reward_log, finalise(metrics), left
 
 
 def stream_with(waiting=None):
@@ -91,7 +91,7 @@ def stream_with(waiting=None):
 
 def test_rounds_go_on_until_the_step_is_full_and_the_rest_opens_the_next_step():
     rounds = [[FLAT, LIVE, FLAT], [FLAT, FLAT, LIVE], [LIVE, LIVE, LIVE], [LIVE] * 3]
-    leftover, used, said, metrics, left = filled(7, rounds)
+    leftover, used, reward_log, metrics, left = filled(7, rounds)
     assert len(left) == 1
     assert used.ordinal.tolist() == [701, 705, 706]
     assert metrics["refill/groups"] == 9
@@ -100,18 +100,18 @@ def test_rounds_go_on_until_the_step_is_full_and_the_rest_opens_the_next_step():
     assert metrics["refill/older"] == 0
     assert metrics["refill/frac_reward_zero_std"] == pytest.approx(4 / 9)
     assert metrics["refill/reward"] == pytest.approx((4 * 1 + 5 * 0.5) / 9)
-    assert said.metrics == {"length": (18.0, 9)}
-    assert said.failed == {"reward": 3}
-    assert said.extra["letters"] == ["0.2", "0.3", "1.4", "1.5", "2.0", "2.1"]
+    assert reward_log.metrics == {"length": (18.0, 9)}
+    assert reward_log.failed == {"reward": 3}
+    assert reward_log.extra["letters"] == ["0.2", "0.3", "1.4", "1.5", "2.0", "2.1"]
 
     assert leftover.ordinal.tolist() == [707, 708, -1]
-    after, used, said, metrics, _ = filled(8, [[LIVE, FLAT, LIVE]], leftover)
+    after, used, reward_log, metrics, _ = filled(8, [[LIVE, FLAT, LIVE]], leftover)
     assert used.ordinal.tolist() == [707, 708, 800]
     assert used.policy_version[:, 0].tolist() == [7, 7, 8]
     assert used.step == 8
     assert metrics["refill/older"] == pytest.approx(2 / 3)
     assert metrics["refill/groups"] == 3
-    assert said.extra["letters"] == [None] * 4 + ["0.0", "0.1"]
+    assert reward_log.extra["letters"] == [None] * 4 + ["0.0", "0.1"]
     assert after.ordinal.tolist() == [802, -1, -1]
     third = tiny.rollouts(np.array(rounds[2]), seed=2)
     for name in ("completion_tokens", "token_mask", "behavior_logp", "prompt_tokens"):

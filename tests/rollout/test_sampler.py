@@ -58,8 +58,8 @@ def test_the_last_samples_of_each_group_may_take_the_likeliest_tokens(slots):
     drawn, likeliest = run(temperature=0.6, slots=slots), run(temperature=0.0, slots=slots)
     for name, tolerance in (("completion_tokens", 0), ("token_mask", 0), ("behavior_logp", 3e-5)):
         parts = np.split(np.asarray(getattr(mixed, name)), [GROUP - 1], axis=1)
-        for part, whole in zip(parts, (drawn, likeliest), strict=True):
-            want = np.asarray(getattr(whole, name))[:, : part.shape[1]]
+        for part, unmixed in zip(parts, (drawn, likeliest), strict=True):
+            want = np.asarray(getattr(unmixed, name))[:, : part.shape[1]]
             np.testing.assert_allclose(part, want, atol=tolerance)
 
 
@@ -71,8 +71,8 @@ def test_draws_follow_the_softmax():
     token, logp = jax.jit(draw, static_argnums=2)(keys, many, Distribution(0.8))
     prob = np.exp(np.asarray(logits, np.float64) / 0.8)
     prob /= prob.sum()
-    seen = np.bincount(np.asarray(token[0]), minlength=37)
-    statistic = ((seen - count * prob) ** 2 / (count * prob)).sum()
+    counts = np.bincount(np.asarray(token[0]), minlength=37)
+    statistic = ((counts - count * prob) ** 2 / (count * prob)).sum()
     assert statistic < 68  # chi-square with 36 degrees of freedom: p = 0.001
     np.testing.assert_allclose(logp[0], np.log(prob)[np.asarray(token[0])], atol=1e-4)
 
@@ -104,7 +104,7 @@ def test_samples_differ_within_a_group_and_between_steps_and_purposes():
 
 
 def test_a_sample_depends_on_nothing_that_stands_beside_it():
-    whole = run()
+    full_batch = run()
     prompts = tiny.prompts()
     order = np.array([2, 0, 3])
     picked = Prompts(
@@ -115,7 +115,7 @@ def test_a_sample_depends_on_nothing_that_stands_beside_it():
         step=prompts.step,
     )
     part = run(prompts=picked)
-    np.testing.assert_array_equal(part.completion_tokens, whole.completion_tokens[order])
+    np.testing.assert_array_equal(part.completion_tokens, full_batch.completion_tokens[order])
 
 
 @pytest.mark.slow
@@ -130,11 +130,11 @@ def test_the_number_of_slots_changes_no_token(config):
     tokens = int(want.token_mask.sum())
     for slots in (1, 3, 8, 64):
         counted = sampler(config, slots=slots)
-        found, steps = sample_counted(counted, tiny.params(config), prompts, KEY)
-        np.testing.assert_array_equal(found.completion_tokens, want.completion_tokens)
-        np.testing.assert_array_equal(found.token_mask, want.token_mask)
-        np.testing.assert_array_equal(found.truncated, want.truncated)
-        np.testing.assert_allclose(found.behavior_logp, want.behavior_logp, atol=1e-5)
+        rollouts, steps = sample_counted(counted, tiny.params(config), prompts, KEY)
+        np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)
+        np.testing.assert_array_equal(rollouts.token_mask, want.token_mask)
+        np.testing.assert_array_equal(rollouts.truncated, want.truncated)
+        np.testing.assert_allclose(rollouts.behavior_logp, want.behavior_logp, atol=1e-5)
         # Nothing idles but while the last samples end, each of at most STEPS tokens.
         assert tokens <= steps <= tokens + min(slots, 27) * STEPS
     assert np.asarray(want.truncated).any()
@@ -145,8 +145,8 @@ def test_the_number_of_slots_changes_no_token(config):
 def test_prompts_that_wait_for_a_row_of_the_cache_are_sampled_like_others():
     prompts = tiny.prompts(12, seed=7)
     want = run(prompts=prompts)
-    found = run(prompts=prompts, slots=2)  # two rows of the cache for twelve prompts
-    np.testing.assert_array_equal(found.completion_tokens, want.completion_tokens)
+    rollouts = run(prompts=prompts, slots=2)  # two rows of the cache for twelve prompts
+    np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)
 
 
 @pytest.mark.slow
@@ -161,20 +161,20 @@ def test_samples_begin_with_the_tokens_that_are_forced():
     prompts = tiny.prompts()
     forced = np.full((4, GROUP, 3), -1, np.int32)
     forced[0, 0], forced[2, 1, :2] = [7, 8, 9], [5, tiny.END]  # a forced end token ends nothing
-    plain, found = run(), run(prompts=dataclasses.replace(prompts, forced_prefix=forced))
+    plain, prefixed = run(), run(prompts=dataclasses.replace(prompts, forced_prefix=forced))
     same = np.ones((4, GROUP), bool)
     same[0, 0] = same[2, 1] = False
     np.testing.assert_array_equal(
-        np.asarray(found.completion_tokens)[same], np.asarray(plain.completion_tokens)[same]
+        np.asarray(prefixed.completion_tokens)[same], np.asarray(plain.completion_tokens)[same]
     )
     for place, tokens in (((0, 0), [7, 8, 9]), ((2, 1), [5, tiny.END])):
         count = len(tokens)
-        assert found.completion_tokens[place][:count].tolist() == tokens
-        assert not found.token_mask[place][:count].any()
-        assert found.token_mask[place][count]
-        assert not found.behavior_logp[place][:count].any()
-    want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), found)
-    np.testing.assert_allclose(found.behavior_logp, want, atol=3e-5)
+        assert prefixed.completion_tokens[place][:count].tolist() == tokens
+        assert not prefixed.token_mask[place][:count].any()
+        assert prefixed.token_mask[place][count]
+        assert not prefixed.behavior_logp[place][:count].any()
+    want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), prefixed)
+    np.testing.assert_allclose(prefixed.behavior_logp, want, atol=3e-5)
 
 
 def test_a_forced_prefix_that_leaves_nothing_to_draw_is_refused():
@@ -239,19 +239,19 @@ def test_100_000_draws_follow_the_distribution_that_their_log_probs_state(name):
     changes, expected = CUT[name]
     model, params = table_model()
     settings = SamplingSettings(100, 100, 1.0, (), 0, 100, slots=250)._replace(**changes)
-    asked = pad_prompts([np.array([1, 2])] * 10, 2, np.arange(10), np.zeros(10), 0)
-    found = sample(make_sampler(model, settings), params, asked, KEY)
-    tokens = np.asarray(found.completion_tokens).ravel()
+    prompts = pad_prompts([np.array([1, 2])] * 10, 2, np.arange(10), np.zeros(10), 0)
+    rollouts = sample(make_sampler(model, settings), params, prompts, KEY)
+    tokens = np.asarray(rollouts.completion_tokens).ravel()
     assert tokens.size == 100_000
     expected = np.asarray(expected) / np.sum(expected)
-    seen = np.bincount(tokens, minlength=5)
-    kept = expected > 0
-    assert seen[~kept].sum() == 0
-    wanted = expected[kept] * tokens.size
-    statistic = ((seen[kept] - wanted) ** 2 / wanted).sum()
+    counts = np.bincount(tokens, minlength=5)
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    expected_counts = expected[possible] * tokens.size
+    statistic = ((counts[possible] - expected_counts) ** 2 / expected_counts).sum()
     assert statistic < 18.5  # chi-square with at most 4 degrees of freedom: p = 0.001
-    stated = np.log(expected, where=kept, out=np.zeros(5))[tokens]
-    np.testing.assert_allclose(np.asarray(found.behavior_logp).ravel(), stated, atol=2e-4)
+    stated = np.log(expected, where=possible, out=np.zeros(5))[tokens]
+    np.testing.assert_allclose(np.asarray(rollouts.behavior_logp).ravel(), stated, atol=2e-4)
 
 
 def test_one_row_drawn_twice_gets_different_samples():
@@ -272,14 +272,14 @@ def test_the_length_of_a_segment_changes_nothing(segment):
 def test_padding_of_prompts_changes_nothing():
     prompts = tiny.prompts()
     noisy = np.where(prompts.prompt_mask, prompts.prompt_tokens, 7).astype(np.int32)
-    other = run(prompts=Prompts(**{**vars(prompts), "prompt_tokens": noisy}))
-    np.testing.assert_array_equal(other.completion_tokens, run().completion_tokens)
+    rollouts = run(prompts=Prompts(**{**vars(prompts), "prompt_tokens": noisy}))
+    np.testing.assert_array_equal(rollouts.completion_tokens, run().completion_tokens)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 def test_four_devices_sample_what_one_samples(axis):
-    one = run(temperature=1.0)
+    single = run(temperature=1.0)
     sizes = {"data": 1, axis: 4} if axis != "tensor" else {"data": 2, "tensor": 2}
     mesh = sharding.make_mesh(**sizes)
     model = decoder.build(tiny.UNIFORM, constrain=sharding.constrain(mesh))
@@ -291,8 +291,8 @@ def test_four_devices_sample_what_one_samples(axis):
         tiny.prompts(),
     )
     four = sample(make_sampler(model, settings, mesh), params, prompts, KEY)
-    np.testing.assert_array_equal(four.completion_tokens, one.completion_tokens)
-    np.testing.assert_allclose(four.behavior_logp, one.behavior_logp, atol=3e-5)
+    np.testing.assert_array_equal(four.completion_tokens, single.completion_tokens)
+    np.testing.assert_allclose(four.behavior_logp, single.behavior_logp, atol=3e-5)
     bins = sharding.num_bins(mesh)
     assert len(four.completion_tokens.sharding.device_set) == 4
     assert four.completion_tokens.addressable_shards[0].data.shape[0] == 4 // bins

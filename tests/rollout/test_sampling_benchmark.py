@@ -28,8 +28,8 @@ def test_the_peer_has_our_model_and_counts_what_it_generates(ragged):
     assert max(tokens) <= 2 * 3 * 5
     assert (min(tokens) == 2 * 3 * 5) is not ragged
     np.testing.assert_array_equal(peer.mask[0].bool(), prompts.prompt_mask[0][::-1])
-    kept = peer.tokens[0][peer.mask[0].bool()]
-    np.testing.assert_array_equal(kept, prompts.prompt_tokens[0][prompts.prompt_mask[0]])
+    prompt_tokens = peer.tokens[0][peer.mask[0].bool()]
+    np.testing.assert_array_equal(prompt_tokens, prompts.prompt_tokens[0][prompts.prompt_mask[0]])
 
 
 def test_a_ratio_is_of_seconds_per_token_in_each_round():

@@ -40,16 +40,16 @@ def knowing(policy, rates, seed=SEED):
 
 def drawn(policy, state, n, steps, cursor=0):
     """The ordinals of some steps, observed by nobody."""
-    chosen = []
+    selected = []
     for _ in range(steps):
         ordinals = policy.select(state, cursor, n)
         assert ordinals.shape == (n,)
         assert ordinals.dtype == np.int32
         assert (np.diff(ordinals) > 0).all()
         assert ordinals[0] >= cursor
-        chosen.append(ordinals)
+        selected.append(ordinals)
         cursor = int(ordinals.max()) + 1
-    return np.concatenate(chosen)
+    return np.concatenate(selected)
 
 
 @pytest.mark.parametrize("make", [no_positive_resampling, difficulty_band])
@@ -59,7 +59,7 @@ def test_without_knowledge_every_row_comes_as_in_the_plain_stream(make):
     np.testing.assert_array_equal(ordinals, np.arange(40))
 
 
-def chance_of(policy):
+def row_chances(policy):
     """The chances of a policy that has them."""
     assert policy.chance is not None
     return policy.chance
@@ -71,9 +71,9 @@ def test_a_solved_row_leaves_later_epochs_and_the_others_keep_their_order():
     half = [[1.0, 1.0, 0.0, 0.0]]
     state = policy.observe(state, groups([3, 7, 8], score=[*half, [1, 1, 1, 0], [NAN] * 4]))
     ordinals = drawn(policy, state, 19, steps=2)
-    kept = [i for i in range(40) if row_of(i, ROWS, SEED) != 7]
-    assert ordinals.tolist() == kept
-    assert chance_of(policy)(state, 4).tolist() == [float(row != 7) for row in range(ROWS)]
+    eligible = [i for i in range(40) if row_of(i, ROWS, SEED) != 7]
+    assert ordinals.tolist() == eligible
+    assert row_chances(policy)(state, 4).tolist() == [float(row != 7) for row in range(ROWS)]
 
 
 def test_the_rate_of_a_group_is_of_scored_samples_and_the_weighted_sum_judges():
@@ -98,7 +98,7 @@ def test_a_reward_or_rate_at_the_threshold_has_reached_it():
     """0.9 as float32 is less than 0.9."""
     policy = no_positive_resampling(threshold=0.9, success=0.9)
     state = policy.observe(policy.init(2, 0), groups([1], r=[[0.9] * 9 + [0.8]]))
-    assert chance_of(policy)(state, 1).tolist() == [1, 0]
+    assert row_chances(policy)(state, 1).tolist() == [1, 0]
 
 
 def test_rates_are_a_running_mean_and_a_row_drawn_twice_is_seen_twice():
@@ -125,9 +125,9 @@ def test_when_too_few_rows_are_left_the_least_solved_come_back():
 def test_outside_the_band_the_nearest_come_back():
     policy = difficulty_band(low=0.2, high=0.8)
     state = knowing(policy, [0.0, 0.15, 0.5, 0.9, 1.0, NAN])
-    assert chance_of(policy)(state, 2).tolist() == [0, 0, 1, 0, 0, 1]
-    assert chance_of(policy)(state, 4).tolist() == [0, 1, 1, 1, 0, 1]
-    assert chance_of(policy)(state, 100).tolist() == [1] * 6
+    assert row_chances(policy)(state, 2).tolist() == [0, 0, 1, 0, 0, 1]
+    assert row_chances(policy)(state, 4).tolist() == [0, 1, 1, 1, 0, 1]
+    assert row_chances(policy)(state, 100).tolist() == [1] * 6
 
 
 def test_uncertain_rows_come_in_proportion_to_their_weight():
@@ -137,8 +137,8 @@ def test_uncertain_rows_come_in_proportion_to_their_weight():
     certain = (rows >= 10).mean()
     expected = 0.05 / (0.55 + 0.05)
     assert abs(certain - expected) < 4 * np.sqrt(expected * (1 - expected) / len(rows))
-    np.testing.assert_allclose(chance_of(policy)(state, 5)[[0, 10]], [1.0, 0.05 / 0.55])
-    assert (chance_of(policy)(policy.init(4, 0), 2) == 1).all()
+    np.testing.assert_allclose(row_chances(policy)(state, 5)[[0, 10]], [1.0, 0.05 / 0.55])
+    assert (row_chances(policy)(policy.init(4, 0), 2) == 1).all()
 
 
 def test_no_row_starves_though_all_but_one_are_unlikely():
@@ -158,7 +158,7 @@ def test_a_choice_depends_on_state_and_cursor_alone_and_state_keeps_its_form(nam
     policy, again = (build_policy({"use": name, "decay": 0.3}) for _ in range(2))
     random = np.random.default_rng(0)
     outcomes = random.random((10, 4, 6)) < random.random((10, 4, 1))
-    state, cursor, chosen = policy.init(ROWS, SEED), 0, []
+    state, cursor, selected = policy.init(ROWS, SEED), 0, []
     form = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
     for step, outcome in enumerate(outcomes):
         if step == 5:
@@ -166,12 +166,12 @@ def test_a_choice_depends_on_state_and_cursor_alone_and_state_keeps_its_form(nam
         ordinals = policy.select(state, cursor, 4)
         cursor = int(ordinals.max()) + 1
         state = policy.observe(state, groups(row_of(ordinals, ROWS, SEED), r=outcome))
-        chosen.append(ordinals.tolist())
+        selected.append(ordinals.tolist())
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == form
         assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state))
     assert cursor > 40  # some were left out
     repeated, cursor = saved
-    for outcome, before in zip(outcomes[5:], chosen[5:], strict=True):
+    for outcome, before in zip(outcomes[5:], selected[5:], strict=True):
         ordinals = again.select(repeated, cursor, 4)
         assert ordinals.tolist() == before
         cursor = int(ordinals.max()) + 1
@@ -191,7 +191,7 @@ EXPECTED = [0, 1, 3, 5, 6, 8, 11, 14]
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         (
             {"use": "spo_prority"},
@@ -206,9 +206,9 @@ EXPECTED = [0, 1, 3, 5, 6, 8, 11, 14]
         ({"use": "spo_priority", "reward": "digit"}, "none of the rewards: did you mean 'digits'"),
     ],
 )
-def test_a_config_refuses_what_no_policy_takes(spec, said):
+def test_a_config_refuses_what_no_policy_takes(spec, message):
     rewards = [{"use": "arithmetic"}, {"use": "x:y", "name": "digits"}]
-    with pytest.raises(ConfigError, match=rf"rollout\.prompts: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"rollout\.prompts: .*{message}"):
         configs.from_dict({"rewards": rewards, "rollout": {"prompts": spec}})
 
 
@@ -223,14 +223,14 @@ def test_own_code_may_choose_the_prompts():
 
 def test_the_prompt_policy_of_the_examples_lets_solved_rows_rest(repository):
     policy = own_code.load(f"{repository}/examples/own_prompts.py:rest_when_solved")(steps=2)
-    state, seen = policy.init(3, 0), []
+    state, rows_by_step = policy.init(3, 0), []
     for cursor in range(0, 12, 2):
         ordinals = policy.select(state, cursor, 2)
         row = row_of(ordinals, 3, 0)
-        seen.append(sorted(row.tolist()))
-        right = [[1.0, float(one == 0)] for one in row]  # row 0 is always solved
+        rows_by_step.append(sorted(row.tolist()))
+        right = [[1.0, float(number == 0)] for number in row]  # row 0 is always solved
         state = policy.observe(state, groups(row, arithmetic=right))
-    solved = [0 in rows for rows in seen]
+    solved = [0 in rows for rows in rows_by_step]
     assert any(solved)
     first = solved.index(True)
     assert solved[first + 1 : first + 3] == [False, False]

@@ -28,8 +28,8 @@ RAGGED = Workload(prompts=8, samples=8, shortest=3, longest=12, completion=48, r
 
 def test_slots_get_rows_of_their_own_once_they_are_no_more_than_the_rows():
     shared = [Size(40, 16, False), Size(32, 16, False), Size(24, 16, False)]
-    own = [Size(16, 16, True), Size(8, 8, True), Size(4, 4, True)]
-    assert sizes_below(Size(64, 16, False)) == shared + own
+    separate = [Size(16, 16, True), Size(8, 8, True), Size(4, 4, True)]
+    assert sizes_below(Size(64, 16, False)) == shared + separate
 
 
 def test_a_slot_for_every_sample_keeps_its_rows_until_they_are_few():

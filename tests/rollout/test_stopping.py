@@ -35,11 +35,11 @@ def sampler(**changes):
 
 def run(prompts=None, **changes):
     prompts = tiny.prompts(9, seed=5) if prompts is None else prompts
-    found = sample(sampler(**changes), tiny.params(), prompts, KEY)
-    return jax.tree.map(np.asarray, found)
+    rollouts = sample(sampler(**changes), tiny.params(), prompts, KEY)
+    return jax.tree.map(np.asarray, rollouts)
 
 
-def of_bytes():
+def byte_tokenizer():
     """A tokenizer whose tokens are bytes, so that letters beyond ASCII take several."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
@@ -60,7 +60,7 @@ def test_rewards_get_the_text_in_which_stop_strings_are_found():
 
 
 def test_the_end_is_the_token_that_completes_the_first_string():
-    tokenizer = of_bytes()
+    tokenizer = byte_tokenizer()
     stop = StopStrings(tokenizer, ["</a>", "é"])
     tokens = np.asarray(tokenizer("è 12</a</a> é")["input_ids"])
     assert stop.end(tokens, 0) == len(tokenizer("è 12</a</a>")["input_ids"])
@@ -70,7 +70,7 @@ def test_the_end_is_the_token_that_completes_the_first_string():
 
 
 def test_looking_piece_by_piece_finds_the_same_end():
-    tokenizer, random = of_bytes(), np.random.default_rng(0)
+    tokenizer, random = byte_tokenizer(), np.random.default_rng(0)
     stop = StopStrings(tokenizer, ["aé", "</x"])
     pieces = tokenizer("aéb</x>é")["input_ids"]
     ends = 0
@@ -78,12 +78,12 @@ def test_looking_piece_by_piece_finds_the_same_end():
         tokens = random.choice(pieces, 200)
         prefixes = (n for n in range(1, 201) if stop.end(tokens[:n], n - 1) == n)
         texts = (n for n in range(1, 201) if stop._is_in(tokens[:n]))
-        want, seen, found = next(texts, None), 0, None
+        want, searched, end = next(texts, None), 0, None
         assert next(prefixes, None) == want
-        while found is None and seen < len(tokens):
-            upto = seen + int(random.integers(1, 40))
-            found, seen = stop.end(tokens[:upto], seen), upto
-        assert found == want
+        while end is None and searched < len(tokens):
+            upto = searched + int(random.integers(1, 40))
+            end, searched = stop.end(tokens[:upto], searched), upto
+        assert end == want
         ends += want is not None
     assert 10 < ends < 60
 
@@ -106,7 +106,7 @@ def test_samples_end_exactly_with_a_stop_string(changes):
     plain = run(min_completion_tokens=3)
     strings = ["F", "BC", "Z"]
     stop = StopStrings(Letters(), strings)
-    found = run(stop_strings=stop, min_completion_tokens=3, **changes)
+    stopped = run(stop_strings=stop, min_completion_tokens=3, **changes)
 
     def end(tokens, _):
         text = Letters().decode(tokens, False)
@@ -115,14 +115,14 @@ def test_samples_end_exactly_with_a_stop_string(changes):
 
     length, ended = cut(plain, end)
     live = np.arange(STEPS) < length[..., None]
-    np.testing.assert_array_equal(found.token_mask, live)
+    np.testing.assert_array_equal(stopped.token_mask, live)
     np.testing.assert_array_equal(
-        found.completion_tokens, np.where(live, plain.completion_tokens, tiny.PAD)
+        stopped.completion_tokens, np.where(live, plain.completion_tokens, tiny.PAD)
     )
     np.testing.assert_allclose(
-        found.behavior_logp, np.where(live, plain.behavior_logp, 0), atol=1e-5
+        stopped.behavior_logp, np.where(live, plain.behavior_logp, 0), atol=1e-5
     )
-    np.testing.assert_array_equal(found.truncated, plain.truncated & ~ended)
+    np.testing.assert_array_equal(stopped.truncated, plain.truncated & ~ended)
 
 
 @pytest.mark.slow
@@ -132,12 +132,14 @@ def test_a_forced_prefix_holds_no_stop_string():
     forced[:, 0], forced[:, 1, 0] = [5, 5, 5], 7
     prompts = dataclasses.replace(prompts, forced_prefix=forced)
     plain = run(prompts=prompts)
-    found = run(prompts=prompts, stop_strings=StopStrings(Letters(), ["F"]))
+    stopped = run(prompts=prompts, stop_strings=StopStrings(Letters(), ["F"]))
     for place in np.ndindex(4, GROUP):
         drawn = plain.completion_tokens[place][plain.token_mask[place]]
         hits = np.flatnonzero(drawn == 5)
         want = drawn[: hits[0] + 1] if hits.size else drawn
-        np.testing.assert_array_equal(found.completion_tokens[place][found.token_mask[place]], want)
+        np.testing.assert_array_equal(
+            stopped.completion_tokens[place][stopped.token_mask[place]], want
+        )
 
 
 @pytest.mark.slow
@@ -157,12 +159,12 @@ def test_samples_end_where_the_last_tokens_have_too_little_confidence(slots):
 
     length, ended = cut(plain, end)
     stop = EarlyStop(threshold, window, tokens=5)
-    found = run(temperature=0.8, early_stop=stop, slots=slots)
+    stopped = run(temperature=0.8, early_stop=stop, slots=slots)
     live = np.arange(STEPS) < length[..., None]
-    np.testing.assert_array_equal(found.token_mask, live)
+    np.testing.assert_array_equal(stopped.token_mask, live)
     np.testing.assert_array_equal(
-        found.completion_tokens, np.where(live, plain.completion_tokens, tiny.PAD)
+        stopped.completion_tokens, np.where(live, plain.completion_tokens, tiny.PAD)
     )
-    np.testing.assert_array_equal(found.truncated, plain.truncated | ended)
+    np.testing.assert_array_equal(stopped.truncated, plain.truncated | ended)
     never = run(temperature=0.8, early_stop=EarlyStop(-np.inf, window, 5))
     np.testing.assert_array_equal(never.completion_tokens, plain.completion_tokens)

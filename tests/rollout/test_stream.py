@@ -56,7 +56,7 @@ def test_the_default_policy_takes_the_next_ordinals_and_remembers_nothing():
     assert state == {}
 
 
-def prompts_of(ordinals, tokens, *, seed, step, width):
+def padded_prompts(ordinals, tokens, *, seed, step, width):
     rows = row_of(ordinals, len(tokens), seed)
     return pad_prompts([tokens[row] for row in rows], width, ordinals, rows, step)
 
@@ -64,12 +64,12 @@ def prompts_of(ordinals, tokens, *, seed, step, width):
 def test_prompts_are_padded_on_the_right_and_say_where_they_come_from():
     tokens = [np.array([5, 6, 7], np.int32), np.array([8], np.int32)]
     ordinals = np.array([4, 5, 6], np.int32)
-    prompts = prompts_of(ordinals, tokens, seed=2, step=9, width=4)
+    prompts = padded_prompts(ordinals, tokens, seed=2, step=9, width=4)
     rows = row_of(ordinals, 2, 2)
     padded = {0: [5, 6, 7, 0], 1: [8, 0, 0, 0]}
-    own = {0: [True, True, True, False], 1: [True, False, False, False]}
+    masks = {0: [True, True, True, False], 1: [True, False, False, False]}
     np.testing.assert_array_equal(prompts.prompt_tokens, [padded[int(row)] for row in rows])
-    np.testing.assert_array_equal(prompts.prompt_mask, [own[int(row)] for row in rows])
+    np.testing.assert_array_equal(prompts.prompt_mask, [masks[int(row)] for row in rows])
     np.testing.assert_array_equal(prompts.ordinal, ordinals)
     np.testing.assert_array_equal(prompts.row, rows)
     assert int(prompts.step) == 9
@@ -79,11 +79,11 @@ def test_prompts_are_padded_on_the_right_and_say_where_they_come_from():
 
 def test_a_row_drawn_twice_in_one_step_has_two_ordinals():
     tokens = [np.array([1], np.int32), np.array([2], np.int32)]
-    prompts = prompts_of(np.arange(4, dtype=np.int32), tokens, seed=0, step=0, width=1)
+    prompts = padded_prompts(np.arange(4, dtype=np.int32), tokens, seed=0, step=0, width=1)
     assert sorted(np.asarray(prompts.row).tolist()) == [0, 0, 1, 1]
     assert np.asarray(prompts.ordinal).tolist() == [0, 1, 2, 3]
 
 
 def test_a_prompt_that_does_not_fit_is_never_cut():
     with pytest.raises(ValueError, match="has 3 tokens, more than the 2"):
-        prompts_of(np.array([0]), [np.array([1, 2, 3], np.int32)], seed=0, step=0, width=2)
+        padded_prompts(np.array([0]), [np.array([1, 2, 3], np.int32)], seed=0, step=0, width=2)

@@ -22,24 +22,24 @@ CUTS = [(0, 1.0), (1, 1.0), (5, 1.0), (36, 1.0), (99, 1.0), (0, 0.3), (0, 0.9), 
 
 def kept_by_sorting(logits, top_k, top_p):
     """The tokens that stay of one row, one by one from the likeliest, ties together."""
-    kept = np.ones(len(logits), bool)
+    in_top_k = np.ones(len(logits), bool)
     if 0 < top_k < len(logits):
-        kept = logits >= np.sort(logits)[-top_k]
-    weight = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0)
+        in_top_k = logits >= np.sort(logits)[-top_k]
+    weight = np.where(in_top_k, np.exp(logits.astype(np.float64) - logits.max()), 0)
     weight /= weight.sum()
-    for threshold in sorted(set(logits[kept].tolist()), reverse=True):
-        chosen = kept & (logits >= threshold)
-        if weight[chosen].sum() >= top_p - 1e-9:
-            return chosen
-    return kept
+    for threshold in sorted(set(logits[in_top_k].tolist()), reverse=True):
+        nucleus = in_top_k & (logits >= threshold)
+        if weight[nucleus].sum() >= top_p - 1e-9:
+            return nucleus
+    return in_top_k
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), CUTS)
 def test_what_stays_is_what_sorting_finds(top_k, top_p):
     cut = np.asarray(jax.jit(truncate, static_argnums=(1, 2))(LOGITS, top_k, top_p))
     for row, got in zip(LOGITS, cut, strict=True):
-        kept = kept_by_sorting(row, top_k, top_p)
-        np.testing.assert_array_equal(got, np.where(kept, row, -np.inf))
+        remaining = kept_by_sorting(row, top_k, top_p)
+        np.testing.assert_array_equal(got, np.where(remaining, row, -np.inf))
 
 
 def test_draws_follow_the_cut_softmax_and_state_its_probabilities():
@@ -49,13 +49,13 @@ def test_draws_follow_the_cut_softmax_and_state_its_probabilities():
     many = jnp.broadcast_to(jnp.asarray(logits), (1, count, 37))
     run = jax.jit(functools.partial(draw, distribution=Distribution(2.0, 12, 0.9)))
     token, logp = run(keys, many)
-    kept = kept_by_sorting(logits / 2, 12, 0.9)
-    assert 3 < kept.sum() < 12
-    prob = np.where(kept, np.exp(logits.astype(np.float64) / 2), 0)
+    remaining = kept_by_sorting(logits / 2, 12, 0.9)
+    assert 3 < remaining.sum() < 12
+    prob = np.where(remaining, np.exp(logits.astype(np.float64) / 2), 0)
     prob /= prob.sum()
-    seen = np.bincount(np.asarray(token[0]), minlength=37)
-    assert seen[~kept].sum() == 0
-    statistic = ((seen - count * prob)[kept] ** 2 / (count * prob)[kept]).sum()
+    counts = np.bincount(np.asarray(token[0]), minlength=37)
+    assert counts[~remaining].sum() == 0
+    statistic = ((counts - count * prob)[remaining] ** 2 / (count * prob)[remaining]).sum()
     assert statistic < 31  # chi-square with at most 11 degrees of freedom: p = 0.001
     np.testing.assert_allclose(logp[0], np.log(prob[np.asarray(token[0])]), atol=1e-5)
 

@@ -69,8 +69,8 @@ def test_gradients_are_those_of_a_vocabulary_with_text_alone():
     targets = rng.choice(np.flatnonzero(HAS_TEXT), (1, 6))
 
     def loss(params, unembed, targets):
-        given = (lambda hidden: unembed(params, hidden), hidden, jnp.asarray(targets))
-        logp, entropy = token_logprobs(*given, temperature=0.5, entropy="gradient")
+        arguments = (lambda hidden: unembed(params, hidden), hidden, jnp.asarray(targets))
+        logp, entropy = token_logprobs(*arguments, temperature=0.5, entropy="gradient")
         assert entropy is not None
         return (logp + 0.3 * entropy).sum()
 
@@ -79,11 +79,11 @@ def test_gradients_are_those_of_a_vocabulary_with_text_alone():
 
     places = np.cumsum(HAS_TEXT)[targets] - 1
     slope = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    value, found = slope(tiny.params(), tiny.model(GAPS).unembed, targets)
+    value, gradient = slope(tiny.params(), tiny.model(GAPS).unembed, targets)
     want_value, want = slope(tiny.params(), small, places)
     np.testing.assert_allclose(value, want_value, rtol=1e-5)
-    np.testing.assert_allclose(found["head"]["table"], want["head"]["table"], atol=1e-4)
-    assert (np.asarray(found["head"]["table"])[~HAS_TEXT] == 0).all()
+    np.testing.assert_allclose(gradient["head"]["table"], want["head"]["table"], atol=1e-4)
+    assert (np.asarray(gradient["head"]["table"])[~HAS_TEXT] == 0).all()
 
 
 @pytest.mark.slow
@@ -96,9 +96,9 @@ def test_a_vocabulary_over_two_devices_gives_the_same_tokens():
     prompts = jax.tree.map(lambda leaf: sharding.put(leaf, everywhere), tiny.prompts(8))
     params = jax.device_put(tiny.params(), layout)
     split = sample(make_sampler(model, settings, mesh), params, prompts, KEY)
-    one = drawn(group_size=2, max_completion_tokens=8)
-    np.testing.assert_array_equal(split.completion_tokens, one.completion_tokens)
-    np.testing.assert_allclose(split.behavior_logp, one.behavior_logp, atol=3e-5)
+    single = drawn(group_size=2, max_completion_tokens=8)
+    np.testing.assert_array_equal(split.completion_tokens, single.completion_tokens)
+    np.testing.assert_allclose(split.behavior_logp, single.behavior_logp, atol=3e-5)
 
 
 @pytest.mark.slow
@@ -119,14 +119,14 @@ def test_an_evaluation_measures_over_tokens_with_text():
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     rescore = make_rescorer(tiny.model(few), mesh, temperature=1.0, confidence=True, base=base)
     assert rescore is not None
-    found = jax.tree.map(np.asarray, rescore(tiny.params(), rollouts))
+    measured = jax.tree.map(np.asarray, rescore(tiny.params(), rollouts))
     table = np.asarray(tiny.whole_tables(tiny.UNIFORM, tiny.params(), rollouts), np.float64)
     table = np.delete(table, [*range(2, 5), *range(14, tiny.VOCAB)], -1)
     want = np.log(np.exp(table).sum(-1)) - table.mean(-1)  # of 11 tokens, not of 20
     mask = np.asarray(rollouts.token_mask)
-    np.testing.assert_allclose(found["confidence"][mask], want[mask], rtol=1e-4)
+    np.testing.assert_allclose(measured["confidence"][mask], want[mask], rtol=1e-4)
     for name in ("kl", "clamped", "logp_gap"):
-        np.testing.assert_allclose(found[name], 0, atol=1e-5)
+        np.testing.assert_allclose(measured[name], 0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,8 @@ def packed(rows: list[list[int]], row_prompt: list[int], lengths: list[int], wid
             segment[0, row, span] = number
             position[0, row, span] = lengths[row_prompt[row]] + np.arange(length)
             start += length
-    asked, real = (np.asarray([numbers], np.int32) for numbers in (row_prompt, lengths))
-    return Packed(segment, position, asked, real, width)
+    prompt_index, real = (np.asarray([numbers], np.int32) for numbers in (row_prompt, lengths))
+    return Packed(segment, position, prompt_index, real, width)
 
 
 SEVERAL = packed([[5, 6], [12], [3, 3, 3]], [1, 0, 1], [3, 5], width=5, size=12)
@@ -72,11 +72,11 @@ def mask_of_rows(packed: Packed, kind: LayerKind) -> np.ndarray:
     for row in range(rows):
         length = packed.prompt_length[0, packed.row_prompt[0, row]]
         for query in range(size):
-            own, at = packed.segment[0, row, query], packed.position[0, row, query]
+            segment, at = packed.segment[0, row, query], packed.position[0, row, query]
             for key in range(packed.width + size):
                 in_row = key - packed.width
                 where = key if in_row < 0 else packed.position[0, row, in_row]
-                real = key < length if in_row < 0 else packed.segment[0, row, in_row] == own
+                real = key < length if in_row < 0 else packed.segment[0, row, in_row] == segment
                 near = kind.window is None or at - where < kind.window
                 mask[0, row, query, key] = real and where <= at and near
     return mask
@@ -97,7 +97,7 @@ def formula(query: Array, key: Array, value: Array, mask, soft_cap: float | None
 def formula_of_rows(packed: Packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
     """What `rows_with_prefix` computes."""
     keys, values = (
-        jnp.concatenate([prefix[:, packed.row_prompt[0]], own], axis=-3)
-        for prefix, own in ((prefix_key, key), (prefix_value, value))
+        jnp.concatenate([prefix[:, packed.row_prompt[0]], rows], axis=-3)
+        for prefix, rows in ((prefix_key, key), (prefix_value, value))
     )
     return formula(query, keys, values, mask_of_rows(packed, kind), kind.soft_cap)

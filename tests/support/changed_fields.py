@@ -137,7 +137,7 @@ ROPES: list[dict[str, Any]] = [
 ]
 
 
-def of(fields: dict[str, Any]) -> Iterator[Change]:
+def config_changes(fields: dict[str, Any]) -> Iterator[Change]:
     """All changes of one family's config.json."""
     for name, values in OWN.items():
         if name in fields:
@@ -147,10 +147,10 @@ def of(fields: dict[str, Any]) -> Iterator[Change]:
         if name not in fields:
             for value in values:
                 yield name, _with(fields, **{name: value})
-    yield from of_ropes(fields)
+    yield from rope_changes(fields)
 
 
-def of_ropes(fields: dict[str, Any]) -> Iterator[Change]:
+def rope_changes(fields: dict[str, Any]) -> Iterator[Change]:
     """Changes of the rotary positions, as transformers 5 and 4 name them."""
     now = fields["rope_parameters"]
     plain = _with(fields, rope_parameters=ABSENT)

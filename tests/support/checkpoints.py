@@ -103,7 +103,7 @@ RICH: dict[str, dict[str, Any]] = {
 """Family -> fields that leave what its smallest model would compute."""
 
 
-def config_of(family: str, **changes: Any) -> Any:
+def transformers_config(family: str, **changes: Any) -> Any:
     """The transformers config of a family's small model, with what makes the family different."""
     from transformers import CONFIG_MAPPING
 
@@ -141,19 +141,19 @@ def batch(seed: int = 0, length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
     return tokens * mask, mask
 
 
-def logits_of(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """[B, T, V] of transformers, with positions that count the real tokens."""
     import torch
 
     position = np.maximum(mask.cumsum(1) - 1, 0)
     with torch.no_grad():
-        given = [torch.as_tensor(one) for one in (tokens, mask, position)]
-        return model(given[0], attention_mask=given[1], position_ids=given[2]).logits.numpy()
+        inputs = [torch.as_tensor(array) for array in (tokens, mask, position)]
+        return model(inputs[0], attention_mask=inputs[1], position_ids=inputs[2]).logits.numpy()
 
 
-def fields_of(family: str, **changes: Any) -> dict[str, Any]:
+def config_fields(family: str, **changes: Any) -> dict[str, Any]:
     """config.json of a family's rich small model, as transformers writes it."""
-    config = config_of(family, **changes)
+    config = transformers_config(family, **changes)
     architecture = {"gemma3_text": "Gemma3ForCausalLM"}.get(family)
     config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]
     return json.loads(config.to_json_string())

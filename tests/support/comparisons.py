@@ -48,7 +48,7 @@ def write(model: Path, folder: Path, steps: int = 6, **changes: Any) -> Path:
     }
     folder.mkdir(exist_ok=True)
     (folder / "base.toml").write_text(tomli_w.dumps(base))
-    whole = {
+    comparison = {
         "base": "base.toml",
         "dir": str(folder / "out"),
         "control": "grpo",
@@ -56,14 +56,14 @@ def write(model: Path, folder: Path, steps: int = 6, **changes: Any) -> Path:
         "seeds": 6,
         **changes,
     }
-    (folder / "x.toml").write_text(tomli_w.dumps(whole))
+    (folder / "x.toml").write_text(tomli_w.dumps(comparison))
     return folder / "x.toml"
 
 
-def arms_of(experiment: experiments.Experiment) -> dict[str, Any]:
+def arm_tables(experiment: experiments.Experiment) -> dict[str, Any]:
     """The arms as its file has them."""
-    own = experiment.own_rates
+    arm_rates = experiment.own_rates
     return {
-        arm: {**table, **({"learning_rates": list(own[arm])} if arm in own else {})}
+        arm: {**table, **({"learning_rates": list(arm_rates[arm])} if arm in arm_rates else {})}
         for arm, table in experiment.arms.items()
     }

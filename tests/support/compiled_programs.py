@@ -32,7 +32,9 @@ class Compiled(NamedTuple):
         work = costs.program_work(run)
         for name, text in self.texts.items():
             mesh = dict(plan.program_mesh(run, name).shape)
-            yield from ((name, one) for one in hlo.collectives(text, mesh, work[name].loops))
+            yield from (
+                (name, collective) for collective in hlo.collectives(text, mesh, work[name].loops)
+            )
 
 
 def compiled(
@@ -49,62 +51,67 @@ def compiled(
       folder: for their text.
     """
     read = files.from_dict(config) if isinstance(config, dict) else files.load(config, overrides)
-    asked = topology or read.plan.topology
-    assert asked is not None
-    chips = topologies.topology(asked, 1 if topology else read.plan.slices)
-    found = plan.plan(plan.built(read, chips), chips, names, dump=folder)
-    texts = {one.name: (folder / f"{one.name}.hlo.txt").read_text() for one in found.planned}
-    return Compiled(found, texts)
+    topology_name = topology or read.plan.topology
+    assert topology_name is not None
+    chips = topologies.topology(topology_name, 1 if topology else read.plan.slices)
+    config_plan = plan.plan(plan.built(read, chips), chips, names, dump=folder)
+    texts = {
+        program.name: (folder / f"{program.name}.hlo.txt").read_text()
+        for program in config_plan.planned
+    }
+    return Compiled(config_plan, texts)
 
 
-def problems(made: Compiled) -> list[str]:
+def problems(compilation: Compiled) -> list[str]:
     """All that is wrong."""
     return [
         *(
-            f"does not fit: {made.plan.problem or made.plan.peak}"
+            f"does not fit: {compilation.plan.problem or compilation.plan.peak}"
             for _ in [0]
-            if not made.plan.fits
+            if not compilation.plan.fits
         ),
-        *full_logits(made),
-        *float32_gathers(made),
-        *gathered_vocabulary(made),
-        *not_aliased(made),
-        *large_decoding(made),
-        *without_kernel(made),
+        *full_logits(compilation),
+        *float32_gathers(compilation),
+        *gathered_vocabulary(compilation),
+        *not_aliased(compilation),
+        *large_decoding(compilation),
+        *without_kernel(compilation),
     ]
 
 
-def full_logits(made: Compiled) -> list[str]:
+def full_logits(compilation: Compiled) -> list[str]:
     """Arrays of the vocabulary, or a device's part of it, times the tokens of a micro-batch."""
-    blueprint, sizes = made.plan.run.blueprint, _vocabularies(made.plan)
+    blueprint, sizes = compilation.plan.run.blueprint, _vocabularies(compilation.plan)
     tokens = blueprint.geometry.tokens // blueprint.mesh.shape["context"]
     assert tokens > blueprint.model.config.hidden_size, "weights would be taken for logits"
-    found = set()
+    findings = set()
     for name in ("score", "update"):
-        for array in set(hlo.arrays(made.texts.get(name, ""))):
+        for array in set(hlo.arrays(compilation.texts.get(name, ""))):
             vocabulary = max((size for size in _spans(array.shape) if size in sizes), default=0)
             if vocabulary and math.prod(array.shape) >= tokens * vocabulary:
-                found.add(f"{name}: {_shown(array)} holds the logits of {tokens} tokens or more")
-    return sorted(found)
+                findings.add(f"{name}: {_shown(array)} holds the logits of {tokens} tokens or more")
+    return sorted(findings)
 
 
-def float32_gathers(made: Compiled) -> list[str]:
+def float32_gathers(compilation: Compiled) -> list[str]:
     """Weights that are gathered in more bits than they are computed with."""
-    config, sizes = made.plan.run.blueprint.model.config, _weights(made.plan)
+    config, sizes = compilation.plan.run.blueprint.model.config, _weights(compilation.plan)
     assert config.dtype == "bfloat16", "weights of float32 are gathered in float32"
     return [
-        f"{name}: gathers {_shown(array)}: {_described(one)}"
-        for name, one in made.collectives()
-        for array in one.arrays
-        if one.kind == "all-gather" and array.dtype == "f32" and math.prod(array.shape) in sizes
+        f"{name}: gathers {_shown(array)}: {_described(collective)}"
+        for name, collective in compilation.collectives()
+        for array in collective.arrays
+        if collective.kind == "all-gather"
+        and array.dtype == "f32"
+        and math.prod(array.shape) in sizes
     ]
 
 
-def gathered_vocabulary(made: Compiled) -> list[str]:
+def gathered_vocabulary(compilation: Compiled) -> list[str]:
     """Collectives as large as the vocabulary inside loops. Sampling has none. Training may gather
     the head once for each micro-batch; its gradient is added up there only by objectives that
     take two passes over the logits."""
-    sizes, objective = _vocabularies(made.plan), made.plan.run.blueprint.objective
+    sizes, objective = _vocabularies(compilation.plan), compilation.plan.run.blueprint.objective
 
     def loops(name: str, kind: str) -> int:
         """How many it may stand in."""
@@ -112,43 +119,43 @@ def gathered_vocabulary(made: Compiled) -> list[str]:
         return int(training and (kind == "all-gather" or not objective.per_token))
 
     return [
-        f"{name}: {one.kind} of {_shown(array)}: {_described(one)}"
-        for name, one in made.collectives()
-        for array in one.arrays
-        if one.depth > loops(name, one.kind) and _spans(array.shape) & sizes
+        f"{name}: {collective.kind} of {_shown(array)}: {_described(collective)}"
+        for name, collective in compilation.collectives()
+        for array in collective.arrays
+        if collective.depth > loops(name, collective.kind) and _spans(array.shape) & sizes
     ]
 
 
-def not_aliased(made: Compiled) -> list[str]:
+def not_aliased(compilation: Compiled) -> list[str]:
     """Programs that keep two copies of what they are given to overwrite."""
     return [
-        f"{one.name}: {one.donated} bytes are donated, {one.aliased} written over"
-        for one in made.plan.planned
-        if one.aliased < one.donated
+        f"{program.name}: {program.donated} bytes are donated, {program.aliased} written over"
+        for program in compilation.plan.planned
+        if program.aliased < program.donated
     ]
 
 
-def large_decoding(made: Compiled) -> list[str]:
+def large_decoding(compilation: Compiled) -> list[str]:
     """Decoding that takes more beside its arguments than DECODING of them."""
     return [
-        f"decode: temporaries are {one.temporaries / one.arguments:.0%} of its arguments"
-        for one in made.plan.planned
-        if one.name == "decode" and one.temporaries > DECODING * one.arguments
+        f"decode: temporaries are {program.temporaries / program.arguments:.0%} of its arguments"
+        for program in compilation.plan.planned
+        if program.name == "decode" and program.temporaries > DECODING * program.arguments
     ]
 
 
-def without_kernel(made: Compiled) -> list[str]:
+def without_kernel(compilation: Compiled) -> list[str]:
     """An update whose attention is not the kernel that the plan names."""
-    kernel, text = made.plan.run.blueprint.kernel.name, made.texts.get("update")
+    kernel, text = compilation.plan.run.blueprint.kernel.name, compilation.texts.get("update")
     if kernel != "splash" or text is None:
         return []
     calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     return [] if any("splash" in line for line in calls) else ["update: no splash attention in it"]
 
 
-def _vocabularies(found: Plan) -> set[int]:
+def _vocabularies(config_plan: Plan) -> set[int]:
     """The sizes of the vocabulary and of a device's part, with and without what fills up blocks."""
-    blueprint = found.run.blueprint
+    blueprint = config_plan.run.blueprint
     vocab, sizes = blueprint.model.config.vocab_size, set()
     width = block_width(vocab)
     for mesh in (blueprint.mesh, blueprint.samples_on):
@@ -164,17 +171,17 @@ def _spans(shape: tuple[int, ...]) -> set[int]:
     return {*real, *(a * b for a, b in itertools.pairwise(real))}
 
 
-def _weights(found: Plan) -> set[int]:
+def _weights(config_plan: Plan) -> set[int]:
     """How many numbers the weights of linear maps have: whole or stacked, and a device's part."""
-    model, sizes = found.run.blueprint.model, set()
-    meshes = found.run.blueprint.mesh, found.run.blueprint.samples_on
+    model, sizes = config_plan.run.blueprint.model, set()
+    meshes = config_plan.run.blueprint.mesh, config_plan.run.blueprint.samples_on
     parts = {mesh.shape["tensor"] for mesh in meshes} | {1}
     for path, leaf in jax.tree.leaves_with_path(model.shapes):
         stacked = "blocks" in jax.tree_util.keystr(path)
         if len(leaf.shape) - stacked >= 2:  # no norm
-            whole = math.prod(leaf.shape)
-            each = math.prod(leaf.shape[1:]) if stacked else whole
-            sizes |= {size // part for size in (whole, each) for part in parts}
+            numbers = math.prod(leaf.shape)
+            each = math.prod(leaf.shape[1:]) if stacked else numbers
+            sizes |= {size // part for size in (numbers, each) for part in parts}
     return sizes
 
 
@@ -182,5 +189,7 @@ def _shown(array: hlo.Array) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _described(one: Collective) -> str:
-    return f"over {'+'.join(one.axes)}, {one.depth} loops deep, for {one.source}"
+def _described(collective: Collective) -> str:
+    return (
+        f"over {'+'.join(collective.axes)}, {collective.depth} loops deep, for {collective.source}"
+    )

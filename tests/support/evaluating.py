@@ -16,16 +16,16 @@ def values(recipe: Any, rewards: Any, options: Any = None, **fields: Any) -> np.
     return all_values([(recipe, options)], rewards, **fields)[0]
 
 
-def all_values(wholes: Any, rewards: Any, **fields: Any) -> list[np.ndarray]:
+def all_values(recipes: Any, rewards: Any, **fields: Any) -> list[np.ndarray]:
     """The advantages of (recipe or chain, options) each, in one jitted program."""
 
     @jax.jit
     def run(rewards, fields):
-        return [evaluate(one, rewards, options=more, **fields)[0] for one, more in wholes]
+        return [evaluate(recipe, rewards, options=more, **fields)[0] for recipe, more in recipes]
 
-    given = jax.tree.map(jnp.asarray, rewards, is_leaf=lambda node: isinstance(node, list))
-    found = run(given, {name: jnp.asarray(field) for name, field in fields.items()})
-    return [np.asarray(value) for value in found]
+    arrays = jax.tree.map(jnp.asarray, rewards, is_leaf=lambda node: isinstance(node, list))
+    advantages = run(arrays, {name: jnp.asarray(field) for name, field in fields.items()})
+    return [np.asarray(value) for value in advantages]
 
 
 def scores(reward: np.ndarray, ddof: int = 0, eps: float = 0.0):

@@ -41,23 +41,23 @@ def wandb_history(folder: Path, lines: int) -> list[dict[str, str]]:
     wandb's own process writes them, at the latest when the run's process ends.
     """
     end = time.monotonic() + 60
-    while len(found := _history_now(folder)) < lines and time.monotonic() < end:
+    while len(history := _history_now(folder)) < lines and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    return history
 
 
 def _history_now(folder: Path) -> list[dict[str, str]]:
     """What is written by now."""
     wandb_pb2 = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    found = []
+    history = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for data in _wandb_records(file.read_bytes()):
             record = wandb_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
-                found.append({"/".join(i.nested_key) or i.key: i.value_json for i in items})
-    return found
+                history.append({"/".join(i.nested_key) or i.key: i.value_json for i in items})
+    return history
 
 
 def _wandb_records(data: bytes) -> Iterator[bytes]:

@@ -51,7 +51,7 @@ def read(family: str, dtype: str = "float32") -> tuple[Model, Params]:
     if family == "phi3":  # longrope scales angles by the ratio of the two
         changes |= {"max_position_embeddings": 128, "original_max_position_embeddings": 64}
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints.saved(checkpoints.config_of(family, **changes), Path(folder))
+        checkpoints.saved(checkpoints.transformers_config(family, **changes), Path(folder))
         model, params = jaxgrpo.load_model(folder, dtype="float32")
     with jax.enable_x64(dtype == "float64"):
         model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
@@ -109,13 +109,14 @@ def run(
 @functools.cache
 def sampled(family: str, devices: int) -> Rollouts:
     """What a run samples for `tiny.prompts`."""
-    made = run(family, LONG, devices=devices)
-    prompts = made.spread(tiny.prompts(PROMPTS, WIDTH))
-    params, key = made.steps.sync(made.learner), np.asarray(jax.random.key_data(jax.random.key(0)))
-    return sharding.to_host(made.steps.sample(params, prompts, key))
+    family_run = run(family, LONG, devices=devices)
+    prompts = family_run.spread(tiny.prompts(PROMPTS, WIDTH))
+    params = family_run.steps.sync(family_run.learner)
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    return sharding.to_host(family_run.steps.sample(params, prompts, key))
 
 
-class Given(NamedTuple):
+class UpdateInputs(NamedTuple):
     """Rollouts of an update, and what each of their log-probs is weighed with."""
 
     rollouts: Rollouts
@@ -123,7 +124,7 @@ class Given(NamedTuple):
 
 
 @functools.cache
-def given(alone: bool) -> Given:
+def update_inputs(alone: bool) -> UpdateInputs:
     """Random completions of random lengths. Args: alone: each is too long to share a row."""
     rollouts = jax.tree.map(np.asarray, tiny.rollouts(np.zeros((PROMPTS, GROUP)), SHORT, WIDTH))
     rng = np.random.default_rng(2)
@@ -131,47 +132,50 @@ def given(alone: bool) -> Given:
         length = rng.integers(SHORT // 2 + 1, SHORT + 1, (PROMPTS, GROUP, 1))
         rollouts = dataclasses.replace(rollouts, token_mask=np.arange(SHORT) < length)
     weight = rng.normal(size=rollouts.token_mask.shape) * rollouts.token_mask
-    return Given(rollouts, weight.astype(np.float32))
+    return UpdateInputs(rollouts, weight.astype(np.float32))
 
 
-def packed(made: Run, alone: bool) -> tuple[Rollouts, Array, packing.Plan]:
-    """What is given, on the mesh, and its plan of several micro-batches."""
-    rollouts, weight = made.spread(given(alone))
-    lengths = sharding.to_host(made.preparer.measure(rollouts))
+def packed(family_run: Run, alone: bool) -> tuple[Rollouts, Array, packing.Plan]:
+    """The inputs of the update, on the mesh, and its plan of several micro-batches."""
+    rollouts, weight = family_run.spread(update_inputs(alone))
+    lengths = sharding.to_host(family_run.preparer.measure(rollouts))
     everyone = np.ones((PROMPTS, GROUP), bool)
-    plan = packing.plan(lengths, everyone, made.blueprint.geometry)
+    plan = packing.plan(lengths, everyone, family_run.blueprint.geometry)
     assert plan.num_live > 1
     assert (plan.segment.max() == 1) == alone
     return rollouts, weight, plan
 
 
-def scored(made: Run, alone: bool) -> np.ndarray:
-    """Log-probs [P, G, T] of what is given, by packed rows that share their prompts."""
-    rollouts, weight, plan = packed(made, alone)
-    batch = made.preparer.gather(rollouts, plan, weight, weight, rollouts.token_mask, {})
-    geometry = made.blueprint.geometry
-    logp, _ = made.preparer.score(made.learner.trainable, batch, "none", geometry)
-    return sharding.to_host(made.preparer.scatter(logp, plan, rollouts.token_mask))
+def scored(family_run: Run, alone: bool) -> np.ndarray:
+    """Log-probs [P, G, T] of these inputs, by packed rows that share their prompts."""
+    rollouts, weight, plan = packed(family_run, alone)
+    batch = family_run.preparer.gather(rollouts, plan, weight, weight, rollouts.token_mask, {})
+    geometry = family_run.blueprint.geometry
+    logp, _ = family_run.preparer.score(family_run.learner.trainable, batch, "none", geometry)
+    return sharding.to_host(family_run.preparer.scatter(logp, plan, rollouts.token_mask))
 
 
-def updated(made: Run, alone: bool) -> tuple[float, Params]:
+def updated(family_run: Run, alone: bool) -> tuple[float, Params]:
     """An update whose loss is -sum(weight * log-probs): the largest difference of its log-probs
     from those of `plain`, and its gradient."""
-    rollouts, weight, plan = packed(made, alone)
+    rollouts, weight, plan = packed(family_run, alone)
     mask = rollouts.token_mask
-    fields = {"behavior_logp": made.spread(plain(made.family, alone)[0]), "sampled_now": mask}
-    batch = made.preparer.gather(rollouts, plan, weight, jnp.ones_like(weight), mask, fields)
-    learner, metrics = made.steps.update(made.learner, [batch])
+    fields = {
+        "behavior_logp": family_run.spread(plain(family_run.family, alone)[0]),
+        "sampled_now": mask,
+    }
+    batch = family_run.preparer.gather(rollouts, plan, weight, jnp.ones_like(weight), mask, fields)
+    learner, metrics = family_run.steps.update(family_run.learner, [batch])
     return finalise(metrics)["sampling/sampling_logp_difference/max"], learner.opt_state.trace
 
 
 @functools.cache
 def plain(family: str, alone: bool) -> tuple[np.ndarray, Params]:
-    """Log-probs [P, G, T] of what is given, and the gradient of `updated`, by the formula."""
-    (model, params), (rollouts, weight) = read(family, "float64"), given(alone)
+    """Log-probs [P, G, T] of these inputs, and the gradient of `updated`, by the formula."""
+    (model, params), (rollouts, weight) = read(family, "float64"), update_inputs(alone)
 
     def loss(params: Params):
-        logp = whole(functools.partial(by_formula, model, params), rollouts)
+        logp = whole_sequence_logp(functools.partial(by_formula, model, params), rollouts)
         return -(weight * logp).sum(), logp
 
     with jax.enable_x64(True):
@@ -186,27 +190,29 @@ def by_formula(model: Model, params: Params, tokens: np.ndarray, mask: np.ndarra
 
     def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
         ago = at[:, None] - at
-        seen = (ago >= 0) & (ago < (kind.window or len(at)))
-        return attended.formula(query, key, value, seen, kind.soft_cap), memory
+        visible = (ago >= 0) & (ago < (kind.window or len(at)))
+        return attended.formula(query, key, value, visible, kind.soft_cap), memory
 
     hidden, _ = model.apply(params, jnp.asarray(tokens), jnp.asarray(position), attend, None)
     logp = jax.nn.log_softmax(model.unembed(params, hidden))
-    own = jnp.take_along_axis(logp[:, :-1], jnp.asarray(tokens)[:, 1:, None], -1)[..., 0]
-    return jnp.where(mask, jnp.pad(own, ((0, 0), (1, 0))), 0)
+    target_logp = jnp.take_along_axis(logp[:, :-1], jnp.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    return jnp.where(mask, jnp.pad(target_logp, ((0, 0), (1, 0))), 0)
 
 
-def whole(logp_of: Callable[[np.ndarray, np.ndarray], Array], rollouts: Rollouts) -> Array:
+def whole_sequence_logp(
+    logp_of: Callable[[np.ndarray, np.ndarray], Array], rollouts: Rollouts
+) -> Array:
     """Log-probs [P, G, T] by a function of (tokens, mask), each [B, S + T]: every prompt with each
     of its completions as a sequence of its own."""
-    asked, drawn = np.asarray(rollouts.prompt_mask), np.asarray(rollouts.token_mask)
+    prompt_mask, drawn = np.asarray(rollouts.prompt_mask), np.asarray(rollouts.token_mask)
     rows, steps = drawn.shape[0] * drawn.shape[1], drawn.shape[2]
-    tokens = np.zeros((rows, asked.shape[1] + steps), np.int32)
+    tokens = np.zeros((rows, prompt_mask.shape[1] + steps), np.int32)
     mask = np.zeros(tokens.shape, bool)
     for row, (p, g) in enumerate(np.ndindex(drawn.shape[:2])):
-        prompt = rollouts.prompt_tokens[p][asked[p]]
+        prompt = rollouts.prompt_tokens[p][prompt_mask[p]]
         sequence = np.concatenate([prompt, rollouts.completion_tokens[p, g][drawn[p, g]]])
         tokens[row, : len(sequence)], mask[row, : len(sequence)] = sequence, True
     logp = logp_of(tokens, mask)
-    begin = asked.sum(-1).repeat(drawn.shape[1])[:, None]
-    own = jnp.take_along_axis(logp, begin + np.arange(steps), axis=1)
-    return jnp.where(drawn, own.reshape(drawn.shape), 0)
+    begin = prompt_mask.sum(-1).repeat(drawn.shape[1])[:, None]
+    completion_logp = jnp.take_along_axis(logp, begin + np.arange(steps), axis=1)
+    return jnp.where(drawn, completion_logp.reshape(drawn.shape), 0)

@@ -81,36 +81,36 @@ class Bucket(ThreadingHTTPServer):
     def put(self, key: str, data: bytes, query: Mapping[str, str]) -> dict[str, Any]:
         """Writes an object; `query` may hold a precondition."""
         with self.lock:
-            there = self.objects.get(key)
-            wanted = query.get("ifGenerationMatch")
-            if wanted is not None and int(wanted) != (there.generation if there else 0):
+            stored = self.objects.get(key)
+            expected = query.get("ifGenerationMatch")
+            if expected is not None and int(expected) != (stored.generation if stored else 0):
                 raise Refused(412)
             self.objects[key] = Stored(data, next(self.generations))
         return self.describe(key)
 
     def delete(self, key: str, query: Mapping[str, str]) -> None:
         with self.lock:
-            there = self.objects.get(key)
-            if there is None:
+            stored = self.objects.get(key)
+            if stored is None:
                 raise Refused(404)
-            if int(query.get("ifGenerationMatch", there.generation)) != there.generation:
+            if int(query.get("ifGenerationMatch", stored.generation)) != stored.generation:
                 raise Refused(412)
             del self.objects[key]
 
     def describe(self, key: str) -> dict[str, Any]:
         """The metadata of an object. Raises: Refused where it is missing."""
-        there = self.objects.get(key)
-        if there is None:
+        stored = self.objects.get(key)
+        if stored is None:
             raise Refused(404)
         return {
             "kind": "storage#object",
-            "id": f"{self.name}/{key}/{there.generation}",
+            "id": f"{self.name}/{key}/{stored.generation}",
             "bucket": self.name,
             "name": key,
-            "size": str(len(there.data)),
-            "generation": str(there.generation),
+            "size": str(len(stored.data)),
+            "generation": str(stored.generation),
             "metageneration": "1",
-            "md5Hash": base64.b64encode(hashlib.md5(there.data).digest()).decode(),
+            "md5Hash": base64.b64encode(hashlib.md5(stored.data).digest()).decode(),
             "contentType": "application/octet-stream",
             "timeCreated": DATE,
             "updated": DATE,
@@ -128,9 +128,9 @@ class Bucket(ThreadingHTTPServer):
             for key in names
             if cut and cut in key[len(prefix) :]
         }
-        here = [key for key in names if not cut or cut not in key[len(prefix) :]]
+        direct = [key for key in names if not cut or cut not in key[len(prefix) :]]
         items = []
-        for key in here:
+        for key in direct:
             with contextlib.suppress(Refused):  # deleted meanwhile
                 items.append(self.describe(key))
         answer: dict[str, Any] = {"kind": "storage#objects", "items": items}
@@ -211,10 +211,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _key(self) -> str | None:
         """The object that the path names; None for the bucket. Raises: Refused."""
-        found = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)(/o(?:/(.+))?)?", self.route)
-        if found is None or found[1] != self.server.name:
+        parts = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)(/o(?:/(.+))?)?", self.route)
+        if parts is None or parts[1] != self.server.name:
             raise Refused(404)
-        return urllib.parse.unquote(found[3]) if found[3] else None
+        return urllib.parse.unquote(parts[3]) if parts[3] else None
 
     def _get(self) -> None:
         key = self._key()
@@ -235,12 +235,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(304)
         first, end = 0, len(stored.data)
         status, headers = 200, {"X_Goog_Generation": generation}
-        if asked := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
+        if span := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
             status = 206
-            if asked[1]:
-                first, end = int(asked[1]), min(end, int(asked[2]) + 1 if asked[2] else end)
+            if span[1]:
+                first, end = int(span[1]), min(end, int(span[2]) + 1 if span[2] else end)
             else:
-                first = max(0, end - int(asked[2]))
+                first = max(0, end - int(span[2]))
             if first >= end:
                 raise Refused(416)
             headers["Content_Range"] = f"bytes {first}-{end - 1}/{len(stored.data)}"

@@ -52,7 +52,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def model_of(config, as_kind=None):
+def random_model(config, as_kind=None):
     """A random model of transformers, each tensor of which differs from what it begins with.
 
     Args:

@@ -70,11 +70,11 @@ def tokenizer(folder: Path) -> Any:
     texts = (row[column] for row in rows(count=1000) for column in ("question", "answer"))
     words.train_from_iterator(texts, trainer)
     words.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
-    made = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE
     )
-    made.save_pretrained(folder)
-    return made
+    fast_tokenizer.save_pretrained(folder)
+    return fast_tokenizer
 
 
 def checkpoint(folder: Path, **sizes: int) -> Any:
@@ -109,7 +109,7 @@ def checkpoint(folder: Path, **sizes: int) -> Any:
 def _written(split: str) -> list[dict[str, str]]:
     """Problems of one kind with other numbers and names, none of the train split in the test's."""
     names = ("Natalia", "Weng", "Betty", "Julie", "James", "Mark", "Albert", "Ken")
-    made = []
+    problems = []
     for place in range(2400):
         first, second = 12 + place % 300, 2 + place // 300
         if (place % 6 == 0) != (split == "test"):
@@ -122,5 +122,5 @@ def _written(split: str) -> list[dict[str, str]]:
             "product": product,
             "total": first + product,
         }
-        made.append({"question": QUESTION.format(**values), "answer": ANSWER.format(**values)})
-    return made
+        problems.append({"question": QUESTION.format(**values), "answer": ANSWER.format(**values)})
+    return problems

@@ -98,8 +98,8 @@ def garble(rollouts: Rollouts) -> Rollouts:
             return leaf
         tail = (1,) * (leaf.ndim - 2)
         where = outside if leaf.shape == (P, G, T) else jnp.asarray(missing.reshape(P, G, *tail))
-        other = jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 1
-        return jnp.where(where, jnp.asarray(other, leaf.dtype), leaf)
+        garbage = jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 1
+        return jnp.where(where, jnp.asarray(garbage, leaf.dtype), leaf)
 
     return dataclasses.replace(
         rollouts,
@@ -116,9 +116,9 @@ def chains() -> dict[str, adv.AdvantageTransform]:
     parts, recipes = law_examples.parts(), law_examples.recipes()
     _check_complete("part", parts, registry.parts)
     _check_complete("recipe", recipes, registry.recipes)
-    made = {name: [adv.chain(*steps) for steps in list_] for name, list_ in parts.items()}
-    own = adv.chain(adv.sum_rewards(), running_mean(), soften)
-    return _label(made) | _label(recipes, "recipe ") | _label({"own": [own]})
+    part_chains = {name: [adv.chain(*steps) for steps in list_] for name, list_ in parts.items()}
+    custom = adv.chain(adv.sum_rewards(), running_mean(), soften)
+    return _label(part_chains) | _label(recipes, "recipe ") | _label({"own": [custom]})
 
 
 def behind_a_baseline() -> dict[str, adv.AdvantageTransform]:
@@ -135,36 +135,38 @@ def behind_a_baseline() -> dict[str, adv.AdvantageTransform]:
     )
 
 
-def first_state(whole: adv.AdvantageTransform, rollouts: Rollouts) -> Any:
+def first_state(chain: adv.AdvantageTransform, rollouts: Rollouts) -> Any:
     """The state of a chain before the first rollouts, of a data set of `ROWS` rows."""
-    return whole.init(adv.spec_of(rollouts, num_rows=ROWS))
+    return chain.init(adv.spec_of(rollouts, num_rows=ROWS))
 
 
-def run(whole: adv.AdvantageTransform, rollouts: Rollouts, state: Any = None):
+def run(chain: adv.AdvantageTransform, rollouts: Rollouts, state: Any = None):
     """(signal, state, metrics) of one chain."""
-    state = first_state(whole, rollouts) if state is None else state
-    return adv.compute(whole, rollouts, state)
+    state = first_state(chain, rollouts) if state is None else state
+    return adv.compute(chain, rollouts, state)
 
 
 def run_all(rollouts: Rollouts) -> dict[str, Any]:
     """What every chain makes of the rollouts: label -> (signal, state, metrics)."""
-    return {label: run(whole, rollouts) for label, whole in chains().items()}
+    return {label: run(chain, rollouts) for label, chain in chains().items()}
 
 
 def run_recipes(rollouts: Rollouts) -> dict[str, Any]:
     """What the recipes alone make of them: the spot check of another dtype."""
-    made = chains().items()
-    return {label: run(whole, rollouts) for label, whole in made if label.startswith("recipe ")}
+    labelled = chains().items()
+    return {label: run(chain, rollouts) for label, chain in labelled if label.startswith("recipe ")}
 
 
-def _check_complete(what: str, examples: dict[str, Any], known: dict[str, Any]) -> None:
+def _check_complete(what: str, examples: dict[str, Any], registered: dict[str, Any]) -> None:
     """A part without an example here would escape the laws."""
-    assert set(examples) == set(known), f"laws.py lacks {what}s: {set(examples) ^ set(known)}"
+    assert set(examples) == set(registered), (
+        f"laws.py lacks {what}s: {set(examples) ^ set(registered)}"
+    )
 
 
 def _label(table: dict[str, list[adv.AdvantageTransform]], prefix: str = ""):
     return {
-        f"{prefix}{name} {index}": whole
-        for name, wholes in table.items()
-        for index, whole in enumerate(wholes)
+        f"{prefix}{name} {index}": transform
+        for name, transforms in table.items()
+        for index, transform in enumerate(transforms)
     }

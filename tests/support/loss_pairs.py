@@ -77,9 +77,9 @@ def evaluate_all(batch, weights):
     """case -> (reduction -> loss, reduction -> gradient, metrics), with weights of the whole."""
     stacked = jnp.stack(list(weights.values()))
 
-    def one(logp, surrogate, penalties):
-        other = batch["reference"]
-        fields = {"reference_logp": other, "full_kl": other, "policy_entropy": other}
+    def evaluate(logp, surrogate, penalties):
+        reference = batch["reference"]
+        fields = {"reference_logp": reference, "full_kl": reference, "policy_entropy": reference}
         fields["replayed"] = batch["replayed"]
         tokens = Tokens(
             logp=logp,
@@ -94,7 +94,7 @@ def evaluate_all(batch, weights):
     results = {}
     for name, (surrogate, penalties) in CASES.items():
         value, pull, metrics = jax.vjp(
-            lambda logp, s=surrogate, p=penalties: one(logp, s, p), batch["logp"], has_aux=True
+            lambda logp, s=surrogate, p=penalties: evaluate(logp, s, p), batch["logp"], has_aux=True
         )
         weight = stacked.astype(value.dtype)
         losses = (weight * value[None]).reshape(len(stacked), -1).sum(1)
@@ -107,13 +107,13 @@ def evaluate_all(batch, weights):
     return results
 
 
-def whole(batch):
+def evaluate_batch(batch):
     return evaluate_all(batch, reduce_all(batch["mask"]))
 
 
 def check_equal(left, right, tolerance):
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, tolerance, tolerance),
+        lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance),
         left,
         right,
     )
@@ -122,9 +122,9 @@ def check_equal(left, right, tolerance):
 def check_changed(plain, changed, back, tolerance, without=()):
     """`changed` is `plain` once its gradients have been brought back into place."""
     for name, (loss, gradient, metrics) in plain.items():
-        other, moved, counted = changed[name]
+        changed_loss, moved, counted = changed[name]
         keys = loss.keys() - set(without)
-        check_equal({k: loss[k] for k in keys}, {k: other[k] for k in keys}, tolerance)
+        check_equal({k: loss[k] for k in keys}, {k: changed_loss[k] for k in keys}, tolerance)
         returned = {k: back(np.asarray(moved[k])) for k in keys}
         check_equal({k: gradient[k] for k in keys}, returned, tolerance)
         check_equal(metrics, counted, tolerance)

@@ -65,10 +65,12 @@ def config(**changes: Any) -> Config:
 
 def run(devices: Sequence[Any] = (), topology: str = "v5e:2x2", **changes: Any) -> Run:
     """The run of `config` on a topology, or on devices that are here."""
-    made = config(**changes)
+    run_config = config(**changes)
     if not devices:
-        return plan.built(made, topologies.topology(topology))
-    sizes = made.mesh
+        return plan.built(run_config, topologies.topology(topology))
+    sizes = run_config.mesh
     axes = (sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     mesh = sharding.make_mesh(*axes, devices=devices)
-    return programs.build_run(made, plan.read_model_config(made.model, made.lora), mesh)
+    return programs.build_run(
+        run_config, plan.read_model_config(run_config.model, run_config.lora), mesh
+    )

@@ -46,24 +46,24 @@ def shared_by_all_runs() -> Iterator[None]:
 
     shared = setup.Shared()
 
-    def share_of(config: Any, objects: bool) -> Any:
+    def share_for(config: Any, objects: bool) -> Any:
         share = shared.for_config(config)
         fixed = ("sampler", "update") if objects else tuple(setup.DEPENDS)
         return lambda name, make: share(name, make) if name in fixed else make()
 
     def make_setup(
-        config: Any, share: Any = None, check: Any = lambda read: None, **given: Any
+        config: Any, share: Any = None, check: Any = lambda read: None, **python_objects: Any
     ) -> Any:
-        objects = any(value is not None for value in given.values())
-        share = share or share_of(config, objects)
-        run = setup.setup(config, check=check, share=share, **given)
+        objects = any(value is not None for value in python_objects.values())
+        share = share or share_for(config, objects)
+        run = setup.setup(config, check=check, share=share, **python_objects)
         described[:] = [(run.rewards, objects)]
         return run
 
     def evaluator(run: Any) -> Any:
         ((rewards, objects),) = described  # the run that was set up last
         assert rewards is run.rewards
-        return stored_policy.evaluator_for_run(run, share_of(run.config, objects))
+        return stored_policy.evaluator_for_run(run, share_for(run.config, objects))
 
     described: list[tuple[Any, bool]] = []  # of the newest run: its rewards, has it objects
     with pytest.MonkeyPatch.context() as patch:

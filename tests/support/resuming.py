@@ -34,6 +34,6 @@ def died_and_resumed(config: Config, step: int) -> loop.Run:
 def assert_same_bits(before: Any, after: Any) -> None:
     """Two trees of host arrays are equal in structure, dtypes and every bit."""
     assert jax.tree.structure(before) == jax.tree.structure(after)
-    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert one.dtype == other.dtype
-        assert one.tobytes() == other.tobytes()
+    for left, right in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert left.dtype == right.dtype
+        assert left.tobytes() == right.tobytes()

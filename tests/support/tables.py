@@ -71,9 +71,10 @@ def write_model(folder: Path | str, rates: Sequence[float]) -> Path:
     """
     tokenizer, model = _empty(len(rates))
     params, embed, head = blank(model)
-    asked, answers = _ids(tokenizer, prompts(len(rates))), _ids(tokenizer, RIGHT + WRONG)
+    prompt_ids, answers = _ids(tokenizer, prompts(len(rates))), _ids(tokenizer, RIGHT + WRONG)
     cosine = np.array([_logit(rate) / SURE for rate in rates])
-    embed[asked, 0], embed[asked, 1], embed[asked, 2] = cosine, np.sqrt(1 - cosine**2), 1
+    embed[prompt_ids, 0], embed[prompt_ids, 1] = cosine, np.sqrt(1 - cosine**2)
+    embed[prompt_ids, 2] = 1
     embed[answers, 3] = 1
     # The last norm makes every state's length sqrt(WIDTH): a prompt's was sqrt(2), an answer's 1.
     head[:, 2], head[answers, 2] = -SURE / np.sqrt(WIDTH / 2), 0

@@ -62,9 +62,9 @@ def prompts(count: int = 4, width: int = 6, seed: int = 0, step: int = 0) -> Pro
     length = rng.integers(1, width + 1, count)
     length[: min(2, count)] = [1, width][: min(2, count)]
     tokens = rng.integers(2, VOCAB, (count, width))
-    kept = [row[:number] for row, number in zip(tokens, length, strict=True)]
+    ragged = [row[:number] for row, number in zip(tokens, length, strict=True)]
     order = np.arange(count)
-    return pad_prompts(kept, width, order, order, step)
+    return pad_prompts(ragged, width, order, order, step)
 
 
 def rollouts(
@@ -73,21 +73,21 @@ def rollouts(
     """Rollouts with random tokens and ragged lengths for the given rewards [P, G]."""
     rewards = np.asarray(rewards, np.float32)
     count = len(rewards)
-    asked = prompts(count, width, seed)
+    prompt_batch = prompts(count, width, seed)
     rng = np.random.default_rng(seed + 1)
     length = rng.integers(1, steps + 1, rewards.shape)
     mask = np.arange(steps) < length[..., None]
     tokens = np.where(mask, rng.integers(2, VOCAB, mask.shape), PAD)
     values: dict[str, Any] = {
-        "prompt_tokens": asked.prompt_tokens,
-        "prompt_mask": asked.prompt_mask,
+        "prompt_tokens": prompt_batch.prompt_tokens,
+        "prompt_mask": prompt_batch.prompt_mask,
         "completion_tokens": tokens.astype(np.int32),
         "token_mask": mask,
         "behavior_logp": np.where(mask, rng.normal(-2, 0.3, mask.shape), 0).astype(np.float32),
         "rewards": {"reward": rewards},
         "truncated": length == steps,
-        "ordinal": asked.ordinal,
-        "row": asked.row,
+        "ordinal": prompt_batch.ordinal,
+        "row": prompt_batch.row,
         "policy_version": np.zeros(rewards.shape, np.int32),
         "step": np.int32(0),
         "fields": {},
@@ -107,12 +107,14 @@ def whole_logps(config: ModelConfig, values, rollouts: Rollouts, temperature: fl
 def whole_tables(config: ModelConfig, values, rollouts: Rollouts, temperature: float = 1.0):
     """Log-probs [P, G, T, V] of every token, in the same way."""
 
-    def one(prompt, length, completion):
+    def sequence_logp(prompt, length, completion):
         # The sequence without padding between prompt and completion, by position.
         steps = completion.shape[0]
         index = jnp.arange(prompt.shape[0] + steps)
-        own = index - length
-        tokens = jnp.where(own < 0, jnp.pad(prompt, (0, steps))[index], completion[own % steps])
+        offset = index - length
+        tokens = jnp.where(
+            offset < 0, jnp.pad(prompt, (0, steps))[index], completion[offset % steps]
+        )
         position = index[None]
         attend = causal(position, jnp.ones_like(position, bool))
         hidden, _ = model(config).apply(values, tokens[None], position, attend, None)
@@ -123,5 +125,5 @@ def whole_tables(config: ModelConfig, values, rollouts: Rollouts, temperature: f
         return logp[at]
 
     length = rollouts.prompt_mask.sum(-1)
-    over_samples = jax.vmap(one, in_axes=(None, None, 0))
+    over_samples = jax.vmap(sequence_logp, in_axes=(None, None, 0))
     return jax.vmap(over_samples)(rollouts.prompt_tokens, length, rollouts.completion_tokens)

@@ -12,7 +12,7 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal
 
 
-def of_torch(model: Any, tokens: np.ndarray) -> np.ndarray:
+def torch_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     """[rows, positions, vocabulary] of a causal language model of transformers."""
     import torch
 
@@ -20,7 +20,7 @@ def of_torch(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.as_tensor(tokens)).logits.numpy()
 
 
-def of_ours(model: Model, params: Any, tokens: np.ndarray) -> np.ndarray:
+def our_logits(model: Model, params: Any, tokens: np.ndarray) -> np.ndarray:
     """[rows, positions, vocabulary] of our own forward pass."""
 
     @jax.jit

@@ -15,7 +15,7 @@ def lines(metric: str, values: list[Any], start: int = 1) -> list[dict[str, Any]
     return [{"step": start + i, metric: value} for i, value in enumerate(values)]
 
 
-def given(history: list[dict[str, Any]]) -> list[tuple[str, int]]:
+def raised_alarms(history: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(alarm.name, alarm.step) for alarm in replay(history)[1]]
 
 
@@ -24,8 +24,8 @@ def test_each_threshold_is_held_against_the_mean_of_its_steps(rule):
     metric = rule.metric.replace("*", "mine")
     name = f"{rule.name} mine" if "*" in rule.metric else rule.name
     above = rule.above + 1e-3 if rule.above < 1 else rule.above * 1.01
-    assert name in dict(given(lines(metric, [above] * rule.steps)))
-    assert name not in dict(given(lines(metric, [rule.above] * 10)))
+    assert name in dict(raised_alarms(lines(metric, [above] * rule.steps)))
+    assert name not in dict(raised_alarms(lines(metric, [rule.above] * 10)))
     (alarm,) = [a for a in replay(lines(metric, [above] * 9))[1] if a.name == name]
     assert alarm.step == rule.steps
     assert metric in alarm.text
@@ -39,9 +39,9 @@ def test_weights_that_leave_are_seen_in_the_step_they_leave_in():
     left = alarms.weights_problem(fine | {"weights/growth": 2e5, "weights/norm": 1e6})
     assert left == "one update made the weights 2e+05 times as large (weights/norm = 1e+06)"
     for value in (math.nan, math.inf):
-        said = alarms.weights_problem({"weights/norm": value, "weights/growth": value})
-        assert said is not None
-        assert said.startswith("an update left weights that are not finite (weights/norm = ")
+        problem = alarms.weights_problem({"weights/norm": value, "weights/growth": value})
+        assert problem is not None
+        assert problem.startswith("an update left weights that are not finite (weights/norm = ")
 
 
 def test_a_warning_names_cause_metric_and_remedy_on_one_line():
@@ -55,25 +55,25 @@ def test_a_warning_names_cause_metric_and_remedy_on_one_line():
 
 
 def test_one_odd_step_raises_nothing():
-    assert given(lines("completions/clipped_ratio", [0.1, 0.9, 0.1, 0.2, 0.9, 0.2])) == []
+    assert raised_alarms(lines("completions/clipped_ratio", [0.1, 0.9, 0.1, 0.2, 0.9, 0.2])) == []
 
 
 def test_a_warning_is_said_once_until_it_clears_and_then_again():
     history = lines("completions/clipped_ratio", [0.6] * 5 + [0.48] * 5 + [0.1] * 3 + [0.6] * 3)
     # 0.48 is under the threshold of 0.5 but not under nine tenths of it.
-    assert given(history) == [("truncated", 3), ("truncated", 16)]
+    assert raised_alarms(history) == [("truncated", 3), ("truncated", 16)]
     assert alarms.count(replay(history)[1]) == {"truncated": 2}
 
 
 def test_what_says_the_same_in_weaker_words_stays_unsaid():
     none_ends = lines("completions/clipped_ratio", [1.0] * 6)
-    assert given(none_ends) == [("no end", 3)]
+    assert raised_alarms(none_ends) == [("no end", 3)]
     failing = [
         {**line, "frac_reward_zero_std": 1.0} for line in lines("groups/all_fail", [1.0] * 4)
     ]
-    assert given(failing) == [("all fail", 3)]
+    assert raised_alarms(failing) == [("all fail", 3)]
     half = {"groups/all_fail": 0.5, "groups/all_pass": 0.45, "frac_reward_zero_std": 0.95}
-    assert given([{"step": step, **half} for step in (1, 2, 3)]) == [("flat", 3)]
+    assert raised_alarms([{"step": step, **half} for step in (1, 2, 3)]) == [("flat", 3)]
 
 
 def test_rewards_that_cannot_score_are_told_apart():
@@ -92,9 +92,9 @@ def test_a_run_in_which_no_sample_is_scored_is_told_that_nothing_was_learned_and
         "frac_reward_zero_std": None,
         "skipped_updates/no_live_sample": 1.0,
     }
-    state, said = replay([{"step": step, **row} for step in (1, 2, 3)])
+    state, raised = replay([{"step": step, **row} for step in (1, 2, 3)])
     assert state.active == {"unscored sums", "unscored words", "no update"}
-    assert all('recipe = "like_trl" or the part sum_scored' in alarm.text for alarm in said)
+    assert all('recipe = "like_trl" or the part sum_scored' in alarm.text for alarm in raised)
     flat = row | {"frac_reward_zero_std": 1.0}
     assert "no update" not in replay([{"step": step, **flat} for step in (1, 2, 3)])[0].active
 
@@ -104,14 +104,14 @@ def test_rewards_that_sign_refuses_are_said_at_once_with_the_option_that_helps()
     assert (alarm.name, alarm.step) == ("refused sign", 1)
     assert alarm.text.startswith("sign left out 0.25 of the samples: their reward is neither 0 nor")
     assert "give its option threshold" in alarm.text
-    assert given(lines("sign/refused", [0.0, 0.0])) == []
+    assert raised_alarms(lines("sign/refused", [0.0, 0.0])) == []
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "absent"])
 def test_a_step_without_the_number_neither_raises_nor_clears(missing):
     history = lines("kl", [2.0, missing, 2.0, 2.0, 2.0, missing, 2.0])
     history = [{k: v for k, v in line.items() if v != "absent"} for line in history]
-    assert given(history) == [("kl", 5)]
+    assert raised_alarms(history) == [("kl", 5)]
     assert replay(history)[0].active == {"kl"}
 
 
@@ -147,7 +147,7 @@ def test_an_evaluation_that_falls_while_reward_rises_is_said():
     ],
 )
 def test_an_evaluation_alone_or_a_reward_alone_raises_nothing(rewards, accuracies):
-    assert given(evaluated(rewards, accuracies)) == []
+    assert raised_alarms(evaluated(rewards, accuracies)) == []
 
 
 def test_a_fall_of_the_evaluation_clears_when_it_recovers():
@@ -193,12 +193,12 @@ def test_pass_at_16_below_the_base_beyond_both_intervals_is_said_with_a_remedy()
     ],
 )
 def test_a_pass_at_16_within_the_intervals_is_no_fall(values):
-    assert given([BASE, measured(9, **values)]) == []
+    assert raised_alarms([BASE, measured(9, **values)]) == []
 
 
 def test_a_first_evaluation_after_some_steps_is_not_taken_for_the_base():
     late = {**BASE, "step": 5}
-    assert given([late, measured(9, pass_16=(0.1, 0.0, 0.2))]) == []
+    assert raised_alarms([late, measured(9, pass_16=(0.1, 0.0, 0.2))]) == []
 
 
 def test_where_16_is_not_evaluated_the_largest_k_counts():
@@ -206,8 +206,8 @@ def test_where_16_is_not_evaluated_the_largest_k_counts():
         measured(0, pass_1=(0.5, 0.4, 0.6), pass_4=(0.7, 0.6, 0.8)),
         measured(5, pass_1=(0.5, 0.4, 0.6), pass_4=(0.4, 0.3, 0.5)),
     ]
-    assert given(history) == [("pass@k below base", 5)]
-    assert given([{**line, "eval/pass@4/high": None} for line in history]) == []
+    assert raised_alarms(history) == [("pass@k below base", 5)]
+    assert raised_alarms([{**line, "eval/pass@4/high": None} for line in history]) == []
 
 
 def test_a_fall_below_the_base_holds_between_evaluations_and_clears_when_it_recovers():

@@ -39,10 +39,10 @@ def test_r3_alone_trains_from_the_command_line(tmp_path, capsys):
     before = setup(small_run.config(tmp_path / "r", **ALONE)).learner.trainable
     before = jax.tree.map(np.asarray, before)
     assert main(["train", str(file), "--dry-run"]) == 0
-    said = "at most 3 tokens are scored behind each thought, after ' '"
-    assert said in capsys.readouterr().out
+    notice = "at most 3 tokens are scored behind each thought, after ' '"
+    assert notice in capsys.readouterr().out
     assert main(["train", str(file)]) == 0
-    assert said in capsys.readouterr().out
+    assert notice in capsys.readouterr().out
     lines = small_run.metrics(tmp_path / "r")
     assert len(lines) == 3
     for line in lines:
@@ -90,14 +90,14 @@ def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_pat
     assert all(line["grad_norm"] > 0 for line in lines)
     run = setup(small_run.config(tmp_path / "x", **changes))
     stream, _ = by_hand.collect(run, run.learner, run.stream)
-    kept = stream.waiting
-    assert kept is not None
-    left = kept.ordinal >= 0
+    waiting = stream.waiting
+    assert waiting is not None
+    left = waiting.ordinal >= 0
     assert left.any()
     _, second = by_hand.collect(run, run.learner, stream)
     after = sharding.to_host(second.rollouts)
     for name in (FORCED, THOUGHT, MASK):
-        np.testing.assert_array_equal(after.fields[name][: left.sum()], kept.fields[name][left])
+        np.testing.assert_array_equal(after.fields[name][: left.sum()], waiting.fields[name][left])
     assert (after.fields[FORCED] >= 0).any(1).all()
 
 

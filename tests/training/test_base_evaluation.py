@@ -37,14 +37,15 @@ def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_bas
     assert run.summary["trained"] == straight.summary["trained"]
     assert [line["step"] for line in run.metrics] == [0, 1, 2, 3]
     assert evaluation_metrics(run.metrics[0]) == base
-    assert "evaluation until step 2: the base's was not saved; the base is evaluated again" in said(
-        capsys
+    assert (
+        "evaluation until step 2: the base's was not saved; the base is evaluated again"
+        in printed(capsys)
     )
 
     fewer = {**EVAL, "eval.samples": 2}
     again = train(tmp_path / "r", 3, "auto", **fewer)
     first, last = again.metrics[0], again.metrics[-1]
-    assert "evaluation until step 3: eval.samples changed; the base is evaluated" in said(capsys)
+    assert "evaluation until step 3: eval.samples changed; the base is evaluated" in printed(capsys)
     assert again.summary["base"] == evaluation_metrics(first)
     assert again.summary["trained"] == evaluation_metrics(last)
     assert "pass@4" not in evaluation_metrics(first)
@@ -53,7 +54,7 @@ def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_bas
     assert first["eval/accuracy"] == base["accuracy"]  # greedy, of the same prompts
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -67,7 +68,7 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
     assert run.summary["best"] == {"step": 1 + np.argmax(lengths), "eval/mean_length": max(lengths)}
     capsys.readouterr()
     run = train(tmp_path / "r", 4, "auto", **{**every, "checkpoint.keep_best": "eval/truncated"})
-    assert "was the best by eval/mean_length: it is kept no longer" in said(capsys)
+    assert "was the best by eval/mean_length: it is kept no longer" in printed(capsys)
     # A length is always above a share: compared with it no step would be the best any more.
     assert run.summary["best"] == {"step": 4, "eval/truncated": run.metrics[-1]["eval/truncated"]}
     assert "4 of 4 steps" in (run.export(tmp_path / "best", "best") / "README.md").read_text()
@@ -79,20 +80,20 @@ def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_n
     scorer = tmp_path / "judge.py"
     scorer.write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
 
-    def asked(row: Any = "1+1=", **changes: Any) -> dict[str, Any]:
+    def facts(row: Any = "1+1=", **changes: Any) -> dict[str, Any]:
         data = PromptData([{"prompt": row}] * 3, [np.array([1, 2])] * 3, 0)
         keys = {"eval.data": "task:arithmetic:test", "eval.scorer": f"{scorer}:right", **changes}
         config = small_run.config(tmp_path / "r", **keys)
         judged = config.eval, config.scorer_name, config.measures_kl_to_base
         return evaluation_facts(*judged, data)
 
-    first = asked()
-    assert asked(**{"eval.data": "task:arithmetic:train", "eval.every": 2}) == first
-    assert differing(first, asked("1+2=")) == {"eval.data"}
-    assert differing(first, asked(**{"eval.prompts": 2})) == {"eval.data"}
-    assert differing(first, asked(**{"eval.samples": 2})) == {"eval.samples"}
+    first = facts()
+    assert facts(**{"eval.data": "task:arithmetic:train", "eval.every": 2}) == first
+    assert differing(first, facts("1+2=")) == {"eval.data"}
+    assert differing(first, facts(**{"eval.prompts": 2})) == {"eval.data"}
+    assert differing(first, facts(**{"eval.samples": 2})) == {"eval.samples"}
     scorer.write_text(scorer.read_text().replace("1.0", "0.0"))
-    assert differing(first, asked()) == {"eval.scorer"}
+    assert differing(first, facts()) == {"eval.scorer"}
 
 
 def test_the_kl_to_the_base_is_measured_unless_the_config_holds_the_model(tmp_path):
@@ -104,25 +105,25 @@ def test_the_kl_to_the_base_is_measured_unless_the_config_holds_the_model(tmp_pa
     assert measures(**EVAL)
     assert not measures()  # nothing is evaluated
     assert not measures(**EVAL, **{"model.config": {"model_type": "qwen3"}})
-    both = {**EVAL, "model.config": {"model_type": "qwen3"}, "eval.kl_to_base": True}
-    assert small_run.config(tmp_path / "r", **both).measures_kl_to_base
+    explicit = {**EVAL, "model.config": {"model_type": "qwen3"}, "eval.kl_to_base": True}
+    assert small_run.config(tmp_path / "r", **explicit).measures_kl_to_base
     assert not small_run.config(tmp_path / "r", **EVAL).measures_kl_to_base  # says false
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["all", "adapters"])
 def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_path, lora):
-    asked = {**EVAL, "eval.kl_to_base": True, **lora}
-    run = setup(small_run.config(tmp_path / "r", **asked))
+    changes = {**EVAL, "eval.kl_to_base": True, **lora}
+    run = setup(small_run.config(tmp_path / "r", **changes))
     base = find_base(run)
     names = memory.copied_policies(run.blueprint, True, False, run.config.lora.path)
-    held = {id(leaf) for leaf in jax.tree.leaves(run.learner.frozen)}
+    in_memory = {id(leaf) for leaf in jax.tree.leaves(run.learner.frozen)}
     sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]
     assert names == (() if lora else (memory.EVAL_BASE,))
     assert run.memory.copies == (0 if lora else sum(sizes))
-    assert all((id(leaf) in held) == bool(lora) for leaf in jax.tree.leaves(base.params))
+    assert all((id(leaf) in in_memory) == bool(lora) for leaf in jax.tree.leaves(base.params))
     stored = folders.read_params(Path(small_run.base()), base.model)
     jax.tree.map(np.testing.assert_array_equal, base.params, stored)
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    return {name for name in one | other if one.get(name) != other.get(name)}
+def differing(left: dict[str, Any], right: dict[str, Any]) -> set[str]:
+    return {name for name in left | right if left.get(name) != right.get(name)}

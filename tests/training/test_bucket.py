@@ -92,7 +92,7 @@ def test_a_killed_run_goes_on_and_ends_as_a_local_one(bucket, tmp_path):
     storage.upload_folder(base, "gs://bucket/base")
     data = {"model.path": "gs://bucket/base", "train.steps": 5}
     data["rewards"] = killing(tmp_path)
-    here = loop.train(config(tmp_path / "here", **{**data, "model.path": str(base)}))
+    local = loop.train(config(tmp_path / "here", **{**data, "model.path": str(base)}))
     file = small_run.write(tmp_path / "run.toml", "gs://bucket/run", **data)
     ended = subprocess.run(
         [sys.executable, "-m", "jaxgrpo", "train", str(file)],
@@ -103,27 +103,27 @@ def test_a_killed_run_goes_on_and_ends_as_a_local_one(bucket, tmp_path):
     assert "run/checkpoints/2/manifest.json" in bucket.objects
     assert ".lock" in {name.rpartition("/")[2] for name in bucket.objects}
     run = loop.train(config("gs://bucket/run", **data), resume="auto")
-    assert run.summary["parameter_hash"] == here.summary["parameter_hash"]
+    assert run.summary["parameter_hash"] == local.summary["parameter_hash"]
     assert lines(bucket) == small_run.metrics(tmp_path / "here")
     for name in ("model/model.safetensors", "samples/step_1.jsonl"):
         assert bucket.objects[f"run/{name}"].data == (tmp_path / "here" / name).read_bytes()
     assert "run/.lock" not in bucket.objects
     assert run.summary["model"] == "gs://bucket/run/model"
     assert len(run.metrics) == 5
-    assert run.samples == here.samples
+    assert run.samples == local.samples
 
 
 def test_a_finished_run_is_read_where_it_is(bucket, tmp_path, capsys):
     run = loop.train(config("gs://bucket/run"))
-    kept = bucket.objects["run/model/model.safetensors"].data
+    weights = bucket.objects["run/model/model.safetensors"].data
     assert main(["export", "gs://bucket/run", str(tmp_path / "model")]) == 0
-    assert (tmp_path / "model/model.safetensors").read_bytes() == kept
+    assert (tmp_path / "model/model.safetensors").read_bytes() == weights
     run.export("gs://bucket/exported")
-    assert bucket.objects["exported/model.safetensors"].data == kept
+    assert bucket.objects["exported/model.safetensors"].data == weights
     assert main(["report", "gs://bucket/run"]) == 0
     assert b"finished" in bucket.objects["run/report.html"].data
-    asked = ["--data", "task:arithmetic:test", "--samples", "2", "--num-prompts", "4"]
-    assert main(["eval", "gs://bucket/run", *asked]) == 0
+    options = ["--data", "task:arithmetic:test", "--samples", "2", "--num-prompts", "4"]
+    assert main(["eval", "gs://bucket/run", *options]) == 0
     assert "gs://bucket/run on task:arithmetic:test" in capsys.readouterr().out
 
 
@@ -181,22 +181,22 @@ def test_a_run_that_another_host_writes_is_refused_and_a_dead_one_is_taken(bucke
     with pytest.raises(InputError, match=r"in use by another trainer \(process 7 on other\)"):
         folder.RunFolder("gs://bucket/run")
     beating.join()
-    with folder.RunFolder("gs://bucket/run") as held:
+    with folder.RunFolder("gs://bucket/run") as run_folder:
         assert mirror.is_held("gs://bucket/run")
         with pytest.raises(InputError, match="in use by another trainer"):
-            folder.RunFolder(str(held.place))
+            folder.RunFolder(str(run_folder.place))
     assert not mirror.is_held("gs://bucket/run")
 
 
 def test_a_run_whose_lock_was_taken_writes_no_more(bucket, monkeypatch):
     monkeypatch.setattr(mirror, "BEAT", 0.2)
-    with folder.RunFolder("gs://bucket/run") as held:
+    with folder.RunFolder("gs://bucket/run") as run_folder:
         lock = {"id": "another", "who": "process 7 on other", "beat": 1, "time": 0.0}
         storage.write("gs://bucket/run/.lock", json.dumps(lock).encode())
         threading.Event().wait(1.5)
-        held.write_summary({"step": 1})
+        run_folder.write_summary({"step": 1})
         with pytest.raises(OSError, match=r"taken by another trainer \(process 7"):
-            held.publish()
+            run_folder.publish()
     assert "run/summary.json" not in bucket.objects
     assert json.loads(bucket.objects["run/.lock"].data) == lock
 
@@ -208,8 +208,8 @@ def test_a_bucket_that_refuses_ends_the_run_with_its_files_kept_here(bucket):
     with pytest.raises(process.NotSaved, match="go on by --resume auto") as raised:
         loop.train(config("gs://bucket/run"), on_step=refuse)
     assert raised.value.code == 74
-    here = mirror.local_folder("gs://bucket/run")
-    assert len((here / "metrics.jsonl").read_text().splitlines()) == 3
+    local = mirror.local_folder("gs://bucket/run")
+    assert len((local / "metrics.jsonl").read_text().splitlines()) == 3
     bucket.refuses = None
     run = loop.train(config("gs://bucket/run"), resume="auto")
     assert [line["step"] for line in lines(bucket)] == [1, 2, 3]
@@ -228,8 +228,8 @@ def test_a_bucket_that_refuses_for_a_while_costs_a_checkpoint_and_no_step(bucket
 def over_four_devices(folder: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Changes of a run whose data are in a folder, and of the same run with all in the bucket."""
     rows = folder / "rows.jsonl"
-    found = tasks.load("task:arithmetic:train", count=32)
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in found))
+    task_rows = tasks.load("task:arithmetic:train", count=32)
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in task_rows))
     storage.upload(rows, "gs://bucket/rows.jsonl")
     storage.upload_folder(Path(small_run.base()), "gs://bucket/base")
     shared = {
@@ -238,8 +238,8 @@ def over_four_devices(folder: Path, **changes: Any) -> tuple[dict[str, Any], dic
         "tracking": {"tensorboard": False},
         **changes,
     }
-    there = {"model.path": "gs://bucket/base", "data.path": "gs://bucket/rows.jsonl"}
-    return {**shared, "data.path": str(rows)}, {**shared, **there}
+    bucket_paths = {"model.path": "gs://bucket/base", "data.path": "gs://bucket/rows.jsonl"}
+    return {**shared, "data.path": str(rows)}, {**shared, **bucket_paths}
 
 
 def trained_by_two(
@@ -252,9 +252,9 @@ def trained_by_two(
     """
     file = small_run.write(folder / "run.toml", "gs://bucket/run", **changes)
     processes = []
-    for index, one in enumerate(together()):
+    for index, variables in enumerate(together()):
         cache = str(folder / f"cache_{index % caches}")
-        env = environment(devices=2, XDG_CACHE_HOME=cache, **one, **more)
+        env = environment(devices=2, XDG_CACHE_HOME=cache, **variables, **more)
         processes.append(small_run.command(sys.executable, "train", file, env=env))
     try:
         outputs = [each.communicate(timeout=120)[0] for each in processes]
@@ -264,26 +264,27 @@ def trained_by_two(
     return [(each.returncode, output) for each, output in zip(processes, outputs, strict=True)]
 
 
-def assert_ended_as(bucket: gcs_server.Bucket, here: Path) -> None:
+def assert_ended_as(bucket: gcs_server.Bucket, local: Path) -> None:
     """The run in the bucket has the files of one in a folder, and they say the same."""
-    names = {str(file.relative_to(here)) for file in here.rglob("*") if file.is_file()}
-    there = {name.removeprefix("run/") for name in bucket.objects if name.startswith("run/")}
-    there = {name for name in there if not name.startswith("before_")}  # logged, but not saved
-    kept = {name for name in names - {".lock"} if not name.startswith("checkpoints/")}
-    assert {name for name in there if not name.startswith("checkpoints/")} == kept
-    for left, right in zip(small_run.metrics(here), lines(bucket), strict=True):
+    names = {str(file.relative_to(local)) for file in local.rglob("*") if file.is_file()}
+    bucket_names = {name.removeprefix("run/") for name in bucket.objects if name.startswith("run/")}
+    # Those of "before_" are logged, but not saved.
+    bucket_names = {name for name in bucket_names if not name.startswith("before_")}
+    local_names = {name for name in names - {".lock"} if not name.startswith("checkpoints/")}
+    assert {name for name in bucket_names if not name.startswith("checkpoints/")} == local_names
+    for left, right in zip(small_run.metrics(local), lines(bucket), strict=True):
         # Means of float32 are summed in another order; one other token would show in 1e-3.
         assert left["step"] == right["step"]
         assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
         assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
         assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
     weights = load(bucket.objects["run/model/model.safetensors"].data)
-    for name, value in load_file(here / "model" / "model.safetensors").items():
+    for name, value in load_file(local / "model" / "model.safetensors").items():
         np.testing.assert_allclose(value, weights[name], atol=1e-5)
     drawn = bucket.objects["run/samples/step_1.jsonl"].data.decode().splitlines()
-    wanted = (here / "samples" / "step_1.jsonl").read_text().splitlines()
-    for row, other in zip(map(json.loads, drawn), map(json.loads, wanted), strict=True):
-        assert row["completion_ids"] == other["completion_ids"]
+    expected = (local / "samples" / "step_1.jsonl").read_text().splitlines()
+    for row, expected_row in zip(map(json.loads, drawn), map(json.loads, expected), strict=True):
+        assert row["completion_ids"] == expected_row["completion_ids"]
     with Checkpoints("gs://bucket/run/checkpoints") as checkpoints:
         assert checkpoints._intact(None) == lines(bucket)[-1]["step"]
 
@@ -291,8 +292,8 @@ def assert_ended_as(bucket: gcs_server.Bucket, here: Path) -> None:
 @pytest.mark.full
 def test_two_processes_train_in_a_bucket_as_one_in_a_folder(bucket, tmp_path, environment):
     files = {"run.report": True, "run.rollouts_every": 2}
-    local, there = over_four_devices(tmp_path, **files)
-    two = trained_by_two(there, tmp_path, environment, caches=1)
+    local, in_bucket = over_four_devices(tmp_path, **files)
+    two = trained_by_two(in_bucket, tmp_path, environment, caches=1)
     assert [code for code, _ in two] == [0, 0], two
     loop.train(config(tmp_path / "here", **local))
     assert_ended_as(bucket, tmp_path / "here")
@@ -304,11 +305,13 @@ def test_harm_to_one_of_two_processes_ends_both_and_one_goes_on(
     harm, bucket, tmp_path, environment, monkeypatch
 ):
     """On another host. What is refused: the part of checkpoint 4 that process 1 writes."""
-    local, there = over_four_devices(tmp_path, **{"train.steps": 5, "rewards": killing(tmp_path)})
+    local, in_bucket = over_four_devices(
+        tmp_path, **{"train.steps": 5, "rewards": killing(tmp_path)}
+    )
     if harm == "refused":
         bucket.refuses, bucket.refused = 403, "/checkpoints/4/state/ocdbt.process_1/"
     more = {"KILL": "1"} if harm == "killed" else {}
-    two = trained_by_two(there, tmp_path, environment, caches=2, **more)
+    two = trained_by_two(in_bucket, tmp_path, environment, caches=2, **more)
     assert [code for code, _ in two] == ([6, -9] if harm == "killed" else [74, 74]), two
     assert ("process 1 is gone" if harm == "killed" else "could not be saved") in two[0][1]
     bucket.refuses = None
@@ -316,10 +319,10 @@ def test_harm_to_one_of_two_processes_ends_both_and_one_goes_on(
         last = checkpoints.latest() or 0
     assert last in ((2, 4) if harm == "killed" else (2,))
     monkeypatch.setattr(mirror, "LEASE", 2.0)
-    taken = []
-    again = config("gs://bucket/run", **there)
-    loop.train(again, resume="auto", on_step=lambda number, metrics: taken.append(number))
-    assert taken == [*range(last + 1, 6)]
+    steps = []
+    again = config("gs://bucket/run", **in_bucket)
+    loop.train(again, resume="auto", on_step=lambda number, metrics: steps.append(number))
+    assert steps == [*range(last + 1, 6)]
     loop.train(config(tmp_path / "here", **local))
     assert_ended_as(bucket, tmp_path / "here")
     if harm == "refused":

@@ -37,10 +37,10 @@ def test_every_flipped_bit_is_found_and_the_step_before_is_taken(saved, caplog):
         bad = bytearray(good)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         file.write_bytes(bad)
-        found = damage(saved / "3")
-        assert found is not None, file
+        problem = damage(saved / "3")
+        assert problem is not None, file
         if file.name != "manifest.json":  # a flip there may rename what it lists
-            assert str(file) in found
+            assert str(file) in problem
         file.write_bytes(good)
     assert damage(saved / "3") is None
 
@@ -152,9 +152,9 @@ def test_a_kill_at_any_moment_leaves_a_complete_step(tmp_path, python, environme
         assert newest is not None
         assert newest >= last >= 6
         draws = np.random.default_rng(newest).normal(size=1 << 20)
-        wanted = {"a": jnp.asarray(draws, jnp.float32), "b": draws, "step": np.array(newest)}
-        restored, _ = checkpoints.restore(wanted)
-    assert equal(restored, wanted)
+        expected = {"a": jnp.asarray(draws, jnp.float32), "b": draws, "step": np.array(newest)}
+        restored, _ = checkpoints.restore(expected)
+    assert equal(restored, expected)
 
 
 TWO_PROCESSES = """
@@ -281,11 +281,11 @@ with Checkpoints(folders[number]) as checkpoints:
 
 def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_path, two):
     outputs = two(APART, saved, tmp_path / "another disk")
-    lines, other = (
+    lines, peer_lines = (
         [line for line in output.splitlines() if not line.startswith("[Gloo]")]
         for output in outputs
     )
-    assert lines == other
+    assert lines == peer_lines
     assert lines[:3] == [
         "[1, 2, 3]",
         "process 0 found nothing",
@@ -303,18 +303,18 @@ def test_two_processes_save_together_and_one_restores_it(tmp_path, two):
     assert all("refused" in out for out in results)
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
     weight = np.random.default_rng(4).normal(size=(8, 6)).astype(np.float32)
-    wanted = {
+    expected = {
         "sharded": jax.device_put(weight, NamedSharding(mesh, PartitionSpec("fsdp"))),
         "everywhere": jax.device_put(weight + 1, NamedSharding(mesh, PartitionSpec())),
         "host": weight + 2,
         "own": jnp.asarray(weight) + 3,
     }
     digests = {out.split("hash ")[1].strip() for out in results}
-    assert digests == {parameter_hash(wanted)}
+    assert digests == {parameter_hash(expected)}
     with Checkpoints(folder / "checkpoints") as checkpoints:
         assert checkpoints.steps() == [2, 4]
-        restored, meta = checkpoints.restore(wanted)
-    assert equal(restored, wanted)
+        restored, meta = checkpoints.restore(expected)
+    assert equal(restored, expected)
     assert meta == {"step": 4}
     assert (folder / "metrics.jsonl").read_text().count("\n") == 3
     assert (folder / "samples" / "step_3.jsonl").read_text().count("\n") == 1

@@ -59,12 +59,12 @@ def saved_run(step: int = 3, seed: int = 0) -> Saved:
 def abstract(state: Any, place: NamedSharding | None = None) -> Any:
     """What to ask for: the same leaves, device arrays on `place` or where they are."""
 
-    def one(leaf):
+    def describe(leaf):
         if isinstance(leaf, (np.ndarray, np.generic)):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place or leaf.sharding)
 
-    return jax.tree.map(one, state)
+    return jax.tree.map(describe, state)
 
 
 def bits(tree: Any) -> list[tuple[str, str, tuple[int, ...], bytes]]:
@@ -79,8 +79,8 @@ def test_learner_and_stream_come_back_bit_for_bit(tmp_path):
         checkpoints.save(3, state, meta)
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest() == 3
-        restored, given = checkpoints.restore(abstract(state))
-    assert given == meta
+        restored, restored_meta = checkpoints.restore(abstract(state))
+    assert restored_meta == meta
     assert bits(restored) == bits(state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
@@ -103,10 +103,10 @@ def test_a_state_saved_on_four_devices_restores_on_other_shardings(tmp_path):
             assert bits(restored) == bits(state)
             assert restored.learner.trainable["embed"].sharding == place
         square = sharding((2, 2), ("fsdp", "tensor"), "tensor", "fsdp")
-        wanted = abstract(state)
+        target = abstract(state)
         embed = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=square)
-        wanted.learner.trainable["embed"] = embed
-        restored, _ = checkpoints.restore(wanted)
+        target.learner.trainable["embed"] = embed
+        restored, _ = checkpoints.restore(target)
         assert restored.learner.trainable["embed"].sharding == square
         assert bits(restored) == bits(state)
 
@@ -128,9 +128,9 @@ def test_arrays_may_be_donated_and_overwritten_as_soon_as_save_returns(tmp_path)
 
 
 def change(state: Saved, **leaves: Any) -> Saved:
-    wanted = abstract(state)
-    wanted.learner.trainable.update(leaves)
-    return wanted
+    target = abstract(state)
+    target.learner.trainable.update(leaves)
+    return target
 
 
 def test_another_dtype_shape_or_tree_is_an_error_that_names_the_leaf(tmp_path):
@@ -138,9 +138,9 @@ def test_another_dtype_shape_or_tree_is_an_error_that_names_the_leaf(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, {})
 
-        def refuses(wanted, message):
+        def refuses(target, message):
             with pytest.raises(InputError, match=message) as caught:
-                checkpoints.restore(wanted)
+                checkpoints.restore(target)
             assert str(tmp_path / "3") in str(caught.value)
             assert "\n" not in str(caught.value)
             assert "set run.dir to another folder" in str(caught.value)
@@ -156,9 +156,9 @@ def test_another_dtype_shape_or_tree_is_an_error_that_names_the_leaf(tmp_path):
             change(state, head=wide, tail=wide),
             r"trainable/head is stored as nothing .* as float32 \[8, 5\] \(and 1 more\)",
         )
-        wanted = abstract(state)
-        del wanted.learner.trainable["embed"]
-        refuses(wanted, r"trainable/embed is stored as float32 \[8, 4\] and asked for as nothing")
+        pruned = abstract(state)
+        del pruned.learner.trainable["embed"]
+        refuses(pruned, r"trainable/embed is stored as float32 \[8, 4\] and asked for as nothing")
         host = change(state)
         host.stream.prompt_policy_state["seen"] = np.arange(5, dtype=np.int32)
         refuses(host, r"prompt_policy_state/seen is stored as int64 \[5\] and asked for as int32")
@@ -296,14 +296,14 @@ def test_the_parameter_hash_is_the_sha256_of_names_types_shapes_and_bytes():
 
 def test_the_parameter_hash_sees_every_change_and_no_sharding():
     weight = np.arange(8, dtype=np.float32)
-    one = parameter_hash({"w": jnp.asarray(weight)})
-    assert parameter_hash({"w": jax.device_put(weight, over_four("fsdp"))}) == one
-    assert parameter_hash({"w": weight}) == one
-    others = [
+    original = parameter_hash({"w": jnp.asarray(weight)})
+    assert parameter_hash({"w": jax.device_put(weight, over_four("fsdp"))}) == original
+    assert parameter_hash({"w": weight}) == original
+    variants = [
         {"v": weight},
         {"w": weight.reshape(2, 4)},
         {"w": weight.view(np.int32)},
         {"w": np.nextafter(weight, 1, dtype=np.float32)},
         {"w": weight, "z": weight},
     ]
-    assert len({one, *map(parameter_hash, others)}) == 6
+    assert len({original, *map(parameter_hash, variants)}) == 6

@@ -11,7 +11,7 @@ STEPS, WARM_UP = 100, 5
 
 @pytest.mark.full
 def test_a_hundred_ragged_steps_compile_nothing_after_the_first_ones(tmp_path):
-    made = []
+    counts = []
     with compilations() as seconds:
         changes = {"train.steps": STEPS, "checkpoint.every": STEPS, "run.samples_every": 0}
         changes |= {
@@ -19,10 +19,10 @@ def test_a_hundred_ragged_steps_compile_nothing_after_the_first_ones(tmp_path):
         }  # several micro-batches, not always as many
         finished = loop.train(
             small_run.config(tmp_path / "r", **changes),
-            on_step=lambda *_: made.append(len(seconds)),
+            on_step=lambda *_: counts.append(len(seconds)),
         )
-    assert made[0] > 0
-    assert made[WARM_UP - 1] == made[STEPS - 1]
+    assert counts[0] > 0
+    assert counts[WARM_UP - 1] == counts[STEPS - 1]
     lines = small_run.metrics(finished.path)
     assert len({line["update/micro_batches"] for line in lines}) > 1
     assert len({line["completions/mean_length"] for line in lines}) > 50

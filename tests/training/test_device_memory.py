@@ -43,30 +43,32 @@ GIB = 2**30
 
 
 def blueprint(config: ModelConfig, geometry: Geometry, devices: int = 1, **mesh: int) -> Blueprint:
-    made = sharding.make_mesh(**mesh, devices=jax.devices()[:devices])
+    device_mesh = sharding.make_mesh(**mesh, devices=jax.devices()[:devices])
     group, steps = geometry.group_size, geometry.max_completion_tokens
     return Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(made)),
+        model=decoder.build(config, constrain=sharding.constrain(device_mesh)),
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-3),
         geometry=geometry,
         sampling=SamplingSettings(group, steps, 1.0, (tiny.END,), tiny.PAD, 16),
-        mesh=made,
+        mesh=device_mesh,
     )
 
 
 def on(layout, shapes):
     return jax.tree.map(
-        lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes, layout
+        lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement),
+        shapes,
+        layout,
     )
 
 
 def total(compiled) -> int:
     """The bytes that a program and what it reads take on a device."""
-    found = compiled.memory_analysis()
-    out = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + found.temp_size_in_bytes + out
+    analysis = compiled.memory_analysis()
+    out = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + out
 
 
 SMALL = dataclasses.replace(tiny.UNIFORM, num_layers=8, vocab_size=256)
@@ -74,13 +76,13 @@ LONG = Geometry(8, 8, 32, 192, 2, 1568)
 
 
 @pytest.fixture(scope="module")
-def made() -> Blueprint:
+def sharded() -> Blueprint:
     return blueprint(SMALL, LONG, devices=2, fsdp=2)
 
 
 # With few slots a third is a second copy of one layer's cache, made between segments.
 @pytest.mark.parametrize(
-    ("slots", "above", "kept"),
+    ("slots", "above", "kv_cache_dtype"),
     [
         pytest.param(0, 0.15, "auto", id="all-auto"),
         pytest.param(16, 0.25, "bfloat16", id="few-bfloat16"),
@@ -88,40 +90,46 @@ def made() -> Blueprint:
         pytest.param(16, 0.25, "auto", id="few-auto", marks=pytest.mark.full),
     ],
 )
-def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, above, kept):
-    made = made._replace(sampling=made.sampling._replace(slots=slots, kv_cache_dtype=kept))
-    sampler = make_sampler(made.model, made.sampling, made.mesh)
-    params = on(param_layout(made, sharding.SAMPLING), made.model.shapes)
+def test_what_decoding_takes_covers_what_xla_plans_and_little_more(
+    sharded, slots, above, kv_cache_dtype
+):
+    sharded = sharded._replace(
+        sampling=sharded.sampling._replace(slots=slots, kv_cache_dtype=kv_cache_dtype)
+    )
+    sampler = make_sampler(sharded.model, sharded.sampling, sharded.mesh)
+    params = on(param_layout(sharded, sharding.SAMPLING), sharded.model.shapes)
     split = jax.jit(sampler.split).lower(params).compile()
     params = on(split.output_shardings, jax.eval_shape(sampler.split, params))
-    asked = tiny.prompts(LONG.num_prompts, LONG.max_prompt_tokens)
+    prompts = tiny.prompts(LONG.num_prompts, LONG.max_prompt_tokens)
     layouts = jax.tree.map(
-        lambda leaf: sharding.named(made.mesh, *("bins", None)[: np.ndim(leaf)]), asked
+        lambda leaf: sharding.named(sharded.mesh, *("bins", None)[: np.ndim(leaf)]), prompts
     )
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=sharding.replicated(made.mesh))
-    sizes = Sizes.for_prompts(made.sampling, 2, LONG.num_prompts, LONG.max_prompt_tokens)
-    begin = sampler.begin.lower(sizes, on(layouts, asked), key).compile()
-    shapes = jax.eval_shape(lambda *given: sampler.begin(sizes, *given), on(layouts, asked), key)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=sharding.replicated(sharded.mesh))
+    sizes = Sizes.for_prompts(sharded.sampling, 2, LONG.num_prompts, LONG.max_prompt_tokens)
+    begin = sampler.begin.lower(sizes, on(layouts, prompts), key).compile()
+    shapes = jax.eval_shape(
+        lambda *inputs: sampler.begin(sizes, *inputs), on(layouts, prompts), key
+    )
     state = on(begin.output_shardings, shapes)
-    enough = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(made.mesh))
+    enough = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(sharded.mesh))
     planned = total(sampler.decode.lower(not slots, params, state, enough).compile())
-    counted = memory.count(made, ())
+    counted = memory.count(sharded, ())
     assert 0.97 * planned <= counted.sampler + counted.decode <= (1 + above) * planned
-    held = sum(
+    layer_cache = sum(
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state.memory[0][1])
     )
-    assert counted.decode > SMALL.num_layers * held
+    assert counted.decode > SMALL.num_layers * layer_cache
 
 
-def test_what_an_update_takes_is_what_xla_plans(made):
-    program = build_steps(made).update_program
-    params = on(param_layout(made), made.model.shapes)
-    opt_state = on(opt_layout(made), jax.eval_shape(made.optimizer.init, params))
+def test_what_an_update_takes_is_what_xla_plans(sharded):
+    program = build_steps(sharded).update_program
+    params = on(param_layout(sharded), sharded.model.shapes)
+    opt_state = on(opt_layout(sharded), jax.eval_shape(sharded.optimizer.init, params))
     small: Any = {"step": None, "advantage_state": (), "frozen": {}}
     learner = Learner(trainable=params, opt_state=opt_state, **small)
-    planned = memory.plan(program, made, learner)
-    counted = memory.count(made, ())._replace(update=planned)
+    planned = memory.plan(program, sharded, learner)
+    counted = memory.count(sharded, ())._replace(update=planned)
     shard = sum(leaf.size for leaf in jax.tree.leaves(params)) * 4 / 2
     assert counted.parameters == pytest.approx(shard, rel=0.05)  # norms are on every device
     assert counted.optimizer == pytest.approx(2 * counted.parameters, rel=0.01)
@@ -130,12 +138,12 @@ def test_what_an_update_takes_is_what_xla_plans(made):
     assert counted.peak == counted.persistent + max(planned, counted.sampler + counted.decode)
 
 
-def test_moments_in_bfloat16_are_counted_as_half(made):
-    whole, half = (
-        memory.count(made._replace(optimizer=optimizer), ()).optimizer
+def test_moments_in_bfloat16_are_counted_as_half(sharded):
+    full, half = (
+        memory.count(sharded._replace(optimizer=optimizer), ()).optimizer
         for optimizer in (optax.adamw(1e-3), in_bfloat16(optax.adamw(1e-3)))
     )
-    assert half == pytest.approx(whole / 2, abs=16)  # counts of updates
+    assert half == pytest.approx(full / 2, abs=16)  # counts of updates
 
 
 def test_the_abstract_batch_is_what_gather_makes():
@@ -166,13 +174,13 @@ def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
     monkeypatch.setattr(capacity, "COPYING", ())
     for gigabytes, least, most in ((80, 400, 512), (32, 100, 180), (16, 20, 60)):
         monkeypatch.setattr(memory, "device_bytes", lambda mesh, size=gigabytes: int(size * 1e9))
-        found = memory.with_slots(narrow, ())
-        assert least <= found.sampling.slots <= most, gigabytes
-        counted = memory.count(found, ())
+        fitted = memory.with_slots(narrow, ())
+        assert least <= fitted.sampling.slots <= most, gigabytes
+        counted = memory.count(fitted, ())
         assert counted.peak <= memory.SHARE * gigabytes * 1e9
-        more = found._replace(sampling=found.sampling._replace(slots=found.sampling.slots + 8))
-        whole = found.sampling.slots == 512
-        assert whole or memory.count(more, ()).peak > memory.SHARE * gigabytes * 1e9
+        more = fitted._replace(sampling=fitted.sampling._replace(slots=fitted.sampling.slots + 8))
+        all_slots = fitted.sampling.slots == 512
+        assert all_slots or memory.count(more, ()).peak > memory.SHARE * gigabytes * 1e9
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
@@ -237,11 +245,11 @@ def test_the_memory_that_a_dry_run_tells_is_what_a_process_takes(tmp_path, pytho
         )
         return run.stdout
 
-    told = re.search(r"memory +([\d.]+) (MiB|GiB) of", printed("--dry-run"))
-    assert told is not None
-    taken = int(printed().splitlines()[-1])
-    power = {"MiB": 2, "GiB": 3}[told[2]]
-    assert float(told[1]) * 1024**power == pytest.approx(taken, rel=0.15)
+    stated = re.search(r"memory +([\d.]+) (MiB|GiB) of", printed("--dry-run"))
+    assert stated is not None
+    measured = int(printed().splitlines()[-1])
+    power = {"MiB": 2, "GiB": 3}[stated[2]]
+    assert float(stated[1]) * 1024**power == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -250,17 +258,17 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
         tmp_path / "r", **{"checkpoint.keep": 1, "checkpoint.every": 1, "lora.rank": rank}
     )
     run = setup.setup(config)
-    told = preview.disk_line(
+    line = preview.disk_line(
         config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
     )
-    assert "2 x " in told  # the one that stays, and the next
+    assert "2 x " in line  # the one that stays, and the next
     step, model = map(
-        float, re.findall(r"([\d.]+) KiB of checkpoints, model ([\d.]+) KiB", told)[0]
+        float, re.findall(r"([\d.]+) KiB of checkpoints, model ([\d.]+) KiB", line)[0]
     )
     loop.train(config)
     leaves = json.loads((tmp_path / "r/checkpoints/3/meta.json").read_text())["leaves"].values()
-    taken = [math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in leaves]
-    assert sum(taken) / 2**10 == pytest.approx(step, abs=0.1)
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in leaves]
+    assert sum(sizes) / 2**10 == pytest.approx(step, abs=0.1)
     files = [file.stat().st_size for file in (tmp_path / "r").glob("**/*.safetensors")]
     assert sum(files) / 2**10 == pytest.approx(model, rel=0.2)  # with the names of the tensors
 
@@ -268,15 +276,16 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
 def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monkeypatch):
     sizes = (64, 8, 512, 1024)
     wide = blueprint(QWEN3_0P6B, Geometry(*sizes, 1, 8704))
-    kept = memory.count(wide, ()).persistent
+    persistent = memory.count(wide, ()).persistent
     numbers = QWEN3_0P6B.vocab_size * QWEN3_0P6B.hidden_size
-    gradients = 2 * kept // 3  # the sum and one of a micro-batch; kept are weights and two moments
+    # The sum and one of a micro-batch; what persists are weights and two moments.
+    gradients = 2 * persistent // 3
     head = 2 * 4 * numbers  # as it is read, and its gradient
     beside = gradients + head + 3 * 4 * 256 * QWEN3_0P6B.vocab_size  # and a chunk's logits
     each = memory.activations(QWEN3_0P6B, "full")
 
     def fitting(tokens: float) -> int:
-        limit = (kept + beside + tokens * each) / memory.SHARE
+        limit = (persistent + beside + tokens * each) / memory.SHARE
         monkeypatch.setattr(memory, "device_bytes", lambda _mesh: int(limit) + 1)
         return memory.with_fitting_tokens(wide, (), "full").geometry.tokens
 
@@ -301,13 +310,13 @@ def test_a_dry_run_for_more_devices_than_there_are_plans_its_mesh(tmp_path, caps
     config = small_run.config(tmp_path / "r", **changes)
     preview.dry_run(config)
     shown = " ".join(capsys.readouterr().out.split())
-    here = len(jax.devices())
+    available = len(jax.devices())
     assert "mesh data 1, fsdp 8, tensor 1, context 1 planned not built: " in shown
-    assert f"it is for 8 devices (v5e), and there is {here}; memory is by formula" in shown
+    assert f"it is for 8 devices (v5e), and there is {available}; memory is by formula" in shown
     assert "of 15.8 GiB on each device" in shown
     assert "rewards on row 0, whose answer is" in shown
     assert re.search(r"first prompt row \d+, \d+ tokens: '\d+\+", shown)
-    with pytest.raises(InputError, match=f"= 8 devices, but there are {here}"):
+    with pytest.raises(InputError, match=f"= 8 devices, but there are {available}"):
         loop.train(small_run.config(tmp_path / "r", mesh={"fsdp": 8}))
 
 
@@ -319,11 +328,12 @@ def test_what_a_planned_mesh_takes_is_what_the_mesh_takes(tmp_path):
     array = np.array(devices).reshape(grid.devices.shape)
     mesh = jax.sharding.Mesh(array, sharding.AXES, axis_types=grid.axis_types)
     planned = setup.setup(config, mesh=mesh, make_learner=programs.abstract_learner)
-    counted, expected = (memory.count(one.blueprint, ()) for one in (planned, run))
+    counted, expected = (memory.count(side.blueprint, ()) for side in (planned, run))
     assert counted == expected
     leaves = map(jax.tree.leaves, (planned.learner.opt_state, run.learner.opt_state))
-    for one, other in zip(*leaves, strict=True):
-        assert one.sharding.shard_shape(one.shape) == other.sharding.shard_shape(other.shape)
+    for planned_leaf, leaf in zip(*leaves, strict=True):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        assert planned_leaf.sharding.shard_shape(planned_leaf.shape) == shard
 
 
 @pytest.mark.parametrize(

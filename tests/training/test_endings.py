@@ -73,19 +73,19 @@ def test_a_run_that_ends_early_says_why_in_a_few_lines(name, tmp_path, capfd, sp
         loop.train(config, rewards=[reward])
 
     assert process.guard(command) == code
-    said = capfd.readouterr().err
-    assert reason in said
-    refuse_long(said)
+    errors = capfd.readouterr().err
+    assert reason in errors
+    refuse_long(errors)
     if name != "run deleted":
         with Checkpoints(tmp_path / "r" / "checkpoints") as checkpoints:
             assert 2 in checkpoints.steps()
 
 
-def refuse_long(said: str) -> None:
-    assert "Traceback" not in said
-    assert "Exception ignored" not in said
-    assert len(said.splitlines()) <= 50, said
-    assert len(said) < 20_000
+def refuse_long(errors: str) -> None:
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    assert len(errors.splitlines()) <= 50, errors
+    assert len(errors) < 20_000
 
 
 def test_saves_that_fail_leave_no_tracebacks_of_threads_behind(tmp_path, capfd, space):
@@ -162,7 +162,7 @@ def test_a_file_of_own_code_that_cannot_be_loaded_is_one_message(key, name, tmp_
     changes = {key: KEYS[key](use), "eval.data": "task:arithmetic:test"}
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
     assert main(["train", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert f"{use}' cannot be loaded ({tmp_path}/mine.py" in said
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert f"{use}' cannot be loaded ({tmp_path}/mine.py" in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "r" / "metrics.jsonl").exists()

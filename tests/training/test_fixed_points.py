@@ -115,22 +115,22 @@ def test_the_checkpoint_is_the_table(base):
     np.testing.assert_allclose(chances(params, "!"), HARDER, rtol=0, atol=1e-6)
 
 
-def check(found: np.ndarray, validity: float, within: float = 0.005) -> None:
+def check(trained: np.ndarray, validity: float, within: float = 0.005) -> None:
     """The success rate, and the shares of the right answers: always those of the base."""
-    assert found[:3].sum() == pytest.approx(validity, abs=within)
-    np.testing.assert_allclose(found[:3] / found[:3].sum(), FILTERED, rtol=0, atol=0.01)
+    assert trained[:3].sum() == pytest.approx(validity, abs=within)
+    np.testing.assert_allclose(trained[:3] / trained[:3].sum(), FILTERED, rtol=0, atol=0.01)
 
 
 @pytest.mark.full
 def test_kl_in_the_return_leads_to_the_tilted_base(base, tmp_path):
     beta = 0.5
-    found, run = train(
+    trained, run = train(
         base, tmp_path, recipe="rloo", loss={"kl": {"use": "k1_in_reward", "beta": beta}}
     )
     tilted = BASE * np.exp(VALID / beta)
     tilted /= tilted.sum()
     assert tilted[:3].sum() == pytest.approx(1 / (1 + np.exp(-2)))
-    check(found, tilted[:3].sum())
+    check(trained, tilted[:3].sum())
     distance = (tilted * np.log(tilted / BASE)).sum()
     logged = np.mean([line["add_kl_return/kl"] for line in run.metrics[-20:]])
     assert logged == pytest.approx(distance, abs=0.02)
@@ -143,18 +143,18 @@ def test_both_undivided_recipes_lead_there_whatever_the_group_size(base, tmp_pat
     """At G = 2 a mean that holds the sample itself would halve the reward beside the KL."""
     rollout = {"prompts_per_step": 256 // size, "group_size": size}
     kl = {"use": "k1_in_reward", "beta": 0.5}
-    found, _ = train(base, tmp_path, recipe=recipe, loss={"kl": kl}, rollout=rollout)
-    check(found, 1 / (1 + np.exp(-2)))
+    trained, _ = train(base, tmp_path, recipe=recipe, loss={"kl": kl}, rollout=rollout)
+    check(trained, 1 / (1 + np.exp(-2)))
     kl = {"use": "k1_in_reward", "target_validity": 0.9}
-    found, _ = train(base, tmp_path / "2", recipe=recipe, loss={"kl": kl}, rollout=rollout)
-    check(found, 0.9)
+    trained, _ = train(base, tmp_path / "2", recipe=recipe, loss={"kl": kl}, rollout=rollout)
+    check(trained, 0.9)
 
 
 @pytest.mark.full
 def test_a_target_validity_is_reached(base, tmp_path):
     kl = {"use": "k1_in_reward", "target_validity": 0.9}
-    found, run = train(base, tmp_path, recipe="rloo", loss={"kl": kl})
-    check(found, 0.9)
+    trained, run = train(base, tmp_path, recipe="rloo", loss={"kl": kl})
+    check(trained, 0.9)
     last = {name.rpartition("/")[2]: value for name, value in run.metrics[-1].items()}
     # The base's rate, .5, is known from samples of a policy that has long left it.
     assert last["base_rate"] == pytest.approx(0.5, abs=0.005)
@@ -180,16 +180,16 @@ def test_a_target_validity_is_the_mean_over_prompts_under_one_beta(base, tmp_pat
 
 @pytest.mark.full
 def test_alpha_dpg_leads_to_the_filtered_model(base, tmp_path):
-    found, _ = train(base, tmp_path, recipe="alpha_dpg")
-    assert found[:3].sum() > 0.99
-    check(found, 1.0, within=0.01)
+    trained, _ = train(base, tmp_path, recipe="alpha_dpg")
+    assert trained[:3].sum() > 0.99
+    check(trained, 1.0, within=0.01)
 
 
 @pytest.mark.full
 def test_k3_in_the_loss_leads_elsewhere_than_its_value_says(base, tmp_path):
     """Its gradient is that of KL(reference || policy): E v - beta KL(base || policy) is climbed."""
     beta = 0.5
-    found, _ = train(
+    trained, _ = train(
         base, tmp_path, recipe="rloo", loss={"kl": {"use": "forward_kl_k3", "beta": beta}}
     )
     # At rest policy (v - mu - beta) + beta base = 0 for each answer, mu being the success rate.
@@ -200,5 +200,5 @@ def test_k3_in_the_loss_leads_elsewhere_than_its_value_says(base, tmp_path):
         low, high = (mu, high) if policy.sum() > 1 else (low, mu)
     assert mu == pytest.approx(0.809, abs=1e-3)
     assert (policy * VALID).sum() == pytest.approx(mu)
-    check(found, mu)
-    assert abs(found[:3].sum() - 1 / (1 + np.exp(-2))) > 0.05
+    check(trained, mu)
+    assert abs(trained[:3].sum() - 1 / (1 + np.exp(-2))) > 0.05

@@ -102,8 +102,8 @@ def test_a_line_is_json_with_its_names_in_order_and_no_nan(tmp_path):
             2, {"z": jnp.float32(0.1), "a": np.nan, "b": -math.inf, "c": np.int64(7), "note": "x"}
         )
         line = (tmp_path / "metrics.jsonl").read_text()  # already there: nothing is buffered
-    wanted = '{"step": 2, "a": null, "b": null, "c": 7, "note": "x", "z": 0.10000000149011612}\n'
-    assert line == wanted
+    expected = '{"step": 2, "a": null, "b": null, "c": 7, "note": "x", "z": 0.10000000149011612}\n'
+    assert line == expected
 
 
 def test_the_same_run_writes_the_same_bytes(tmp_path):
@@ -132,12 +132,12 @@ def test_resuming_keeps_the_lines_up_to_the_checkpoint_byte_for_byte(tmp_path, t
             run.write_samples(step, [ROW])
             run.write_rollouts(step, b"arrays")
     file = tmp_path / "metrics.jsonl"
-    whole = file.read_bytes()
-    file.write_bytes(whole + torn)
+    written = file.read_bytes()
+    file.write_bytes(written + torn)
     assert len(read_metrics(file)) == 5
     with RunFolder(tmp_path, resume=True) as run:
         run.rewind(2)
-        assert file.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
+        assert file.read_bytes() == b"".join(written.splitlines(keepends=True)[:3])
         assert sorted(p.stem for p in (tmp_path / "samples").iterdir()) == [
             "step_0",
             "step_1",
@@ -147,9 +147,9 @@ def test_resuming_keeps_the_lines_up_to_the_checkpoint_byte_for_byte(tmp_path, t
         assert rollouts == [f"0000000{step}.safetensors" for step in (0, 1, 2)]
         for step in (3, 4):
             run.write_metrics(step, {"loss": 0.1 * step})
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == written
     aside = tmp_path / "before_3"
-    assert (aside / "metrics.jsonl").read_bytes() == b"".join(whole.splitlines(keepends=True)[3:])
+    assert (aside / "metrics.jsonl").read_bytes() == b"".join(written.splitlines(keepends=True)[3:])
     assert sorted(p.name for p in (aside / "samples").iterdir()) == ["step_3.jsonl", "step_4.jsonl"]
     assert len(list((aside / "rollouts").iterdir())) == 2
 
@@ -307,8 +307,8 @@ def test_config_and_own_code_are_kept_beside_the_results(tmp_path):
         assert run.config() == 'recipe = "grpo"\n'
         run.copy_code([first, second])
         run.copy_code([second, first])  # resumed with the same files: nothing new
-    kept = {path.name: path.read_text() for path in (tmp_path / "run" / "code").iterdir()}
-    assert kept == {"reward.py": "one", "reward_2.py": "two"}
+    copies = {path.name: path.read_text() for path in (tmp_path / "run" / "code").iterdir()}
+    assert copies == {"reward.py": "one", "reward_2.py": "two"}
 
 
 def test_what_rewards_logged_stands_last_in_its_rows_and_only_there(tmp_path):

@@ -70,10 +70,10 @@ def test_a_run_goes_on_while_the_disk_is_full_and_ends_as_if_it_had_never_been(t
     capsys.readouterr()
     full = filling(tmp_path / "r", NOTHING, 3, 5)
     run = loop.train(config(tmp_path / "r", 8), rewards=[full])
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("metrics not written") == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("metrics not written") == 1
     # A checkpoint is saved only with the lines of its steps.
-    assert said.count("the run goes on, and ends if this happens 3 times more") == 1
+    assert output.count("the run goes on, and ends if this happens 3 times more") == 1
     assert run.summary["parameter_hash"] == straight.summary["parameter_hash"]
     assert small_run.metrics(run.path) == small_run.metrics(straight.path)
     with Checkpoints(run.path / "checkpoints") as checkpoints:
@@ -82,10 +82,10 @@ def test_a_run_goes_on_while_the_disk_is_full_and_ends_as_if_it_had_never_been(t
 
 @pytest.mark.full
 def test_a_disk_that_stays_full_ends_the_run_after_some_saves_in_one_line(tmp_path, capsys):
-    given = config(tmp_path / "r", 30, **{"checkpoint.every": 1})
+    run_config = config(tmp_path / "r", 30, **{"checkpoint.every": 1})
 
     def command():
-        loop.train(given, rewards=[filling(tmp_path / "r", TEXTS, 3)])
+        loop.train(run_config, rewards=[filling(tmp_path / "r", TEXTS, 3)])
 
     assert process.guard(command) == 74
     (line,) = capsys.readouterr().err.splitlines()

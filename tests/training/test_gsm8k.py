@@ -130,12 +130,12 @@ def test_gold_answers_of_the_data_are_right_answers(folder):
 def test_transformers_reads_the_exported_model_with_equal_logits(run, folder, exported):
     tokens = np.random.default_rng(0).integers(3, gsm8k.VOCABULARY, size=(4, 48))
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="float32").eval()
-    expected = whole_logits.of_torch(theirs, tokens)
+    expected = whole_logits.torch_logits(theirs, tokens)
     assert expected.std() > 0.1
     model = build(read_config(exported))
     # Of the parameters as training left them, and of those that are read back.
     for params in (run.learner.trainable, read_params(exported, model)):
-        ours = whole_logits.of_ours(model, params, tokens)
+        ours = whole_logits.our_logits(model, params, tokens)
         assert np.abs(ours - expected).max() < 1e-4
 
 

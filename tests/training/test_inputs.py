@@ -76,13 +76,13 @@ def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model, count):
     tokenizer = folders.read_tokenizer(model)
     changes = {"data.path": str(gsm8k.source(tmp_path, count=count)), "data.too_long": "drop"}
     changes |= {"data.prompt": "{question} Think.", "data.system": "Be brief."}
-    made = config(tmp_path, model, **changes)
-    chat = inputs.make_chat(made.data, model, tokenizer)
-    got = inputs.load_prompts(made.data, made.rollout.max_prompt_tokens, chat)
+    run_config = config(tmp_path, model, **changes)
+    chat = inputs.make_chat(run_config.data, model, tokenizer)
+    got = inputs.load_prompts(run_config.data, run_config.rollout.max_prompt_tokens, chat)
     assert len(got.rows) + got.dropped == len(questions)
     assert len(got.rows) > 0.8 * len(questions)
-    kept = [row["question"] for row in got.rows]
-    assert set(kept) <= {row["question"] for row in questions}
+    fitting = [row["question"] for row in got.rows]
+    assert set(fitting) <= {row["question"] for row in questions}
     assert max(map(len, got.encoded)) <= 256
     for row, ids in zip(got.rows[:50], got.encoded[:50], strict=True):
         assert row["answer"].rpartition("#### ")[2].replace(",", "").lstrip("-").isdigit()
@@ -93,25 +93,25 @@ def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model, count):
 
 
 def test_rewards_get_texts_for_texts_although_a_template_wraps_them(tmp_path, model):
-    seen = {}
+    received = {}
 
     def see(prompts, completions, question, answer, **columns):
-        seen.update(prompts=prompts, question=question, answer=answer, completions=completions)
+        received.update(prompts=prompts, question=question, answer=answer, completions=completions)
         return [0.0] * len(completions)
 
     run = setup(config(tmp_path, model), rewards=[see])
     by_hand.collect(run, run.learner, run.stream)
-    assert seen["prompts"] == seen["question"]
-    assert len(seen["prompts"]) == 8
-    assert set(seen["question"]) <= {row["question"] for row in gsm8k.rows(count=40)}
-    assert all(isinstance(text, str) for text in seen["completions"])
+    assert received["prompts"] == received["question"]
+    assert len(received["prompts"]) == 8
+    assert set(received["question"]) <= {row["question"] for row in gsm8k.rows(count=40)}
+    assert all(isinstance(text, str) for text in received["completions"])
 
 
 def test_rewards_get_messages_for_messages_and_samples_show_them(tmp_path, model):
-    seen = {}
+    received = {}
 
     def see(prompts, completions, **columns):
-        seen.update(prompts=prompts, completions=completions)
+        received.update(prompts=prompts, completions=completions)
         return [float(len(message["content"])) for (message,) in completions]
 
     rows = [
@@ -119,31 +119,31 @@ def test_rewards_get_messages_for_messages_and_samples_show_them(tmp_path, model
         for row in gsm8k.rows(count=8)
     ]
     keys = {"data.path": "task:arithmetic:train", "data.prompt": "messages", "data.answer": "gold"}
-    made = config(tmp_path, model, **keys)
-    finished = loop.train(made, rewards=[see], dataset=datasets.Dataset.from_list(rows))
-    assert seen["prompts"][0] == seen["prompts"][1]
-    assert seen["prompts"][0] in [row["messages"] for row in rows]
-    assert {message["role"] for (message,) in seen["completions"]} == {"assistant"}
+    run_config = config(tmp_path, model, **keys)
+    finished = loop.train(run_config, rewards=[see], dataset=datasets.Dataset.from_list(rows))
+    assert received["prompts"][0] == received["prompts"][1]
+    assert received["prompts"][0] in [row["messages"] for row in rows]
+    assert {message["role"] for (message,) in received["completions"]} == {"assistant"}
     lines = (finished.path / "samples" / "step_1.jsonl").read_text().splitlines()
-    assert json.loads(lines[0])["prompt"] == seen["prompts"][0]
+    assert json.loads(lines[0])["prompt"] == received["prompts"][0]
 
 
 def test_rows_from_python_need_no_data_path(tmp_path, model):
-    made = config(tmp_path, model, **{"data.path": None})
+    run_config = config(tmp_path, model, **{"data.path": None})
     rows = gsm8k.rows(count=5)
-    assert [row["prompt"] for row in setup(made, dataset=rows).inputs.prompts.rows] == [
+    assert [row["prompt"] for row in setup(run_config, dataset=rows).inputs.prompts.rows] == [
         row["question"] for row in rows
     ]
     with pytest.raises(InputError, match=r"data.path: missing; give a .jsonl, .csv or .*dataset="):
-        setup(made)
+        setup(run_config)
 
 
 def test_dropped_prompts_are_said_at_the_start_and_in_the_summary(tmp_path, model, capsys):
     rows = [{"question": "a " * n, "answer": ""} for n in (4, 4, 4, 4, 400, 500)]
-    made = config(tmp_path, model, **{"data.too_long": "drop", "data.path": None})
-    finished = loop.train(made, dataset=rows)
-    said = "2 of 6 prompts left out: longer than rollout.max_prompt_tokens = 256"
-    assert capsys.readouterr().out.count(said) == 1
+    run_config = config(tmp_path, model, **{"data.too_long": "drop", "data.path": None})
+    finished = loop.train(run_config, dataset=rows)
+    notice = "2 of 6 prompts left out: longer than rollout.max_prompt_tokens = 256"
+    assert capsys.readouterr().out.count(notice) == 1
     assert finished.summary["dropped_prompts"] == 2
 
 
@@ -160,8 +160,8 @@ def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsy
 
 
 def test_a_dry_run_runs_an_own_advantage_on_the_shapes_of_the_data(tmp_path, model):
-    own = tmp_path / "own.py"
-    own.write_text(
+    code_file = tmp_path / "own.py"
+    code_file.write_text(
         "import dataclasses, jaxgrpo\n"
         "def scale(signal, rollouts):\n"
         "    factor = rollouts.fields['factors'] @ rollouts.fields['factors']\n"
@@ -172,11 +172,13 @@ def test_a_dry_run_runs_an_own_advantage_on_the_shapes_of_the_data(tmp_path, mod
     file = tmp_path / "rows.jsonl"
     row = {"question": "How many?", "answer": "2", "factors": [1.0, 2.0]}
     file.write_text(4 * f"{json.dumps(row)}\n")
-    steps = [{"use": "sum_rewards"}, {"use": f"{own}:reads_factors"}]
-    made = config(tmp_path, model, **{"data.path": str(file)})
-    tables = configs.to_tables(made) | {"advantage": steps}
+    steps = [{"use": "sum_rewards"}, {"use": f"{code_file}:reads_factors"}]
+    run_config = config(tmp_path, model, **{"data.path": str(file)})
+    tables = configs.to_tables(run_config) | {"advantage": steps}
     del tables["recipe"]
-    with pytest.raises(InputError, match=rf"scale \({own}:scale, line 3: factor = ") as refused:
+    with pytest.raises(
+        InputError, match=rf"scale \({code_file}:scale, line 3: factor = "
+    ) as refused:
         preview.dry_run(configs.from_dict(tables))
     assert "got (2,) and (4,)" in str(refused.value)
 
@@ -194,8 +196,9 @@ def test_an_evaluation_reads_the_subset_and_revision_of_the_same_source(tmp_path
     keys |= {"data.revision": "v1", "eval.split": "test"}
     same = config(tmp_path, model, **keys, **{"eval.data": "openai/gsm8k"})
     assert inputs.eval_source(same.eval, same.data)[:4] == ("openai/gsm8k", "main", "test", "v1")
-    other = config(tmp_path, model, **keys, **{"eval.data": "owner/other"})
-    assert inputs.eval_source(other.eval, other.data)[:4] == ("owner/other", None, "test", None)
+    elsewhere = config(tmp_path, model, **keys, **{"eval.data": "owner/other"})
+    source = inputs.eval_source(elsewhere.eval, elsewhere.data)[:4]
+    assert source == ("owner/other", None, "test", None)
 
 
 def spoil(model: str, folder: Path, name: str, content: str | None) -> str:

@@ -36,10 +36,13 @@ def files_are_read_again(monkeypatch):
     """Runs share their programs, but not what they read, as runs of several processes do."""
     set_up, shared = opening.setup, Shared()
 
-    def read_again(config, **given):
+    def read_again(config, **python_objects):
         share = shared.for_config(config)
-        own = lambda name, make: make() if name == "inputs" else share(name, make)  # noqa: E731
-        return set_up(config, share=own, **given)
+
+        def share_rest(name, make):
+            return make() if name == "inputs" else share(name, make)
+
+        return set_up(config, share=share_rest, **python_objects)
 
     monkeypatch.setattr(opening, "setup", read_again)
 
@@ -148,8 +151,8 @@ def test_a_changed_input_is_named_and_refused(begun, change, kinds, named):
 @pytest.mark.slow
 def test_the_same_files_and_an_allowed_change_continue(begun, capsys):
     preview.dry_run(config(begun, 2), resume=True)
-    told = "r, from step 1: rows, template, tokenizer, base and code are the same"
-    assert told in capsys.readouterr().out
+    notice = "r, from step 1: rows, template, tokenizer, base and code are the same"
+    assert notice in capsys.readouterr().out
     with pytest.raises(InputError, match=r"optimizer.learning_rate"):
         preview.dry_run(config(begun, 2, **{"optimizer.learning_rate": 0.5}), resume=True)
     loop.train(config(begun, 2), resume="auto")
@@ -179,12 +182,12 @@ def test_only_what_a_run_reads_can_be_allowed_to_change(tmp_path):
 
 def test_other_tokens_of_the_same_rows_are_refused_alone(tmp_path):
     config = small_run.config(tmp_path)
-    given = config.run, {"data.path": config.data.path, "model.path": config.model.path}
+    settings = config.run, {"data.path": config.data.path, "model.path": config.model.path}
     before = {"rows": "2 rows, crc32 1", "template": {}, "prompts": "a"}
     with pytest.raises(InputError, match="other tokens for the same rows, template and tokenizer"):
-        fingerprints.refuse_changes(*given, before, {**before, "prompts": "b"})
+        fingerprints.refuse_changes(*settings, before, {**before, "prompts": "b"})
     with pytest.raises(InputError) as refused:
-        fingerprints.refuse_changes(*given, before, {**before, "rows": "2 rows", "prompts": "b"})
+        fingerprints.refuse_changes(*settings, before, {**before, "rows": "2 rows", "prompts": "b"})
     assert '["rows"]' in str(refused.value)
 
 
@@ -209,5 +212,7 @@ def test_rows_are_told_apart_by_values_of_any_type(values):
 
 
 def test_objects_are_not_told_apart_by_their_place_in_memory():
-    one, other = (fingerprints.describe_rows([{"prompt": "a", "more": object()}]) for _ in range(2))
-    assert one == other
+    first, second = (
+        fingerprints.describe_rows([{"prompt": "a", "more": object()}]) for _ in range(2)
+    )
+    assert first == second

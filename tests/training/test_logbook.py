@@ -69,9 +69,9 @@ def failing(tmp_path_factory):
 
 def test_a_model_that_always_fails_is_said_to_once_with_the_remedy(failing):
     _, _, printed = failing
-    said = [line for line in printed.splitlines() if "warning at step" in line]
-    assert len([line for line in said if "every sample fails" in line]) == 1
-    (line,) = [line for line in said if "every sample fails" in line]
+    warnings = [line for line in printed.splitlines() if "warning at step" in line]
+    assert len([line for line in warnings if "every sample fails" in line]) == 1
+    (line,) = [line for line in warnings if "every sample fails" in line]
     assert line.startswith("warning at step 3: in 100% of groups every sample fails alike")
     assert "groups/all_fail = 1, above 0.9 over 3 steps" in line
     assert "read samples/" in line
@@ -134,14 +134,14 @@ def test_the_distance_from_the_base_grows_though_the_reference_is_reset(
 def test_the_same_numbers_reach_the_trackers(failing):
     _, finished, _ = failing
     lines = {line["step"]: line for line in read_run(finished.path).lines}
-    seen = {(step, tag): value for step, tag, value in events(finished.path)}
+    tracked = {(step, tag): value for step, tag, value in events(finished.path)}
     rows = wandb_history(finished.path, lines=6)
     assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 4, 5]
     for step in (1, 5):
         for name in ("reward", "entropy", "kl", "completions/mean_length"):
-            assert seen[step, name] == pytest.approx(lines[step][name])
+            assert tracked[step, name] == pytest.approx(lines[step][name])
             assert float(rows[step][name]) == pytest.approx(lines[step][name])
-    assert seen[0, "eval/pass@4"] == pytest.approx(lines[0]["eval/pass@4"])
+    assert tracked[0, "eval/pass@4"] == pytest.approx(lines[0]["eval/pass@4"])
 
 
 def test_a_resumed_run_does_not_repeat_its_warnings(failing, capsys, monkeypatch):

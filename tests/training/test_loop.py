@@ -33,20 +33,20 @@ def run(tmp_path_factory):
     config = small_run.config(
         folder, **{"eval.data": "task:arithmetic:test", "eval.prompts": 20, "eval.samples": 4}
     )
-    seen = []
-    finished = loop.train(config, on_step=lambda *step: seen.append(step), profile=True)
+    steps = []
+    finished = loop.train(config, on_step=lambda *step: steps.append(step), profile=True)
     assert list(folder.rglob("*.xplane.pb"))  # a trace of the second step
-    assert [number for number, _ in seen] == [1, 2, 3]
-    assert seen[1][1]["loss"] == small_run.metrics(finished.path)[2]["loss"]
+    assert [number for number, _ in steps] == [1, 2, 3]
+    assert steps[1][1]["loss"] == small_run.metrics(finished.path)[2]["loss"]
     return config, finished
 
 
-def model_of(path):
+def read_model(path):
     return decoder.build(folders.read_config(path))
 
 
 def folder_hash(path):
-    return parameter_hash(folders.read_params(path, model_of(path)))
+    return parameter_hash(folders.read_params(path, read_model(path)))
 
 
 def test_a_run_leaves_config_metrics_samples_summary_checkpoint_and_model(run):
@@ -161,10 +161,10 @@ def test_own_parts_of_the_examples_train(tmp_path, repository):
 
 
 def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
-    seen = []
+    colours = []
 
     def count(completions, colour, **columns):
-        seen.extend(colour)
+        colours.extend(colour)
         return [float(len(text)) for text in completions]
 
     dataset = [{"prompt": f"1{n}+20=", "answer": "", "colour": "red"} for n in range(9)]
@@ -176,7 +176,7 @@ def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
         advantage=jg.chain(jg.sum_rewards(), jg.subtract_group_mean()),
         dataset=dataset,
     )
-    assert seen == ["red"] * (2 + 32)  # the trial on row 0, and a step
+    assert colours == ["red"] * (2 + 32)  # the trial on row 0, and a step
     assert "rewards/count/mean" in small_run.metrics(finished.path)[0]
 
 
@@ -192,17 +192,17 @@ def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(tmp_path, c
         loop.train(config, advantage=chain)
     lines = small_run.metrics(tmp_path / "r")
     assert [line["skipped_updates/not_finite"] for line in lines] == [0, 1, 1]
-    said = str(caught.value)
-    assert "step 3: gradient, log-probs or entropy are not finite, 2 steps in a row" in said
-    assert f"is of step 1, `jaxgrpo export {tmp_path / 'r'} OUT --step 1`" in said
+    message = str(caught.value)
+    assert "step 3: gradient, log-probs or entropy are not finite, 2 steps in a row" in message
+    assert f"is of step 1, `jaxgrpo export {tmp_path / 'r'} OUT --step 1`" in message
     assert not (tmp_path / "r" / "model").exists()
 
     config = small_run.config(tmp_path / "large", **{"optimizer.learning_rate": 1e6})
     assert process.guard(lambda: loop.train(config) and 0) == 5
-    said = capsys.readouterr().err
-    assert "step 1: one update made the weights" in said
-    assert "no checkpoint is from before" in said
-    assert "lower optimizer.learning_rate (1e+06 here)" in said
+    message = capsys.readouterr().err
+    assert "step 1: one update made the weights" in message
+    assert "no checkpoint is from before" in message
+    assert "lower optimizer.learning_rate (1e+06 here)" in message
 
 
 def test_a_method_that_needs_what_nobody_produces_is_refused(tmp_path):
@@ -238,9 +238,9 @@ def test_a_numeric_column_of_the_data_is_a_field_of_the_method(tmp_path):
 
 def test_a_run_goes_on_only_with_its_own_config(tmp_path, run):
     config, _ = run
-    other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
+    reseeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
     with pytest.raises(InputError, match=r"train\.seed: 0 -> 1"):
-        loop.train(other, resume="auto")
+        loop.train(reseeded, resume="auto")
     with pytest.raises(InputError, match="--resume auto"):
         loop.train(config)
 
@@ -289,8 +289,8 @@ def test_the_best_step_by_an_evaluation_stays_and_is_exported(tmp_path):
     best = 1 + int(np.argmax(lengths))
     assert best < 4, "the example must not be at its best in the end"
     assert finished.summary["best"] == {"step": best, "eval/mean_length": max(lengths)}
-    kept = sorted(int(folder.name) for folder in (tmp_path / "r" / "checkpoints").iterdir())
-    assert kept == [best, 4]
+    saved_steps = sorted(int(folder.name) for folder in (tmp_path / "r" / "checkpoints").iterdir())
+    assert saved_steps == [best, 4]
     exported = finished.export(tmp_path / "best", step="best")
     assert folder_hash(exported) != finished.summary["parameter_hash"]
     assert folder_hash(finished.export(tmp_path / "last")) == finished.summary["parameter_hash"]
@@ -352,7 +352,7 @@ def test_bfloat16_computes_and_float32_is_trained(tmp_path):
     changes = {"model.dtype": "bfloat16", "loss.kl": {"use": "k2", "beta": 0.01}}
     changes["optimizer"] = {"learning_rate": 1e-6}  # lost in bfloat16
     finished = loop.train(small_run.config(tmp_path / "r", **changes))
-    before = folders.read_params(small_run.base(), model_of(small_run.base()))
+    before = folders.read_params(small_run.base(), read_model(small_run.base()))
     trained = finished.learner.trainable
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(trained)} == {"float32"}
     frozen = finished.learner.frozen["reference"]
@@ -404,16 +404,18 @@ def test_every_end_token_ends_a_sample_and_what_is_written_has_the_files_of_the_
 
 
 def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
-    def held(completions, log_metric, **columns):
-        log_metric("held", sum(leaf.nbytes for leaf in jax.live_arrays() if id(leaf) not in known))
+    def live_bytes(completions, log_metric, **columns):
+        log_metric(
+            "held", sum(leaf.nbytes for leaf in jax.live_arrays() if id(leaf) not in earlier)
+        )
         return [float(len(text)) for text in completions]
 
-    seen = []
+    sizes = []
     for steps, resume in ((2, None), (4, "auto")):
         before = jax.live_arrays()  # of other tests; held, for their ids to stay theirs
-        known = set(map(id, before))
+        earlier = set(map(id, before))
         config = small_run.config(tmp_path / "r", **{"train.steps": steps})
-        finished = loop.train(config, resume=resume, rewards=[held])
-        seen.append(finished.metrics[-1]["held"])
+        finished = loop.train(config, resume=resume, rewards=[live_bytes])
+        sizes.append(finished.metrics[-1]["held"])
         del finished, before
-    assert seen[1] == pytest.approx(seen[0], rel=0.05)
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)

@@ -142,8 +142,8 @@ def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
     parameters.refuse_changed_adapters(run.config.model.path, saved, now)
     assert run.inputs.pretrained.model.config.lora is not None
     settings = dataclasses.replace(run.inputs.pretrained.model.config.lora, alpha=400.0)
-    other = decoder.build(dataclasses.replace(run.inputs.pretrained.model.config, lora=settings))
-    now = parameters.adapter_identity(Path(small_run.base()), other)
+    rescaled = decoder.build(dataclasses.replace(run.inputs.pretrained.model.config, lora=settings))
+    now = parameters.adapter_identity(Path(small_run.base()), rescaled)
     with pytest.raises(InputError, match=r"lora: the run's adapters have rank = 2, alpha = 4\.0"):
         parameters.refuse_changed_adapters(run.config.model.path, saved, now)
     shutil.rmtree(adapter)
@@ -164,7 +164,7 @@ def test_weights_in_parts_train_the_adapters_that_whole_weights_train(tmp_path):
         jaxgrpo.train(small_run.config(tmp_path / str(number), **steps, mesh=mesh))
         for number, mesh in enumerate(meshes)
     ]
-    whole = runs[0].learner.trainable
+    expected = runs[0].learner.trainable
     for run in runs[1:]:
         parts = run.learner.trainable["blocks"]["0"]["attention"]["query"]["lora_a"].sharding
         assert not parts.is_fully_replicated
@@ -173,7 +173,9 @@ def test_weights_in_parts_train_the_adapters_that_whole_weights_train(tmp_path):
             assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
             assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, run.learner.trainable
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            expected,
+            run.learner.trainable,
         )
 
 
@@ -181,8 +183,8 @@ def test_no_gradient_of_a_weight_is_computed(tmp_path):
     def products(**changes):
         """The shapes of all products of the update's program."""
         run = setup(small_run.config(tmp_path / "run", **changes))
-        given = memory.update_arguments(run.blueprint, run.learner)
-        text = run.steps.update_program.lower(*given).compile().as_text()
+        arguments = memory.update_arguments(run.blueprint, run.learner)
+        text = run.steps.update_program.lower(*arguments).compile().as_text()
         return set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
 
     assert {"32,96", "96,32"} & products()
@@ -213,44 +215,44 @@ def test_narrow_weights_under_wide_adapters_train_evaluate_and_reset(tmp_path):
 def test_commands_say_what_is_trained_and_what_stays(tmp_path, capsys):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "run", **LORA)
     assert main.main(["train", str(file), "--dry-run"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "of adapters (rank 2, of attention/query, attention/key" in said
-    assert "frozen weights" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "of adapters (rank 2, of attention/query, attention/key" in output
+    assert "frozen weights" in output
     assert main.main(["model", small_run.base(), "--set", "lora.rank=2"]) == 0
     assert "lora_a" in capsys.readouterr().out
     assert main.main(["train", str(file), "--dry-run", "--set", "lora.rank=0"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "lora.alpha: acts on adapters, and there are none; set lora.rank or lora.path" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "lora.alpha: acts on adapters, and there are none; set lora.rank or lora.path" in output
     more = ["--set", f"lora.path={tmp_path}"]
     assert main.main(["train", str(file), "--dry-run", *more]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "lora.rank, lora.alpha: the adapter of lora.path says this itself" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "lora.rank, lora.alpha: the adapter of lora.path says this itself" in output
 
 
 def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
     plain, base = folders.load_model(small_run.base())
     settings = adapters.read_config(finished.path / "adapter", plain.config)
     model = decoder.build(dataclasses.replace(plain.config, lora=settings))
-    own = adapters.read_params(finished.path / "adapter", model)
-    jax.tree.map(np.testing.assert_array_equal, own, finished.learner.trainable)
+    adapter = adapters.read_params(finished.path / "adapter", model)
+    jax.tree.map(np.testing.assert_array_equal, adapter, finished.learner.trainable)
     tokens = np.random.default_rng(0).integers(3, 12, (2, 9))
     mask = np.ones_like(tokens)
-    expected = jaxgrpo.logits(model, lora.join(own, base), tokens, mask)
+    expected = jaxgrpo.logits(model, lora.join(adapter, base), tokens, mask)
     finished.export(tmp_path / "exported")
     for folder in (finished.path / "model", tmp_path / "exported"):
         for file in texts.text_files(Path(small_run.base())):
             assert (folder / file.name).read_bytes() == file.read_bytes()
-        found = jaxgrpo.logits(*folders.load_model(folder), tokens, mask)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        logits = jaxgrpo.logits(*folders.load_model(folder), tokens, mask)
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert np.abs(expected - jaxgrpo.logits(plain, base, tokens, mask)).max() > 1e-3
 
 
 def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     changes = {**LORA, "model.dtype": "bfloat16"}
     run = setup(small_run.config(tmp_path / "run", **changes))
-    kept = memory.method_policies(run.blueprint)
-    assert kept == ["reference"]
-    counted = memory.count(run.blueprint, kept)
+    policies = memory.method_policies(run.blueprint)
+    assert policies == ["reference"]
+    counted = memory.count(run.blueprint, policies)
 
     def size(tree):
         return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))

@@ -37,8 +37,8 @@ def collected(folder, *rewards, overlap=True):
 
     source = run.source._replace(sample=sample)
     collector = dataclasses.replace(run.collector, source=source)
-    _, found = by_hand.collect(run._replace(collector=collector), run.learner, run.stream)
-    return found, ended[0]
+    _, collection = by_hand.collect(run._replace(collector=collector), run.learner, run.stream)
+    return collection, ended[0]
 
 
 def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path):
@@ -53,15 +53,17 @@ def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path)
         return [float(len(text)) for text in completions]
 
     waits.per_sample = True
-    whole, _ = collected(tmp_path / "whole", waits, overlap=False)
+    sequential, _ = collected(tmp_path / "whole", waits, overlap=False)
     assert [count for _, count in calls] == [24 * 4]
     calls.clear()
-    found, ended = collected(tmp_path / "parts", waits)
+    overlapped, ended = collected(tmp_path / "parts", waits)
     assert sum(count for _, count in calls) == 24 * 4
     assert sum(began < ended for began, _ in calls) >= 2
-    np.testing.assert_array_equal(found.rollouts.rewards["waits"], whole.rollouts.rewards["waits"])
-    assert found.reward_log.extra == whole.reward_log.extra
-    assert found.reward_log.numbers() == whole.reward_log.numbers()
+    np.testing.assert_array_equal(
+        overlapped.rollouts.rewards["waits"], sequential.rollouts.rewards["waits"]
+    )
+    assert overlapped.reward_log.extra == sequential.reward_log.extra
+    assert overlapped.reward_log.numbers() == sequential.reward_log.numbers()
 
 
 def test_a_reward_that_compares_samples_gets_the_whole_step_beside_one_that_does_not(tmp_path):
@@ -78,14 +80,15 @@ def test_a_reward_that_compares_samples_gets_the_whole_step_beside_one_that_does
         return [float(len(text)) for text in completions]
 
     each.per_sample = True
-    found, _ = collected(tmp_path / "parts", centred, each)
+    overlapped, _ = collected(tmp_path / "parts", centred, each)
     assert calls == [24 * 4]
-    lengths = np.asarray(found.rollouts.rewards["each"])
+    lengths = np.asarray(overlapped.rollouts.rewards["each"])
     np.testing.assert_allclose(
-        found.rollouts.rewards["centred"], lengths - lengths.mean(), rtol=0, atol=1e-5
+        overlapped.rollouts.rewards["centred"], lengths - lengths.mean(), rtol=0, atol=1e-5
     )
-    assert found.reward_log.extra["each/text"] == found.reward_log.extra["centred/text"]
-    assert [len(text) for text in found.reward_log.extra["each/text"]] == lengths.ravel().tolist()
+    texts = overlapped.reward_log.extra["each/text"]
+    assert texts == overlapped.reward_log.extra["centred/text"]
+    assert [len(text) for text in texts] == lengths.ravel().tolist()
 
 
 def test_a_reward_that_fails_ends_the_step_before_its_last_sample(tmp_path):

@@ -67,7 +67,7 @@ def begin(environment):
         yield begin
 
 
-def child_of(process: subprocess.Popen) -> psutil.Process:
+def child_process(process: subprocess.Popen) -> psutil.Process:
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
     assert child.ppid() == process.pid
@@ -107,7 +107,7 @@ def test_only_a_command_that_came_to_its_end_ends_with_0(begin, how, code, says)
 )
 def test_a_command_that_holds_the_interpreters_lock_is_killed_after_its_grace(begin, how, number):
     process = begin(how, "0.3")
-    child = child_of(process)
+    child = child_process(process)
     began = time.monotonic()
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
@@ -120,7 +120,7 @@ def test_a_command_that_holds_the_interpreters_lock_is_killed_after_its_grace(be
 
 def test_ctrl_c_twice_kills_it_at_once_however_long_its_grace_is(begin):
     process = begin("sum", "inf")
-    child_of(process)
+    child_process(process)
     for _ in range(2):
         time.sleep(0.5)
         assert process.poll() is None
@@ -132,7 +132,7 @@ def test_ctrl_c_twice_kills_it_at_once_however_long_its_grace_is(begin):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
 def test_a_command_that_has_nothing_to_save_obeys_at_once(begin, number, code):
     process = begin("sleeps")
-    child_of(process)
+    child_process(process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == code
@@ -141,14 +141,14 @@ def test_a_command_that_has_nothing_to_save_obeys_at_once(begin, number, code):
 
 def test_a_command_is_killed_with_its_parent(begin):
     process = begin("sleeps")
-    child = child_of(process)
+    child = child_process(process)
     process.kill()
     assert child.wait(10) is None or not child.is_running()
 
 
 def test_a_command_rests_with_its_parent_and_goes_on_with_it(begin):
     process = begin("counts")
-    child = child_of(process)
+    child = child_process(process)
     process.send_signal(signal.SIGSTOP)
     over = time.monotonic() + 10
     while child.status() != psutil.STATUS_STOPPED:

@@ -53,10 +53,11 @@ def begin(environment):
         yield begin
 
 
-def pair(begin, of: int, *special: str, others: tuple[str, ...] = ()) -> list[subprocess.Popen]:
-    """Two processes of one run; process `of` gets other arguments."""
+def pair(begin, place: int, *special: str, usual: tuple[str, ...] = ()) -> list[subprocess.Popen]:
+    """Two processes of one run; the process at `place` gets other arguments."""
     return [
-        begin(*(special if index == of else others), **one) for index, one in enumerate(together())
+        begin(*(special if index == place else usual), **variables)
+        for index, variables in enumerate(together())
     ]
 
 
@@ -68,31 +69,31 @@ def come_to(process: subprocess.Popen, place: str) -> None:
 def ends(processes) -> list[tuple[int, str]]:
     """Exit code and stderr of each, all within LIMIT from now."""
     over = time.monotonic() + LIMIT
-    said = []
+    endings = []
     for process in processes:
         _, errors = process.communicate(timeout=max(0.1, over - time.monotonic()))
-        said.append((process.returncode, errors))
-    return said
+        endings.append((process.returncode, errors))
+    return endings
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("how", ["guarded", "bare"])
 def test_a_traceback_is_printed_by_all_and_all_have_its_exit_code(begin, failing, how):
-    processes = pair(begin, failing, "fail", how, others=(how,))
-    said = ends(processes)
-    for code, errors in said:
+    processes = pair(begin, failing, "fail", how, usual=(how,))
+    endings = ends(processes)
+    for code, errors in endings:
         assert code == 1, errors
         assert errors.count("ValueError: no grader") == 1
         assert "in reward" in errors
-    assert f"process {failing} failed (exit code 1):\nTraceback" in said[1 - failing][1]
-    assert "failed (exit" not in said[failing][1]
+    assert f"process {failing} failed (exit code 1):\nTraceback" in endings[1 - failing][1]
+    assert "failed (exit" not in endings[failing][1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["together", "alone"])
 def test_a_killed_process_is_named_at_once(begin, work):
-    first, second = pair(begin, 1, work, others=(work,))
+    first, second = pair(begin, 1, work, usual=(work,))
     for process in (first, second):
         come_to(process, "steps")
     began = time.monotonic()
@@ -108,7 +109,7 @@ def test_a_killed_process_is_named_at_once(begin, work):
 
 @pytest.mark.slow
 def test_without_process_0_the_others_end_and_say_so(begin):
-    first, second = pair(begin, 0, "alone", others=("alone",))
+    first, second = pair(begin, 0, "alone", usual=("alone",))
     for process in (first, second):
         come_to(process, "steps")
     first.kill()
@@ -134,7 +135,7 @@ def test_a_frozen_process_is_named_and_ends_when_it_goes_on(begin, frozen):
 
 @pytest.mark.slow
 def test_a_process_that_ends_in_order_is_not_missed(begin):
-    first, second = pair(begin, 1, "alone", "leave", others=("alone", "leave"))
+    first, second = pair(begin, 1, "alone", "leave", usual=("alone", "leave"))
     assert [code for code, _ in ends([first, second])] == [0, 0]
 
 
@@ -161,9 +162,13 @@ def test_a_stranger_who_connects_is_no_process_of_the_run():
     watch = peers.Peers(0, 2, "secret", listener, [])
     watch.timeout = 0.5
     address = listener.getsockname()
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1, "failed": [1, 1, "x"]}\n', b"[1]\n"):
+    for message in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"process": 1, "failed": [1, 1, "x"]}\n',
+        b"[1]\n",
+    ):
         with socket.create_connection(address, timeout=10) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(message)
             while stranger.recv(1 << 16):  # signs of life, then the end
                 pass
     with socket.create_connection(address, timeout=10):

@@ -95,14 +95,14 @@ from jaxgrpo.training.processes import process as runtime
 runtime.start()
 jax.jit(lambda x: jnp.tanh(x @ x))(jnp.ones((3, 3)))
 """
-    kept = tmp_path / "kept"
-    variables = {"JAX_COMPILATION_CACHE_DIR": str(kept)}
+    cache = tmp_path / "kept"
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    done = subprocess.run(
+    completed = subprocess.run(
         [python, "-c", code], env=environment(devices, **variables), cwd=tmp_path, check=False
     )
-    assert done.returncode == 0
-    assert (kept.is_dir() and any(kept.iterdir())) == (devices == 1)
+    assert completed.returncode == 0
+    assert (cache.is_dir() and any(cache.iterdir())) == (devices == 1)
 
 
 def test_compiled_programs_go_where_jax_is_told_or_into_the_users_cache():
@@ -148,13 +148,13 @@ def test_a_cluster_is_found_and_a_job_of_one_process_stays_by_itself(name, monke
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", "GKE" in name)
     monkeypatch.setattr(cloud_tpu_cluster, "get_tpu_env_value_from_metadata", lambda key: None)
     assert runtime.several_processes({}) is None
-    several, one = CLUSTERS[name]
+    several, single = CLUSTERS[name]
     for variable, value in several.items():
         monkeypatch.setenv(variable, value)
     assert runtime.several_processes({}) == {}
     ours: dict[str, str] = dict(zip(runtime.PROCESS_VARIABLES, ("a:1", "3", "2"), strict=True))
     assert runtime.several_processes(ours) != {}, "what is said by hand comes first"
-    for variable, value in one.items():
+    for variable, value in single.items():
         monkeypatch.setenv(variable, value)
     assert runtime.several_processes({}) is None
 
@@ -162,11 +162,11 @@ def test_a_cluster_is_found_and_a_job_of_one_process_stays_by_itself(name, monke
 @pytest.mark.parametrize("hosts", [1, 4])
 def test_a_pod_of_cloud_tpu_vms_is_found_by_what_its_metadata_says(hosts, monkeypatch):
     endpoints = ",".join(f"worker-{host}" for host in range(hosts))
-    said = {"agent-worker-number": "0", "worker-network-endpoints": endpoints, "tpu-env": ""}
+    metadata = {"agent-worker-number": "0", "worker-network-endpoints": endpoints, "tpu-env": ""}
     for variable in ("TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: (said[key], 200))
+    monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: (metadata[key], 200))
     assert runtime.several_processes({}) == (None if hosts == 1 else {})
 
 

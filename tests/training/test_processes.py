@@ -41,8 +41,8 @@ def start(python, environment, count, devices, *arguments, **more):
     """`count` started processes of so many devices each, that train as one run."""
     each = together(count) if count > 1 else [{}]
     return [
-        small_run.command(python, *arguments, env=environment(devices=devices, **more, **one))
-        for one in each
+        small_run.command(python, *arguments, env=environment(devices=devices, **more, **variables))
+        for variables in each
     ]
 
 
@@ -59,9 +59,9 @@ def start_two(python, environment, *configs):
     return [
         small_run.command(
             *(python, "train", configs[index % len(configs)]),
-            env=environment(devices=2, **one),
+            env=environment(devices=2, **variables),
         )
-        for index, one in enumerate(together())
+        for index, variables in enumerate(together())
     ]
 
 
@@ -86,9 +86,9 @@ def test_two_processes_train_three_steps_like_one(more, tmp_path, python, enviro
     for process in processes:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
-    one, two = (small_run.metrics(folders[count]) for count in (1, 2))
+    single, two = (small_run.metrics(folders[count]) for count in (1, 2))
     assert [line["step"] for line in two] == [1, 2, 3]
-    for left, right in zip(one, two, strict=True):
+    for left, right in zip(single, two, strict=True):
         # Means of float32 are summed in another order; one other token would show in 1e-3.
         assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
         assert left["prompts/eligible"] == right["prompts/eligible"]
@@ -102,11 +102,13 @@ def test_two_processes_train_three_steps_like_one(more, tmp_path, python, enviro
     summary = json.loads((folders[2] / "summary.json").read_text())
     assert summary["step"] == 3
     assert (folders[2] / "checkpoints" / "3").exists()
-    own = [folder / "adapter" / "adapter_model.safetensors" for folder in folders.values()]
-    assert [file.exists() for file in own] == [bool(more)] * 2
+    adapter_files = [
+        folder / "adapter" / "adapter_model.safetensors" for folder in folders.values()
+    ]
+    assert [file.exists() for file in adapter_files] == [bool(more)] * 2
     if more:
-        one, two = map(load_file, own)
-        for name, value in one.items():
+        single, two = map(load_file, adapter_files)
+        for name, value in single.items():
             np.testing.assert_allclose(value, two[name], atol=1e-5)
 
 
@@ -153,20 +155,20 @@ def test_one_two_and_four_processes_take_the_same_ten_steps_and_judge_each_sampl
         file = small_run.write(tmp_path / f"{count}.toml", tmp_path / f"r{count}", **changes)
         record = str(tmp_path / f"record_{count}_")
         end(start(python, environment, count, 4 // count, "train", file, RECORD=record))
-    one, *others = (small_run.metrics(tmp_path / f"r{count}") for count in (1, 2, 4))
-    assert len(one) == 10
+    single, *several = (small_run.metrics(tmp_path / f"r{count}") for count in (1, 2, 4))
+    assert len(single) == 10
     weights = [load_file(tmp_path / f"r{n}" / "model" / "model.safetensors") for n in (1, 2, 4)]
     judged, size = rewarded(tmp_path, "record_1_"), 8 * 4  # prompts of a step x samples of a group
     steps = Counter(json.loads(line)[0] for line in judged.elements())
     assert [steps[step] for step in range(1, 10)] == [size] * 9
     tried = steps[0] - size  # texts that every process tries its rewards on before step 1
     assert 0 < tried <= 2
-    for metrics, count, own in zip(others, (2, 4), weights[1:], strict=True):
-        for left, right in zip(one, metrics, strict=True):
+    for metrics, count, run_weights in zip(several, (2, 4), weights[1:], strict=True):
+        for left, right in zip(single, metrics, strict=True):
             assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
             assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
         for name, value in weights[0].items():
-            np.testing.assert_allclose(value, own[name], atol=1e-5)
+            np.testing.assert_allclose(value, run_weights[name], atol=1e-5)
         mine = rewarded(tmp_path, f"record_{count}_")
         assert judged - mine == Counter(), "missing"
         assert (mine - judged).total() == (count - 1) * tried
@@ -178,8 +180,8 @@ def test_one_two_and_four_processes_take_the_same_ten_steps_and_judge_each_sampl
 @pytest.mark.full
 @pytest.mark.parametrize("order", [(2, 1, 2), (2, 4, 2), (1, 2, 4)])
 def test_a_run_goes_on_with_another_number_of_processes(order, tmp_path, python, environment):
-    whole = small_run.write(tmp_path / "whole.toml", tmp_path / "whole", **MESH)
-    end(start(python, environment, 1, 4, "train", whole))
+    straight = small_run.write(tmp_path / "whole.toml", tmp_path / "whole", **MESH)
+    end(start(python, environment, 1, 4, "train", straight))
     run = tmp_path / "run"
     for steps, count in enumerate(order, start=1):
         file = small_run.write(tmp_path / "run.toml", run, **MESH, **{"train.steps": steps})
@@ -190,6 +192,6 @@ def test_a_run_goes_on_with_another_number_of_processes(order, tmp_path, python,
     ):
         assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
         assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
-    one, two = (load_file(f / "model" / "model.safetensors") for f in (tmp_path / "whole", run))
-    for name, value in one.items():
+    single, two = (load_file(f / "model" / "model.safetensors") for f in (tmp_path / "whole", run))
+    for name, value in single.items():
         np.testing.assert_allclose(value, two[name], atol=1e-5)

@@ -60,11 +60,11 @@ def parity(prompts, completions, **columns):
 
 def some(prompts, share):
     live = [zlib.crc32(prompt.encode()) % share == 0 for prompt in prompts]
-    return [float(one and place % 2) for place, one in enumerate(live)]
+    return [float(is_live and place % 2) for place, is_live in enumerate(live)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder with the policy, and a config that uses it."""
     folder = tmp_path_factory.mktemp("refill")
     (folder / "own.py").write_text(OWN)
@@ -80,9 +80,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(made):
+def straight(workspace):
     """The end of a loop by hand, and what each step began with and trained on."""
-    folder, changes = made
+    folder, changes = workspace
     run = setup(small_run.config(folder / "straight", **changes))
     learner, stream, steps = by_hand.take_steps(run, STEPS)
     trained = [
@@ -92,9 +92,9 @@ def straight(made):
 
 
 @pytest.fixture(scope="module")
-def resumed(made):
+def resumed(workspace):
     """A run that died after its third step, one step behind its last checkpoint, and went on."""
-    folder, changes = made
+    folder, changes = workspace
     return resuming.died_and_resumed(small_run.config(folder / "r", **changes), step=3)
 
 
@@ -135,10 +135,10 @@ def test_each_group_is_trained_on_left_over_or_discarded_once(resumed):
 
 
 def test_the_prompt_policy_sees_every_generated_group_once(resumed):
-    seen = resumed.stream.prompt_policy_state["seen"]
+    visits = resumed.stream.prompt_policy_state["seen"]
     generated = sum(line["refill/groups"] for line in small_run.metrics(resumed.path))
-    assert seen.sum() == generated < len(seen)  # within one epoch no row comes twice
-    assert seen.max() == 1
+    assert visits.sum() == generated < len(visits)  # within one epoch no row comes twice
+    assert visits.max() == 1
 
 
 def test_older_groups_come_first_with_the_log_probs_of_the_policy_that_sampled_them(straight):
@@ -173,8 +173,8 @@ def test_groups_of_successes_are_live_where_the_method_tells_them_apart(tmp_path
     assert max(line["refill/discarded_groups"] for line in lines) > 0
 
 
-def test_a_spent_budget_is_logged_and_the_step_is_taken_on_what_there_is(made):
-    folder, changes = made
+def test_a_spent_budget_is_logged_and_the_step_is_taken_on_what_there_is(workspace):
+    folder, changes = workspace
     scarce = {"rewards": [{"use": f"{__file__}:few"}], "train.steps": 2}
     finished = loop.train(small_run.config(folder / "spent", **{**changes, **scarce}))
     lines = small_run.metrics(finished.path)

@@ -78,18 +78,21 @@ def test_a_replay_ends_with_the_parameters_and_metrics_of_the_run(run, files, tm
     assert small_run.metrics(again.path) == small_run.metrics(run.path)
     for name in ("step_1.jsonl", "step_2.jsonl"):
         ours, theirs = (
-            [json.loads(line) for line in (one.path / "samples" / name).read_text().splitlines()]
-            for one in (again, run)
+            [
+                json.loads(line)
+                for line in (finished.path / "samples" / name).read_text().splitlines()
+            ]
+            for finished in (again, run)
         )
-        for row, other in zip(ours, theirs, strict=True):
-            assert {**row, "row": 0} == {**other, "row": 0}
+        for row, expected in zip(ours, theirs, strict=True):
+            assert {**row, "row": 0} == {**expected, "row": 0}
     noted = json.loads((again.path / "replay.json").read_text())
     assert noted["files"] == [str(file) for file in files]
 
 
 def test_a_replay_of_one_file_trains_on_it_in_every_step(files, tmp_path):
-    made = loop.train(config(tmp_path / "r", **{"train.steps": 3}), rollouts=files[:1])
-    lines = small_run.metrics(made.path)
+    finished = loop.train(config(tmp_path / "r", **{"train.steps": 3}), rollouts=files[:1])
+    lines = small_run.metrics(finished.path)
     assert len({line["reward"] for line in lines}) == 1
     assert [line["ratio_max"] == pytest.approx(1, abs=1e-3) for line in lines] == [
         *(True, False, False),
@@ -130,8 +133,8 @@ def test_where_other_weights_have_sampled_no_version_is_that_of_the_run(files, t
     ):
         read = setup(config(tmp_path / "r", **changes), rollouts=paths).inputs.replay
         assert read is not None
-        found = [set(np.ravel(read.load(place).policy_version)) for place in (0, 1)]
-        assert found == [{version} for version in versions], changes
+        read_versions = [set(np.ravel(read.load(place).policy_version)) for place in (0, 1)]
+        assert read_versions == [{version} for version in versions], changes
 
 
 def test_what_pytorch_writes_is_trained_on(run, files, tmp_path):
@@ -139,9 +142,9 @@ def test_what_pytorch_writes_is_trained_on(run, files, tmp_path):
     from safetensors.torch import save_file
 
     for place, file in enumerate(files):
-        given = {name: torch.tensor(array) for name, array in load_file(file).items()}
-        length = int(given["prompt_mask"].sum(-1).max())
-        arrays = {name: given[name] for name in REQUIRED}
+        tensors = {name: torch.tensor(array) for name, array in load_file(file).items()}
+        length = int(tensors["prompt_mask"].sum(-1).max())
+        arrays = {name: tensors[name] for name in REQUIRED}
         for name in ("prompt_tokens", "prompt_mask"):
             arrays[name] = arrays[name][:, :length].contiguous()
         arrays = {
@@ -149,8 +152,8 @@ def test_what_pytorch_writes_is_trained_on(run, files, tmp_path):
             for name, array in arrays.items()
         }
         save_file(arrays, tmp_path / f"{place}.safetensors", METADATA)
-    made = [tmp_path / f"{place}.safetensors" for place in range(2)]
-    again = loop.train(config(tmp_path / "r"), rollouts=made)
+    written = [tmp_path / f"{place}.safetensors" for place in range(2)]
+    again = loop.train(config(tmp_path / "r"), rollouts=written)
     assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
     theirs = [line["completions/clipped_ratio"] for line in small_run.metrics(run.path)]
     assert [line["completions/clipped_ratio"] for line in small_run.metrics(again.path)] == theirs
@@ -158,8 +161,8 @@ def test_what_pytorch_writes_is_trained_on(run, files, tmp_path):
 
 
 def test_shorter_arrays_are_padded_and_the_method_gets_the_fields_that_it_reads(files, tmp_path):
-    whole, length = load_file(files[0]), 20
-    arrays = {name: whole[name] for name in REQUIRED}
+    complete, length = load_file(files[0]), 20
+    arrays = {name: complete[name] for name in REQUIRED}
     for name in ("completion_tokens", "token_mask", "behavior_logp"):
         arrays[name] = np.ascontiguousarray(arrays[name][..., :length])
     arrays["fields.token_value"] = value = np.random.default_rng(0).random((8, 4, length))
@@ -168,7 +171,7 @@ def test_shorter_arrays_are_padded_and_the_method_gets_the_fields_that_it_reads(
     save_file(arrays, tmp_path / "x.safetensors", METADATA)
     chain = [{"use": "sum_rewards"}, {"use": "to_tokens", "place": "last"}, {"use": "gae"}]
     run = setup(config(tmp_path / "r", advantage=chain), rollouts=tmp_path / "x.safetensors")
-    _, (rollouts, said, metrics) = by_hand.collect(run, run.learner, run.stream)
+    _, (rollouts, reward_log, metrics) = by_hand.collect(run, run.learner, run.stream)
     host = sharding.to_host(rollouts)
     assert host.fields.keys() == {"token_value"}
     np.testing.assert_allclose(host.fields["token_value"][..., :length], value, rtol=1e-6)
@@ -177,7 +180,7 @@ def test_shorter_arrays_are_padded_and_the_method_gets_the_fields_that_it_reads(
         assert not padded[..., length:].any()
     for name in ("completion_tokens", "token_mask", "behavior_logp"):
         assert getattr(host, name)[..., :length].tobytes() == arrays[name].tobytes()
-    assert (said.numbers(), metrics) == ({}, {})
+    assert (reward_log.numbers(), metrics) == ({}, {})
     for place in range(8):
         ids = run.inputs.prompts.encoded[host.row[place]]
         assert ids.tolist() == host.prompt_tokens[place][host.prompt_mask[place]].tolist()
@@ -187,8 +190,8 @@ def test_shorter_arrays_are_padded_and_the_method_gets_the_fields_that_it_reads(
 
 def test_a_resumed_replay_goes_on_with_its_files_and_no_others(files, tmp_path, monkeypatch):
     settings = {"train.steps": 3, "checkpoint.every": 1}
-    whole = loop.train(config(tmp_path / "whole", **settings), rollouts=files)
-    asked = config(tmp_path / "r", **settings)
+    straight = loop.train(config(tmp_path / "whole", **settings), rollouts=files)
+    run_config = config(tmp_path / "r", **settings)
 
     def die(number):
         if number == 2:
@@ -198,14 +201,14 @@ def test_a_resumed_replay_goes_on_with_its_files_and_no_others(files, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(loop.process, "stop_requested", die)
         with pytest.raises(resuming.Killed):
-            loop.train(asked, rollouts=files)
+            loop.train(run_config, rollouts=files)
     for wrong in (files[:1], files[::-1], None):
         with pytest.raises(InputError, match=r"replays 2 files of rollouts.*by `jaxgrpo replay`"):
-            loop.train(asked, rollouts=wrong, resume="auto")
+            loop.train(run_config, rollouts=wrong, resume="auto")
     moved = [shutil.copy(file, tmp_path / file.name) for file in files]
-    resumed = loop.train(asked, rollouts=moved, resume="auto")
-    assert resumed.summary["parameter_hash"] == whole.summary["parameter_hash"]
-    assert small_run.metrics(resumed.path) == small_run.metrics(whole.path)
+    resumed = loop.train(run_config, rollouts=moved, resume="auto")
+    assert resumed.summary["parameter_hash"] == straight.summary["parameter_hash"]
+    assert small_run.metrics(resumed.path) == small_run.metrics(straight.path)
 
 
 def test_a_run_that_samples_is_not_gone_on_with_from_files(run, files):
@@ -218,10 +221,10 @@ def test_a_run_that_samples_is_not_gone_on_with_from_files(run, files):
 def test_methods_that_remember_rows_replay_too(tmp_path):
     changes: dict[str, Any] = {"recipe": "spo", "rollout.prompts": {"use": "spo_priority"}}
     first = config(tmp_path / "a", **{**changes, "run.rollouts_every": 1})
-    made = loop.train(first)
-    files = sorted((made.path / "rollouts").iterdir())
+    sampled = loop.train(first)
+    files = sorted((sampled.path / "rollouts").iterdir())
     again = loop.train(config(tmp_path / "b", **changes), rollouts=files)
-    assert again.summary["parameter_hash"] == made.summary["parameter_hash"]
+    assert again.summary["parameter_hash"] == sampled.summary["parameter_hash"]
 
 
 def test_the_command_takes_the_config_of_the_run_and_a_folder_beside_it(
@@ -231,14 +234,14 @@ def test_the_command_takes_the_config_of_the_run_and_a_folder_beside_it(
     shutil.copytree(run.path, moved)
     text = (moved / "config.toml").read_text()
     (moved / "config.toml").write_text(text.replace(str(run.path), str(moved)))
-    given = [str(moved / "rollouts" / file.name) for file in files]
-    assert cli.main(["replay", *given]) == 0, capsys.readouterr()
+    paths = [str(moved / "rollouts" / file.name) for file in files]
+    assert cli.main(["replay", *paths]) == 0, capsys.readouterr()
     beside = tmp_path / "moved-replay"
     summary = json.loads((beside / "summary.json").read_text())
     assert summary["parameter_hash"] == run.summary["parameter_hash"]
     assert not (beside / "rollouts").exists()
     capsys.readouterr()
-    assert cli.main(["replay", *given]) == 2
+    assert cli.main(["replay", *paths]) == 2
     assert "go on with that run by --resume auto" in capsys.readouterr().err
 
 
@@ -285,15 +288,16 @@ def test_rollouts_of_other_sizes_are_refused_with_the_keys_to_set(case, files, t
 
 
 def test_what_does_not_fit_a_replay_is_refused(files, tmp_path):
-    asked = config(tmp_path / "r")
+    run_config = config(tmp_path / "r")
 
-    def refused(message, config=asked, **given):
+    def refused(message, config=run_config, **objects):
         with pytest.raises(InputError, match=message):
-            setup(config, **{"rollouts": files, **given})
+            setup(config, **{"rollouts": files, **objects})
 
-    other = config(tmp_path / "r", rewards=[{"use": "arithmetic"}])
+    fewer_rewards = config(tmp_path / "r", rewards=[{"use": "arithmetic"}])
     refused(
-        "holds rewards called arithmetic, digits, but the config's are called arithmetic", other
+        "holds rewards called arithmetic, digits, but the config's are called arithmetic",
+        fewer_rewards,
     )
     refill = config(tmp_path / "r", **{"rollout.refill": {"factor": 2.0}})
     refused("rollout.refill: a replay samples nothing", refill)

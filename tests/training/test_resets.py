@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 K2 = {"use": "k2", "beta": 0.05}
 
 
-def run_of(folder, **changes) -> setup.Setup:
+def set_up_run(folder, **changes) -> setup.Setup:
     return setup.setup(small_run.config(folder, **changes))
 
 
@@ -43,7 +43,7 @@ def no_programs_from_the_cache():
 def warm(tmp_path_factory):
     """A run with a reference and a base that has made two steps, its learner and stream."""
     names = ("sum_rewards", "to_tokens")
-    run = run_of(
+    run = set_up_run(
         tmp_path_factory.mktemp("warm") / "r",
         advantage=[
             *({"use": name} for name in names),
@@ -94,10 +94,10 @@ def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(
 
 
 def test_before_the_first_update_a_reset_changes_nothing(tmp_path):
-    run = run_of(tmp_path / "r", **{"loss.kl": K2})
+    run = set_up_run(tmp_path / "r", **{"loss.kl": K2})
     after = reset(run, run.learner)
     jax.tree.map(np.testing.assert_array_equal, run.learner, after)
-    no_reference = run_of(tmp_path / "s")
+    no_reference = set_up_run(tmp_path / "s")
     with pytest.raises(InputError, match="no reference policy"):
         reset(no_reference, no_reference.learner)
 
@@ -109,12 +109,12 @@ def resets(values: list[dict[str, float]], folder, **keys: Any) -> list[int]:
         changes |= {"eval.data": "task:arithmetic:test", "eval.every": 1}
     config = small_run.config(folder, **{"loss.kl": K2}, **changes)
     names = ("kl", "add_kl_return/kl")
-    known, due = resetting.Resets(), []
+    state, due = resetting.Resets(), []
     for number, line in enumerate(values, start=1):
-        known = resetting.see(config.reference, known, line)
-        if resetting.is_due(config.reference, known, number, line, names):
+        state = resetting.see(config.reference, state, line)
+        if resetting.is_due(config.reference, state, number, line, names):
             due.append(number)
-            known = known._replace(count=known.count + 1, last=number, stale=0)
+            state = state._replace(count=state.count + 1, last=number, stale=0)
     return due
 
 
@@ -184,8 +184,8 @@ def test_resets_of_what_is_not_there_are_refused(tmp_path):
     def problem(**changes) -> str:
         with pytest.raises(ConfigError) as caught:
             small_run.config(tmp_path, **changes)
-        (one,) = caught.value.problems
-        return one
+        (message,) = caught.value.problems
+        return message
 
     every = {"reference.reset_every": 3}
     assert "reference.reset_every: there is no reference" in problem(**every)
@@ -203,7 +203,7 @@ def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
     def resetter(reference):
         kl = {"use": "add_kl_return", "beta": 0.1, "reference": reference}
         changes = {"advantage": [{"use": "sum_rewards"}, kl], "reference.reset_every": 3}
-        run = run_of(tmp_path, **changes)
+        run = set_up_run(tmp_path, **changes)
         return resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
 
     assert callable(resetter("reference"))
@@ -215,7 +215,7 @@ def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
     def decided(line, *chain, **changes) -> bool:
         """Whether a step whose metrics are `line` brings a reset."""
         parts = [{"use": "sum_rewards"}, *chain]
-        run = run_of(tmp_path, advantage=parts, **{"reference.reset_kl_above": 0.2}, **changes)
+        run = set_up_run(tmp_path, advantage=parts, **{"reference.reset_kl_above": 0.2}, **changes)
         reset = resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
         return reset(run.learner, resetting.Resets(), 1, line)[1].count == 1
 
@@ -232,9 +232,9 @@ def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
 
 def test_the_evaluation_behind_the_last_step_counts_only_where_a_longer_run_has_it(tmp_path):
     changes = {"loss.kl": K2, "eval.data": "task:arithmetic:test", "eval.every": 2}
-    run = run_of(tmp_path, **changes, **{"reference.reset_patience": 3})
+    run = set_up_run(tmp_path, **changes, **{"reference.reset_patience": 3})
     reset = resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
-    known = resetting.Resets(best=1.0)
+    state = resetting.Resets(best=1.0)
     for number, stale in ((2, 1), (3, 1), (4, 2)):  # trained to 3, then to 4
-        _, known = reset(run.learner, known, number, {"eval/accuracy": 0.5})
-        assert known.stale == stale
+        _, state = reset(run.learner, state, number, {"eval/accuracy": 0.5})
+        assert state.stale == stale

@@ -54,15 +54,15 @@ def straight(tmp_path_factory, python, environment):
         "eval.samples": 4,
     }
     file = small_run.write(folder / "run.toml", folder / "r", **changes)
-    given = environment(devices=1)
-    code, output = finish(small_run.command(python, "train", file, env=given))
+    variables = environment(devices=1)
+    code, output = finish(small_run.command(python, "train", file, env=variables))
     assert code == 0, output
-    return folder / "r", changes, given
+    return folder / "r", changes, variables
 
 
 @pytest.mark.full
 def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
-    done, changes, environment = straight
+    uninterrupted, changes, environment = straight
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
     random.seed(0)
     kills = 0
@@ -76,31 +76,31 @@ def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
     code, output = finish(process)
     assert code == 0, output
     assert kills == 6
-    assert small_run.metrics(tmp_path / "r") == small_run.metrics(done)
-    assert summary(tmp_path / "r")["parameter_hash"] == summary(done)["parameter_hash"]
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(uninterrupted)
+    assert summary(tmp_path / "r")["parameter_hash"] == summary(uninterrupted)["parameter_hash"]
     weights = "model/model.safetensors"
-    assert (tmp_path / "r" / weights).read_bytes() == (done / weights).read_bytes()
+    assert (tmp_path / "r" / weights).read_bytes() == (uninterrupted / weights).read_bytes()
 
 
 def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     tmp_path, monkeypatch, capsys
 ):
     """As after a signal: those that test_process sends, and in `make test-all` the next test."""
-    done = loop.train(small_run.config(tmp_path / "straight"))
+    uninterrupted = loop.train(small_run.config(tmp_path / "straight"))
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r")
     with monkeypatch.context() as patch:
         patch.setattr(process, "stop_requested", lambda step: step == 1)  # between two saves
         assert main(["train", str(file)]) == 128 + signal.SIGTERM
     assert f"jaxgrpo train {file} --resume auto" in capsys.readouterr().err
     assert main(["train", str(file), "--resume", "auto"]) == 0
-    assert small_run.metrics(tmp_path / "r") == small_run.metrics(done.path)
-    assert summary(tmp_path / "r")["parameter_hash"] == done.summary["parameter_hash"]
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(uninterrupted.path)
+    assert summary(tmp_path / "r")["parameter_hash"] == uninterrupted.summary["parameter_hash"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, number):
-    done, changes, environment = straight
+    uninterrupted, changes, environment = straight
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
     process = small_run.command(python, "train", file, env=environment)
     wait_for_lines(process, tmp_path / "r", 3)
@@ -112,8 +112,8 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, n
     process = small_run.command(python, "train", file, "--resume", "auto", env=environment)
     code, output = finish(process)
     assert code == 0, output
-    assert small_run.metrics(tmp_path / "r") == small_run.metrics(done)
-    assert summary(tmp_path / "r")["parameter_hash"] == summary(done)["parameter_hash"]
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(uninterrupted)
+    assert summary(tmp_path / "r")["parameter_hash"] == summary(uninterrupted)["parameter_hash"]
 
 
 @pytest.mark.full

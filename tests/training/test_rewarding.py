@@ -149,9 +149,11 @@ def test_the_preview_calls_rewards_as_step_1_does(tmp_path):
 
 
 def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
-    own = tmp_path / "own.py"
-    own.write_text("def broken(completions, **kw):\n    return [1 / len(c) for c in completions]\n")
-    rewards: list[dict[str, Any]] = [{"use": f"{own}:broken"}]
+    code_file = tmp_path / "own.py"
+    code_file.write_text(
+        "def broken(completions, **kw):\n    return [1 / len(c) for c in completions]\n"
+    )
+    rewards: list[dict[str, Any]] = [{"use": f"{code_file}:broken"}]
     with pytest.raises(RewardError, match="broken raised ZeroDivisionError on completion 1"):
         preview.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     rewards[0]["on_error"] = "unscored"
@@ -184,8 +186,8 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
         def __call__(self, completions):
             return [0.0] * len(completions)
 
-    given: list[Any] = [len, "arithmetic", Judge(), f"{OWN}:digits", "length"]
-    listed = resolve_rewards(config.rewards, 24, given)
+    rewards: list[Any] = [len, "arithmetic", Judge(), f"{OWN}:digits", "length"]
+    listed = resolve_rewards(config.rewards, 24, rewards)
     assert [reward.name for reward in listed] == ["len", "arithmetic", "Judge", "digits", "length"]
     assert listed[4].function(completion_ids=[[1] * 24]) == [-1.0]
     named = resolve_rewards(config.rewards, 24, {"a": Judge(), "b": Judge()})
@@ -214,10 +216,10 @@ class Letters:
 
 
 def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
-    seen = {}
+    received = {}
 
     def mine(prompts, completions, name):
-        seen.update(prompts=prompts, completions=completions, name=name)
+        received.update(prompts=prompts, completions=completions, name=name)
         return [1.0, 2.0, 3.0, 4.0]
 
     talk = [{"role": "user", "content": "hi"}]
@@ -227,7 +229,7 @@ def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
     scores, _ = judge.rollouts(np.array([1, 0]), tokens, tokens > 0)
     np.testing.assert_array_equal(scores["mine"], [[1, 2], [3, 4]])
     message = [[{"role": "assistant", "content": text}] for text in ("cd", "e")]
-    assert seen == {
+    assert received == {
         "prompts": ["hi", "hi", talk, talk],
         "completions": ["ab", "a", *message],
         "name": ["text", "text", "talk", "talk"],
@@ -235,20 +237,20 @@ def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
 
 
 def test_the_trainer_state_follows_the_run(tmp_path):
-    seen = []
+    states = []
 
     def mine(completions, trainer_state):
-        seen.append(trainer_state)
+        states.append(trainer_state)
         return [0.0] * len(completions)
 
     dataset = [{"prompt": f"1{n}+20=", "answer": ""} for n in range(10)]
     config = small_run.config(tmp_path / "r", **{"train.steps": 2})
     loop.train(config, rewards=[mine], dataset=dataset)
-    trial, *seen = seen  # every reward is tried on row 0 before the first step
+    trial, *states = states  # every reward is tried on row 0 before the first step
     assert (trial.global_step, trial.max_steps) == (0, 2)
-    assert [state.global_step for state in seen] == [0, 1]
-    assert [state.epoch for state in seen] == pytest.approx([0, 0.8])
-    assert {(state.max_steps, state.num_train_epochs) for state in seen} == {(2, 2)}
+    assert [state.global_step for state in states] == [0, 1]
+    assert [state.epoch for state in states] == pytest.approx([0, 0.8])
+    assert {(state.max_steps, state.num_train_epochs) for state in states} == {(2, 2)}
 
 
 def test_a_process_without_a_group_has_no_texts():

@@ -24,11 +24,11 @@ REQUIRED = (
 
 def rollouts(**changes):
     """Two prompts with three samples, one of which is not scored and one of which is empty."""
-    made = tiny.rollouts(np.array([[0, 1, np.nan], [1, 0.5, -2]]))
-    mask = made.token_mask.at[1, 2].set(False)
-    logp = made.behavior_logp.at[1, 2].set(0)
+    drawn = tiny.rollouts(np.array([[0, 1, np.nan], [1, 0.5, -2]]))
+    mask = drawn.token_mask.at[1, 2].set(False)
+    logp = drawn.behavior_logp.at[1, 2].set(0)
     empty = {"token_mask": mask, "behavior_logp": logp}
-    return sharding.to_host(dataclasses.replace(made, **empty, **changes))
+    return sharding.to_host(dataclasses.replace(drawn, **empty, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,10 @@ def arrays(tmp_path_factory) -> dict[str, np.ndarray]:
 
 def saved(path, arrays, metadata=METADATA, without=(), **changes):
     """A file with some of its arrays replaced, or left out."""
-    kept = {name: array for name, array in {**arrays, **changes}.items() if name not in without}
-    save_file({name: np.ascontiguousarray(array) for name, array in kept.items()}, path, metadata)
+    contents = {name: array for name, array in {**arrays, **changes}.items() if name not in without}
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in contents.items()}, path, metadata
+    )
     return path
 
 
@@ -63,7 +65,7 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
     file = tmp_path / "x.safetensors"
     rollout_files.save(file, before, 5)
     resuming.assert_same_bits(before, rollout_files.load(file, tiny.VOCAB))
-    assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.safetensors"]
     first = file.read_bytes()
     rollout_files.save(file, rollout_files.load(file), 5)
     assert file.read_bytes() == first
@@ -72,7 +74,7 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
 def test_what_a_file_leaves_out_has_the_documented_defaults(tmp_path, arrays):
     prompts = np.array([[5, 6, 7], [5, 6, 0], [5, 6, 7]])
     tokens = np.array([[[3, 4], [3, 1], [3, 0]]] * 3)
-    given = {
+    required = {
         "prompt_tokens": prompts,
         "prompt_mask": prompts > 0,
         "completion_tokens": tokens,
@@ -80,7 +82,7 @@ def test_what_a_file_leaves_out_has_the_documented_defaults(tmp_path, arrays):
         "behavior_logp": np.where(tokens > 0, -1.0, np.nan),
         "rewards.reward": np.zeros((3, 3), np.int64),
     }
-    file = saved(tmp_path / "x.safetensors", given, {**METADATA, "step": "9"})
+    file = saved(tmp_path / "x.safetensors", required, {**METADATA, "step": "9"})
     read = rollout_files.load(file, tiny.VOCAB, end_tokens=[tiny.END])
     assert read.truncated.tolist() == [[True, False, False]] * 3
     assert rollout_files.load(file).truncated.tolist() == [[True, True, False]] * 3

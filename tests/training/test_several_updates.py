@@ -39,8 +39,8 @@ def test_a_run_that_died_and_went_on_is_the_same_run_bit_for_bit(straight, tmp_p
     assert parameter_hash(resumed.learner.trainable) == parameter_hash(straight.learner.trainable)
     states = (sharding.to_host(run.learner.opt_state) for run in (straight, resumed))
     resuming.assert_same_bits(*(jax.tree.map(np.asarray, state) for state in states))
-    held = [leaf for leaf in jax.tree.leaves(resumed.learner.opt_state) if leaf.ndim > 1]
-    assert {leaf.dtype for leaf in held} == {jnp.dtype("bfloat16")}
+    moments = [leaf for leaf in jax.tree.leaves(resumed.learner.opt_state) if leaf.ndim > 1]
+    assert {leaf.dtype for leaf in moments} == {jnp.dtype("bfloat16")}
 
 
 def test_the_rate_falls_with_every_update_and_ratios_leave_one(straight):

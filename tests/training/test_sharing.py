@@ -34,15 +34,15 @@ def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_not
 
 def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp_path):
     shared = Shared()
-    asked: list[str] = []
+    rebuilt: list[str] = []
 
-    def names(given):
+    def names(run_config):
         """What is made again for a config."""
-        asked.clear()
-        share = shared.for_config(given)
+        rebuilt.clear()
+        share = shared.for_config(run_config)
         for name in DEPENDS:
-            share(name, lambda name=name: asked.append(name))
-        return set(asked)
+            share(name, lambda name=name: rebuilt.append(name))
+        return set(rebuilt)
 
     first = config(tmp_path / "a")
     assert names(first) == set(DEPENDS)
@@ -62,13 +62,13 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
 def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls(tmp_path):
     shared = Shared()
     for schedule, again in (("constant", set()), ("linear", {"method", "update"})):
-        made = []
+        objects = []
         for steps in (3, 4):
             optimizer = {"learning_rate": 1e-3, "schedule": schedule, "warmup_steps": 1}
             changes = {"optimizer": optimizer, "train.steps": steps}
             share = shared.for_config(config(tmp_path, **changes))
-            made.append({name: share(name, lambda: object()) for name in DEPENDS})
-        first, second = made
+            objects.append({name: share(name, lambda: object()) for name in DEPENDS})
+        first, second = objects
         assert {name for name in DEPENDS if first[name] is not second[name]} == again
 
 
@@ -77,11 +77,11 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
     shared = Shared()
     hashes = []
     for seed in (0, 1):
-        given = config(tmp_path / f"shared{seed}", **{"train.seed": seed, "recipe": "rloo"})
-        share = shared.for_config(given)
+        run_config = config(tmp_path / f"shared{seed}", **{"train.seed": seed, "recipe": "rloo"})
+        share = shared.for_config(run_config)
         run = loop.take(
-            given,
-            lambda made, share=share: evaluator_for_run(made, share),
+            run_config,
+            lambda built, share=share: evaluator_for_run(built, share),
             shown=False,
             share=share,
         )

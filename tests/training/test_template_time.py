@@ -31,23 +31,25 @@ def tokenizer(tmp_path_factory):
     return gsm8k.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def chat_of(tokenizer, tmp_path, template: str, time: str | None, **options) -> Chat:
+def template_chat(tokenizer, tmp_path, template: str, time: str | None, **options) -> Chat:
     file = tmp_path / "chat.jinja"
     file.write_text(template)
     return make_chat(tokenizer, str(file), None, options, "base", time)
 
 
 def test_a_template_writes_the_time_that_it_is_given(tokenizer, tmp_path):
-    chat = chat_of(tokenizer, tmp_path, SECONDS, "2026-11-25T09:36:21")
+    chat = template_chat(tokenizer, tmp_path, SECONDS, "2026-11-25T09:36:21")
     assert write(chat, "2+2?", "row 0") == "093621+2+2?"
-    llama = chat_of(tokenizer, tmp_path, LLAMA, "2026-11-25")
+    llama = template_chat(tokenizer, tmp_path, LLAMA, "2026-11-25")
     assert write(llama, "2+2?", "row 0") == "Today Date: 25 Nov 2026 2+2?"
-    free = write(chat_of(tokenizer, tmp_path, "{{ strftime_now('%Y') }} 2+2?", None), "2+2?", "")
+    free = write(
+        template_chat(tokenizer, tmp_path, "{{ strftime_now('%Y') }} 2+2?", None), "2+2?", ""
+    )
     assert free == f"{datetime.datetime.now():%Y} 2+2?"
 
 
 def test_a_date_of_ones_own_goes_before_the_time(tokenizer, tmp_path):
-    chat = chat_of(tokenizer, tmp_path, LLAMA, "2026-11-25", date_string="26 Jul 2024")
+    chat = template_chat(tokenizer, tmp_path, LLAMA, "2026-11-25", date_string="26 Jul 2024")
     assert write(chat, "2+2?", "row 0") == "Today Date: 26 Jul 2024 2+2?"
     assert not writes_time(chat, ["2+2?"])
 
@@ -56,22 +58,22 @@ def test_a_template_that_writes_the_time_is_told_from_one_that_does_not(tokenize
     now = "2026-11-25T09:36:21"
     only_long = "{{ messages[-1]['content'] }}{% if messages[-1]['content'] | length > 3 %}"
     only_long += "{{ strftime_now('%j') }}{% endif %}"
-    assert writes_time(chat_of(tokenizer, tmp_path, SECONDS, now), ["2"])
-    assert not writes_time(chat_of(tokenizer, tmp_path, only_long, now), ["1", "2"])
-    assert writes_time(chat_of(tokenizer, tmp_path, only_long, now), ["1", "2+2?"])
-    plain = chat_of(tokenizer, tmp_path, "{{ messages[-1]['content'] }}", now)
+    assert writes_time(template_chat(tokenizer, tmp_path, SECONDS, now), ["2"])
+    assert not writes_time(template_chat(tokenizer, tmp_path, only_long, now), ["1", "2"])
+    assert writes_time(template_chat(tokenizer, tmp_path, only_long, now), ["1", "2+2?"])
+    plain = template_chat(tokenizer, tmp_path, "{{ messages[-1]['content'] }}", now)
     assert plain.time is None
     assert not writes_time(plain, ["2+2?"])
 
 
 def test_the_function_itself_is_no_variable(tokenizer, tmp_path):
     with pytest.raises(InputError, match=r"strftime_now: is a function; set data\.template_time"):
-        chat_of(tokenizer, tmp_path, SECONDS, None, strftime_now="25 Nov")
+        template_chat(tokenizer, tmp_path, SECONDS, None, strftime_now="25 Nov")
 
 
 def test_a_date_is_read_with_and_without_quotes(tmp_path):
-    given = small_run.config(tmp_path, **{"data.template_time": datetime.date(2026, 11, 25)})
-    assert given.data.template_time == "2026-11-25"
+    run_config = small_run.config(tmp_path, **{"data.template_time": datetime.date(2026, 11, 25)})
+    assert run_config.data.template_time == "2026-11-25"
     tables = small_run.tables(tmp_path)
     for text in ("2026-11-25T09:30:00", '"2026-11-25T09:30:00"'):
         read = configs.from_dict(tables, [f"data.template_time={text}"])
@@ -130,11 +132,11 @@ def test_later_starts_of_train_eval_and_sample_write_the_time_of_the_first(begun
     with pytest.raises(InputError, match=r'template_time: "2026-11-25T09:36:21" -> "2026-11-26"'):
         loop.train(begun, resume="auto", data={"template_time": "2026-11-26"})
 
-    _, asked = stored_policy.find_policy(
+    _, questions = stored_policy.find_policy(
         Console(), stored_policy.config_for(str(run))
     )  # as `eval` does
     tokenizer = folders.read_tokenizer(run / "model")
-    texts = [tokenizer.decode(tokens).replace(" ", "") for tokens in asked.encoded]
+    texts = [tokenizer.decode(tokens).replace(" ", "") for tokens in questions.encoded]
     assert all(text.startswith("093621+") for text in texts)
 
 
@@ -164,10 +166,10 @@ def test_a_dry_run_says_that_the_template_writes_the_time(tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text(SECONDS)
     changes = {"data.chat_template": str(tmp_path / "chat.jinja"), "rollout.max_prompt_tokens": 16}
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
-    asked = ["train", str(file), "--dry-run", "--set", "data.template_time=2026-11-25"]
-    assert main(asked) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    command = ["train", str(file), "--dry-run", "--set", "data.template_time=2026-11-25"]
+    assert main(command) == 0
+    output = " ".join(capsys.readouterr().out.split())
     assert (
-        "it writes the date or time, now 2026-11-25: a run writes that of its first start" in said
+        "it writes the date or time, now 2026-11-25: a run writes that of its first start" in output
     )
-    assert "'000000+" in said
+    assert "'000000+" in output

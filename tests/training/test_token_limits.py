@@ -29,11 +29,11 @@ LONGROPE = {
 }
 
 
-def model_of(folder: Path, **fields: Any) -> str:
+def write_model(folder: Path, **fields: Any) -> str:
     """A folder with a config.json alone."""
-    given = {**families.plain_fields(base_config(16, 32, 1)), **fields}
+    model_fields = {**families.plain_fields(base_config(16, 32, 1)), **fields}
     folder.mkdir(exist_ok=True)
-    texts.write(folder, given, {})
+    texts.write(folder, model_fields, {})
     return str(folder)
 
 
@@ -55,7 +55,7 @@ def limits(config: files.Config) -> tuple[int, int]:
     ],
 )
 def test_a_model_is_sampled_within_its_positions(tmp_path, positions, changes, overrides, expected):
-    model = model_of(tmp_path / "m", max_position_embeddings=positions)
+    model = write_model(tmp_path / "m", max_position_embeddings=positions)
     config = config_for(model, changes, overrides)
     assert limits(config) == expected
     _, stored = pretrained.find_config(config.model)
@@ -63,20 +63,20 @@ def test_a_model_is_sampled_within_its_positions(tmp_path, positions, changes, o
 
 
 def test_the_length_that_a_rope_was_built_for_counts(tmp_path):
-    model = model_of(tmp_path / "m", max_position_embeddings=80, rope_parameters=LONGROPE)
+    model = write_model(tmp_path / "m", max_position_embeddings=80, rope_parameters=LONGROPE)
     assert limits(config_for(model)) == (20, 20)
 
 
 def test_limits_that_are_asked_for_are_not_changed_and_the_message_says_what_fits(tmp_path):
-    model = model_of(tmp_path / "m", max_position_embeddings=64)
+    model = write_model(tmp_path / "m", max_position_embeddings=64)
     config = config_for(model, {}, [f"{PROMPT}=100", f"{COMPLETION}=300"])
     assert limits(config) == (100, 300)
     _, stored = pretrained.find_config(config.model)
     with pytest.raises(InputError) as caught:
         pretrained.check_length(config.rollout, model, stored)
-    found = re.search("--set (.*)$", str(caught.value))
-    assert found is not None
-    fitting = config_for(model, {}, shlex.split(found[1]))
+    suggestion = re.search("--set (.*)$", str(caught.value))
+    assert suggestion is not None
+    fitting = config_for(model, {}, shlex.split(suggestion[1]))
     assert limits(fitting) == (16, 48)
     pretrained.check_length(fitting.rollout, model, stored)
     with pytest.raises(InputError, match=r"set data\.max_answer_tokens, or make them"):

@@ -36,8 +36,8 @@ def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path):
 
 
 def test_only_finite_numbers_reach_a_chart():
-    given = {"a": 1, "b": math.inf, "c": "text", "d": None, "e": [1], "f": 0.5}
-    assert numbers(given) == {"a": 1.0, "f": 0.5}
+    metrics = {"a": 1, "b": math.inf, "c": "text", "d": None, "e": [1], "f": 0.5}
+    assert numbers(metrics) == {"a": 1.0, "f": 0.5}
 
 
 def test_weights_and_biases_gets_the_metrics_with_their_step(tmp_path):

@@ -48,8 +48,8 @@ def base() -> str:
 
 
 def config(folder: Path, mesh: dict[str, int], **changes):
-    given = {"model.path": base(), "optimizer": SGD, "train.steps": 2, "run.samples_every": 1}
-    return small_run.config(folder, **{**given, "mesh": mesh, **changes})
+    settings = {"model.path": base(), "optimizer": SGD, "train.steps": 2, "run.samples_every": 1}
+    return small_run.config(folder, **{**settings, "mesh": mesh, **changes})
 
 
 def drawn(folder: Any) -> list[list[int]]:
@@ -59,9 +59,9 @@ def drawn(folder: Any) -> list[list[int]]:
     return [json.loads(line)["completion_ids"] for line in lines]
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    assert drawn(one) == drawn(other) != []
-    for left, right in zip(*map(small_run.metrics, (one, other)), strict=True):
+def assert_same_run(first: Path, second: Path) -> None:
+    assert drawn(first) == drawn(second) != []
+    for left, right in zip(*map(small_run.metrics, (first, second)), strict=True):
         assert left.keys() == right.keys()
         for name in left.keys() & {"loss", "reward"}:
             assert left[name] == pytest.approx(right[name], abs=1e-5)
@@ -120,19 +120,19 @@ def test_each_stage_has_its_own_mesh(tmp_path):
 
 @pytest.mark.parametrize("tensor", [0, 1])
 def test_without_a_sampling_mesh_or_with_the_same_there_is_one(tensor, tmp_path):
-    made = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": tensor})).blueprint
-    assert made.sampling_mesh is made.mesh
-    assert not made.has_two_meshes
+    blueprint = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": tensor})).blueprint
+    assert blueprint.sampling_mesh is blueprint.mesh
+    assert not blueprint.has_two_meshes
 
 
 @pytest.mark.full
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
-    asked = {"mesh": {"fsdp": 4, "sampling_tensor": 2}, "train.steps": 4, "checkpoint.every": 2}
-    whole = jaxgrpo.train(config(tmp_path / "whole", **asked))
-    again = died_and_resumed(config(tmp_path / "again", **asked), 3)
-    trained = (sharding.to_host(run.learner.trainable) for run in (whole, again))
+    changes = {"mesh": {"fsdp": 4, "sampling_tensor": 2}, "train.steps": 4, "checkpoint.every": 2}
+    straight = jaxgrpo.train(config(tmp_path / "whole", **changes))
+    again = died_and_resumed(config(tmp_path / "again", **changes), 3)
+    trained = (sharding.to_host(run.learner.trainable) for run in (straight, again))
     assert_same_bits(*trained)
-    assert drawn(whole.path) == drawn(again.path)
+    assert drawn(straight.path) == drawn(again.path)
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,20 @@ def test_sizes_that_do_not_divide_are_refused(changes, message, tmp_path):
 
 
 def test_what_a_sync_brings_is_counted(tmp_path):
-    one = setup(config(tmp_path / "r", {"fsdp": 4})).blueprint
+    single = setup(config(tmp_path / "r", {"fsdp": 4})).blueprint
     two = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": 4})).blueprint
     alone = setup(config(tmp_path / "r", {"data": 4})).blueprint
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one.model.shapes))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(single.model.shapes))
     assert memory.sync_bytes(alone) == 0
     # Three quarters of what fsdp has divided come from others; norms of heads are everywhere.
-    assert 0.7 * whole < memory.sync_bytes(one) <= 0.75 * whole
-    assert 0.17 * whole < memory.sync_bytes(two) <= 0.19 * whole
-    bytes_ = memory.weights_to_sample(one), memory.weights_to_sample(two)
+    assert 0.7 * total < memory.sync_bytes(single) <= 0.75 * total
+    assert 0.17 * total < memory.sync_bytes(two) <= 0.19 * total
+    bytes_ = memory.weights_to_sample(single), memory.weights_to_sample(two)
     blocks = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one.model.shapes["blocks"])
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(single.model.shapes["blocks"])
     )
-    assert bytes_[0] == whole  # one copy, that is written layer by layer
-    assert bytes_[1] < 0.27 * (whole + blocks)  # a quarter, and from mesh to mesh a second time
+    assert bytes_[0] == total  # one copy, that is written layer by layer
+    assert bytes_[1] < 0.27 * (total + blocks)  # a quarter, and from mesh to mesh a second time
 
 
 @pytest.mark.full
@@ -187,8 +187,8 @@ def test_two_processes_sample_on_a_mesh_of_their_own(tensor, tmp_path, python, e
         for name, mesh in meshes.items()
     }
     processes = [
-        small_run.command(python, "train", files["two"], env=environment(devices=2, **one))
-        for one in together()
+        small_run.command(python, "train", files["two"], env=environment(devices=2, **variables))
+        for variables in together()
     ]
     processes.append(small_run.command(python, "train", files["one"], env=environment(devices=4)))
     for process in processes:

@@ -22,12 +22,12 @@ def test_the_files_hold_the_prompts_and_sizes_of_the_workload(tmp_path):
     written = files.write("S/C", tmp_path)
     assert Work.read(tmp_path) == written
     tokenizer = folders.read_tokenizer(written.model)
-    asked = make_prompts(WORKLOADS["C"], model_config("S").vocab_size)
+    prompts = make_prompts(WORKLOADS["C"], model_config("S").vocab_size)
     rollout = configs.load(tmp_path / "run.toml").rollout
     sizes = rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens
     assert sizes == (len(written.rows()), WORKLOADS["C"].samples, WORKLOADS["C"].completion)
     for row, tokens, mask in zip(
-        written.rows(), asked.prompt_tokens, asked.prompt_mask, strict=True
+        written.rows(), prompts.prompt_tokens, prompts.prompt_mask, strict=True
     ):
         assert tokenizer(row["prompt"])["input_ids"] == tokens[mask].tolist()
 
@@ -42,7 +42,7 @@ def test_rewards_tell_completions_apart_and_hard_prompts_earn_nothing():
 def test_a_ratio_is_of_neighbours_and_on_ragged_work_per_token():
     ours = [Step(1.0, 100, {}), Step(2.0, 100, {}), Step(4.0, 100, {})]
     theirs = [Step(3.0, 300, {}), Step(8.0, 300, {}), Step(20.0, 300, {})]
-    exact, ragged = (ratios(theirs, ours, exact=one)["ratio"] for one in (True, False))
+    exact, ragged = (ratios(theirs, ours, exact=is_exact)["ratio"] for is_exact in (True, False))
     np.testing.assert_allclose((exact, ragged), (4.0, 4.0 / 3))
 
 
@@ -50,8 +50,8 @@ def test_a_ratio_is_of_neighbours_and_on_ragged_work_per_token():
 def test_plain_pytorch_has_our_loss_gradient_and_optimizer_step(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(proof, "WORKLOAD", TINY._replace(completion=24, flat=0.0))
-    found = proof.show(tmp_path / "proof", ["torch"], Console(quiet=True))
-    assert found["value"] != 0
+    results = proof.show(tmp_path / "proof", ["torch"], Console(quiet=True))
+    assert results["value"] != 0
     monkeypatch.setattr(proof, "LIMITS", {"loss": 0.0, "gradient": 0.0, "adamw": 0.0})
     with pytest.raises(SystemExit, match="different things"):
         proof.show(tmp_path / "again", ["torch"], Console(quiet=True))
@@ -63,15 +63,15 @@ def test_contenders_take_steps_in_turn_and_their_sizes_are_checked(tmp_path):
     work = files.write("S/D", tmp_path, TINY)
     hard = [json.loads(line)["hard"] for line in (tmp_path / "prompts.jsonl").open()]
     assert hard == [True, True, False, False]
-    found = contest.contest(
+    sides = contest.contest(
         work, ["jaxgrpo", "torch"], pairs=3, limit=0.0, cache=tmp_path / "cache"
     )
-    for side in found.values():
+    for side in sides.values():
         assert side["steps"] == 3
         assert 8 <= side["tokens"] <= 4 * 4 * 8
         phases = side["sample"] + side["reward"] + side["score"] + side["update"]
         assert phases == pytest.approx(side["step"], rel=0.5)
-    assert found["torch"]["low"] <= found["torch"]["ratio"] <= found["torch"]["high"]
+    assert sides["torch"]["low"] <= sides["torch"]["ratio"] <= sides["torch"]["high"]
     exact = dataclasses.replace(work, exact=True)
     with pytest.raises(contest.Failed, match="sampled"):
         contest.refuse_other_work(exact, "x", [Step(1.0, 9, {})])

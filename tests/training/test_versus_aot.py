@@ -139,8 +139,8 @@ def test_a_slice_moves_its_own_bytes_and_not_those_of_its_source():
 
 
 def test_a_collective_in_parts_counts_once():
-    (found,) = hlo.collectives(PARTS, {"fsdp": 2}, (6,))
-    assert (found.trips, found.sent) == (1, 8)
+    (collective,) = hlo.collectives(PARTS, {"fsdp": 2}, (6,))
+    assert (collective.trips, collective.sent) == (1, 8)
 
 
 def test_full_samples_fill_the_micro_batches():
@@ -154,15 +154,15 @@ def test_full_samples_fill_the_micro_batches():
 def test_our_update_is_compiled_and_counted_with_a_tiny_model():
     devices = tuple(jax.devices())
     cpus = Topology("cpu", CHIPS["v5e"], 1, devices)
-    found = aot.compare(aot.MODELS["0.6B"], cpus, ["jaxgrpo"], TINY)["jaxgrpo"]
-    assert found["fits"]
-    assert found["sent"] > 0
-    assert found["moved"] > found["arguments"]
-    assert found["peak"] == found["arguments"] + found["temporaries"] + found["outputs"]
+    costs = aot.compare(aot.MODELS["0.6B"], cpus, ["jaxgrpo"], TINY)["jaxgrpo"]
+    assert costs["fits"]
+    assert costs["sent"] > 0
+    assert costs["moved"] > costs["arguments"]
+    assert costs["peak"] == costs["arguments"] + costs["temporaries"] + costs["outputs"]
     linear = 2 * (32 * 8 * 16 + 3 * 32 * 64)
     tokens = 8 * 24
     least = 3 * 2 * linear * tokens + 3 * 2 * 32 * 512 * 8 * 16
-    assert least <= found["flops"] * len(devices) <= 2 * least
+    assert least <= costs["flops"] * len(devices) <= 2 * least
 
 
 def test_memory_that_the_arguments_alone_exceed_is_not_compiled_for():
@@ -170,8 +170,8 @@ def test_memory_that_the_arguments_alone_exceed_is_not_compiled_for():
     huge = 2**40
     lowered = aot.Lowered(program, huge, 2, (1,), 0.0, {}, None)
     devices = Topology("cpu", CHIPS["v5e"], 1, tuple(jax.devices()[:1]))
-    found = aot.measured(lowered, devices)
-    assert found == {"calls": 2, "flops": 2 * 128, "arguments": huge, "fits": False}
+    costs = aot.measured(lowered, devices)
+    assert costs == {"calls": 2, "flops": 2 * 128, "arguments": huge, "fits": False}
 
 
 def test_tunix_shards_as_on_the_devices_it_is_compiled_for():

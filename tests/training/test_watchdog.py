@@ -122,25 +122,25 @@ def test_a_hung_reward_of_one_process_ends_all(begin):
 
 
 def test_a_watchdog_that_is_left_watches_no_more():
-    seen = []
-    with Watchdog(lambda *one: seen.append(one), lambda: "", 60, 0.7) as watch:
+    reports = []
+    with Watchdog(lambda *report: reports.append(report), lambda: "", 60, 0.7) as watch:
         for number in range(4):
             watch.phase(f"step {number}")
             time.sleep(0.3)
-    count = len(seen)
-    assert {doing for doing, _ in seen} <= {"start", "step 0", "step 1", "step 2", "step 3"}
+    count = len(reports)
+    assert {doing for doing, _ in reports} <= {"start", "step 0", "step 1", "step 2", "step 3"}
     assert count >= 2
     time.sleep(1.5)
-    assert len(seen) == count
+    assert len(reports) == count
 
 
-def display_of(terminal, clock):
+def make_display(terminal, clock):
     display = Display(steps=9, finished_steps=2, active=True, clock=clock)
     display.console = Console(file=io.StringIO(), force_terminal=terminal, width=300)
     return display
 
 
-def lines_of(display):
+def printed_lines(display):
     return Text.from_ansi(display.console.file.getvalue()).plain.splitlines()
 
 
@@ -162,13 +162,13 @@ def test_a_thread_that_fails_beside_a_run_is_told_in_a_line(capfd):
 
 
 def test_a_long_reward_is_shown_in_the_bar_and_in_lines_ever_farther_apart():
-    display = display_of(terminal=True, clock=lambda: 0.0)
+    display = make_display(terminal=True, clock=lambda: 0.0)
     for seconds in (1, 59, 60, 61, 119, 120, 239, 240):
         display.under_way("step 3: reward (judge)", seconds)
     assert display.bar.tasks[0].description == "step 3: reward (judge), 240 s"
     display.under_way("step 4: reward (judge)", 1)
     display.under_way("step 4: reward (judge)", 60)
-    assert lines_of(display) == [
+    assert printed_lines(display) == [
         "step 3: reward (judge): for 60 s now",
         "step 3: reward (judge): for 120 s now",
         "step 3: reward (judge): for 240 s now",
@@ -178,13 +178,13 @@ def test_a_long_reward_is_shown_in_the_bar_and_in_lines_ever_farther_apart():
 
 def test_a_log_is_never_silent_for_ten_seconds_however_short_its_phases_are():
     now = [0.0]
-    display = display_of(terminal=False, clock=lambda: now[0])
+    display = make_display(terminal=False, clock=lambda: now[0])
     for tick in range(1, 60):
         now[0] = tick / 2
         display.under_way(f"phase {tick // 12}", tick % 12 / 2)  # each lasts six seconds
         if tick == 40:
             display.say("a line")
-    assert lines_of(display) == [
+    assert printed_lines(display) == [
         "phase 1: for 3 s now",
         "phase 3: for 0 s now",
         "a line",
@@ -195,14 +195,14 @@ def test_a_log_is_never_silent_for_ten_seconds_however_short_its_phases_are():
 def test_a_line_says_once_how_many_programs_were_compiled_and_where_they_are():
     process.Programs.listen()
     now = [0.0]
-    display = display_of(terminal=False, clock=lambda: now[0])
+    display = make_display(terminal=False, clock=lambda: now[0])
     for size in (3, 5):
         jax.jit(lambda x: jnp.sin(x) * size).lower(np.ones(size)).compile()  # noqa: B023
     now[0] += 10
     display.under_way("step 1: sample", 10)
     now[0] += 10
     display.under_way("step 1: sample", 20)
-    first, second = lines_of(display)
+    first, second = printed_lines(display)
     assert "step 1: sample: for 10 s now; compiling 2 programs (first run of these shapes" in first
     assert second == "step 1: sample: for 20 s now"
     assert process.Programs.under_way() == 0
@@ -215,8 +215,8 @@ def test_what_takes_long_beside_a_run_is_told_too(monkeypatch):
     into = Console(file=log, force_terminal=False)
     with console.telling(into, "probe: sampling"):
         time.sleep(0.7)
-    said = log.getvalue().splitlines()
-    assert len(said) >= 2
-    assert {line.partition(" for")[0] for line in said} == {"probe: sampling:"}
+    lines = log.getvalue().splitlines()
+    assert len(lines) >= 2
+    assert {line.partition(" for")[0] for line in lines} == {"probe: sampling:"}
     time.sleep(0.4)
-    assert log.getvalue().splitlines() == said
+    assert log.getvalue().splitlines() == lines

@@ -45,10 +45,10 @@ def blueprint(config=tiny.UNIFORM, **sampling):
 @functools.cache
 def sampled(config=tiny.UNIFORM, scale=15.0):
     """(steps, first learner, rollouts that its sampler drew)"""
-    made = blueprint(config)
-    steps = build_steps(made)
+    step_blueprint = blueprint(config)
+    steps = build_steps(step_blueprint)
     params = tiny.params(config, scale=scale)
-    learner = first_learner(made, params, 8, ("reward",))
+    learner = first_learner(step_blueprint, params, 8, ("reward",))
     rollouts = steps.sample(steps.sync(learner), tiny.prompts(), KEY)
     return steps, learner, dataclasses.replace(rollouts, rewards={"reward": jnp.asarray(REWARDS)})
 

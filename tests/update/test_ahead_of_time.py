@@ -40,13 +40,13 @@ def blueprint(request):
 def placed(mesh, tree, *axes):
     """Shapes of host or device arrays, as arrays on the mesh would have them."""
 
-    def one(leaf):
+    def shape(leaf):
         names = axes[: np.ndim(leaf)]
         return jax.ShapeDtypeStruct(
             np.shape(leaf), leaf.dtype, sharding=sharding.named(mesh, *names)
         )
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(shape, tree)
 
 
 def parameters(blueprint, rules=sharding.TRAINING):
@@ -71,7 +71,7 @@ def compiled(function, *arguments):
     return function.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
-def begin_of(sampler, sizes):
+def begin_with_sizes(sampler, sizes):
     return lambda prompts, key: sampler.begin(sizes, prompts, key)
 
 
@@ -85,7 +85,7 @@ def test_prefill_and_decoding_compile(blueprint):
     key = placed(blueprint.mesh, np.zeros(2, np.uint32), None)
     sizes = Sizes.for_prompts(settings, sharding.num_bins(blueprint.mesh), 4, 8)
     begin = compiled(sampler.begin, sizes, prompts, key)
-    state = with_layout(jax.eval_shape(begin_of(sampler, sizes), prompts, key), begin)
+    state = with_layout(jax.eval_shape(begin_with_sizes(sampler, sizes), prompts, key), begin)
     tokens = placed(blueprint.mesh, np.zeros((2, 2, 7), np.int32))
     at = placed(blueprint.mesh, np.zeros((2, 2), np.int32))
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))

@@ -49,7 +49,7 @@ def preparer(config=WIDE, masked=True, tokens=25, mesh=(1, 1, 1, 1), width=6, st
     )
 
 
-def given(width=6, steps=5, seed=0):
+def full_rollouts(width=6, steps=5, seed=0):
     """Rollouts of full length, whose thoughts are some of their tokens, with answers."""
     random = np.random.default_rng(11)
     most = max(map(sum, zip(PREFIX, LENGTHS, strict=True)))
@@ -59,28 +59,30 @@ def given(width=6, steps=5, seed=0):
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     fields = {FORCED: forced, THOUGHT: THOUGHTS, MASK: mask}
     rewards = np.random.default_rng(3).random((P, G))
-    made = tiny.rollouts(rewards, steps, width)
+    rollouts = tiny.rollouts(rewards, steps, width)
     tokens = np.random.default_rng(seed).integers(2, tiny.VOCAB, (P, G, steps)).astype(np.int32)
-    own = np.random.default_rng(99).integers(2, tiny.VOCAB, (P, G, steps)).astype(np.int32)
-    tokens = np.where(np.arange(steps) < THOUGHTS[..., None], own, tokens)
+    thought_tokens = (
+        np.random.default_rng(99).integers(2, tiny.VOCAB, (P, G, steps)).astype(np.int32)
+    )
+    tokens = np.where(np.arange(steps) < THOUGHTS[..., None], thought_tokens, tokens)
     everywhere = np.ones_like(tokens, bool)
     changes = {"completion_tokens": tokens, "token_mask": everywhere, "fields": fields}
-    return jax.tree.map(jnp.asarray, dataclasses.replace(made, **changes))
+    return jax.tree.map(jnp.asarray, dataclasses.replace(rollouts, **changes))
 
 
 def scored(prepare, rollouts, config=WIDE):
-    made = prepare.blueprint
-    layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
+    blueprint = prepare.blueprint
+    layout = sharding.param_shardings(blueprint.mesh, blueprint.model.axes, blueprint.model.shapes)
     params = jax.device_put(tiny.params(config), layout)
-    learner = first_learner(made, params, 8, ("reward",))
+    learner = first_learner(blueprint, params, 8, ("reward",))
     rollouts = jax.tree.map(
         lambda leaf: sharding.put(
-            leaf, sharding.named(made.mesh, *("bins", None, None)[: leaf.ndim])
+            leaf, sharding.named(blueprint.mesh, *("bins", None, None)[: leaf.ndim])
         ),
         rollouts,
     )
     lengths = sharding.to_host(prepare.measure(rollouts))
-    fields = prepare.with_fields(learner, rollouts, lengths, made.chain.needs).fields
+    fields = prepare.with_fields(learner, rollouts, lengths, blueprint.chain.needs).fields
     return {name: np.asarray(fields[name]) for name in sorted(fields) if name.endswith("_logp")}
 
 
@@ -99,8 +101,8 @@ def alone(config, *tokens):
 
     What is behind it, for one program to take every length, no token of it attends to.
     """
-    whole = np.pad(np.asarray(tokens, np.int32), (0, 24 - len(tokens)))
-    logits = np.asarray(causal_pass(config, tiny.params(config), whole))[: len(tokens)]
+    padded = np.pad(np.asarray(tokens, np.int32), (0, 24 - len(tokens)))
+    logits = np.asarray(causal_pass(config, tiny.params(config), padded))[: len(tokens)]
     logits = logits / TEMPERATURE
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -110,68 +112,68 @@ def alone(config, *tokens):
 def plain(rollouts, config=WIDE):
     """Both fields by one plain pass per sample."""
     most = max(LENGTHS)
-    found = np.zeros((P, G, most)), np.zeros((P, most))
+    logps = np.zeros((P, G, most)), np.zeros((P, most))
     for p in range(P):
         prompt = np.asarray(rollouts.prompt_tokens[p])[np.asarray(rollouts.prompt_mask[p])]
         forced = np.asarray(rollouts.fields[FORCED][p])
         forced = forced[forced >= 0]
         for g in range(G + 1):
             thought = rollouts.completion_tokens[p, g, : THOUGHTS[p, g]] if g < G else []
-            whole = [*prompt.tolist(), *np.asarray(thought).tolist(), *forced.tolist()]
-            row = found[0][p, g] if g < G else found[1][p]
-            row[: LENGTHS[p]] = alone(config, *map(int, whole))[-LENGTHS[p] :]
-    return {"answer_logp": found[0], "masked_answer_logp": found[1]}
+            sequence = [*prompt.tolist(), *np.asarray(thought).tolist(), *forced.tolist()]
+            row = logps[0][p, g] if g < G else logps[1][p]
+            row[: LENGTHS[p]] = alone(config, *map(int, sequence))[-LENGTHS[p] :]
+    return {"answer_logp": logps[0], "masked_answer_logp": logps[1]}
 
 
 @pytest.mark.parametrize("tokens", [25, 200])
 def test_answers_are_scored_as_in_one_plain_pass_per_sample(tokens):
     with jax.enable_x64(True):
-        rollouts = given()
+        rollouts = full_rollouts()
         got, want = scored(preparer(tokens=tokens), rollouts), plain(rollouts)
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].dtype == np.float64
         np.testing.assert_allclose(got[name], want[name], atol=1e-9, rtol=0)
     assert np.ptp(want["answer_logp"][0, :, 0]) > 0.1  # thoughts make a difference
-    np.testing.assert_array_equal(got["answer_logp"] == 0, ~np.asarray(mask_of(rollouts)))
+    np.testing.assert_array_equal(got["answer_logp"] == 0, ~np.asarray(answer_mask(rollouts)))
     # A sample without a thought is the one that masks it.
     np.testing.assert_allclose(
         got["answer_logp"][1], np.broadcast_to(got["masked_answer_logp"][1], (G, 4)), atol=1e-9
     )
 
 
-def mask_of(rollouts):
+def answer_mask(rollouts):
     return np.broadcast_to(np.asarray(rollouts.fields[MASK])[:, None], (P, G, max(LENGTHS)))
 
 
 def test_text_behind_the_thought_changes_nothing():
     with jax.enable_x64(True):
         prepare = preparer()
-        first, other = given(seed=0), given(seed=1)
-        assert (first.completion_tokens != other.completion_tokens).any()
-        left, right = scored(prepare, first), scored(prepare, other)
+        first, second = full_rollouts(seed=0), full_rollouts(seed=1)
+        assert (first.completion_tokens != second.completion_tokens).any()
+        left, right = scored(prepare, first), scored(prepare, second)
     for name in left:
         np.testing.assert_array_equal(left[name], right[name])
 
 
 def test_equal_thoughts_of_a_group_have_the_answers_log_probs_of_the_first_bit_for_bit():
     """What rounding makes of another place in a micro-batch would be divided by its own spread."""
-    made, sizes = given(), preparer(tiny.UNIFORM).blueprint
-    tokens = made.completion_tokens.at[3, 1, 0].set(made.completion_tokens[3, 0, 0])
-    made = dataclasses.replace(made, completion_tokens=tokens)
-    longest = made.fields[FORCED].shape[1]
+    rollouts, sizes = full_rollouts(), preparer(tiny.UNIFORM).blueprint
+    tokens = rollouts.completion_tokens.at[3, 1, 0].set(rollouts.completion_tokens[3, 0, 0])
+    rollouts = dataclasses.replace(rollouts, completion_tokens=tokens)
+    longest = rollouts.fields[FORCED].shape[1]
     geometry = answers.answer_geometry(sizes.geometry, longest, True, sizes.mesh)
-    shape = answers.behind_thoughts(made, geometry).token_mask.shape
+    shape = answers.behind_thoughts(rollouts, geometry).token_mask.shape
     noise = np.random.default_rng(5).normal(size=shape).astype(np.float32)
-    found = np.asarray(answers.pick_answer_logp(jnp.asarray(noise), made)[answers.ANSWER])
-    kinds = [len({tuple(sample) for sample in group.tolist()}) for group in found]
+    answer_logp = np.asarray(answers.pick_answer_logp(jnp.asarray(noise), rollouts)[answers.ANSWER])
+    kinds = [len({tuple(sample) for sample in group.tolist()}) for group in answer_logp]
     assert kinds == [4, 1, 4, 3]  # the second group has no thoughts; two of the last are equal
-    np.testing.assert_array_equal(found[3, 0], found[3, 1])
+    np.testing.assert_array_equal(answer_logp[3, 0], answer_logp[3, 1])
 
 
 def test_meshes_of_four_devices_score_the_same():
     # 8 tokens and 5 of an answer do not divide over a context of four devices: room for 16.
-    rollouts = given(width=8, steps=8)
+    rollouts = full_rollouts(width=8, steps=8)
     want = plain(rollouts, tiny.UNIFORM)
     for mesh in ((2, 2, 1, 1), (1, 1, 1, 4)):
         prepare = preparer(tiny.UNIFORM, tokens=32, mesh=mesh, width=8, steps=8)
@@ -190,4 +192,4 @@ def test_the_pass_has_room_for_the_longest_answer_whatever_the_update_computes_a
 
 def test_a_chain_without_a_baseline_adds_no_sample():
     prepare = preparer(tiny.UNIFORM, masked=False)
-    assert scored(prepare, given(), tiny.UNIFORM).keys() == {"answer_logp"}
+    assert scored(prepare, full_rollouts(), tiny.UNIFORM).keys() == {"answer_logp"}

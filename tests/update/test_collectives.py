@@ -40,7 +40,7 @@ def program(**sizes: int) -> str:
     """The update of a model whose head dominates, compiled for eight chips."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
     mesh = sharding.make_mesh(**sizes, devices=devices)
-    made = Blueprint(
+    blueprint = Blueprint(
         model=decoder.build(MODEL, constrain=sharding.constrain(mesh)),
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
@@ -52,18 +52,20 @@ def program(**sizes: int) -> str:
 
     def on(layout, shapes, dtype=None):
         return jax.tree.map(
-            lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=one),
+            lambda leaf, leaf_sharding: jax.ShapeDtypeStruct(
+                leaf.shape, dtype or leaf.dtype, sharding=leaf_sharding
+            ),
             shapes,
             layout,
         )
 
-    params = on(param_layout(made), made.model.shapes, jnp.float32)  # as they are trained
-    opt_state = on(opt_layout(made), jax.eval_shape(made.optimizer.init, params))
-    batch = packing.abstract_batch(made.geometry, ())
+    params = on(param_layout(blueprint), blueprint.model.shapes, jnp.float32)  # as they are trained
+    opt_state = on(opt_layout(blueprint), jax.eval_shape(blueprint.optimizer.init, params))
+    batch = packing.abstract_batch(blueprint.geometry, ())
     names = jax.tree.map(
         lambda leaf: sharding.named(mesh, *(None, "bins", None, None)[: leaf.ndim]), batch
     )
-    update = build_steps(made).update_program
+    update = build_steps(blueprint).update_program
     traced = update.trace(params, opt_state, {}, {}, on(names, batch))
     return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
 
@@ -73,29 +75,29 @@ def exchanged(**sizes: int) -> list[hlo.Collective]:
     return hlo.collectives(program(**sizes), {axis: sizes.get(axis, 1) for axis in sharding.AXES})
 
 
-def of_vocabulary(one: hlo.Collective, tensor: int = 1) -> bool:
+def spans_vocabulary(collective: hlo.Collective, tensor: int = 1) -> bool:
     """Whether one of its arrays has a dimension of the vocabulary, or a device's part of it."""
-    return any({VOCAB, VOCAB // tensor} & {*array.shape} for array in one.arrays)
+    return any({VOCAB, VOCAB // tensor} & {*array.shape} for array in collective.arrays)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
 @pytest.mark.full
 def test_the_head_is_gathered_once_and_its_gradient_added_up_once(sizes):
-    found = exchanged(**sizes)
+    collectives = exchanged(**sizes)
     # One loop is that over micro-batches; inside it are those over layers and chunks of tokens.
-    assert max(one.depth for one in found) >= 2
-    large = [one for one in found if of_vocabulary(one, sizes.get("tensor", 1))]
-    assert [one for one in large if one.depth > 0] == []
-    gathered = [array for one in large if one.kind == "all-gather" for array in one.arrays]
+    assert max(op.depth for op in collectives) >= 2
+    large = [op for op in collectives if spans_vocabulary(op, sizes.get("tensor", 1))]
+    assert [op for op in large if op.depth > 0] == []
+    gathered = [array for op in large if op.kind == "all-gather" for array in op.arrays]
     assert any(array.dtype == "bf16" for array in gathered)  # in the dtype that it is read in
 
 
 @pytest.mark.full
 def test_gradients_are_added_up_over_data_after_the_loop_once_and_in_float32():
     """What crosses "data" may cross the network between slices: nothing large does in the loop."""
-    found = [one for one in exchanged(data=2, fsdp=4) if "data" in one.axes]
-    inside = [one for one in found if one.depth > 0 and one.sent > 1024]
+    over_data = [op for op in exchanged(data=2, fsdp=4) if "data" in op.axes]
+    inside = [op for op in over_data if op.depth > 0 and op.sent > 1024]
     assert inside == []
-    sums = [one for one in found if one.kind in ("all-reduce", "reduce-scatter")]
-    assert any(of_vocabulary(one) for one in sums)
-    assert {array.dtype for one in sums for array in one.arrays} <= {"f32", "s32", "pred"}
+    sums = [op for op in over_data if op.kind in ("all-reduce", "reduce-scatter")]
+    assert any(spans_vocabulary(op) for op in sums)
+    assert {array.dtype for op in sums for array in op.arrays} <= {"f32", "s32", "pred"}

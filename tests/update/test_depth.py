@@ -24,14 +24,14 @@ MOST = 0.02
 
 @pytest.fixture
 def lowered(tmp_path):
-    def of(family: str, layers: int, remat: str):
+    def lower(family: str, layers: int, remat: str):
         """The update of a run that trains so many layers."""
         folder = tmp_path / f"{family}-{layers}"
         if not folder.exists():
             tokenizer = character_tokenizer(tasks.find("arithmetic").alphabet)
-            given = {"model_type": family, **NARROW, "num_hidden_layers": layers}
-            given["vocab_size"] = len(tokenizer)
-            model = decoder.build(families.model_config(given, "the test's config.json"))
+            fields = {"model_type": family, **NARROW, "num_hidden_layers": layers}
+            fields["vocab_size"] = len(tokenizer)
+            model = decoder.build(families.model_config(fields, "the test's config.json"))
             params = jax.jit(model.init)(jax.random.key(0))
             folders.save_model(model, params, folder, tokenizer=tokenizer)
         changes = {"model.path": str(folder), "train.remat": remat}
@@ -39,7 +39,7 @@ def lowered(tmp_path):
         assert run.inputs.pretrained.model.config.num_layers == layers
         return run.steps.update_program.lower(*memory.update_arguments(run.blueprint, run.learner))
 
-    return of
+    return lower
 
 
 def growth(lowered, family: str, few: int, many: int, remat: str = "full") -> float:

@@ -198,8 +198,8 @@ def test_for_pairs_the_gap_is_twice_the_sample_variance_of_given_prompts():
 @pytest.mark.slow
 def test_prompts_with_too_few_samples_leave_the_gap_and_too_few_prompts_give_none():
     correct, samples = jnp.array([4, 1, 0, 3]), jnp.array([4, 2, 3, 4])
-    whole = jensen_gap(correct[jnp.array([0, 2, 3])], samples[jnp.array([0, 2, 3])], 3)
-    np.testing.assert_allclose(jensen_gap(correct, samples, 3), whole, rtol=1e-6)
+    enough_samples = jensen_gap(correct[jnp.array([0, 2, 3])], samples[jnp.array([0, 2, 3])], 3)
+    np.testing.assert_allclose(jensen_gap(correct, samples, 3), enough_samples, rtol=1e-6)
     measured, iid, gap = jensen_gap(correct, samples, 4)  # two prompts, and four are needed
     assert float(measured) == pytest.approx((1 + 0) / 2)
     assert np.isnan([iid, gap]).all()
@@ -224,7 +224,7 @@ def test_of_a_step_measured_degeneracy_is_what_difficulty_and_chance_add_up_to()
     assert total == pytest.approx(metrics["frac_reward_zero_std"], abs=1e-6)
     rate = reward.mean(1)
     sets = list(itertools.combinations(range(5), 4))
-    iid = np.mean([np.prod(rate[[*one]]) + np.prod(1 - rate[[*one]]) for one in sets])
+    iid = np.mean([np.prod(rate[[*prompts]]) + np.prod(1 - rate[[*prompts]]) for prompts in sets])
     assert metrics["groups/flat_iid"] == pytest.approx(iid, abs=1e-6)
     few = results(group_metrics({"reward": jnp.zeros((2, 4))}))
     assert math.isnan(few["groups/flat_iid"])

@@ -39,11 +39,11 @@ def blueprint(
 ):
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     penalties = (losses.k2(beta),) if beta else ()
-    chosen = objective or losses.Objective(losses.clip(), losses.token_mean(), penalties)
+    step_objective = objective or losses.Objective(losses.clip(), losses.token_mean(), penalties)
     return Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(mesh)),
         chain=advantages.build(recipe),
-        objective=chosen,
+        objective=step_objective,
         optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
         geometry=Geometry(4, 4, 6, 5, 1, tokens),
         sampling=SamplingSettings(4, 5, 0.8, (tiny.END,), tiny.PAD),
@@ -59,18 +59,18 @@ def built(recipe: str, beta: float, tokens: int, compact: bool = True, objective
         key = (name, beta, tokens, objective) if name == "update" else object()
         return _programs.setdefault(key, make())
 
-    made = blueprint(recipe, beta, tokens, compact, objective=objective)
-    return made, build_steps(made, share)
+    step_blueprint = blueprint(recipe, beta, tokens, compact, objective=objective)
+    return step_blueprint, build_steps(step_blueprint, share)
 
 
 @functools.cache
 def updated(recipe: str, beta: float, tokens: int, compact: bool = True, objective=None):
     """(gradient, loss, micro-batches, live samples) of one step."""
     with jax.enable_x64(True):
-        made, steps = built(recipe, beta, tokens, compact, objective)
-        learner = first_learner(made, tiny.params(WIDE), 8, ("reward",))
-        other = {name: tiny.params(WIDE, seed=3) for name in learner.frozen}
-        learner = dataclasses.replace(learner, frozen=other)
+        step_blueprint, steps = built(recipe, beta, tokens, compact, objective)
+        learner = first_learner(step_blueprint, tiny.params(WIDE), 8, ("reward",))
+        frozen = {name: tiny.params(WIDE, seed=3) for name in learner.frozen}
+        learner = dataclasses.replace(learner, frozen=frozen)
         before = jax.tree.map(np.asarray, learner.trainable)
         learner, prepared = steps.prepare(learner, tiny.rollouts(REWARDS))
         learner, metrics = steps.update(learner, prepared.batches)
@@ -84,19 +84,19 @@ def updated(recipe: str, beta: float, tokens: int, compact: bool = True, objecti
 def plain(recipe: str, beta: float):
     """(gradient, loss) without packing and sharing: one causal pass per sample."""
     with jax.enable_x64(True):
-        made, steps = built(recipe, beta, WHOLE)
+        step_blueprint, steps = built(recipe, beta, WHOLE)
         preparer = steps.prepare.__self__
-        learner = first_learner(made, tiny.params(WIDE), 8, ("reward",))
-        other = {name: tiny.params(WIDE, seed=3) for name in learner.frozen}
-        learner = dataclasses.replace(learner, frozen=other)
+        learner = first_learner(step_blueprint, tiny.params(WIDE), 8, ("reward",))
+        frozen = {name: tiny.params(WIDE, seed=3) for name in learner.frozen}
+        learner = dataclasses.replace(learner, frozen=frozen)
         rollouts = tiny.rollouts(REWARDS)
         lengths = sharding.to_host(preparer.measure(rollouts))
-        rollouts = preparer.with_fields(learner, rollouts, lengths, made.chain.needs)
+        rollouts = preparer.with_fields(learner, rollouts, lengths, step_blueprint.chain.needs)
         _, (advantage, mask, counted), *_ = preparer.judge(learner.advantage_state, rollouts)
         weight = preparer.weigh(counted, mask, np.arange(len(REWARDS)))
         fields = {
-            f"{name}_logp": tiny.whole_logps(WIDE, one, rollouts, 0.8)
-            for name, one in other.items()
+            f"{name}_logp": tiny.whole_logps(WIDE, params, rollouts, 0.8)
+            for name, params in frozen.items()
         }
         one_each = jnp.ones(mask.shape, jnp.int32)
 
@@ -110,7 +110,7 @@ def plain(recipe: str, beta: float):
                 segment=one_each,
                 fields=fields,
             )
-            objective = made.objective
+            objective = step_blueprint.objective
             value, _ = losses.token_loss(objective.surrogate, objective.penalties, tokens)
             return jnp.where(mask, weight * value, 0).sum()
 
@@ -147,11 +147,11 @@ def test_packed_samples_with_shared_prompts_make_the_gradient_of_samples_alone(r
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_leaving_out_the_dead_changes_no_gradient(recipe, beta):
-    compact, whole = (updated(recipe, beta, 25, kept) for kept in (True, False))
-    assert_equal(compact, whole)
+    compact, complete = (updated(recipe, beta, 25, leave_out) for leave_out in (True, False))
+    assert_equal(compact, complete)
     # With a penalty on all tokens nothing is saved. sign gives every sample an advantage.
     saves = recipe != "sign" and not beta
-    assert (compact[2] < whole[2]) == (compact[3] < 16) == saves
+    assert (compact[2] < complete[2]) == (compact[3] < 16) == saves
 
 
 OBJECTIVES = {
@@ -171,7 +171,7 @@ def test_a_gradient_taken_with_the_log_probs_is_that_of_a_second_pass(name):
     twice = once._replace(surrogate=surrogate._replace(per_token=False))
     assert once.per_token
     assert not twice.per_token
-    first, second = (updated("sign", 0.0, 25, objective=one) for one in (once, twice))
+    first, second = (updated("sign", 0.0, 25, objective=objective) for objective in (once, twice))
     assert_equal(first, second)
 
 
@@ -194,15 +194,15 @@ def test_the_sequence_may_be_split_over_devices(sizes):
     moved = []
     for mesh in (sizes, (1, 1, 1, 1)):
         grid = sharding.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
-        made = blueprint("sign", 0.0, 32, config=tiny.UNIFORM)._replace(
+        step_blueprint = blueprint("sign", 0.0, 32, config=tiny.UNIFORM)._replace(
             model=decoder.build(tiny.UNIFORM, constrain=sharding.constrain(grid)),
             geometry=Geometry(4, 4, 8, 8, sharding.num_bins(grid), 32),
             sampling=SamplingSettings(4, 8, 0.8, (tiny.END,), tiny.PAD),
             mesh=grid,
         )
-        steps, layout = build_steps(made), param_layout(made)
+        steps, layout = build_steps(step_blueprint), param_layout(step_blueprint)
         params = jax.device_put(tiny.params(), layout)
-        learner = first_learner(made, params, 8, ("reward",))
+        learner = first_learner(step_blueprint, params, 8, ("reward",))
         before = jax.tree.map(np.asarray, learner.trainable)
         rollouts = tiny.rollouts(REWARDS, steps=8, width=8)
         learner, prepared = steps.prepare(learner, spread(rollouts, grid))
@@ -214,9 +214,9 @@ def test_the_sequence_may_be_split_over_devices(sizes):
 
 def test_a_token_of_one_completion_reaches_no_other():
     """Bit for bit: neither through a shared row, nor through the prompt's keys."""
-    made = blueprint("sign", 0.05, 50, config=tiny.UNIFORM)
-    steps = build_steps(made)
-    learner = first_learner(made, tiny.params(), 8, ("reward",))
+    step_blueprint = blueprint("sign", 0.05, 50, config=tiny.UNIFORM)
+    steps = build_steps(step_blueprint)
+    learner = first_learner(step_blueprint, tiny.params(), 8, ("reward",))
     rollouts = tiny.rollouts(REWARDS)
     p, g, t = 3, 1, 1
     assert rollouts.token_mask[p, g].sum() > 2
@@ -224,9 +224,9 @@ def test_a_token_of_one_completion_reaches_no_other():
     changed = tokens.at[p, g, t].set(2 + (tokens[p, g, t] - 1) % (tiny.VOCAB - 2))
     assert changed[p, g, t] != tokens[p, g, t]
     logps = []
-    for one in (tokens, changed):
-        given = dataclasses.replace(rollouts, completion_tokens=one)
-        learner, prepared = steps.prepare(learner, given)
+    for completions in (tokens, changed):
+        variant = dataclasses.replace(rollouts, completion_tokens=completions)
+        learner, prepared = steps.prepare(learner, variant)
         (batch,) = prepared.batches
         logps.append((np.asarray(batch.fields["reference_logp"]), batch))
     (before, batch), (after, _) = logps
@@ -234,9 +234,9 @@ def test_a_token_of_one_completion_reaches_no_other():
     different = before != after
     touched = np.asarray(batch.targets != logps[1][1].targets)
     k, d, r, q = (int(index[0]) for index in np.nonzero(touched))
-    own = np.zeros_like(different)
+    reached = np.zeros_like(different)
     segment = np.asarray(batch.segment)[k, d, r]
-    own[k, d, r] = (segment == segment[q]) & (np.arange(len(segment)) >= q)
-    assert different[own].all()
-    assert not different[~own].any()
-    assert jnp.asarray(own).sum() == rollouts.token_mask[p, g].sum() - t
+    reached[k, d, r] = (segment == segment[q]) & (np.arange(len(segment)) >= q)
+    assert different[reached].all()
+    assert not different[~reached].any()
+    assert jnp.asarray(reached).sum() == rollouts.token_mask[p, g].sum() - t

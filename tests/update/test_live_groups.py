@@ -29,7 +29,7 @@ FLAT = np.ones((P, G))
 MEAN = advantages.subtract_group_mean()
 
 
-def preparer_of(recipe, tail=()) -> Preparer:
+def build_preparer(recipe, tail=()) -> Preparer:
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     return Preparer(
         Blueprint(
@@ -45,16 +45,16 @@ def preparer_of(recipe, tail=()) -> Preparer:
     )
 
 
-def rollouts_of(rewards, **changes):
+def rewarded_rollouts(rewards, **changes):
     named = rewards if isinstance(rewards, dict) else {"reward": rewards}
-    made = tiny.rollouts(next(iter(named.values())), T)
+    rollouts = tiny.rollouts(next(iter(named.values())), T)
     values = {"rewards": {name: jnp.float32(value) for name, value in named.items()}, **changes}
-    return jax.tree.map(jnp.asarray, dataclasses.replace(made, **values))
+    return jax.tree.map(jnp.asarray, dataclasses.replace(rollouts, **values))
 
 
 def judge(recipe, rewards: Any = FLAT, tail=(), **changes) -> list[bool]:
     """The live groups of rollouts with these rewards [P, G], or {name: rewards}; without a pass."""
-    preparer, rollouts = preparer_of(recipe, tail), rollouts_of(rewards, **changes)
+    preparer, rollouts = build_preparer(recipe, tail), rewarded_rollouts(rewards, **changes)
     nothing: Any = dict.fromkeys(field.name for field in dataclasses.fields(Learner))
     first = preparer.blueprint.chain.init(advantages.spec_of(rollouts))
     learner = Learner(**{**nothing, "advantage_state": first})
@@ -69,16 +69,16 @@ def test_groups_that_differ_in_their_rewards_are_live_and_unscored_samples_say_n
 def test_a_group_of_successes_is_live_by_its_classes_and_flat_where_these_are_of_one_size():
     kinds = np.array([[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]], np.int32)
     steps = (advantages.sum_rewards(), advantages.darling("kind"), MEAN)
-    found = judge(advantages.chain(*steps), fields={"kind": kinds})
-    assert found == [True, False, False, False]
+    live = judge(advantages.chain(*steps), fields={"kind": kinds})
+    assert live == [True, False, False, False]
 
 
 def test_rewards_whose_sums_are_equal_are_live_where_each_is_normalised_by_itself():
     a = np.array([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
     b = np.array([[0, 2, 0, 2], [2, 2, 2, 2], [1, 1, 1, 1], [NAN] * 4])
-    made = {name: advantages.build(name, {"weights": WEIGHTS}) for name in ("grpo", "gdpo")}
-    assert judge(made["grpo"], {"a": a, "b": b}) == [False] * P
-    assert judge(made["gdpo"], {"a": a, "b": b}) == [True, False, False, False]
+    recipes = {name: advantages.build(name, {"weights": WEIGHTS}) for name in ("grpo", "gdpo")}
+    assert judge(recipes["grpo"], {"a": a, "b": b}) == [False] * P
+    assert judge(recipes["gdpo"], {"a": a, "b": b}) == [True, False, False, False]
 
 
 def test_a_truncated_success_leaves_a_group_flat_only_in_front_of_the_baseline():
@@ -97,8 +97,8 @@ def test_a_group_whose_samples_have_no_token_is_flat():
     rewards = np.array([[1, 0, 0, 0]] * P)
     tokens = np.array(tiny.rollouts(rewards, T).token_mask)
     tokens[1] = False
-    found = judge(advantages.build("dr_grpo"), rewards, token_mask=tokens)
-    assert found == [True, False, True, True]
+    live = judge(advantages.build("dr_grpo"), rewards, token_mask=tokens)
+    assert live == [True, False, True, True]
 
 
 def test_what_loss_kl_and_loss_mismatch_add_is_not_asked():
@@ -113,8 +113,8 @@ def test_where_a_recipe_reads_a_pass_groups_are_judged_behind_it_and_trained_on_
     forced = np.array([[5, 6], [7, 8], [9, 10], [11, 12]], np.int32)
     thoughts = np.array([[0, 1, 2, 3], [0, 0, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]], np.int32)
     fields = {FORCED: forced, THOUGHT: thoughts, MASK: np.ones((P, 2), bool)}
-    rollouts = rollouts_of(FLAT, fields=fields, token_mask=np.ones((P, G, T), bool))
-    preparer = preparer_of(advantages.build("dro_r3", {"drop": 0.0, "weights": {"reward": 0.0}}))
+    rollouts = rewarded_rollouts(FLAT, fields=fields, token_mask=np.ones((P, G, T), bool))
+    preparer = build_preparer(advantages.build("dro_r3", {"drop": 0.0, "weights": {"reward": 0.0}}))
     params = jax.device_put(tiny.params(), param_layout(preparer.blueprint))
     learner = first_learner(preparer.blueprint, params, 8, ("reward",))
     live = preparer.live_groups(learner, rollouts)

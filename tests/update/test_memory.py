@@ -52,7 +52,7 @@ def every_other(start=0):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def workspace(tmp_path_factory):
     """The folder of own.py and twelve rows, and a config of six steps that uses them."""
     folder = tmp_path_factory.mktemp("memory")
     (folder / "own.py").write_text(OWN)
@@ -80,17 +80,17 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(made):
+def straight(workspace):
     """Learner and stream in which a loop by hand ends, which nothing interrupts."""
-    folder, changes = made
+    folder, changes = workspace
     run = setup(small_run.config(folder / "straight", **changes))
     return by_hand.take_steps(run, changes["train.steps"])[:2]
 
 
 @pytest.fixture(scope="module")
-def resumed(made):
+def resumed(workspace):
     """A run that died after its third step, one step behind its last checkpoint, and went on."""
-    folder, changes = made
+    folder, changes = workspace
     return resuming.died_and_resumed(small_run.config(folder / "r", **changes), step=3)
 
 
@@ -119,8 +119,8 @@ def test_there_was_something_to_remember(resumed):
     assert lines[-1]["prompts/skipped"] == cursor - 6 * 8 > 0
 
 
-def test_own_code_may_choose_the_prompts(made):
-    folder, changes = made
+def test_own_code_may_choose_the_prompts(workspace):
+    folder, changes = workspace
     (folder / "policy.py").write_text(f"import numpy as np\n{POLICY}")
     use = {"use": f"{folder}/policy.py:every_other", "start": 1}
     config = small_run.config(folder / "x", **{**changes, "rollout.prompts": use})
@@ -129,9 +129,9 @@ def test_own_code_may_choose_the_prompts(made):
     assert folder / "policy.py" in config.own_files
 
 
-def test_the_policy_and_own_code_may_not_change_on_the_way(made, resumed):
-    folder, changes = made
-    other = {**changes, "rollout.prompts": {"use": "sequential"}}
+def test_the_policy_and_own_code_may_not_change_on_the_way(workspace, resumed):
+    folder, changes = workspace
+    sequential = {**changes, "rollout.prompts": {"use": "sequential"}}
     with pytest.raises(ValueError, match=r'rollout\.prompts\.use: "spo_priority" -> "sequential"'):
-        loop.train(small_run.config(folder / "r", **other), resume="auto")
+        loop.train(small_run.config(folder / "r", **sequential), resume="auto")
     assert (folder / "r" / "code" / "own.py").read_text() == OWN

@@ -47,7 +47,7 @@ def float64():
 def built(minibatches=2, num_iterations=1, **changes):
     """The functions of a step; one update program for all that differ in iterations only."""
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    made = Blueprint(
+    blueprint = Blueprint(
         model=decoder.build(WIDE, constrain=sharding.constrain(mesh)),
         chain=advantages.build("dr_grpo"),
         objective=CLIP,
@@ -59,10 +59,10 @@ def built(minibatches=2, num_iterations=1, **changes):
     )._replace(**changes)
 
     def share(name, make):
-        key = (name, minibatches, made.objective) if name == "update" else object()
+        key = (name, minibatches, blueprint.objective) if name == "update" else object()
         return _programs.setdefault(key, make())
 
-    return made, build_steps(made, share)
+    return blueprint, build_steps(blueprint, share)
 
 
 @functools.cache
@@ -75,9 +75,9 @@ def on_policy(rewards="mixed"):
 
 def stepped(rewards="mixed", number=None, **options):
     """(prepared, parameters afterwards, metrics, steps) of one step, or its first updates."""
-    made, steps = built(**options)
-    params = jax.device_put(tiny.params(WIDE), param_layout(made))
-    learner = first_learner(made, params, 8, ("reward",))
+    blueprint, steps = built(**options)
+    params = jax.device_put(tiny.params(WIDE), param_layout(blueprint))
+    learner = first_learner(blueprint, params, 8, ("reward",))
     learner, prepared = steps.prepare(learner, on_policy(rewards))
     after, metrics = steps.update(learner, prepared.batches[:number])
     assert int(after.step) == 1
@@ -104,21 +104,21 @@ def by_hand(rewards, updates):
         logp = tiny.whole_logps(WIDE, params, rollouts, TEMPERATURE)
         ratio = jnp.exp(logp - rollouts.behavior_logp)
         signal = jnp.asarray(centred, jnp.float64)[..., None]
-        kept = jnp.minimum(ratio * signal, jnp.clip(ratio, 0.8, 1.2) * signal)
-        own = mask & member[:, None, None]
-        return jnp.where(own, -kept, 0).sum() / own.sum()
+        clipped = jnp.minimum(ratio * signal, jnp.clip(ratio, 0.8, 1.2) * signal)
+        trained = mask & member[:, None, None]
+        return jnp.where(trained, -clipped, 0).sum() / trained.sum()
 
     gradient, params = jax.jit(jax.grad(loss)), tiny.params(WIDE)
-    for own in updates:
-        step = gradient(params, jnp.asarray(np.isin(np.arange(4), own)))
+    for prompts in updates:
+        step = gradient(params, jnp.asarray(np.isin(np.arange(4), prompts)))
         params = jax.tree.map(lambda leaf, down: leaf - RATE * down, params, step)
     return jax.tree.map(np.asarray, params)
 
 
 def assert_same_step(after, want):
     before = jax.tree.map(np.asarray, tiny.params(WIDE))
-    for old, new, wanted in zip(*map(jax.tree.leaves, (before, after, want)), strict=True):
-        assert np.linalg.norm(new - wanted) <= 1e-5 * np.linalg.norm(wanted - old)
+    for old, new, expected in zip(*map(jax.tree.leaves, (before, after, want)), strict=True):
+        assert np.linalg.norm(new - expected) <= 1e-5 * np.linalg.norm(expected - old)
 
 
 def test_minibatches_are_updates_on_their_prompts_one_after_the_other():
@@ -136,15 +136,15 @@ def test_iterations_train_again_on_the_same_minibatches_with_frozen_proximal_log
     first = finalise(stepped(num_iterations=2, number=1)[2])
     np.testing.assert_allclose(first["ratio_max"], 1, atol=1e-6)
     assert first["clip_ratio/region_mean"] == 0
-    whole = finalise(metrics)
-    assert whole["ratio_max"] > 1.2
-    assert whole["clip_ratio/region_mean"] > 0
+    results = finalise(metrics)
+    assert results["ratio_max"] > 1.2
+    assert results["clip_ratio/region_mean"] > 0
 
 
 def test_only_the_first_update_measures_how_well_sampler_and_trainer_agree():
     prepared, _, metrics, _ = stepped(num_iterations=2)
-    found: Any = metrics["sampling/sampling_logp_difference/mean"]
-    assert float(found.weight) == prepared.batches[0].mask.sum() > 0
+    difference: Any = metrics["sampling/sampling_logp_difference/mean"]
+    assert float(difference.weight) == prepared.batches[0].mask.sum() > 0
     assert metrics["sampling/sampling_logp_difference/max"].result() < 1e-6
 
 
@@ -174,10 +174,10 @@ def test_weights_are_normalised_over_the_prompts_of_an_update_empty_samples_too(
     _, steps = built(objective=CLIP._replace(reduction=losses.sequence_mean(count_empty=True)))
     mask = np.asarray(on_policy().token_mask).copy()
     mask[1, 2] = False  # a sample without a token: one of 8 sequences of its update, not of 16
-    own = np.array([1, 3], np.int32)
-    weight = np.asarray(steps.prepare.__self__.weigh(mask, mask, own))
+    prompts = np.array([1, 3], np.int32)
+    weight = np.asarray(steps.prepare.__self__.weigh(mask, mask, prompts))
     want = np.where(mask, 1 / (8 * np.maximum(mask.sum(-1, keepdims=True), 1)), 0)
-    np.testing.assert_allclose(weight[own], want[own], rtol=1e-6)
+    np.testing.assert_allclose(weight[prompts], want[prompts], rtol=1e-6)
     assert not weight[[0, 2]].any()
 
 
@@ -185,16 +185,16 @@ def test_what_chain_and_loss_need_is_scored_on_all_samples_of_all_minibatches():
     chain = advantages.build("dr_grpo")
     chain = chain._replace(needs=chain.needs | {"trainer_logp"})
     objective = CLIP._replace(penalties=(losses.k2(0.1),))
-    made, steps = built(chain=chain, objective=objective)
+    blueprint, steps = built(chain=chain, objective=objective)
     rollouts = on_policy()
-    learner = first_learner(made, tiny.params(WIDE), 8, ("reward",))
+    learner = first_learner(blueprint, tiny.params(WIDE), 8, ("reward",))
     learner = dataclasses.replace(learner, frozen={"reference": tiny.params(WIDE, seed=3)})
     preparer = steps.prepare.__self__
     lengths = sharding.to_host(preparer.measure(rollouts))
-    found = preparer.with_fields(learner, rollouts, lengths, chain.needs).fields["trainer_logp"]
-    np.testing.assert_allclose(found, rollouts.behavior_logp, atol=1e-9)
+    fields = preparer.with_fields(learner, rollouts, lengths, chain.needs).fields
+    np.testing.assert_allclose(fields["trainer_logp"], rollouts.behavior_logp, atol=1e-9)
     _, prepared = steps.prepare(learner, rollouts)
-    other = tiny.whole_logps(WIDE, tiny.params(WIDE, seed=3), rollouts, TEMPERATURE)
-    drift = np.asarray(rollouts.behavior_logp - other).sum(-1).mean()
+    reference_logp = tiny.whole_logps(WIDE, tiny.params(WIDE, seed=3), rollouts, TEMPERATURE)
+    drift = np.asarray(rollouts.behavior_logp - reference_logp).sum(-1).mean()
     measured = prepared.metrics["kl_to_reference_estimated"].result()
     np.testing.assert_allclose(measured, drift, rtol=1e-5)

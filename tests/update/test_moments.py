@@ -34,10 +34,10 @@ def gradients(number):
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype("f"), tiny.params())
 
 
-def after(made, number):
+def after(transform, number):
     """(the last update, the optimizer's state) after so many updates by random gradients."""
     params = tiny.params()
-    state, update = made.init(params), jax.jit(made.update)
+    state, update = transform.init(params), jax.jit(transform.update)
     for index in range(number):
         updates, state = update(gradients(index), state, params)
     return updates, state
@@ -59,24 +59,24 @@ def test_moments_are_held_in_half_the_bytes_and_make_the_same_updates_but_for_ro
     assert {leaf.dtype for leaf in moments(rounded)} == {jnp.dtype("bfloat16")}
     size, half = (sum(leaf.nbytes for leaf in moments(state)) for state in (exact, rounded))
     assert half == size / 2
-    others = [leaf for leaf in jax.tree.leaves(rounded) if leaf.dtype == jnp.bfloat16]
-    assert len(others) == len(moments(rounded))
+    halved = [leaf for leaf in jax.tree.leaves(rounded) if leaf.dtype == jnp.bfloat16]
+    assert len(halved) == len(moments(rounded))
     assert current_rate(rounded) == current_rate(exact)
     assert current_rate(rounded).dtype == jnp.float32
-    for one, other in zip(jax.tree.leaves(wide), jax.tree.leaves(narrow), strict=True):
-        error = np.linalg.norm(one - other) / np.linalg.norm(one)
+    for wide_leaf, narrow_leaf in zip(jax.tree.leaves(wide), jax.tree.leaves(narrow), strict=True):
+        error = np.linalg.norm(wide_leaf - narrow_leaf) / np.linalg.norm(wide_leaf)
         # Newton-Schulz turns small errors of small singular values into larger ones.
         assert 0 < error < (2**-7 if use == "adamw" else 2**-4)
 
 
 def test_a_second_moment_moves_by_steps_that_rounding_to_the_nearest_would_lose():
-    made = in_bfloat16(optax.adam(1e-3, b2=0.999))
+    transform = in_bfloat16(optax.adam(1e-3, b2=0.999))
     params = {"w": jnp.zeros(4096)}
 
     def body(state, _):
-        return made.update({"w": jnp.ones(4096)}, state, params)[1], None
+        return transform.update({"w": jnp.ones(4096)}, state, params)[1], None
 
-    state, _ = jax.jit(lambda state: jax.lax.scan(body, state, length=2000))(made.init(params))
+    state, _ = jax.jit(lambda state: jax.lax.scan(body, state, length=2000))(transform.init(params))
     moment = state.inner[0].nu["w"]  # pyright: ignore[reportAttributeAccessIssue]
     assert moment.dtype == jnp.bfloat16
     # To the nearest it stands still at 0.25: (1 - 0.25) / 1000 is less than half of 2**-9.
@@ -84,18 +84,18 @@ def test_a_second_moment_moves_by_steps_that_rounding_to_the_nearest_would_lose(
 
 
 def test_numbers_of_bfloat16_and_those_that_are_not_finite_stay_as_they_are():
-    made = in_bfloat16(optax.trace(0.5))
+    transform = in_bfloat16(optax.trace(0.5))
     values = jnp.array([0.0, 1.5, -(2.0**-120), jnp.inf, -jnp.inf, jnp.nan])
     for _ in range(20):
-        _, state = made.update({"w": values}, made.init({"w": values}), {"w": values})
+        _, state = transform.update({"w": values}, transform.init({"w": values}), {"w": values})
         (trace,) = jax.tree.leaves(state)[1:]
         np.testing.assert_array_equal(trace.astype("f"), values)
 
 
 def test_a_reset_empties_the_moments_and_keeps_the_rate():
-    made = optimizer("bfloat16")
-    _, state = after(made, 3)
-    fresh = fresh_moments(made, tiny.params(), state)
+    transform = optimizer("bfloat16")
+    _, state = after(transform, 3)
+    fresh = fresh_moments(transform, tiny.params(), state)
     assert jax.tree.structure(fresh) == jax.tree.structure(state)
     assert all((leaf == 0).all() and leaf.dtype == jnp.bfloat16 for leaf in moments(fresh))
     assert current_rate(fresh) == current_rate(state) < 0.1

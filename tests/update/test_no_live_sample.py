@@ -42,7 +42,7 @@ def trained(
     """(parameters, optimizer's state, metrics) after each update, the first before any."""
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     model = decoder.build(WIDE, constrain=sharding.constrain(mesh))
-    made = Blueprint(
+    blueprint = Blueprint(
         model=model,
         chain=advantages.build("dr_grpo"),
         objective=losses.Objective(losses.build_surrogate("reinforce"), losses.constant(5)),
@@ -60,9 +60,9 @@ def trained(
         mesh=mesh,
         on_no_live_sample=on_no_live_sample,
     )
-    steps = build_steps(made)
-    params = jax.device_put(tiny.params(WIDE), param_layout(made))
-    learner = first_learner(made, params, 8, ("reward",))
+    steps = build_steps(blueprint)
+    params = jax.device_put(tiny.params(WIDE), param_layout(blueprint))
+    learner = first_learner(blueprint, params, 8, ("reward",))
     yield jax.tree.map(np.asarray, (learner.trainable, learner.opt_state)), None
     for rewards in REWARDS:
         learner, prepared = steps.prepare(learner, tiny.rollouts(rewards))
@@ -124,7 +124,7 @@ def test_a_skipped_update_keeps_parameters_and_moments_and_advances_the_schedule
         ]
         for pair in ((before, after), moments):
             leaves = map(jax.tree.leaves, pair)
-            same = all(np.array_equal(*both) for both in zip(*leaves, strict=True))
+            same = all(np.array_equal(*old_and_new) for old_and_new in zip(*leaves, strict=True))
             assert same == (rewards is FLAT)
         (injected,) = [
             node

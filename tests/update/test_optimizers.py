@@ -37,12 +37,14 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use, state_dtype):
     mesh = sharding.make_mesh(data=2, fsdp=2)
     model = tiny.model()
     options = {"min_dim_size_to_factor": 4} if use == "adafactor" else {}
-    given = {"use": use, "state_dtype": state_dtype, "options": options}
+    settings = {"use": use, "state_dtype": state_dtype, "options": options}
     blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
-        optimizer=make_optimizer(model.axes, learning_rate=0.1, updates=2, clip_norm=1.0, **given),
+        optimizer=make_optimizer(
+            model.axes, learning_rate=0.1, updates=2, clip_norm=1.0, **settings
+        ),
         geometry=Geometry(4, 4, 6, 5, sharding.num_bins(mesh), 100),
         sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
@@ -60,8 +62,8 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use, state_dtype):
         alone = jax.jit(blueprint.optimizer.update)(
             tiny.params(), blueprint.optimizer.init(tiny.params()), tiny.params()
         )[0]
-        for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-4)
+        for sharded, single in zip(jax.tree.leaves(updates), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(sharded, single, atol=1e-4)
 
 
 def newton_schulz(matrix):
@@ -96,12 +98,12 @@ def by_muon():
     with jax.enable_x64(True):
         config = dataclasses.replace(tiny.LOCAL_GLOBAL, dtype="float64")
         params, axes = tiny.params(config), tiny.model(config).axes
-        made = make_optimizer(
+        optimizer = make_optimizer(
             axes, use="muon", learning_rate=0.1, updates=9, options={"weight_decay": 0.2}
         )
         rng = np.random.default_rng(0)
         history = [jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), params) for _ in "ab"]
-        state, update = made.init(params), jax.jit(made.update)
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
         for gradient in history:
             updates, state = update(gradient, state, params)
         return jax.tree.map(np.asarray, (params, history, updates))
@@ -110,14 +112,20 @@ def by_muon():
 def test_muon_makes_the_matrix_of_each_layer_orthogonal_by_itself(by_muon):
     params, history, updates = by_muon
     kernels = 0
-    for path, found in jax.tree_util.tree_leaves_with_path(updates):
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
         if path[-1].key != "kernel":
             continue
         stacked = path[0].key == "blocks"
-        for layer in range(len(found) if stacked else 1):
-            of = lambda leaf: as_matrix(path, leaf[layer] if stacked else leaf)  # noqa: B023, E731
-            want = muon_by_hand([of(at(one, path)) for one in history], of(at(params, path)))
-            np.testing.assert_allclose(of(found), want, rtol=1e-6, atol=1e-9)
+        for layer in range(len(update) if stacked else 1):
+
+            def matrix(leaf):
+                return as_matrix(path, leaf[layer] if stacked else leaf)  # noqa: B023
+
+            want = muon_by_hand(
+                [matrix(at(gradients, path)) for gradients in history],
+                matrix(at(params, path)),
+            )
+            np.testing.assert_allclose(matrix(update), want, rtol=1e-6, atol=1e-9)
             kernels += 1
     assert kernels == 4 * 7
 
@@ -136,26 +144,28 @@ def test_embeddings_head_and_norms_have_the_adam_of_muon_and_do_not_decay(by_muo
         state, update = adam.init(params), jax.jit(adam.update)
         for gradient in history:
             want, state = update(gradient, state)
-    others = 0
-    for (path, found), wanted in zip(
+    compared = 0
+    for (path, leaf), expected in zip(
         jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(want), strict=True
     ):
         if path[-1].key != "kernel":
-            np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
-            others += 1
-    assert others > 4
+            np.testing.assert_allclose(
+                leaf, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path)
+            )
+            compared += 1
+    assert compared > 4
 
 
 def test_biases_are_no_matrices_of_muon():
     config = dataclasses.replace(tiny.UNIFORM, attention_bias=True)
-    found = muon_dimensions(decoder.build(config).axes)
+    all_dimensions = muon_dimensions(decoder.build(config).axes)
     is_leaf = lambda node: node is None or isinstance(node, tuple)  # noqa: E731
-    for path, dimensions in jax.tree_util.tree_leaves_with_path(found, is_leaf=is_leaf):
+    for path, dimensions in jax.tree_util.tree_leaves_with_path(all_dimensions, is_leaf=is_leaf):
         assert (dimensions is not None) == (path[-1].key == "kernel"), jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"use": "moun"}, "optimizer.use = 'moun': optax has no such optimizer; try muon"),
         ({"use": "adamww"}, "try adamw"),
@@ -166,14 +176,14 @@ def test_biases_are_no_matrices_of_muon():
         ({"use": "muon", "options": {"adam_weight_decay": 0.1}}, "norms and biases decay too"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(given, message):
+def test_what_cannot_be_used_is_refused_with_the_reason(settings, message):
     with pytest.raises(InputError, match=message):
-        make_optimizer(tiny.model().axes, learning_rate=0.1, updates=2, **given)
+        make_optimizer(tiny.model().axes, learning_rate=0.1, updates=2, **settings)
 
 
 @pytest.mark.parametrize("use", ["sgd", "lion", "lars", "ademamix", "adopt"])
 def test_factories_of_optax_and_of_its_contributions_make_updates(use):
-    made = make_optimizer(tiny.model().axes, use=use, learning_rate=0.1, updates=2)
+    optimizer = make_optimizer(tiny.model().axes, use=use, learning_rate=0.1, updates=2)
     params = tiny.params()
-    updates, _ = jax.jit(made.update)(params, made.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))

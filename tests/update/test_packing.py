@@ -26,7 +26,7 @@ RAGGED = (16, 8, 256, 256)
 """P, G, S, T of workload C."""
 
 
-def geometry_of(sizes, bins: int, tokens: int) -> Geometry:
+def make_geometry(sizes, bins: int, tokens: int) -> Geometry:
     prompts, samples, width, steps = sizes
     return Geometry(prompts, samples, width, steps, bins, tokens)
 
@@ -57,27 +57,28 @@ CASES = {
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_every_live_token_has_one_place_beside_its_own_prompt(case, share):
     sizes, bins, tokens = CASES[case]
-    geometry = geometry_of(sizes, bins, tokens)
+    geometry = make_geometry(sizes, bins, tokens)
     check_geometry(geometry)
     for seed in range(5):
         lengths = ragged(seed, sizes)
         live = np.random.default_rng(seed).random(sizes[:2]) < share
-        made = plan(lengths, live, geometry)
-        np.testing.assert_array_equal(made.row >= 0, live)
-        filled = np.zeros((made.row_prompt.size, sizes[3]), int)
-        computed = np.zeros(made.row_prompt.shape[:2], int)
+        placement = plan(lengths, live, geometry)
+        np.testing.assert_array_equal(placement.row >= 0, live)
+        filled = np.zeros((placement.row_prompt.size, sizes[3]), int)
+        computed = np.zeros(placement.row_prompt.shape[:2], int)
         for p, g in zip(*np.nonzero(live), strict=True):
-            row, start, length = made.row[p, g], made.start[p, g], lengths.completion[p, g]
+            row, start = placement.row[p, g], placement.start[p, g]
+            length = lengths.completion[p, g]
             filled[row, start : start + length] += 1
             assert start + length <= sizes[3]
-            k, d, r = np.unravel_index(row, made.row_prompt.shape)
-            assert made.prompt[k, d, made.row_prompt[k, d, r]] == p
-            assert k < made.num_live
+            k, d, r = np.unravel_index(row, placement.row_prompt.shape)
+            assert placement.prompt[k, d, placement.row_prompt[k, d, r]] == p
+            assert k < placement.num_live
             computed[k, d] += length
         assert filled.max(initial=0) <= 1
         assert filled.sum() == lengths.completion[live].sum()
-        for k, d, a in zip(*np.nonzero(made.prompt >= 0), strict=True):
-            computed[k, d] += lengths.prompt[made.prompt[k, d, a]]
+        for k, d, a in zip(*np.nonzero(placement.prompt >= 0), strict=True):
+            computed[k, d] += lengths.prompt[placement.prompt[k, d, a]]
         assert computed.max(initial=0) <= tokens
         # No bin has two micro-batches while another has none.
         busy = (computed > 0).sum(0)
@@ -93,30 +94,30 @@ def test_prompts_are_dealt_so_that_minibatches_have_as_many_and_balanced_live_to
         geometry = Geometry(*RAGGED, 1, 1280, minibatches)
         dealt = deal(lengths, live, geometry)
         assert sorted(np.concatenate(dealt).tolist()) == list(range(16))
-        assert {len(own) for own in dealt} == {16 // minibatches}
-        assert all((np.diff(own) > 0).all() for own in dealt)
+        assert {len(minibatch) for minibatch in dealt} == {16 // minibatches}
+        assert all((np.diff(minibatch) > 0).all() for minibatch in dealt)
         tokens = (lengths.completion * live).sum(1)
-        sums = [tokens[own].sum() for own in dealt]
+        sums = [tokens[minibatch].sum() for minibatch in dealt]
         assert max(sums) - min(sums) <= tokens.max()
-        for own in dealt:  # the longest samples of as many prompts fit
-            member = np.isin(np.arange(16), own)[:, None]
+        for prompts in dealt:  # the longest samples of as many prompts fit
+            member = np.isin(np.arange(16), prompts)[:, None]
             longest = Lengths(np.full(16, 255), np.full(RAGGED[:2], 256))
-            whole = plan(longest, np.ones_like(live) & member, geometry)
-            np.testing.assert_array_equal(whole.row >= 0, np.broadcast_to(member, live.shape))
+            placement = plan(longest, np.ones_like(live) & member, geometry)
+            np.testing.assert_array_equal(placement.row >= 0, np.broadcast_to(member, live.shape))
 
 
 def test_a_minibatch_needs_a_part_of_the_micro_batches_of_a_step():
-    one, four = (Geometry(*RAGGED, 1, 1280, minibatches) for minibatches in (1, 4))
-    assert four.micro_batches == -(-one.micro_batches // 4)
+    undivided, four = (Geometry(*RAGGED, 1, 1280, minibatches) for minibatches in (1, 4))
+    assert four.micro_batches == -(-undivided.micro_batches // 4)
 
 
 def test_samples_of_a_row_are_numbered_from_one():
-    geometry = geometry_of(RAGGED, 1, 2048)
-    made = plan(ragged(0), np.ones((16, 8), bool), geometry)
-    for row in range(made.row_prompt.size):
-        inside = made.row == row
-        order = np.argsort(made.start[inside])
-        np.testing.assert_array_equal(made.segment[inside][order], np.arange(inside.sum()) + 1)
+    geometry = make_geometry(RAGGED, 1, 2048)
+    placement = plan(ragged(0), np.ones((16, 8), bool), geometry)
+    for row in range(placement.row_prompt.size):
+        inside = placement.row == row
+        order = np.argsort(placement.start[inside])
+        np.testing.assert_array_equal(placement.segment[inside][order], np.arange(inside.sum()) + 1)
 
 
 def test_micro_batches_follow_the_live_tokens():
@@ -133,14 +134,14 @@ def test_micro_batches_follow_the_live_tokens():
 
 def test_ragged_work_is_computed_nearly_without_padding():
     tokens = default_tokens(RAGGED, 1, TOKENS["cpu"])
-    geometry = geometry_of(RAGGED, 1, tokens)
+    geometry = make_geometry(RAGGED, 1, tokens)
     assert tokens == 1280
     dense, count = [], []
     for seed in range(20):
         lengths = ragged(seed)
-        made = plan(lengths, np.ones((16, 8), bool), geometry)
-        dense.append(float(work(made, lengths, geometry)["update/density"].result()))
-        count.append(int(made.num_live))
+        placement = plan(lengths, np.ones((16, 8), bool), geometry)
+        dense.append(float(work(placement, lengths, geometry)["update/density"].result()))
+        count.append(int(placement.num_live))
     assert np.mean(dense) > 0.9
     # A step in which all have the greatest length is 32 micro-batches.
     assert np.mean(count) < 12
@@ -162,7 +163,7 @@ def test_ragged_work_is_computed_nearly_without_padding():
 )
 def test_a_micro_batch_holds_whole_groups_where_they_fit(sizes, bins, room, want):
     assert default_tokens(sizes, bins, room) == want
-    check_geometry(geometry_of(sizes, bins, want))
+    check_geometry(make_geometry(sizes, bins, want))
 
 
 def test_a_micro_batch_too_small_for_one_sample_is_refused():
@@ -200,11 +201,11 @@ def test_a_sample_opens_with_the_last_prompt_token_and_predicts_its_own_targets(
     batch = gather(rollouts, where, zero, zero, zero > 0, {})
     length, count = int(lengths.prompt[1]) + 1, int(lengths.completion[1, 0])
     row, start = int(where.row[1, 0]), int(where.start[1, 0])
-    own = jax.tree.map(
+    sample = jax.tree.map(
         lambda leaf: np.asarray(leaf[0, 0, row, start : start + count]),
         (batch.tokens, batch.position, batch.segment),
     )
-    tokens, position, segment = own
+    tokens, position, segment = sample
     assert tokens[0] == rollouts.prompt_tokens[1, length - 1]
     np.testing.assert_array_equal(tokens[1:], rollouts.completion_tokens[1, 0, : count - 1])
     np.testing.assert_array_equal(position, length - 1 + np.arange(count))

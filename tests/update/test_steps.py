@@ -73,8 +73,8 @@ def blueprint(
 @functools.cache
 def built(**options):
     """The blueprint and their jitted functions, compiled once for all tests that share them."""
-    made = blueprint(**options)
-    return made, build_steps(made)
+    step_blueprint = blueprint(**options)
+    return step_blueprint, build_steps(step_blueprint)
 
 
 @functools.cache
@@ -91,14 +91,16 @@ def stepped(
 
     So many updates come before, or a control of the entropy is told what was measured before.
     """
-    made, steps = built(**options)
+    step_blueprint, steps = built(**options)
     config = options.get("config", tiny.UNIFORM)
-    layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
+    layout = sharding.param_shardings(
+        step_blueprint.mesh, step_blueprint.model.axes, step_blueprint.model.shapes
+    )
     values = jax.device_put(tiny.params(config), layout)
-    learner = first_learner(made, values, 8, ("reward",))
+    learner = first_learner(step_blueprint, values, 8, ("reward",))
     if "reference" in learner.frozen:
-        other = jax.device_put(tiny.params(config, seed=reference), layout)
-        learner = dataclasses.replace(learner, frozen={"reference": other})
+        reference_params = jax.device_put(tiny.params(config, seed=reference), layout)
+        learner = dataclasses.replace(learner, frozen={"reference": reference_params})
     rollouts = tiny.rollouts({"mixed": MIXED, "flat": FLAT, "nan": FLAT * np.nan}[rewards])
     if behavior == "trainer":
         logp = tiny.whole_logps(config, tiny.params(config), rollouts, TEMPERATURE)
@@ -108,7 +110,7 @@ def stepped(
         rollouts = dataclasses.replace(rollouts, behavior_logp=poisoned)
     rollouts = jax.tree.map(
         lambda leaf: sharding.put(
-            leaf, sharding.named(made.mesh, *("bins", None, None)[: leaf.ndim])
+            leaf, sharding.named(step_blueprint.mesh, *("bins", None, None)[: leaf.ndim])
         ),
         rollouts,
     )
@@ -163,21 +165,21 @@ def oracle_step(config, beta=0.0, reference=0, penalty="k2"):
         tiny.whole_tables, config, rollouts=rollouts, temperature=TEMPERATURE
     )
     anchor = tables(tiny.params(config, seed=reference))
-    chosen = rollouts.completion_tokens[..., None]
-    pick = lambda table: jnp.take_along_axis(table, chosen, -1)[..., 0]  # noqa: E731
+    tokens = rollouts.completion_tokens[..., None]
+    pick = lambda table: jnp.take_along_axis(table, tokens, -1)[..., 0]  # noqa: E731
 
     def loss(params):
         table = tables(params)
         logp = jnp.where(mask, pick(table), 0)
         ratio = jnp.exp(logp - rollouts.behavior_logp)
         signal = advantage[..., None]
-        kept = jnp.minimum(ratio * signal, jnp.clip(ratio, 0.8, 1.2) * signal)
+        clipped = jnp.minimum(ratio * signal, jnp.clip(ratio, 0.8, 1.2) * signal)
         kinds = {
             "k2": 0.5 * (logp - pick(anchor)) ** 2,
             "full_kl": (jnp.exp(table) * (table - anchor)).sum(-1),
             "bonus": (jnp.exp(table) * table).sum(-1),
         }
-        return jnp.where(mask, beta * kinds[penalty] - kept, 0).sum() / mask.sum()
+        return jnp.where(mask, beta * kinds[penalty] - clipped, 0).sum() / mask.sum()
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(tiny.params(config))
     return value, jax.tree.map(lambda leaf: np.asarray(-RATE * leaf), gradient)
@@ -220,13 +222,13 @@ def test_penalties_on_live_samples_only_let_the_dead_leave(objective, measured):
     options = {"objective": objective, "reference": 7, "measured": measured}
     live = stepped(tokens=25, **options)
     np.testing.assert_array_equal(live[0].live.any(1), [True, False, False, True])
-    whole = stepped(compact=False, **options)
-    assert (live[0].batches[0].num_live, whole[0].batches[0].num_live) == (2, 1)
-    assert_same_step(live, whole)
-    np.testing.assert_equal(live[3].keys(), whole[3].keys())
+    complete = stepped(compact=False, **options)
+    assert (live[0].batches[0].num_live, complete[0].batches[0].num_live) == (2, 1)
+    assert_same_step(live, complete)
+    np.testing.assert_equal(live[3].keys(), complete[3].keys())
     for name in live[3]:
-        np.testing.assert_allclose(live[3][name], whole[3][name], rtol=1e-4, err_msg=name)
-    assert_near(live[4], whole[4], 1e-6)
+        np.testing.assert_allclose(live[3][name], complete[3][name], rtol=1e-4, err_msg=name)
+    assert_near(live[4], complete[4], 1e-6)
 
 
 def test_entropy_and_kl_are_of_live_samples_and_the_estimate_is_of_all_tokens():
@@ -238,8 +240,8 @@ def test_entropy_and_kl_are_of_live_samples_and_the_estimate_is_of_all_tokens():
     everyone = np.asarray(rollouts.token_mask)
     live = everyone & (MIXED.std(1) > 0)[:, None, None]
     entropy = -(np.exp(table) * table).sum(-1)
-    chosen = np.asarray(rollouts.completion_tokens)[..., None]
-    ratio = np.take_along_axis(anchor - table, chosen, -1)[..., 0]
+    tokens = np.asarray(rollouts.completion_tokens)[..., None]
+    ratio = np.take_along_axis(anchor - table, tokens, -1)[..., 0]
     kl = np.exp(ratio) - ratio - 1  # k3
     estimate = -np.asarray(rollouts.behavior_logp)[everyone].mean()
     on_live = {"objective": WITH_KL._replace(penalties_on="live"), "reference": 7}
@@ -252,8 +254,8 @@ def test_entropy_and_kl_are_of_live_samples_and_the_estimate_is_of_all_tokens():
         np.testing.assert_allclose(metrics["entropy"], entropy[counted].mean(), rtol=1e-5)
         if options:
             np.testing.assert_allclose(metrics["kl"], kl[counted].mean(), rtol=1e-4)
-        found = finalise(prepared.metrics)["entropy_estimated"]
-        np.testing.assert_allclose(found, estimate, rtol=1e-6)
+        estimated = finalise(prepared.metrics)["entropy_estimated"]
+        np.testing.assert_allclose(estimated, estimate, rtol=1e-6)
     assert abs(entropy[live].mean() - entropy[everyone].mean()) > 0.01
     assert abs(kl[live].mean() - kl[everyone].mean()) > 0.1
     prepared, _, _, metrics = run("flat")
@@ -290,13 +292,13 @@ def test_an_update_that_is_skipped_leaves_the_entropy_control_as_it_was():
     ids=["token_mean", "sequence_mean", "constant"],
 )
 def test_leaving_out_the_dead_changes_nothing_but_the_work(objective):
-    compact, whole = run(objective=objective, tokens=25), run(objective=objective, compact=False)
-    assert (compact[0].batches[0].num_live, whole[0].batches[0].num_live) == (2, 1)
+    compact, complete = run(objective=objective, tokens=25), run(objective=objective, compact=False)
+    assert (compact[0].batches[0].num_live, complete[0].batches[0].num_live) == (2, 1)
     # Each sample has one first token.
     lengths = tiny.rollouts(MIXED).token_mask.sum(-1)[np.asarray(compact[0].live)]
     assert len(lengths) == 8
     assert int((compact[0].batches[0].segment > 0).sum()) == int(lengths.sum())
-    assert_same_step(compact, whole)
+    assert_same_step(compact, complete)
 
 
 @pytest.mark.parametrize(("tokens", "number"), [(50, 2), (25, 3), (16, 5), (10, 13)])
@@ -318,7 +320,7 @@ def test_four_devices_make_the_step_of_one_with_adapters():
     # The first update moves B alone, as B is 0 before it; the second moves A too, and multiplies
     # what rounding did to the first by a hundred: in float32 that is the tolerance itself.
     adapted = dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=2, alpha=4.0))
-    one, *others = (
+    single, *several = (
         in_float64(config=adapted, steps_before=1, **options)
         for options in (
             {},
@@ -326,9 +328,9 @@ def test_four_devices_make_the_step_of_one_with_adapters():
             {"mesh": (2, 2, 1, 1), "tokens": 24},
         )
     )
-    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(moved(one))) > 0
-    for many in others:
-        assert_same_step(many, one, 1e-9)
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(moved(single))) > 0
+    for many in several:
+        assert_same_step(many, single, 1e-9)
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 2, 1), (2, 1, 2, 1)], ids=str)
@@ -388,8 +390,8 @@ def test_the_norm_of_the_weights_is_taken_before_and_after():
     np.testing.assert_allclose(metrics["weights/norm"], norms[1], rtol=1e-5)
     np.testing.assert_allclose(metrics["weights/growth"], norms[1] / norms[0], rtol=1e-5)
     assert prepared.metrics["sampling/not_finite"].result() == 0
-    prepared, _, _, kept = run(behavior="nan")
-    np.testing.assert_allclose(kept["weights/growth"], 1, rtol=1e-6)
+    prepared, _, _, skipped = run(behavior="nan")
+    np.testing.assert_allclose(skipped["weights/growth"], 1, rtol=1e-6)
     assert prepared.metrics["sampling/not_finite"].result() > 0
 
 
@@ -406,9 +408,11 @@ def test_the_trainer_can_score_its_own_proximal_policy():
 
 
 def test_a_second_step_compiles_nothing():
-    made, steps = built(mesh=(1, 2, 2, 1), tokens=24, minibatches=2, num_iterations=2)
-    layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
-    learner = first_learner(made, jax.device_put(tiny.params(), layout), 8, ("reward",))
+    step_blueprint, steps = built(mesh=(1, 2, 2, 1), tokens=24, minibatches=2, num_iterations=2)
+    layout = sharding.param_shardings(
+        step_blueprint.mesh, step_blueprint.model.axes, step_blueprint.model.shapes
+    )
+    learner = first_learner(step_blueprint, jax.device_put(tiny.params(), layout), 8, ("reward",))
     counts = []
     for _ in range(2):
         with compilations() as seconds:
@@ -418,14 +422,14 @@ def test_a_second_step_compiles_nothing():
         counts.append(len(seconds))
     assert counts[0] > 0
     assert counts[1] == 0
-    for leaf, wanted in zip(
+    for leaf, expected in zip(
         jax.tree.leaves(learner.trainable), jax.tree.leaves(layout), strict=True
     ):
-        assert leaf.sharding == wanted
+        assert leaf.sharding == expected
 
 
 def test_padding_carries_nothing_into_the_update():
-    made, steps = built()
+    step_blueprint, steps = built()
     clean = tiny.rollouts(MIXED)
     junk = dataclasses.replace(
         clean,
@@ -435,7 +439,7 @@ def test_padding_carries_nothing_into_the_update():
     )
     hashes = []
     for rollouts in (clean, junk):
-        learner = first_learner(made, tiny.params(), 8, ("reward",))
+        learner = first_learner(step_blueprint, tiny.params(), 8, ("reward",))
         learner, prepared = steps.prepare(learner, rollouts)
         learner, _ = steps.update(learner, prepared.batches)
         hashes.append(parameter_hash(learner.trainable))

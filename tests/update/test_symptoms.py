@@ -37,19 +37,19 @@ def test_repetition_is_what_a_set_of_n_grams_says(n):
     # Few different tokens, so that many n-grams come again; holes, so that some do not count.
     tokens = rng.integers(0, 3, (6, 5, 30))
     mask = (np.arange(30) < rng.integers(0, 31, (6, 5, 1))) & (rng.random((6, 5, 30)) < 0.97)
-    found = repetition_of(jnp.asarray(tokens), jnp.asarray(mask), n)
+    repeated = repetition_of(jnp.asarray(tokens), jnp.asarray(mask), n)
     one_by_one = [
-        [by_python(*pair, n) for pair in zip(row, kept, strict=True)]
-        for row, kept in zip(tokens, mask, strict=True)
+        [by_python(*pair, n) for pair in zip(row, live, strict=True)]
+        for row, live in zip(tokens, mask, strict=True)
     ]
-    np.testing.assert_allclose(found, one_by_one, atol=1e-6)
+    np.testing.assert_allclose(repeated, one_by_one, atol=1e-6)
 
 
 def test_a_loop_repeats_itself_and_a_count_does_not():
     tokens = jnp.array([[[7] * 12, list(range(12)), [1, 2, 3, 4] * 3]])
-    found = repetition_of(tokens, jnp.ones((1, 3, 12), bool), 4)
+    repeated = repetition_of(tokens, jnp.ones((1, 3, 12), bool), 4)
     # Nine 4-grams: one distinct, nine, and the four turns of a cycle.
-    np.testing.assert_allclose(found, [[8 / 9, 0, 5 / 9]], rtol=1e-6)
+    np.testing.assert_allclose(repeated, [[8 / 9, 0, 5 / 9]], rtol=1e-6)
 
 
 def test_completions_shorter_than_an_n_gram_say_nothing():
@@ -104,9 +104,9 @@ def test_rare_successes_are_measured_against_the_median_of_their_group():
 
 def test_drift_is_the_mean_over_completions_of_their_summed_log_ratio():
     logp = jnp.array([[[-1.0, -2.0, NAN], [-1.0, 5.0, 5.0], [9.0, 9.0, 9.0]]])
-    other = jnp.array([[[-1.5, -4.0, 3.0], [-0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]])
+    base_logp = jnp.array([[[-1.5, -4.0, 3.0], [-0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]])
     mask = jnp.array([[[True, True, False], [True, False, False], [False] * 3]])
-    metrics = results(jax.jit(drift_metrics, static_argnums=3)(logp, other, mask, "base"))
+    metrics = results(jax.jit(drift_metrics, static_argnums=3)(logp, base_logp, mask, "base"))
     assert metrics == {"kl_to_base_estimated": pytest.approx((0.5 + 2.0 - 0.5) / 2)}
 
 
@@ -129,14 +129,14 @@ def test_the_estimated_entropy_has_the_entropy_of_what_is_drawn_as_its_expectati
     """Every completion of one or two tokens, 0 ending it, weighted by its probability."""
     rng = np.random.default_rng(6)
     tables = rng.dirichlet(np.ones(3), 3)  # of the first token, and after 1 and 2
-    own = -(tables * np.log(tables)).sum(-1)
-    total, entropy = 0.0, own[0] + tables[0, 1:] @ own[1:]
+    token_entropy = -(tables * np.log(tables)).sum(-1)
+    total, entropy = 0.0, token_entropy[0] + tables[0, 1:] @ token_entropy[1:]
     for first in range(3):
         for second in range(3) if first else (0,):
             p = [tables[0, first], tables[first, second]] if first else [tables[0, 0]]
             logp = jnp.array([[np.log([*p, NAN])[:2]]])
-            found = surprise_metrics(logp, jnp.array([[[True, first > 0]]]))["entropy_estimated"]
-            assert isinstance(found, Mean)
-            assert found.weight == len(p)
-            total += np.prod(p) * float(found.total)
+            estimate = surprise_metrics(logp, jnp.array([[[True, first > 0]]]))["entropy_estimated"]
+            assert isinstance(estimate, Mean)
+            assert estimate.weight == len(p)
+            total += np.prod(p) * float(estimate.total)
     assert total == pytest.approx(entropy, rel=1e-5)

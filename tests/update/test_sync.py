@@ -56,7 +56,7 @@ def synced(changes: dict[str, Any], fsdp: int = 1, sampling_tensor: int = 0) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parameters_outlive_the_learner_that_they_are_of(case):
+def test_parameters_outlive_their_learner(case):
     changes, axes = CASES[case]
     learner, params = synced(changes, **axes)
     before = jax.tree.map(np.array, params)

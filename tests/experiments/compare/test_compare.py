@@ -15,7 +15,7 @@ from typing import Any
 import comparisons
 import pytest
 import tables
-from comparisons import arms_of, write
+from comparisons import arm_tables, write
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
@@ -329,7 +329,7 @@ def test_a_folder_that_holds_runs_of_another_config_is_refused(compared, model, 
 def test_an_experiment_may_stand_in_its_own_folder(compared, model, tmp_path):
     experiment, *_ = compared
     shutil.copytree(experiment.dir, tmp_path / "out")
-    file = write(model, tmp_path, arms=arms_of(experiment), tests=["twin"])
+    file = write(model, tmp_path, arms=arm_tables(experiment), tests=["twin"])
     shutil.copy(tmp_path / "base.toml", tmp_path / "out")
     shutil.copy(file, tmp_path / "out" / "experiment.toml")
     text = (tmp_path / "out" / "experiment.toml").read_bytes()
@@ -342,7 +342,7 @@ def test_a_metric_without_a_value_in_some_run_is_refused_with_results_csv_there(
 ):
     experiment, cases, _ = compared
     shutil.copytree(experiment.dir, tmp_path / "out")
-    file = write(model, tmp_path, arms=arms_of(experiment))
+    file = write(model, tmp_path, arms=arm_tables(experiment))
     for name in ("results.csv", "tables.md"):
         (tmp_path / "out" / name).unlink()
     for place in (3, -1):
@@ -357,7 +357,7 @@ def test_a_metric_without_a_value_in_some_run_is_refused_with_results_csv_there(
     assert errors.count("learning rate") == 2
     assert "name another metric" in errors
     assert "eval/pass@1" in (tmp_path / "out" / "results.csv").read_text()
-    file = write(model, tmp_path, arms=arms_of(experiment), metric="eval/pass@1")
+    file = write(model, tmp_path, arms=arm_tables(experiment), metric="eval/pass@1")
     assert main(["compare", str(file)]) == 0
     assert (tmp_path / "out" / "tables.md").exists()
 
@@ -367,7 +367,7 @@ def test_before_runs_are_taken_changed_own_code_of_finished_ones_is_told(
 ):
     experiment, cases, _ = compared
     shutil.copytree(experiment.dir, tmp_path / "out")
-    file = write(model, tmp_path, arms=arms_of(experiment))
+    file = write(model, tmp_path, arms=arm_tables(experiment))
     changed, missing = (
         tmp_path / "out" / case.path.relative_to(experiment.dir) for case in (cases[1], cases[-1])
     )

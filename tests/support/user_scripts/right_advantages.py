@@ -46,11 +46,11 @@ def main() -> dict[str, list[float]]:
     advantage, mask = jg.advantages.evaluate(
         method, REWARDS, truncated=truncated, token_mask=token_mask
     )
-    found = {method.name: advantage[mask].tolist()}
+    results = {method.name: advantage[mask].tolist()}
     for recipe in recipes:
         value, _ = jg.advantages.evaluate(recipe, REWARDS["right"])
-        found[recipe.name] = value.mean(axis=1).tolist()
+        results[recipe.name] = value.mean(axis=1).tolist()
     summed = jg.chain(jg.sum_rewards(), jg.sign())
     steps: list[str] = [name for name, _ in summed.steps]
     print(steps, sorted(summed.needs))
-    return found
+    return results

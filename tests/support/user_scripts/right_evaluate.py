@@ -29,7 +29,7 @@ def what_it_writes(model: str) -> list[str]:
 
 def is_worth_training(model: str) -> bool:
     try:
-        found = jg.probe(
+        probed = jg.probe(
             model,
             data="task:arithmetic:train",
             reward="arithmetic",
@@ -41,7 +41,7 @@ def is_worth_training(model: str) -> bool:
     except jg.InputError as error:
         print(error)
         return False
-    return not found["advice"]
+    return not probed["advice"]
 
 
 def main(base: str, trained: Path) -> None:

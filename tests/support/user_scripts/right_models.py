@@ -30,7 +30,7 @@ def likeliest(folder: Path, tokens: list[int], count: int = 5) -> list[int]:
 def merged(folder: str, adapter: str, out: Path) -> str:
     """A model with the adapters of a PEFT folder, as one folder; returns the parameters' hash."""
     model, params = jg.load_model(folder, adapter=adapter)
-    whole, weights = lora.base_model(model), lora.merge(model, params)
-    jg.save_model(whole, weights, out, base=folder, overwrite=True)
-    print(whole.config.num_layers, whole.config.family)
+    plain_model, weights = lora.base_model(model), lora.merge(model, params)
+    jg.save_model(plain_model, weights, out, base=folder, overwrite=True)
+    print(plain_model.config.num_layers, plain_model.config.family)
     return jg.parameter_hash(weights)

@@ -3,7 +3,7 @@
 import jaxgrpo as jg
 
 
-def of_one(completion: str, answer: str) -> float:
+def exact_match(completion: str, answer: str) -> float:
     return float(completion == answer)
 
 
@@ -15,7 +15,7 @@ def all_of_them(signal: jg.Signal) -> jg.Signal:
     return signal
 
 
-jg.train("quickstart", rewards=[of_one])  # error: reportArgumentType
+jg.train("quickstart", rewards=[exact_match])  # error: reportArgumentType
 jg.train("quickstart", rewards={"text": as_text})  # error: reportArgumentType
-jg.evaluate("base", data="task:arithmetic:test", scorer=of_one)  # error: reportArgumentType
+jg.evaluate("base", data="task:arithmetic:test", scorer=exact_match)  # error: reportArgumentType
 jg.chain(jg.sum_rewards(), all_of_them)  # error: reportArgumentType

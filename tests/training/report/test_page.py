@@ -101,15 +101,15 @@ def test_what_a_model_a_data_set_or_a_user_wrote_is_text():
     )
     run.lines[-1][f"rewards/{EVIL}/mean"] = 0.5
     run.lines[-1][f"eval/{EVIL}"] = 0.5
-    seen = Seen(page.render(run))
-    assert {tag for tag, _ in seen.tags} <= ALLOWED
-    for tag, attributes in seen.tags:
+    parsed = Seen(page.render(run))
+    assert {tag for tag, _ in parsed.tags} <= ALLOWED
+    for tag, attributes in parsed.tags:
         assert not [name for name in attributes if name.startswith("on")]
         if tag == "img":
             assert (attributes["src"] or "").startswith("data:image/svg+xml;base64,")
     shown = '<img src=x onerror="alert(1)"></pre></td><script>alert(2)</script>'
-    assert seen.text.count(shown) >= 8
-    assert "\\u202e\\x1b[31m\\udc80'&amp;" in seen.text
+    assert parsed.text.count(shown) >= 8
+    assert "\\u202e\\x1b[31m\\udc80'&amp;" in parsed.text
     for panel, svg in charts.draw(run):
         assert "<script>" not in svg.replace("&lt;script&gt;", ""), panel.title
 
@@ -126,8 +126,8 @@ def test_the_page_loads_and_runs_nothing():
 
 
 def images(run: Record) -> list[str]:
-    seen = Seen(page.render(run))
-    return [attributes["alt"] or "" for tag, attributes in seen.tags if tag == "img"]
+    parsed = Seen(page.render(run))
+    return [attributes["alt"] or "" for tag, attributes in parsed.tags if tag == "img"]
 
 
 def test_no_legend_covers_a_curve():
@@ -218,8 +218,10 @@ def test_a_warning_holds_or_is_over():
 
 
 def test_groups_that_taught_most_stand_first_and_a_prompt_stands_once():
-    given = [(0, 0, 0.1), (0, 1, -0.1), (1, 0, -2.0), (1, 1, [1.0, 3.0])]
-    samples = [row(ordinal=o, sample=s, prompt=f"prompt {o}", advantage=a) for o, s, a in given]
+    advantages = [(0, 0, 0.1), (0, 1, -0.1), (1, 0, -2.0), (1, 1, [1.0, 3.0])]
+    samples = [
+        row(ordinal=o, sample=s, prompt=f"prompt {o}", advantage=a) for o, s, a in advantages
+    ]
     text = Seen(page.render(record(samples=samples))).text
     assert text.index("prompt 1") < text.index("prompt 0")
     assert text.count("prompt 1") == text.count("prompt 0") == 1

@@ -94,11 +94,11 @@ def test_warnings_come_from_the_lines_alone(folder, capsys):
     assert [(alarm.name, alarm.step) for alarm in record.warnings] == [("all fail", 3)]
     assert record.active == {"all fail"}
     assert main(["report", str(folder), "--text", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (warning,) = found["warnings"]
+    document = json.loads(capsys.readouterr().out)
+    (warning,) = document["warnings"]
     assert (warning["name"], warning["step"]) == ("all fail", 3)
     assert warning["text"] == record.warnings[0].text
-    assert found["evaluations"] == [{"step": 3, "accuracy": 0.5}]
+    assert document["evaluations"] == [{"step": 3, "accuracy": 0.5}]
 
 
 def test_the_report_is_made_again_from_a_killed_run(folder, capsys):
@@ -119,17 +119,17 @@ def test_the_report_in_the_terminal_needs_no_charts(folder, capsys, monkeypatch)
     assert "my run: stopped, step 2 of 4" in shown_text
     assert "▁█" in shown_text
     assert main(["report", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["run"], found["status"], found["step"], found["steps"]) == (
+    document = json.loads(capsys.readouterr().out)
+    assert (document["run"], document["status"], document["step"], document["steps"]) == (
         *("my run", "stopped", 2, 4),
     )
-    assert found["warnings"] == []
-    assert found["metrics"].keys() <= set(METRICS)
-    for metric, curve in found["metrics"].items():
+    assert document["warnings"] == []
+    assert document["metrics"].keys() <= set(METRICS)
+    for metric, curve in document["metrics"].items():
         assert metric in shown_text
         assert f"{curve['values'][0]:.3g}" in shown_text
         assert len(curve["steps"]) == len(curve["values"])
-    assert found["metrics"]["reward"] == {"steps": [1, 2], "values": [0.25, 0.5]}
+    assert document["metrics"]["reward"] == {"steps": [1, 2], "values": [0.25, 0.5]}
     assert main(["report", str(folder)]) == 2
     assert "report.html needs matplotlib: pip install" in capsys.readouterr().err
     assert not (folder / "report.html").exists()
