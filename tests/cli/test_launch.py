@@ -147,7 +147,7 @@ def wait_for(condition, seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [

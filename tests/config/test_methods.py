@@ -86,7 +86,7 @@ def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
         setup.setup(small_run.config(tmp_path), advantage=weights)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_with_both_says_what_they_did(tmp_path):
     changes = {"loss.kl": KL, "loss.mismatch": WEIGHTS, "loss.proximal": "trainer"}
     run = loop.train(small_run.config(tmp_path / "r", recipe="rloo", **changes))

@@ -71,7 +71,7 @@ def small(tmp_path):
     return write
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
     texts = tmp_path / "hlo"
     options = ("--topology", "v5e:2x2", "--dump", str(texts))

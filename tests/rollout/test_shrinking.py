@@ -39,7 +39,14 @@ def test_a_slot_for_every_sample_keeps_its_rows_until_they_are_few():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        {"fsdp": 2, "tensor": 2},
+        *(pytest.param({axis: 2}, marks=pytest.mark.full) for axis in ("data", "tensor")),
+    ],
+)
 def test_smaller_programs_are_compiled_once_and_take_the_state_as_it_is_laid_out(mesh):
     devices = jax.devices()[: math.prod(mesh.values())]
     mesh = sharding.make_mesh(**mesh, devices=devices)

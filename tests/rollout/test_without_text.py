@@ -55,7 +55,11 @@ def test_2000_tokens_at_temperature_2_all_have_text_and_the_log_probs_of_those_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_k": 38}, {"min_p": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.0}, {"top_k": 38}, pytest.param({"min_p": 0.01}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_no_way_of_sampling_draws_them(changes):
     rollouts = drawn(**changes)
     assert HAS_TEXT[rollouts.completion_tokens[rollouts.token_mask]].all()

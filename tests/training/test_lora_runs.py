@@ -179,6 +179,7 @@ def test_weights_in_parts_train_the_adapters_that_whole_weights_train(tmp_path):
         )
 
 
+@pytest.mark.full
 def test_no_gradient_of_a_weight_is_computed(tmp_path):
     def products(**changes):
         """The shapes of all products of the update's program."""

@@ -96,6 +96,7 @@ def test_only_a_command_that_came_to_its_end_ends_with_0(begin, how, code, says)
     assert bool(says) == bool(errors)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "number"),
     [

@@ -118,8 +118,8 @@ def test_without_process_0_the_others_end_and_say_so(begin):
     assert "process 0 is gone" in errors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("frozen", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_process_is_named_and_ends_when_it_goes_on(begin, frozen):
     processes = pair(begin, frozen)
     for process in processes:

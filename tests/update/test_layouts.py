@@ -131,7 +131,7 @@ BETAS = [0.0, pytest.param(0.05, marks=pytest.mark.full)]
 
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(
-    "recipe", ["grpo", pytest.param("sign", marks=pytest.mark.full), "alpha_dpg"]
+    "recipe", ["grpo", *(pytest.param(name, marks=pytest.mark.full) for name in RECIPES[1:])]
 )
 def test_packed_samples_with_shared_prompts_make_the_gradient_of_samples_alone(recipe, beta):
     numbers = []
