@@ -148,16 +148,7 @@ def wait_for(condition, seconds: float = 300.0) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        *(
-            pytest.param(number, marks=pytest.mark.full)
-            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-        ),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
     config, tmp_path, environment, number
 ):
