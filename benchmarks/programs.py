@@ -151,8 +151,11 @@ def update_program(config: ModelConfig, work: Workload, device: Any, remat: str)
     """
     mesh = sharding.make_mesh(devices=[device])
     blueprint = make_blueprint(config, work, mesh, remat=remat)
-    params = placed(blueprint.model.shapes, param_layout(blueprint))
-    opt_state = placed(jax.eval_shape(blueprint.optimizer.init, params), opt_layout(blueprint))
+    params = placed(blueprint.model.shapes, param_layout(blueprint.model, blueprint.mesh))
+    opt_state = placed(
+        jax.eval_shape(blueprint.optimizer.init, params),
+        opt_layout(blueprint.model, blueprint.mesh, blueprint.optimizer),
+    )
     batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
     batch = placed(batch, sharding.named(mesh))
     update = build_steps(blueprint).update_program

@@ -72,7 +72,9 @@ def make_blueprint(
 def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Learner]:
     work, mesh = WORKLOADS[workload], sharding.make_mesh()
     blueprint = make_blueprint(model_config(name), work, mesh, tokens)
-    init = jax.jit(blueprint.model.init, out_shardings=param_layout(blueprint))
+    init = jax.jit(
+        blueprint.model.init, out_shardings=param_layout(blueprint.model, blueprint.mesh)
+    )
     params = init(jax.random.key(0))
     return blueprint, first_learner(blueprint, params, 1000, ("reward",))
 

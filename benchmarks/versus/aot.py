@@ -83,7 +83,9 @@ def load_config(name: str, chips: int, contender: str, extra: tuple[str, ...] = 
 
 def ours(run: programs.Run) -> Lowered:
     """Our update program, on prompts and completions that are all full."""
-    arguments = memory.update_arguments(run.blueprint, run.learner)
+    arguments = memory.update_arguments(
+        run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh, run.learner
+    )
     geometry, config = run.blueprint.geometry, run.blueprint.model.config
     micro, tokens, prompts = filled(geometry)
     chunks = math.ceil(tokens / chunk_tokens(config.vocab_size, geometry.tokens))

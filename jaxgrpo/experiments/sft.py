@@ -205,7 +205,8 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     run = setup(config, rewards={REWARD: _reward_answer})
     first = sharding.to_host(make_answer_batches(run)(0))
     pretrained, rows = run.inputs.pretrained, run.inputs.prompts.rows
-    update_bytes = memory.plan(run.steps.update_program, run.blueprint, run.learner)
+    sizes = run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh
+    update_bytes = memory.plan(run.steps.update_program, *sizes, run.learner)
     copied = parameters.save_copy_bytes(
         parameters.to_save(run.learner, run.stream), config.checkpoint.every, config.train.steps
     )

@@ -182,10 +182,10 @@ def needed(problem: str) -> int | None:
 
 def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
-    sizes = setup.run_memory(run.config, run.blueprint)
-    remat = decoder.choose_remat(
-        run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform
-    )
+    blueprint = run.blueprint
+    sizes = setup.run_memory(run.config, blueprint)
+    platform = blueprint.mesh.devices.flat[0].platform
+    remat = decoder.choose_remat(run.config.train.remat, platform)
     return {
         "parameters": sizes.parameters,
         "frozen weights": sizes.frozen,
@@ -193,7 +193,9 @@ def memory_parts(run: Run) -> dict[str, int]:
         "other policies": sizes.copies,
         "sampler's weights, logits": sizes.sampler,
         "caches and samples": sizes.decode,
-        **memory.update_bytes(run.blueprint, remat),
+        **memory.update_bytes(
+            blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens, remat
+        ),
     }
 
 

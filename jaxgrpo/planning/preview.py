@@ -12,11 +12,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
 
+from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import CheckpointKeys, MeshKeys, PlanKeys, RolloutKeys, TrainKeys
 from jaxgrpo.core.types import WEIGHTS, Learner, Stream
 from jaxgrpo.data import chat, storage
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import families
 from jaxgrpo.planning import programs, topologies
@@ -26,7 +28,6 @@ from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts, show_config
 from jaxgrpo.training.records.folder import refuse_unusable
-from jaxgrpo.update.forward import Blueprint
 
 
 def dry_run(config: Config, resume: bool = False) -> None:
@@ -41,6 +42,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     config, meta = (config, {}) if earlier_run is None else (earlier_run.config, earlier_run.meta)
     run = _set_up(config, meta, mesh)
     pretrained, prompts = run.inputs.pretrained, run.inputs.prompts
+    geometry, slots = run.blueprint.geometry, run.blueprint.sampling.slots
     needed = run.memory
     needed = needed._replace(update=_update_bytes(run, compiles=mesh is None))
     if mesh is None:
@@ -55,7 +57,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             **({} if earlier_run is None else {"continues": earlier_run.summary}),
             "model": config.model.path,
             **({"  not read": unread} if unread else {}),
-            "method": _method(run.blueprint),
+            "method": _method(run.blueprint.chain, run.blueprint.objective),
             "mesh": _mesh(pretrained.mesh, run.blueprint.samples_on),
             **({} if mesh is None else {"  planned": _not_built(mesh)}),
             "parameters": _parameters(run),
@@ -63,7 +65,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "disk": disk_line(
                 config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
             ),
-            **_sizes(config.rollout, config.train, run.blueprint),
+            **_sizes(config.rollout, config.train, geometry, slots),
             "data": f"{len(prompts.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * config.rollout.prompts_per_step}",
@@ -82,23 +84,22 @@ def dry_run(config: Config, resume: bool = False) -> None:
 
 def _sizes(rollout: RolloutKeys, train: TrainKeys, blueprint: Blueprint) -> dict[str, str]:
     """How large a step and an update are."""
-    geometry = blueprint.geometry
     return {
         "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
         f"{geometry.num_prompts * geometry.group_size} completions of at most "
         f"{geometry.max_completion_tokens} tokens, "
-        f"{blueprint.sampling.slots} decoded at once{_budget(rollout)}",
+        f"{slots} decoded at once{_budget(rollout)}",
         "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
         f"x {geometry.tokens} tokens ({geometry.rows} rows)"
         f"{_updates(train, rollout.prompts_per_step)}",
     }
 
 
-def _method(blueprint: Blueprint) -> str:
+def _method(chain: AdvantageTransform, objective: Objective) -> str:
     """A method in a line: its advantage with the steps of that, and its loss."""
-    steps, objective = dict(blueprint.chain.steps), blueprint.objective
+    steps = dict(chain.steps)
     loss = f"{objective.surrogate.name} loss, {objective.reduction.name}"
-    return f"{blueprint.chain.name} ({', '.join(steps)}), {loss}"
+    return f"{chain.name} ({', '.join(steps)}), {loss}"
 
 
 def _parameters(run: setup.Setup) -> str:
@@ -228,10 +229,13 @@ def _first_prompt(run: setup.Setup) -> str:
 def _update_bytes(run: setup.Setup, compiles: bool) -> int:
     """The working memory of an update: as its program is compiled, or by formula."""
     if compiles:
-        return memory.plan(run.steps.update_program, run.blueprint, run.learner)
+        sizes = run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh
+        return memory.plan(run.steps.update_program, *sizes, run.learner)
     platform = run.inputs.pretrained.mesh.devices.flat[0].platform
     remat = decoder.choose_remat(run.config.train.remat, platform)
-    return sum(memory.update_bytes(run.blueprint, remat).values())
+    blueprint = run.blueprint
+    sizes = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
+    return sum(memory.update_bytes(*sizes, remat).values())
 
 
 def _not_built(mesh: Mesh) -> str:

@@ -79,15 +79,14 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
 def abstract_learner(blueprint: Blueprint) -> Learner:
     """The shapes of what `parameters.first_learner` makes, but for its chain's state."""
     model, replicated = blueprint.model, sharding.replicated(blueprint.mesh)
-    params = placed(model.shapes, param_layout(blueprint))
+    params = placed(model.shapes, param_layout(model, blueprint.mesh))
     trainable, frozen = params, {}
     if model.config.lora is not None:
         trainable, frozen[WEIGHTS] = lora.split(params)
     master = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), trainable)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    copies = {
-        name: jax.tree.map(copy.copy, trainable) for name in memory.method_policies(blueprint)
-    }
+    policies = memory.method_policies(blueprint.chain, blueprint.objective)
+    copies = {name: jax.tree.map(copy.copy, trainable) for name in policies}
     moments = jax.eval_shape(blueprint.optimizer.init, master)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     remembered = jax.eval_shape(blueprint.objective.init)
@@ -95,7 +94,7 @@ def abstract_learner(blueprint: Blueprint) -> Learner:
         step=small,
         trainable=master,
         frozen=frozen | copies,
-        opt_state=placed(moments, opt_layout(blueprint)),
+        opt_state=placed(moments, opt_layout(model, blueprint.mesh, blueprint.optimizer)),
         advantage_state=(),
         objective_state=placed(remembered, jax.tree.map(lambda _: replicated, remembered)),
     )
@@ -125,9 +124,16 @@ def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
     if "score" in names:
         yield _score(run)
     if "update" in names:
-        arguments = memory.update_arguments(run.blueprint, run.learner)
+        arguments = update_arguments(run)
         program = run.steps.update_program
         yield compile_program(run, "update", program, *arguments, donated=arguments[:2])
+
+
+def update_arguments(run: Run) -> tuple[Any, ...]:
+    """What the update program is compiled for."""
+    blueprint = run.blueprint
+    sizes = blueprint.geometry, blueprint.objective, blueprint.mesh
+    return memory.update_arguments(*sizes, run.learner)
 
 
 def compile_program(
@@ -152,7 +158,7 @@ def sampler_params(run: Run) -> Any:
     blueprint = run.blueprint
     cast = functools.partial(as_computed, blueprint.model)
     params = jax.eval_shape(cast, params_of(run.learner))
-    return placed(params, sampling_layout(blueprint))
+    return placed(params, sampling_layout(blueprint.model, blueprint.samples_on))
 
 
 def is_moved(run: Run) -> bool:
@@ -221,7 +227,7 @@ def _score(run: Run) -> Program:
     needs = scored(run)
     policy = FIELDS[needs[0]].policy
     entropy = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
-    *_, batch = memory.update_arguments(blueprint, learner)
+    *_, batch = update_arguments(run)
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & FIELDS.keys()
     fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}

@@ -40,7 +40,6 @@ from jaxgrpo.training.pretrained import Pretrained, check_length, find_model
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts
 from jaxgrpo.training.replay import Replay, SavedRollouts, decisive_keys, read_files
-from jaxgrpo.update.forward import Blueprint
 
 SHOWN = 80  # characters of an answer
 
@@ -185,16 +184,21 @@ def load_answers(
     keys: DataKeys,
     rollout: RolloutKeys,
     pretrained: Pretrained,
-    blueprint: Blueprint,
+    needs: frozenset[str],
+    stop_tokens: Sequence[int],
     rows: Sequence[Mapping[str, Any]],
 ) -> Answers | None:
     """The reference answers that a method's chain reads; None if it reads none.
+
+    Args:
+      needs: of the chain.
+      stop_tokens: that end a sample.
 
     Raises: InputError if a row has no answer, the model has no positions for the longest behind a
     thought, or a key about answers is given and nothing reads it.
     """
     prefix, limit = keys.answer_prefix, keys.max_answer_tokens
-    if not blueprint.chain.needs & OF_ANSWERS.keys():
+    if not needs & OF_ANSWERS.keys():
         for name, value in {"answer_prefix": prefix, "max_answer_tokens": limit}.items():
             if value:
                 raise InputError(
@@ -203,7 +207,7 @@ def load_answers(
                 )
         return None
     tokenizer, stored = pretrained.tokenizer, pretrained.model.config
-    answers = read_answers(tokenizer, rows, prefix, blueprint.sampling.stop_tokens, limit)
+    answers = read_answers(tokenizer, rows, prefix, stop_tokens, limit)
     prompts.check_tokens(rows, answers.forced, tokenizer, stored.vocab_size, "answer")
     check_length(rollout, pretrained.path, stored, answers.longest)
     return answers

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, Learner
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
@@ -31,8 +33,7 @@ from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
     held_dtype,
-    layout_to_sample,
-    moments_layout,
+    opt_layout,
     param_layout,
     read_by_update,
     sampling_layout,
@@ -101,18 +102,18 @@ def copied_policies(
       resets: whether the reference may become another policy than the base.
       adapter_path: `lora.path`.
     """
-    policies = method_policies(blueprint)
+    policies = method_policies(blueprint.chain, blueprint.objective)
     has_fresh_adapters = blueprint.model.config.lora is not None and adapter_path is None
     holds_base = bool({"base", *(() if resets else ("reference",))} & {*policies})
     holds_base = (holds_base or has_fresh_adapters) and not blueprint.has_two_meshes
     return (*policies, *((EVAL_BASE,) if measures_kl and not holds_base else ()))
 
 
-def method_policies(blueprint: Blueprint) -> list[str]:
+def method_policies(chain: AdvantageTransform, objective: Objective) -> list[str]:
     """The policies that a method reads beside the trained one: "reference", "base"."""
-    needs = blueprint.chain.needs | blueprint.objective.needs
+    needs = chain.needs | objective.needs
     scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    return sorted(scored | blueprint.objective.anchors)
+    return sorted(scored | objective.anchors)
 
 
 def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
@@ -122,7 +123,7 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
       copies: `copied_policies` of the run.
     """
     model = blueprint.model
-    copy_bytes = _bytes(trained(model, model.shapes), trained_layout(blueprint))
+    copy_bytes = _bytes(trained(model, model.shapes), trained_layout(model, blueprint.mesh))
     parameter_bytes, optimizer = training_bytes(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
     prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
@@ -132,7 +133,7 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
         parameters=parameter_bytes,
         optimizer=optimizer,
         copies=len({*copies} - {EVAL_BASE}) * copy_bytes + base,
-        sampler=weights_to_sample(blueprint) + decoding.working,
+        sampler=weights_to_sample(model, blueprint.mesh, blueprint.samples_on) + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - copy_bytes if model.config.lora else 0,
     )
@@ -149,7 +150,7 @@ def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, in
     trained_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
     moments = jax.eval_shape(optimizer.init, trained_shapes)
     layout = sharding.param_shardings(mesh, axes, trained_shapes)
-    return _bytes(trained_shapes, layout), _bytes(moments, moments_layout(model, mesh, optimizer))
+    return _bytes(trained_shapes, layout), _bytes(moments, opt_layout(model, mesh, optimizer))
 
 
 def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
@@ -158,7 +159,8 @@ def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
         return blueprint
     memory, geometry = count(blueprint, copies), blueprint.geometry
     model, mesh = blueprint.model, blueprint.samples_on
-    free = free_beside(mesh, memory.persistent + weights_to_sample(blueprint))
+    sampler_bytes = weights_to_sample(model, blueprint.mesh, mesh)
+    free = free_beside(mesh, memory.persistent + sampler_bytes)
     prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
     slots = fitting_slots(model, blueprint.sampling, mesh, *prompt_sizes, free)
     return blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
@@ -173,15 +175,18 @@ def with_fitting_tokens(
     Beside them is what else an update takes (`update_bytes`), and what the run keeps.
     """
     memory, mesh = count(blueprint, copies), blueprint.mesh
-    parts = update_bytes(blueprint, remat)
+    sizes = blueprint.model, mesh, blueprint.optimizer, blueprint.geometry.tokens
+    parts = update_bytes(*sizes, remat)
     bytes_per_token = parts.pop("activations") / blueprint.geometry.tokens
     room = int(free_beside(mesh, memory.persistent + sum(parts.values())) / bytes_per_token)
-    sizes, minibatches = blueprint.geometry[:4], blueprint.geometry.minibatches
-    geometry = packing.make_geometry(sizes, mesh, None, minibatches, room)
+    geometry = blueprint.geometry
+    geometry = packing.make_geometry(geometry[:4], mesh, None, geometry.minibatches, room)
     return blueprint._replace(geometry=geometry)
 
 
-def update_bytes(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
+def update_bytes(
+    model: Model, mesh: Mesh, optimizer: Any, tokens: int, remat: decoder.Remat
+) -> dict[str, int]:
     """Working memory of an update on each device, by formula: what for -> bytes.
 
     gradients: of a micro-batch and their sum, in the dtype that is trained
@@ -189,10 +194,12 @@ def update_bytes(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
     head: as the chunks read it, and its gradient of each bin, in float32
     logits: of a chunk of tokens, `LOGITS` times float32
     activations: what layers keep of a micro-batch's tokens, and one layer at work
+
+    Args:
+      tokens: of a micro-batch, in each bin.
     """
-    model, mesh, tokens = blueprint.model, blueprint.mesh, blueprint.geometry.tokens
     config, tensor = model.config, mesh.shape["tensor"]
-    parameter_bytes, _ = training_bytes(model, mesh, blueprint.optimizer)
+    parameter_bytes, _ = training_bytes(model, mesh, optimizer)
     narrow = config.dtype != held_dtype(model)
     numbers = config.hidden_size * config.vocab_size // tensor
     gathered = numbers * jnp.dtype(config.dtype).itemsize
@@ -229,7 +236,9 @@ def activations(config: ModelConfig, remat: decoder.Remat) -> int:
     return config.num_layers * layer_bytes[remat] + 2 * numbers * 4
 
 
-def plan(program: Any, blueprint: Blueprint, learner: Learner) -> int:
+def plan(
+    program: Any, geometry: packing.Geometry, objective: Objective, mesh: Mesh, learner: Learner
+) -> int:
     """The working memory that XLA plans for the update program, which is compiled for it.
 
     Beside it lie the batches of a step's other minibatches.
@@ -238,25 +247,27 @@ def plan(program: Any, blueprint: Blueprint, learner: Learner) -> int:
       program: `update_program` of `update.step.Steps`.
       learner: of the run; its arrays are not read.
     """
-    *arguments, batch = update_arguments(blueprint, learner)
+    *arguments, batch = update_arguments(geometry, objective, mesh, learner)
     compiled = program.lower(*arguments, batch).compile()
     analysis = compiled.memory_analysis()
     if analysis is None:  # a platform that does not tell
         return 0
     new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     program_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + new_outputs
-    other_batches = (blueprint.geometry.minibatches - 1) * on_device(batch)
+    other_batches = (geometry.minibatches - 1) * on_device(batch)
     return program_bytes - on_device(arguments) + other_batches
 
 
-def update_arguments(blueprint: Blueprint, learner: Learner) -> tuple[Any, ...]:
+def update_arguments(
+    geometry: packing.Geometry, objective: Objective, mesh: Mesh, learner: Learner
+) -> tuple[Any, ...]:
     """What the update program of a run is compiled for: its learner, and the shapes of a batch."""
-    anchors = read_by_update(learner, blueprint.objective.anchors)
-    batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
+    anchors = read_by_update(learner, objective.anchors)
+    batch = packing.abstract_batch(geometry, objective.needs)
 
     def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = (None, "bins", *[None] * len(leaf.shape))[: len(leaf.shape)]
-        layout = sharding.named(blueprint.mesh, *names)
+        layout = sharding.named(mesh, *names)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
     changing = (learner.trainable, learner.opt_state, learner.objective_state)
@@ -312,10 +323,9 @@ def shown(count: int) -> str:
     return f"{count / 1024**power:.{min(power, 1)}f} {UNITS[power]}"
 
 
-def weights_to_sample(blueprint: Blueprint) -> int:
+def weights_to_sample(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> int:
     """`sampler_weight_bytes` of a run."""
-    dtype, sampling_mesh = held_dtype(blueprint.model), blueprint.samples_on
-    return sampler_weight_bytes(blueprint.model, blueprint.mesh, dtype, sampling_mesh)
+    return sampler_weight_bytes(model, mesh, held_dtype(model), sampling_mesh)
 
 
 def sampler_weight_bytes(
@@ -333,7 +343,7 @@ def sampler_weight_bytes(
       sampling_mesh: None: `mesh`.
     """
     target_mesh = mesh if sampling_mesh is None else sampling_mesh
-    layout, is_cast = layout_to_sample(model, target_mesh), model.config.dtype != trained_dtype
+    layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype
     all_weights = _bytes(model.shapes, layout)
     layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
     if target_mesh != mesh:
@@ -343,15 +353,15 @@ def sampler_weight_bytes(
     return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 
 
-def sync_bytes(blueprint: Blueprint) -> int:
+def sync_bytes(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> int:
     """Bytes that a sync brings to each device, the most of them, from others.
 
     What the device samples with, in the model's dtype, less what it holds of that for the update. A
     program may move parts in more than one hop: compiled for a TPU v5e it brings exactly this from
     fsdp 8 to tensor 4, and 1.4 times as much from fsdp 4 x tensor 2.
     """
-    model, received = blueprint.model, dict.fromkeys(blueprint.mesh.devices.flat, 0)
-    layouts = param_layout(blueprint), sampling_layout(blueprint)
+    received = dict.fromkeys(mesh.devices.flat, 0)
+    layouts = param_layout(model, mesh), sampling_layout(model, sampling_mesh)
     for leaf, *leaf_layouts in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
         for device, number in moved_entries(leaf.shape, *leaf_layouts).items():
             received[device] += number * np.dtype(leaf.dtype).itemsize

@@ -115,14 +115,16 @@ def first_learner(
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
-        out_shardings=trained_layout(blueprint),
+        out_shardings=trained_layout(blueprint.model, blueprint.mesh),
     )
     put = lambda value: sharding.put(value, replicated)  # noqa: E731
+    layout = opt_layout(blueprint.model, blueprint.mesh, blueprint.optimizer)
+    policies = memory.method_policies(blueprint.chain, blueprint.objective)
     return Learner(
         step=put(np.int32(0)),
         trainable=trainable,
-        frozen=frozen | {name: copy(trainable) for name in memory.method_policies(blueprint)},
-        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(trainable),
+        frozen=frozen | {name: copy(trainable) for name in policies},
+        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=layout)(trainable),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         objective_state=jax.tree.map(put, blueprint.objective.init()),
     )

@@ -88,9 +88,10 @@ def make_resetter(keys: ReferenceKeys, evaluated_every: int, blueprint: Blueprin
             "reference: nothing in the run reads the reference's log-probs, so that a reset would "
             "do nothing; add a KL to it, or leave reference.reset_... out"
         )
-    names = kl_metrics(blueprint)
-    layout = (trained_layout(blueprint), opt_layout(blueprint))
-    fresh = jax.jit(functools.partial(fresh_parts, blueprint.optimizer), out_shardings=layout)
+    names = kl_metrics(blueprint.chain, blueprint.objective)
+    model, mesh, optimizer = blueprint.model, blueprint.mesh, blueprint.optimizer
+    layout = (trained_layout(model, mesh), opt_layout(model, mesh, optimizer))
+    fresh = jax.jit(functools.partial(fresh_parts, optimizer), out_shardings=layout)
 
     def reset(
         learner: Learner, resets: Resets, number: int, values: Mapping[str, float]
@@ -123,13 +124,13 @@ def see(keys: ReferenceKeys, resets: Resets, values: Mapping[str, float]) -> Res
     return resets._replace(stale=resets.stale + 1)
 
 
-def kl_metrics(blueprint: Blueprint) -> tuple[str, ...]:
+def kl_metrics(chain: AdvantageTransform, objective: Objective) -> tuple[str, ...]:
     """Where a step's KL to the reference may be found: in the loss, then in steps of the chain.
 
     A step that reads base_logp and no reference_logp measures from the base, which is never reset.
     """
-    loss_metrics = ("kl",) if _reads_reference(blueprint.objective) else ()
-    return (*loss_metrics, *_kl_of_steps(blueprint.chain))
+    loss_metrics = ("kl",) if _reads_reference(objective) else ()
+    return (*loss_metrics, *_kl_of_steps(chain))
 
 
 def is_due(

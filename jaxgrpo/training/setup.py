@@ -201,7 +201,7 @@ def _read_learner(
     """The learner before the first step, with the weights of the model."""
     names = tuple(reward.name for reward in rewards)
     model, folder = pretrained.model, pretrained.folder
-    layout = held_dtype(model), param_layout(blueprint)
+    layout = held_dtype(model), param_layout(model, blueprint.mesh)
     params = parameters.read_start(adapter_path, seed, folder, model, *layout)
     return parameters.first_learner(blueprint, params, num_rows, names)
 
@@ -243,7 +243,9 @@ def make_rollout_source(
         fields = run_inputs.replay.load(0).fields
         methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), fields)
         return source
-    answers = inputs.load_answers(data, rollout, pretrained, blueprint, rows)
+    answers = inputs.load_answers(
+        data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
+    )
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), columns)
     policy = methods.make_policy(rollout.prompts, rewards, mixture)

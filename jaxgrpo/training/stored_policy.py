@@ -45,7 +45,6 @@ from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import Setup
 from jaxgrpo.update.forward import (
     full_params,
-    layout_to_sample,
     param_layout,
     sampling_layout,
 )
@@ -81,7 +80,7 @@ class StoredPolicy(Policy):
 
     def read_params(self) -> Params:
         """The weights as the sampler reads them."""
-        layout = layout_to_sample(self.model, self.mesh)
+        layout = sampling_layout(self.model, self.mesh)
         start = self.config.lora.path, self.config.train.seed
         params = parameters.read_start(*start, self.folder, self.model, layout=layout)
         return params_per_layer(self.model.config, params)
@@ -201,7 +200,9 @@ def _policy(config: Config, pretrained: Pretrained, used_bytes: int) -> StoredPo
 
 def _policy_for_run(run: Setup) -> StoredPolicy:
     """The policy that a run began with."""
-    used_bytes = run.memory.persistent + memory.weights_to_sample(run.blueprint)
+    used_bytes = run.memory.persistent + memory.weights_to_sample(
+        run.blueprint.model, run.blueprint.mesh, run.blueprint.samples_on
+    )
     return _policy(run.config, run.inputs.pretrained, used_bytes)
 
 
@@ -235,7 +236,10 @@ def find_base(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read from disk."""
     blueprint, frozen = run.blueprint, run.learner.frozen
     model = _model_on_mesh(run.inputs.pretrained, blueprint.samples_on)
-    layouts = [param_layout(blueprint), sampling_layout(blueprint)]
+    layouts = [
+        param_layout(blueprint.model, blueprint.mesh),
+        sampling_layout(blueprint.model, blueprint.samples_on),
+    ]
     names = ("base",) if may_reset(run.config.reference) else ("base", "reference")
     if name := next((name for name in names if name in frozen), None):
         params = full_params(frozen[name], frozen)

@@ -55,9 +55,26 @@ class Blueprint(NamedTuple):
     def has_two_meshes(self) -> bool:
         return self.samples_on != self.mesh
 
+    @property
+    def passes(self) -> Pass:
+        """What scoring and update compute micro-batches with."""
+        # Greedy sampling has no distribution: its ratios are those of the model itself.
+        temperature = self.sampling.temperature or 1.0
+        return Pass(self.model, self.mesh, self.geometry.tokens, temperature, self.kernel)
+
+
+class Pass(NamedTuple):
+    """What a pass over micro-batches is computed with."""
+
+    model: Model
+    mesh: Mesh
+    tokens: int  # N, of each bin
+    temperature: float  # of the policy that is scored
+    kernel: Kernel = XLA
+
 
 def forward(
-    blueprint: Blueprint,
+    settings: Pass,
     params: Params,
     micro: TrainBatch,
     entropy: Entropy = "none",
@@ -73,12 +90,11 @@ def forward(
     [D, R, Q] each, 0 at padding. There is a policy_entropy where `entropy` asks for it, with
     gradient for "gradient" only.
     """
-    flat = flatten(micro, blueprint.geometry.tokens)
-    hidden = hidden_states(blueprint.model, params, micro, flat, blueprint.kernel)
-    # Greedy sampling has no distribution: its ratios are those of the model itself.
-    temperature = blueprint.sampling.temperature or 1.0
+    model, mesh, size, temperature, kernel = settings
+    flat = flatten(micro, size)
+    hidden = hidden_states(model, params, micro, flat, kernel)
     logp, values = token_logprobs(
-        output_head(blueprint, params),
+        output_head(model, mesh, params),
         hidden,
         flat.targets,
         temperature=temperature,
@@ -88,17 +104,18 @@ def forward(
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
-            functools.partial(blueprint.model.unembed, params),
+            functools.partial(model.unembed, params),
             hidden,
-            functools.partial(blueprint.model.unembed, reference),
-            hidden_states(blueprint.model, reference, micro, flat, blueprint.kernel),
+            functools.partial(model.unembed, reference),
+            hidden_states(model, reference, micro, flat, kernel),
             temperature=temperature,
         )
     return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
 
 
 def loss_of_tokens(
-    blueprint: Blueprint,
+    settings: Pass,
+    objective: Objective,
     params: Params,
     micro: TrainBatch,
     states: Mapping[str, Any],
@@ -113,9 +130,9 @@ def loss_of_tokens(
       fullest: as of `forward`.
       sums: as of `logprobs.loss_of_tokens`.
     """
-    objective = blueprint.objective
-    flat = flatten(micro, blueprint.geometry.tokens)
-    hidden = hidden_states(blueprint.model, params, micro, flat, blueprint.kernel)
+    model, mesh, size, temperature, kernel = settings
+    flat = flatten(micro, size)
+    hidden = hidden_states(model, params, micro, flat, kernel)
     names = sorted(objective.needs & micro.fields.keys())
     token_inputs = {
         **{name: getattr(micro, name) for name in ("proximal_logp", "advantage", "mask", "weight")},
@@ -123,13 +140,13 @@ def loss_of_tokens(
     }
 
     loss, logp, entropy, sums = logprobs.loss_of_tokens(
-        output_head(blueprint, params),
+        output_head(model, mesh, params),
         hidden,
         flat.targets,
         functools.partial(_cost, objective),
         jax.tree.map(functools.partial(flatten_rows, flat), token_inputs),
         states,
-        temperature=blueprint.sampling.temperature or 1.0,
+        temperature=temperature,
         entropy=objective.entropy,
         count=_filled(flat, fullest),
         sums=sums,
@@ -161,12 +178,11 @@ def head_name(model: Model) -> str:
     return "embed" if model.config.tie_embeddings else "head"
 
 
-def output_head(blueprint: Blueprint, params: Params) -> Head:
+def output_head(model: Model, mesh: Mesh, params: Params) -> Head:
     """The output head, gathered over fsdp in the model's dtype once for all chunks of tokens."""
-    model = blueprint.model
     name = head_name(model)
-    training_layout = param_layout(blueprint)[name]
-    gathered_layout = param_layout(blueprint, sharding.SAMPLING)[name]
+    training_layout = param_layout(model, mesh)[name]
+    gathered_layout = param_layout(model, mesh, sharding.SAMPLING)[name]
 
     def as_read(weights: Params) -> Params:
         narrow = jax.tree.map(
@@ -182,20 +198,19 @@ def output_head(blueprint: Blueprint, params: Params) -> Head:
     )
 
 
-def head_sums(blueprint: Blueprint) -> tuple[Params, Params]:
+def head_sums(model: Model, mesh: Mesh, per_token: bool) -> tuple[Params, Params]:
     """(shapes, layouts) of what the passes of an update add the head's gradient to, bin by bin.
 
     {name of the head: [D, ...] as its weights}; {} where it is not trained, or passes over the
     logits are two and the gradient of each micro-batch is added up by itself.
     """
-    model, mesh = blueprint.model, blueprint.mesh
-    if model.config.lora is not None or not blueprint.objective.per_token:
+    if model.config.lora is not None or not per_token:
         return {}, {}
     name, bins = head_name(model), sharding.num_bins(mesh)
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((bins, *leaf.shape), leaf.dtype), model.shapes[name]
     )
-    gathered = param_layout(blueprint, sharding.SAMPLING)[name]
+    gathered = param_layout(model, mesh, sharding.SAMPLING)[name]
     return {name: shapes}, {name: jax.tree.map(sharding.layout_per_bin, gathered)}
 
 
@@ -354,38 +369,27 @@ def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
     return jax.tree.map(take, sliceable)
 
 
-def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING) -> Params:
+def param_layout(model: Model, mesh: Mesh, rules: sharding.Rules = sharding.TRAINING) -> Params:
     """The shardings of the parameters."""
-    model = blueprint.model
-    return sharding.param_shardings(blueprint.mesh, model.axes, model.shapes, rules)
+    return sharding.param_shardings(mesh, model.axes, model.shapes, rules)
 
 
-def sampling_layout(blueprint: Blueprint) -> Params:
-    """The shardings of the parameters as the sampler reads them."""
-    return layout_to_sample(blueprint.model, blueprint.samples_on)
-
-
-def layout_to_sample(model: Model, mesh: Mesh) -> Params:
-    """`sampling_layout` of a model on the mesh that it is sampled on."""
+def sampling_layout(model: Model, mesh: Mesh) -> Params:
+    """The shardings of the parameters as the sampler reads them, on the mesh that it has."""
     arguments = (mesh, model.axes, model.shapes, sharding.SAMPLING)
     return sharding.param_shardings(*arguments, keys="tensor, fsdp or sampling_tensor")
 
 
-def trained_layout(blueprint: Blueprint) -> Params:
+def trained_layout(model: Model, mesh: Mesh) -> Params:
     """The shardings of what is trained."""
-    return trained(blueprint.model, param_layout(blueprint))
+    return trained(model, param_layout(model, mesh))
 
 
-def opt_layout(blueprint: Blueprint) -> Any:
+def opt_layout(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransformation) -> Any:
     """The shardings of the optimizer's state: moments as their parameters, the rest everywhere.
 
     A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
     """
-    return moments_layout(blueprint.model, blueprint.mesh, blueprint.optimizer)
-
-
-def moments_layout(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransformation) -> Any:
-    """`opt_layout` of an optimizer for a model on a mesh."""
     replicated = sharding.replicated(mesh)
     shapes, axes = (trained(model, tree) for tree in (model.shapes, model.axes))
     return map_params(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +21,13 @@ from jaxgrpo import advantages
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.metrics import Metrics, mean, merge
 from jaxgrpo.core.types import FIELDS, Learner, Params, Rollouts, Signal, TrainBatch
+from jaxgrpo.losses import Reduction
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
-from jaxgrpo.update.forward import Blueprint, forward, micro_batch, params_of
+from jaxgrpo.update.forward import Blueprint, Pass, forward, micro_batch, params_of
 
 ANCHORS = ("base_logp", "reference_logp")
 """Fields that show, if a method asks for them, how far the policy has moved."""
@@ -56,12 +57,18 @@ class Preparer:
         geometry = blueprint.geometry
         shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
         self.sample_shape: tuple[int, int, int] = shape
-        self.score: Jitted = jax.jit(functools.partial(_score, blueprint), static_argnums=(2, 3))
-        self.judge: Jitted = jax.jit(functools.partial(_judge, blueprint))
+        objective = blueprint.objective
+        penalizes_all = bool(objective.penalties) and objective.penalties_on == "all"
+        score = functools.partial(_score, blueprint.passes)
+        self.score: Jitted = jax.jit(score, static_argnums=(2, 3))
+        judged = blueprint.chain, penalizes_all, blueprint.reward_weights
+        draws = blueprint.sampling.temperature > 0
+        judge = functools.partial(_judge, *judged, draws, blueprint.mesh)
+        self.judge: Jitted = jax.jit(judge)
         recipe = blueprint.chain if blueprint.recipe is None else blueprint.recipe
         self.recipe: AdvantageTransform = recipe
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
-        self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint))
+        self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint.objective.reduction))
         constrain = sharding.constrain(blueprint.mesh)
         self.move_rollouts: Jitted = jax.jit(functools.partial(_move_rollouts, constrain))
         self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
@@ -235,21 +242,20 @@ def _plans(
 
 
 def _score(
-    blueprint: Blueprint,
+    settings: Pass,
     params: Params,
     batch: TrainBatch,
     entropy: Entropy,
     geometry: packing.Geometry,
 ) -> tuple[Array, Array | None]:
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
-    blueprint = blueprint._replace(geometry=geometry)
-
+    settings = settings._replace(tokens=geometry.tokens)
     first = jnp.int32(0)
 
     # Jitted so that it is traced once, for its shapes and for the loop.
     @functools.partial(jax.jit, inline=True)
     def values(index: Array) -> tuple[Array, Array | None]:
-        logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)
+        logp, fields = forward(settings, params, micro_batch(batch, index), entropy)
         return logp, fields.get("policy_entropy")
 
     def body(index: Array, carry: Any) -> Any:
@@ -284,35 +290,47 @@ def _at_tokens(signal: Signal, rollouts: Rollouts) -> tuple[Array, Array]:
 
 
 def _judge(
-    blueprint: Blueprint, state: Any, rollouts: Rollouts
+    chain: AdvantageTransform,
+    penalizes_all: bool,
+    reward_weights: Mapping[str, float] | None,
+    draws: bool,
+    mesh: Mesh,
+    state: Any,
+    rollouts: Rollouts,
 ) -> tuple[Any, _Judged, Array, Array, Metrics]:
     """The chain on the whole step, and who is alive.
 
+    Args:
+      penalizes_all: whether a penalty acts on samples without an advantage too.
+      draws: whether samples were drawn, and are not the likeliest tokens.
+
     Returns: the chain's state, what batches are made of, live and mean advantage [P, G], metrics.
     """
-    signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
+    signal, state, metrics = chain.update(advantages.start(rollouts), state, rollouts)
     advantage, mask = _at_tokens(signal, rollouts)
     live = (advantage != 0).any(-1)
-    if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
+    if penalizes_all:
         live = mask.any(-1)
-    metrics = merge(metrics, _rollout_metrics(blueprint, rollouts, live, advantage, mask))
+    summed_rewards = diagnostics.as_summed(rollouts.rewards, reward_weights, chain)
+    named = reward_weights, summed_rewards, draws
+    metrics = merge(metrics, _rollout_metrics(*named, rollouts, live, advantage, mask))
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # The dead are not in the metrics of the update, which penalties may remember.
     alive = mask & live[..., None]
-    replicated = sharding.replicated(blueprint.mesh)
+    replicated = sharding.replicated(mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
         (state, live, per_sample, metrics), replicated
     )
     return state, (advantage, alive, mask), live, per_sample, metrics
 
 
-def _weigh(blueprint: Blueprint, counted: Array, mask: Array, prompts: Array) -> Array:
+def _weigh(reduction: Reduction, counted: Array, mask: Array, prompts: Array) -> Array:
     """The reduction's weights [P, G, T] for the update of `prompts`; 0 elsewhere.
 
     They are normalised over `counted` tokens of these prompts, the whole batch of the update. The
     dead weigh nothing and carry no penalty, so that leaving them out changes nothing.
     """
-    weight = blueprint.objective.reduction.weights(counted[prompts]).astype(jnp.float32)
+    weight = reduction.weights(counted[prompts]).astype(jnp.float32)
     alive = mask[prompts].any(-1, keepdims=True)
     return jnp.zeros(mask.shape, jnp.float32).at[prompts].set(jnp.where(alive, weight, 0))
 
@@ -336,18 +354,23 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
 
 
 def _rollout_metrics(
-    blueprint: Blueprint, rollouts: Rollouts, live: Array, advantage: Array, mask: Array
+    weights: Mapping[str, float] | None,
+    summed_rewards: dict[str, Array],
+    draws: bool,
+    rollouts: Rollouts,
+    live: Array,
+    advantage: Array,
+    mask: Array,
 ) -> Metrics:
     """Metrics of rewards and completions, under TRL's names if TRL has one."""
-    tokens, weights = rollouts.token_mask, blueprint.reward_weights
-    summed_rewards = diagnostics.as_summed(rollouts.rewards, weights, blueprint.chain)
+    tokens = rollouts.token_mask
     metrics: Metrics = {
         "live_samples": mean(live),
         "live_groups": mean(live.any(-1)),
         "live_tokens": mean(live[..., None], tokens),
         "sampling/not_finite": mean(~jnp.isfinite(rollouts.behavior_logp), tokens),
     }
-    if blueprint.sampling.temperature > 0:  # of the likeliest token alone there is no entropy
+    if draws:  # of the likeliest token alone there is no entropy
         metrics |= diagnostics.surprise_metrics(rollouts.behavior_logp, tokens)
     metrics |= diagnostics.advantage_metrics(advantage, mask, summed_rewards, weights)
     texts = rollouts.completion_tokens, tokens

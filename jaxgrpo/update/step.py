@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
-from jaxgrpo.losses import Tokens, token_loss
+from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import params_per_layer
+from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rollout import sampler as sampling
@@ -29,6 +29,7 @@ from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import Rounding
 from jaxgrpo.update.forward import (
     Blueprint,
+    Pass,
     as_computed,
     forward,
     full_params,
@@ -103,41 +104,47 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     if blueprint.has_two_meshes:
         model = decoder.build(model.config, constrain=sharding.constrain(mesh))
     sampler = share("sampler", lambda: sampling.make_sampler(model, blueprint.sampling, mesh))
-    program = share("update", lambda: _update_program(blueprint))
+    config, sampled = model.config, blueprint.sampling
+    dtypes = config.dtype, cache_dtype(sampled.kv_cache_dtype, config)
+    platform = blueprint.mesh.devices.flat[0].platform
+    rounding = functools.partial(expected_rounding, sampled.is_cut, dtypes, platform)
+    parts = blueprint.passes, blueprint.objective, blueprint.optimizer
+    skips = blueprint.on_no_live_sample == "skip"
+    program = share("update", lambda: _update_program(*parts, rounding, skips))
     preparer = Preparer(blueprint)
     return Steps(
         sample=functools.partial(sampling.sample, sampler),
         prepare=preparer.prepare,
         live_groups=preparer.live_groups,
         update=functools.partial(_update, program, blueprint.objective.anchors),
-        sync=_syncer(blueprint),
+        sync=_syncer(blueprint.model, blueprint.mesh, blueprint.samples_on),
         sampler=sampler,
         score=preparer.score,
         update_program=program,
     )
 
 
-def _syncer(blueprint: Blueprint) -> Sync:
+def _syncer(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> Sync:
     """Trained parameters as the sampler reads them: each layer's apart, cast and laid out for it.
 
     No stacked copy of them stays beside those, and none of them is an array that an update of the
     learner overwrites: what jitted functions return is not, nor are frozen weights.
     """
-    model, gathers = blueprint.model, blueprint.mesh.shape["fsdp"] > 1
+    gathers, moves = mesh.shape["fsdp"] > 1, sampling_mesh != mesh
     narrow = jnp.finfo(model.config.dtype).bits < 32
     apart = functools.partial(params_per_layer, model.config)
-    if not gathers and not narrow and not blueprint.has_two_meshes:
+    if not gathers and not narrow and not moves:
         return lambda learner: _copied(learner.trainable, apart(params_of(learner)))
     cast = functools.partial(as_computed, model)
-    if blueprint.has_two_meshes:
-        layouts = param_layout(blueprint), sampling_layout(blueprint)
+    if moves:
+        layouts = param_layout(model, mesh), sampling_layout(model, sampling_mesh)
         move = jax.jit(lambda params: jax.tree.map(moved, cast(params), *layouts))
         return lambda learner: apart(move(params_of(learner)))
     if model.config.lora is None or gathers:
-        layout = sampling_layout(blueprint)
+        layout = sampling_layout(model, sampling_mesh)
         sync = jax.jit(lambda params: apart(jax.lax.with_sharding_constraint(cast(params), layout)))
         return lambda learner: sync(params_of(learner))
-    cast_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
+    cast_adapters = jax.jit(cast, out_shardings=trained_layout(model, mesh))
     return lambda learner: apart(full_params(cast_adapters(learner.trainable), learner.frozen))
 
 
@@ -171,21 +178,31 @@ def _update(
     return learner, functools.reduce(_merge, measured) | last
 
 
-def _update_program(blueprint: Blueprint) -> Any:
+def _update_program(
+    settings: Pass,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    rounding: Callable[[], Rounding | None],
+    skips: bool,
+) -> Any:
     """One optimizer step on the gradient of a whole batch.
 
-    Without a live sample the optimizer steps with a gradient of 0, or, where `on_no_live_sample` is
-    "skip", only its schedule advances. If gradient, loss, log-probs or entropy are not finite, it
+    Without a live sample the optimizer steps with a gradient of 0, or, with `skips`, only its
+    schedule advances. If gradient, loss, log-probs or entropy are not finite, it
     stays as it is. Both are counted and change nothing that penalties remember. The norm of the
     parameters is taken before and after: it is not finite if one of them is not.
     """
 
+    model, mesh = settings.model, settings.mesh
+
     def run(
         trainable: Params, opt_state: Any, objective_state: Any, anchors: Any, batch: TrainBatch
     ):
-        compute_loss = functools.partial(_loss, blueprint, objective_state, anchors)
-        measure = functools.partial(_measure, blueprint, objective_state)
-        loss, grads, metrics = _accumulate(compute_loss, measure, blueprint, trainable, batch)
+        compute_loss = functools.partial(_loss, settings, objective, objective_state, anchors)
+        measure = functools.partial(_measure, objective, rounding, objective_state)
+        head = head_sums(model, mesh, objective.per_token)
+        functions = compute_loss, measure
+        loss, grads, metrics = _accumulate(*functions, model, mesh, head, trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
         totals = [metrics[name].total for name in FINITE]
         finite = jnp.isfinite(jnp.stack([norm, loss, *totals])).all()
@@ -194,17 +211,17 @@ def _update_program(blueprint: Blueprint) -> Any:
         old = trainable, opt_state, objective_state
 
         def skip(_):
-            stepped = blueprint.optimizer.update(grads, opt_state, trainable)[1]
+            stepped = optimizer.update(grads, opt_state, trainable)[1]
             return trainable, copy_schedule(stepped, opt_state), objective_state
 
         def step(_):
-            updates, new_state = blueprint.optimizer.update(grads, opt_state, trainable)
-            observed = blueprint.objective.observe(objective_state, metrics)
+            updates, new_state = optimizer.update(grads, opt_state, trainable)
+            observed = objective.observe(objective_state, metrics)
             observed = _where(no_live, objective_state, observed)  # nothing was measured
             return optax.apply_updates(trainable, updates), new_state, observed
 
         branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
-        if blueprint.on_no_live_sample == "skip":
+        if skips:
             branches, way = [*branches, skip], jnp.where(finite & no_live, 2, way)
         new = jax.lax.switch(way, branches, None)
         weights_after = optax.tree_utils.tree_norm(new[0])
@@ -217,8 +234,9 @@ def _update_program(blueprint: Blueprint) -> Any:
         growth = {"weights/growth": maximum(weights_after / weights_before)}
         return *new, metrics | {name: mean(value) for name, value in measured.items()} | growth
 
-    replicated = sharding.replicated(blueprint.mesh)
-    layout = (trained_layout(blueprint), opt_layout(blueprint), replicated, replicated)
+    replicated = sharding.replicated(mesh)
+    layout = (trained_layout(model, mesh), opt_layout(model, mesh, optimizer))
+    layout = (*layout, replicated, replicated)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
@@ -229,7 +247,9 @@ def _where(condition: Array, first: Any, second: Any) -> Any:
 def _accumulate(
     compute_loss: Callable[..., Any],
     measure: Callable[..., Metrics],
-    blueprint: Blueprint,
+    model: Model,
+    mesh: Mesh,
+    head: tuple[Params, Params],
     trainable: Params,
     batch: TrainBatch,
 ):
@@ -238,29 +258,32 @@ def _accumulate(
     Over the axis "data", across which a network may be slow, gradients are added up after the loop,
     once; over "fsdp" in each micro-batch, since each device has room for its part of them only. Of
     the head each bin has its whole gradient anyway, and it is added up after the loop too.
+
+    Args:
+      head: `head_sums`.
     """
-    first, layout = jnp.int32(0), trained_layout(blueprint)
-    if blueprint.mesh.shape["data"] > 1:
+    first, layout = jnp.int32(0), trained_layout(model, mesh)
+    if mesh.shape["data"] > 1:
         layout = jax.tree.map(sharding.layout_per_part, layout)
     # Jitted so that it is traced once, for its shapes and for the loop.
     run_micro_batch = jax.jit(
-        functools.partial(_micro_batch, compute_loss, measure, blueprint.mesh), inline=True
+        functools.partial(_micro_batch, compute_loss, measure, mesh), inline=True
     )
 
     def body(index: Array, carry):
-        loss, grads, metrics, head = run_micro_batch(trainable, batch, index, carry[3])
+        loss, grads, metrics, head_carry = run_micro_batch(trainable, batch, index, carry[3])
         summed = jax.tree.map(jnp.add, carry[1], grads)
-        return carry[0] + loss, summed, merge(carry[2], metrics), head
+        return carry[0] + loss, summed, merge(carry[2], metrics), head_carry
 
     def zeros(leaf: Any, layout: Any) -> Array:
         wide = jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
         return jax.lax.with_sharding_constraint(wide, layout)
 
-    head = jax.tree.map(zeros, *head_sums(blueprint))
-    loss, grads, metrics, _ = jax.eval_shape(run_micro_batch, trainable, batch, first, head)
-    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics), head
-    loss, grads, metrics, head = jax.lax.fori_loop(first, batch.num_live, body, start)
-    return loss, _over_devices(blueprint, grads, head), metrics
+    sums = jax.tree.map(zeros, *head)
+    loss, grads, metrics, _ = jax.eval_shape(run_micro_batch, trainable, batch, first, sums)
+    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics), sums
+    loss, grads, metrics, sums = jax.lax.fori_loop(first, batch.num_live, body, start)
+    return loss, _over_devices(model, mesh, grads, sums), metrics
 
 
 def _micro_batch(
@@ -287,10 +310,10 @@ def _micro_batch(
     return loss.sum(), grads, measure(micro, logp, fields), head
 
 
-def _over_devices(blueprint: Blueprint, grads: Params, head: Params) -> Params:
+def _over_devices(model: Model, mesh: Mesh, grads: Params, head: Params) -> Params:
     """Gradients whole, laid out as the parameters: what the loop left apart is added up."""
-    layout = trained_layout(blueprint)
-    if blueprint.mesh.shape["data"] > 1:
+    layout = trained_layout(model, mesh)
+    if mesh.shape["data"] > 1:
         grads = jax.tree.map(
             lambda leaf, layout: jax.lax.with_sharding_constraint(leaf.sum(0), layout),
             grads,
@@ -302,23 +325,24 @@ def _over_devices(blueprint: Blueprint, grads: Params, head: Params) -> Params:
     return grads
 
 
-def expected_rounding(blueprint: Blueprint) -> Rounding | None:
-    """The entry of ROUNDING for a run; None where its samples come from a cut distribution."""
-    sampling = blueprint.sampling
-    if sampling.is_cut:  # they differ by the probability that was cut
+def expected_rounding(is_cut: bool, dtypes: Collection[str], platform: str) -> Rounding | None:
+    """The entry of ROUNDING for a run; None where its samples come from a cut distribution.
+
+    Args:
+      dtypes: of the model, and of the keys and values that the sampler keeps.
+    """
+    if is_cut:  # they differ by the probability that was cut
         return None
     # Accelerators multiply float32 in fewer bits unless JAX is set otherwise.
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     exact = precision in ("highest", "float32")
-    on_cpu = blueprint.mesh.devices.flat[0].platform == "cpu"
-    config = blueprint.model.config
-    dtypes = (config.dtype, cache_dtype(sampling.kv_cache_dtype, config))
     narrow = any(jnp.finfo(dtype).bits < 32 for dtype in dtypes)
-    return ROUNDING["float32" if not narrow and (exact or on_cpu) else "bfloat16"]
+    return ROUNDING["float32" if not narrow and (exact or platform == "cpu") else "bfloat16"]
 
 
 def _loss(
-    blueprint: Blueprint,
+    settings: Pass,
+    objective: Objective,
     objective_state: dict[str, Any],
     anchors: dict[str, Params],
     trainable: Params,
@@ -330,34 +354,35 @@ def _loss(
     Args:
       by_bin: the micro-batch, and what it adds the head's gradient to, if anything: `head_sums`.
     """
-    objective, (micro, head) = blueprint.objective, by_bin
+    micro, head = by_bin
     params = full_params(trainable, anchors)
     if objective.per_token:
         sums = next(iter(head.values()), None)
-        arguments = (blueprint, params, micro, objective_state, fullest, sums)
+        arguments = (settings, objective, params, micro, objective_state, fullest, sums)
         loss, logp, fields, sums = loss_of_tokens(*arguments)
         return loss, (logp, fields, dict.fromkeys(head, sums))
     reference = anchors.get("reference")
     reference = None if reference is None else full_params(reference, anchors)
-    outputs = forward(blueprint, params, micro, objective.entropy, reference, fullest)
+    outputs = forward(settings, params, micro, objective.entropy, reference, fullest)
     tokens = _tokens(micro, *outputs)
     per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
     return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), (*outputs, head)
 
 
 def _measure(
-    blueprint: Blueprint,
+    objective: Objective,
+    rounding: Callable[[], Rounding | None],
     objective_state: dict[str, Any],
     micro: TrainBatch,
     logp: Array,
     fields: dict[str, Array],
 ) -> Metrics:
     """The metrics of a micro-batch, from what its pass found."""
-    objective, tokens = blueprint.objective, _tokens(micro, logp, fields)
+    tokens = _tokens(micro, logp, fields)
     _, metrics = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
     behavior, sampled_now = micro.fields["behavior_logp"], micro.fields["sampled_now"]
     agreement = diagnostics.agreement_metrics(
-        tokens.logp, behavior, micro.mask, sampled_now, expected_rounding(blueprint)
+        tokens.logp, behavior, micro.mask, sampled_now, rounding()
     )
     # An entropy term reports the entropy itself, which then replaces ours.
     return {"entropy": mean(fields["policy_entropy"], micro.mask)} | agreement | metrics

@@ -89,7 +89,7 @@ def model_bytes(context: int, remat: decoder.Remat) -> int:
     )
 
     def loss(params, micro):
-        return forward(blueprint, params, micro)[0].sum()
+        return forward(blueprint.passes, params, micro)[0].sum()
 
     return temporary_bytes(jax.value_and_grad(loss), blueprint.model.shapes, micro)
 

@@ -101,7 +101,7 @@ def run(
         mesh=mesh,
         kernel=kernel,
     )
-    params = jax.device_put(params, param_layout(blueprint))
+    params = jax.device_put(params, param_layout(blueprint.model, blueprint.mesh))
     learner = first_learner(blueprint, params, PROMPTS, ("reward",))
     return Run(family, blueprint, build_steps(blueprint), Preparer(blueprint), learner)
 

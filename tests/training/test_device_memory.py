@@ -97,7 +97,7 @@ def test_what_decoding_takes_covers_what_xla_plans_and_little_more(
         sampling=sharded.sampling._replace(slots=slots, kv_cache_dtype=kv_cache_dtype)
     )
     sampler = make_sampler(sharded.model, sharded.sampling, sharded.mesh)
-    params = on(param_layout(sharded, sharding.SAMPLING), sharded.model.shapes)
+    params = on(param_layout(sharded.model, sharded.mesh, sharding.SAMPLING), sharded.model.shapes)
     split = jax.jit(sampler.split).lower(params).compile()
     params = on(split.output_shardings, jax.eval_shape(sampler.split, params))
     prompts = tiny.prompts(LONG.num_prompts, LONG.max_prompt_tokens)
@@ -124,11 +124,14 @@ def test_what_decoding_takes_covers_what_xla_plans_and_little_more(
 
 def test_what_an_update_takes_is_what_xla_plans(sharded):
     program = build_steps(sharded).update_program
-    params = on(param_layout(sharded), sharded.model.shapes)
-    opt_state = on(opt_layout(sharded), jax.eval_shape(sharded.optimizer.init, params))
+    params = on(param_layout(sharded.model, sharded.mesh), sharded.model.shapes)
+    opt_state = on(
+        opt_layout(sharded.model, sharded.mesh, sharded.optimizer),
+        jax.eval_shape(sharded.optimizer.init, params),
+    )
     small: Any = {"step": None, "advantage_state": (), "frozen": {}}
     learner = Learner(trainable=params, opt_state=opt_state, **small)
-    planned = memory.plan(program, sharded, learner)
+    planned = memory.plan(program, sharded.geometry, sharded.objective, sharded.mesh, learner)
     counted = memory.count(sharded, ())._replace(update=planned)
     shard = sum(leaf.size for leaf in jax.tree.leaves(params)) * 4 / 2
     assert counted.parameters == pytest.approx(shard, rel=0.05)  # norms are on every device

@@ -184,7 +184,9 @@ def test_no_gradient_of_a_weight_is_computed(tmp_path):
     def products(**changes):
         """The shapes of all products of the update's program."""
         run = setup(small_run.config(tmp_path / "run", **changes))
-        arguments = memory.update_arguments(run.blueprint, run.learner)
+        arguments = memory.update_arguments(
+            run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh, run.learner
+        )
         text = run.steps.update_program.lower(*arguments).compile().as_text()
         return set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
 
@@ -251,7 +253,7 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
 def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     changes = {**LORA, "model.dtype": "bfloat16"}
     run = setup(small_run.config(tmp_path / "run", **changes))
-    policies = memory.method_policies(run.blueprint)
+    policies = memory.method_policies(run.blueprint.chain, run.blueprint.objective)
     assert policies == ["reference"]
     counted = memory.count(run.blueprint, policies)
 

@@ -161,11 +161,18 @@ def test_what_a_sync_brings_is_counted(tmp_path):
     two = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": 4})).blueprint
     alone = setup(config(tmp_path / "r", {"data": 4})).blueprint
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(single.model.shapes))
-    assert memory.sync_bytes(alone) == 0
+    assert memory.sync_bytes(alone.model, alone.mesh, alone.samples_on) == 0
     # Three quarters of what fsdp has divided come from others; norms of heads are everywhere.
-    assert 0.7 * total < memory.sync_bytes(single) <= 0.75 * total
-    assert 0.17 * total < memory.sync_bytes(two) <= 0.19 * total
-    bytes_ = memory.weights_to_sample(single), memory.weights_to_sample(two)
+    assert (
+        0.7 * total
+        < memory.sync_bytes(single.model, single.mesh, single.samples_on)
+        <= 0.75 * total
+    )
+    assert 0.17 * total < memory.sync_bytes(two.model, two.mesh, two.samples_on) <= 0.19 * total
+    bytes_ = (
+        memory.weights_to_sample(single.model, single.mesh, single.samples_on),
+        memory.weights_to_sample(two.model, two.mesh, two.samples_on),
+    )
     blocks = sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(single.model.shapes["blocks"])
     )

@@ -16,6 +16,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.training.records import alarms
@@ -125,6 +126,12 @@ def test_the_drift_of_samples_of_an_older_policy_is_no_disagreement():
     # What is not finite is no drift: the update is skipped, whoever sampled it.
     broken = dataclasses.replace(mixed, behavior_logp=drifted.at[2, 3, 0].set(jnp.nan))
     assert updated(steps, learner, broken)["skipped_updates/not_finite"] == 1
+
+
+def explained(blueprint):
+    config, sampling = blueprint.model.config, blueprint.sampling
+    dtypes = config.dtype, cache_dtype(sampling.kv_cache_dtype, config)
+    return expected_rounding(sampling.is_cut, dtypes, "cpu")
 
 
 def test_what_rounding_explains_depends_on_the_precision_and_on_the_cut():

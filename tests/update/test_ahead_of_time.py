@@ -100,7 +100,10 @@ def test_prefill_and_decoding_compile(blueprint):
 def test_the_update_compiles_and_donates_its_state(blueprint):
     update = build_steps(blueprint).update_program
     params = parameters(blueprint)
-    opt_state = with_layout(jax.eval_shape(blueprint.optimizer.init, params), opt_layout(blueprint))
+    opt_state = with_layout(
+        jax.eval_shape(blueprint.optimizer.init, params),
+        opt_layout(blueprint.model, blueprint.mesh, blueprint.optimizer),
+    )
     batch = jax.eval_shape(functools.partial(_batch, blueprint))
     batch = placed(blueprint.mesh, batch, None, "bins", None, None)
     program = compiled(update, params, opt_state, {}, {}, batch)

@@ -59,8 +59,13 @@ def program(**sizes: int) -> str:
             layout,
         )
 
-    params = on(param_layout(blueprint), blueprint.model.shapes, jnp.float32)  # as they are trained
-    opt_state = on(opt_layout(blueprint), jax.eval_shape(blueprint.optimizer.init, params))
+    params = on(
+        param_layout(blueprint.model, blueprint.mesh), blueprint.model.shapes, jnp.float32
+    )  # as they are trained
+    opt_state = on(
+        opt_layout(blueprint.model, blueprint.mesh, blueprint.optimizer),
+        jax.eval_shape(blueprint.optimizer.init, params),
+    )
     batch = packing.abstract_batch(blueprint.geometry, ())
     names = jax.tree.map(
         lambda leaf: sharding.named(mesh, *(None, "bins", None, None)[: leaf.ndim]), batch

@@ -37,7 +37,11 @@ def lowered(tmp_path):
         changes = {"model.path": str(folder), "train.remat": remat}
         run = setup(small_run.config(tmp_path / "run", **changes))
         assert run.inputs.pretrained.model.config.num_layers == layers
-        return run.steps.update_program.lower(*memory.update_arguments(run.blueprint, run.learner))
+        return run.steps.update_program.lower(
+            *memory.update_arguments(
+                run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh, run.learner
+            )
+        )
 
     return lower
 

@@ -200,7 +200,10 @@ def test_the_sequence_may_be_split_over_devices(sizes):
             sampling=SamplingSettings(4, 8, 0.8, (tiny.END,), tiny.PAD),
             mesh=grid,
         )
-        steps, layout = build_steps(step_blueprint), param_layout(step_blueprint)
+        steps, layout = (
+            build_steps(step_blueprint),
+            param_layout(step_blueprint.model, step_blueprint.mesh),
+        )
         params = jax.device_put(tiny.params(), layout)
         learner = first_learner(step_blueprint, params, 8, ("reward",))
         before = jax.tree.map(np.asarray, learner.trainable)

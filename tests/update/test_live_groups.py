@@ -115,7 +115,9 @@ def test_where_a_recipe_reads_a_pass_groups_are_judged_behind_it_and_trained_on_
     fields = {FORCED: forced, THOUGHT: thoughts, MASK: np.ones((P, 2), bool)}
     rollouts = rewarded_rollouts(FLAT, fields=fields, token_mask=np.ones((P, G, T), bool))
     preparer = build_preparer(advantages.build("dro_r3", {"drop": 0.0, "weights": {"reward": 0.0}}))
-    params = jax.device_put(tiny.params(), param_layout(preparer.blueprint))
+    params = jax.device_put(
+        tiny.params(), param_layout(preparer.blueprint.model, preparer.blueprint.mesh)
+    )
     learner = first_learner(preparer.blueprint, params, 8, ("reward",))
     live = preparer.live_groups(learner, rollouts)
     assert live.tolist() == [True, False, True, False]

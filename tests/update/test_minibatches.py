@@ -76,7 +76,7 @@ def on_policy(rewards="mixed"):
 def stepped(rewards="mixed", number=None, **options):
     """(prepared, parameters afterwards, metrics, steps) of one step, or its first updates."""
     blueprint, steps = built(**options)
-    params = jax.device_put(tiny.params(WIDE), param_layout(blueprint))
+    params = jax.device_put(tiny.params(WIDE), param_layout(blueprint.model, blueprint.mesh))
     learner = first_learner(blueprint, params, 8, ("reward",))
     learner, prepared = steps.prepare(learner, on_policy(rewards))
     after, metrics = steps.update(learner, prepared.batches[:number])

@@ -61,7 +61,7 @@ def trained(
         on_no_live_sample=on_no_live_sample,
     )
     steps = build_steps(blueprint)
-    params = jax.device_put(tiny.params(WIDE), param_layout(blueprint))
+    params = jax.device_put(tiny.params(WIDE), param_layout(blueprint.model, blueprint.mesh))
     learner = first_learner(blueprint, params, 8, ("reward",))
     yield jax.tree.map(np.asarray, (learner.trainable, learner.opt_state)), None
     for rewards in REWARDS:

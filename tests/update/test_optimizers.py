@@ -49,14 +49,17 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use, state_dtype):
         sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
     )
-    params = jax.device_put(tiny.params(), param_layout(blueprint))
-    layout = opt_layout(blueprint)
+    params = jax.device_put(tiny.params(), param_layout(blueprint.model, blueprint.mesh))
+    layout = opt_layout(blueprint.model, blueprint.mesh, blueprint.optimizer)
     state = jax.jit(blueprint.optimizer.init, out_shardings=layout)(params)
     large = max(jax.tree.leaves(state), key=lambda leaf: leaf.size)
     share = large.addressable_shards[0].data.size / large.size
     assert use == "adafactor" or share == 1 / 2  # of fsdp
     if use == "muon":
-        step = jax.jit(blueprint.optimizer.update, out_shardings=(param_layout(blueprint), layout))
+        step = jax.jit(
+            blueprint.optimizer.update,
+            out_shardings=(param_layout(blueprint.model, blueprint.mesh), layout),
+        )
         updates, after = step(params, state, params)
         assert jax.tree.structure(after) == jax.tree.structure(state)
         alone = jax.jit(blueprint.optimizer.update)(

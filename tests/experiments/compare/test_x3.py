@@ -89,9 +89,11 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     blueprint, steps = setup.build_method(
         config, base, inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     )
-    counted = memory.count(blueprint, memory.method_policies(blueprint))
-    assert (counted.copies, memory.method_policies(blueprint)) == (0, [])
-    adapters, weights = lora.split(_placed(base.model.shapes, param_layout(blueprint)))
+    counted = memory.count(blueprint, memory.method_policies(blueprint.chain, blueprint.objective))
+    assert (counted.copies, memory.method_policies(blueprint.chain, blueprint.objective)) == (0, [])
+    adapters, weights = lora.split(
+        _placed(base.model.shapes, param_layout(blueprint.model, blueprint.mesh))
+    )
     # Each layer has 64 (inputs + outputs) numbers per map: 2 of 4096 + 4096, 2 of 4096 + 1024 and
     # 3 of 4096 + 14336.
     number = sum(leaf.size for leaf in jax.tree.leaves(adapters))
@@ -103,7 +105,10 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     assert counted.frozen == pytest.approx(2 * 8_030_261_248 / 16, rel=1e-2)
     assert counted.peak < 16 << 30
     adapters = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), adapters)
-    moments = _placed(jax.eval_shape(blueprint.optimizer.init, adapters), opt_layout(blueprint))
+    moments = _placed(
+        jax.eval_shape(blueprint.optimizer.init, adapters),
+        opt_layout(blueprint.model, blueprint.mesh, blueprint.optimizer),
+    )
     batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
     arguments = (adapters, moments, {}, {WEIGHTS: weights}, batch)
     lowered = steps.update_program.trace(*arguments).lower(lowering_platforms=("tpu",))
