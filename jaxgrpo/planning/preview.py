@@ -82,7 +82,9 @@ def dry_run(config: Config, resume: bool = False) -> None:
     memory.refuse_too_large(needed, pretrained.mesh)
 
 
-def _sizes(rollout: RolloutKeys, train: TrainKeys, blueprint: Blueprint) -> dict[str, str]:
+def _sizes(
+    rollout: RolloutKeys, train: TrainKeys, geometry: Geometry, slots: int
+) -> dict[str, str]:
     """How large a step and an update are."""
     return {
         "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "

@@ -355,7 +355,7 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
 
 def _rollout_metrics(
     weights: Mapping[str, float] | None,
-    summed_rewards: dict[str, Array],
+    summed_rewards: Mapping[str, Array],
     draws: bool,
     rollouts: Rollouts,
     live: Array,
