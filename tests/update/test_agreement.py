@@ -136,8 +136,8 @@ def explained(blueprint):
 
 def test_what_rounding_explains_depends_on_the_precision_and_on_the_cut():
     narrow = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
-    assert expected_rounding(blueprint()) == ROUNDING["float32"]
-    assert expected_rounding(blueprint(narrow)) == ROUNDING["bfloat16"]
-    assert expected_rounding(blueprint(kv_cache_dtype="bfloat16")) == ROUNDING["bfloat16"]
-    assert expected_rounding(blueprint(top_k=3)) is None
-    assert expected_rounding(blueprint(top_p=0.9)) is None
+    assert explained(blueprint()) == ROUNDING["float32"]
+    assert explained(blueprint(narrow)) == ROUNDING["bfloat16"]
+    assert explained(blueprint(kv_cache_dtype="bfloat16")) == ROUNDING["bfloat16"]
+    assert explained(blueprint(top_k=3)) is None
+    assert explained(blueprint(top_p=0.9)) is None
