@@ -369,8 +369,9 @@ def _data(values: Values) -> Iterator[str]:
             f"model.family = {show(family)}: expected a family of your own, "
             '"path/file.py:family"; leave it out for one that is built in'
         )
-    elif family is not None and (file := named_file(family)) and not os.path.isfile(file):
-        yield f"model.family: there is no file {file}, named by {family!r}"
+    for where in ("model.family", "eval.scorer"):
+        if (file := named_file(values.get(where) or "")) and not os.path.isfile(file):
+            yield f"{where}: there is no file {file}, named by {values[where]!r}"
     delimiter = values.get("data.delimiter", ",")
     if len(delimiter) != 1 or delimiter in '"\r\n':
         yield (

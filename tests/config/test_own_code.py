@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import minimal_config
 import pytest
 
+from jaxgrpo.config.files import from_dict
 from jaxgrpo.config.own_code import (
     find_source,
     is_reference,
@@ -15,7 +17,7 @@ from jaxgrpo.config.own_code import (
     short_name,
     with_imports,
 )
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import ConfigError, InputError
 
 
 @pytest.fixture
@@ -145,3 +147,21 @@ def test_the_source_of_a_module_is_found_without_importing_it(tmp_path, monkeypa
     transformers = find_source("transformers.models.auto:x")
     assert transformers is not None
     assert with_imports([transformers]) == (transformers,)  # installed: not followed
+
+
+def test_own_code_that_a_config_names_lies_beside_it(tmp_path):
+    named = {
+        "eval": {"scorer": "mine.py:score"},
+        "rewards": [{"use": "mine.py:score"}],
+        "loss": {"surrogate": {"use": "mine.py:score"}},
+        "recipe": "mine.py:score",
+        "model": {"path": "./base", "family": "mine.py:score"},
+    }
+    with pytest.raises(ConfigError) as refused:
+        from_dict(minimal_config.tables(**named), source=tmp_path / "run.toml")
+    assert sum("there is no file" in problem for problem in refused.value.problems) == 5
+    (tmp_path / "mine.py").touch()
+    config = from_dict(minimal_config.tables(**named), source=tmp_path / "run.toml")
+    expected = f"{tmp_path}/mine.py:score"
+    uses = config.rewards[0].use, config.loss.surrogate["use"], config.recipe
+    assert {config.eval.scorer, config.model.family, *uses} == {expected}
