@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -52,7 +51,8 @@ class Collector:
     mixture: Mixture | None  # of the rows, where they are from several sources
     num_rows: int
     max_steps: int  # of the run, for the rewards' `trainer_state`
-    early_judge: Judge | None  # judges groups that have ended while others decode; None: none
+    early_judge: Judge | None
+    """judges groups that have ended while others decode, as `sample` then tells; None: none"""
     max_rounds: int | None  # of `rollout.refill`; None: groups are not replaced
 
     def collect(
@@ -125,10 +125,9 @@ class Collector:
     def _sample(
         self, params: Params, prompts: Prompts, key: np.ndarray
     ) -> tuple[Rollouts, Sequence[Judged]]:
-        """Samples, and where the engine can tell, what was judged before it ended."""
+        """Samples, and what was judged before their end."""
         sample = self.source.sample
-        tells = "finished" in inspect.signature(sample).parameters
-        if self.early_judge is None or not tells:
+        if self.early_judge is None:
             return sample(params, prompts, key), []
         progress = rollout_progress(prompts, self.num_rows, self.max_steps)
         return sample_and_judge(sample, params, prompts, key, self.early_judge, progress)

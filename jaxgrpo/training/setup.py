@@ -276,7 +276,8 @@ def make_collector(
     """
     rows = run_inputs.prompts.rows
     judge = make_judge(run_inputs.pretrained.tokenizer, rewards, rows)
-    judges_early = rollout.overlap_rewards and bool(judge.per_sample)
+    # Saved rollouts have ended all at once.
+    judges_early = rollout.overlap_rewards and judge.per_sample and not run_inputs.replay
     return Collector(
         source=source,
         mesh=blueprint.mesh,

@@ -72,7 +72,7 @@ def share_nothing(name: str, make: Callable[[], Any]) -> Any:
 
 Sample = Callable[..., Rollouts]
 """(params, prompts, key, finished=None) -> Rollouts, as `jaxgrpo.rollout.sampler.sample`. Another
-engine may stand in its place; without `finished` rewards wait until it has ended."""
+engine may stand in its place; `finished` is given only where rewards judge before its end."""
 Prepare = Callable[[Learner, Rollouts], tuple[Learner, Prepared]]
 Update = Callable[[Learner, Sequence[TrainBatch]], tuple[Learner, Metrics]]
 Sync = Callable[[Learner], Params]
