@@ -114,14 +114,12 @@ def write_samples(
     changes = _changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
-    if not (overwrite or config.data.template_time):
-        config = config.at_time(process.broadcast(lambda: _begun_at(out)))
+    config = config.at_time(config.data.template_time or _first_time(out, overwrite))
     console = Console(highlight=False)
     policy, prompt_data = find_policy(console, config, rows)
     questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS, temperature=temperature)
-    settings = fingerprints.config_facts(policy.config)
-    facts = {"--samples": samples, "--temperature": temperature, **_facts(settings, questions)}
+    facts = {"--samples": samples, "--temperature": temperature, **_facts(policy, questions)}
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
@@ -338,6 +336,11 @@ def _changes(
     }
 
 
+def _first_time(out: str, overwrite: bool) -> str | None:
+    """`_begun_at`, the same in all processes; None where the file begins again."""
+    return None if overwrite else process.broadcast(lambda: _begun_at(out))
+
+
 def _begun_at(out: str) -> str | None:
     """The time that the chat template wrote for the rows of a file, if it wrote one."""
     file = SampleFile(out)
@@ -348,12 +351,9 @@ def _begun_at(out: str) -> str | None:
         return None
 
 
-def _facts(settings: Mapping[str, Any], questions: Questions) -> dict[str, Any]:
-    """What samples depend on beside the options, as JSON values.
-
-    Args:
-      settings: `fingerprints.config_facts` of the policy's config.
-    """
+def _facts(policy: StoredPolicy, questions: Questions) -> dict[str, Any]:
+    """What samples depend on beside the options, as JSON values."""
+    settings = fingerprints.config_facts(policy.config)
     keys = {name: value for name, value in settings.items() if name.startswith(ACT)}
     model = fingerprints.checksum([json.dumps(keys.pop("model.path")).encode()])
     return {

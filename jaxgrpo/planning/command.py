@@ -55,20 +55,19 @@ def main(
     console = Console(highlight=False, quiet=as_json)
     settings, began = files.load(config, overrides), time.monotonic()
     chips = _topology(settings.plan, topology, slices)
-    is_other = topology is not None or slices is not None
-    settings, run, changes = _run_on(console, settings, chips, chooses=is_other)
+    chooses = (topology, slices) != (None, None)
+    settings, run, changes = _run_on(console, settings, chips, chooses)
     forecast = plan.by_formula(run, chips)
     report.show_formula(console, forecast)
     run_plan = forecast if forecast.problem else plan.plan(run, chips, dump=dump, telling=_telling)
     report.show_compiled(console, run_plan)
-    remedies = []
+    remedies, fitting = [], advice.Search(settings, chips)
     if not run_plan.fits:
         with _telling("looking for what fits"):
-            since = began if forecast.problem else time.monotonic()
-            near = advice.Search(settings, chips).remedies(since)
+            near = fitting.remedies(began if forecast.problem else time.monotonic())
         remedies = [candidate.behind(changes) for candidate in near]
         report.show_remedies(console, remedies)
-    searched = list(_search(console, advice.Search(settings, chips), changes)) if search else []
+    searched = list(_search(console, fitting, changes)) if search else []
     code = 0 if run_plan.fits else NO_FIT
     if not as_json:
         return code

@@ -209,21 +209,7 @@ def _update_program(
         weights_before = optax.tree_utils.tree_norm(trainable)
         no_live = batch.num_live == 0
         old = trainable, opt_state, objective_state
-
-        def skip(_):
-            stepped = optimizer.update(grads, opt_state, trainable)[1]
-            return trainable, copy_schedule(stepped, opt_state), objective_state
-
-        def step(_):
-            updates, new_state = optimizer.update(grads, opt_state, trainable)
-            observed = objective.observe(objective_state, metrics)
-            observed = _where(no_live, objective_state, observed)  # nothing was measured
-            return optax.apply_updates(trainable, updates), new_state, observed
-
-        branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
-        if skips:
-            branches, way = [*branches, skip], jnp.where(finite & no_live, 2, way)
-        new = jax.lax.switch(way, branches, None)
+        new = _take(optimizer, objective, skips, old, grads, metrics, finite, no_live)
         weights_after = optax.tree_utils.tree_norm(new[0])
         measured = {"loss": loss, "grad_norm": norm, "weights/norm": weights_after}
         measured |= {
@@ -238,6 +224,35 @@ def _update_program(
     layout = (trained_layout(model, mesh), opt_layout(model, mesh, optimizer))
     layout = (*layout, replicated, replicated)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
+
+
+def _take(
+    optimizer: optax.GradientTransformation,
+    objective: Objective,
+    skips: bool,
+    old: tuple[Params, Any, Any],
+    grads: Params,
+    metrics: Metrics,
+    finite: Array,
+    no_live: Array,
+) -> tuple[Params, Any, Any]:
+    """Parameters, optimizer's and objective's state after the step; `old`, if it is not taken."""
+    trainable, opt_state, objective_state = old
+
+    def skip(_):
+        stepped = optimizer.update(grads, opt_state, trainable)[1]
+        return trainable, copy_schedule(stepped, opt_state), objective_state
+
+    def step(_):
+        updates, new_state = optimizer.update(grads, opt_state, trainable)
+        observed = objective.observe(objective_state, metrics)
+        observed = _where(no_live, objective_state, observed)  # nothing was measured
+        return optax.apply_updates(trainable, updates), new_state, observed
+
+    branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
+    if skips:
+        branches, way = [*branches, skip], jnp.where(finite & no_live, 2, way)
+    return jax.lax.switch(way, branches, None)
 
 
 def _where(condition: Array, first: Any, second: Any) -> Any:
