@@ -291,9 +291,8 @@ def code_lines(source: str) -> int:
     for node in ast.walk(ast.parse(source)):
         statements = getattr(node, "body", None)
         for statement in statements if isinstance(statements, list) else ():
-            value = getattr(statement, "value", None)
-            is_text = isinstance(statement, ast.Expr) and isinstance(value, ast.Constant)
-            if is_text and isinstance(value.value, str):
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 documented |= {*range(statement.lineno, (statement.end_lineno or 0) + 1)}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

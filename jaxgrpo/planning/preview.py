@@ -28,6 +28,7 @@ from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts, show_config
 from jaxgrpo.training.records.folder import refuse_unusable
+from jaxgrpo.update.packing import Geometry
 
 
 def dry_run(config: Config, resume: bool = False) -> None:

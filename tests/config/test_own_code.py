@@ -163,5 +163,5 @@ def test_own_code_that_a_config_names_lies_beside_it(tmp_path):
     (tmp_path / "mine.py").touch()
     config = from_dict(minimal_config.tables(**named), source=tmp_path / "run.toml")
     expected = f"{tmp_path}/mine.py:score"
-    uses = config.rewards[0].use, config.loss.surrogate["use"], config.recipe
-    assert {config.eval.scorer, config.model.family, *uses} == {expected}
+    uses = [config.rewards[0].use, config.loss.surrogate["use"], config.recipe]
+    assert [config.eval.scorer, config.model.family, *uses] == [expected] * 5
