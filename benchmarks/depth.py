@@ -30,7 +30,7 @@ from benchmarks.programs import Program, decode_program, tpu_device, update_prog
 from benchmarks.workloads import PAD, Workload
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families
-from jaxgrpo.rollout.state import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 
 NARROW = {
     "vocab_size": 512,
@@ -55,7 +55,7 @@ def narrow(family: str, layers: int) -> ModelConfig:
 def compiled(program: str, config: ModelConfig, device: Any, remat: str) -> Program:
     if program == "update":
         return update_program(config, WORK, device, remat)
-    settings = SamplingSettings(WORK.samples, WORK.completion, 1.0, (), PAD)
+    settings = SamplingSettings(WORK.completion, 1.0, (), PAD)
     return decode_program(config, WORK, settings, device)
 
 

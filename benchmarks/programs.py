@@ -19,7 +19,11 @@ from benchmarks.workloads import PAD, Workload, build, make_prompts
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.planning import hlo
-from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler, sample
+from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.slots.programs import make_programs
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import opt_layout, param_layout
 from jaxgrpo.update.step import build_steps
@@ -132,15 +136,13 @@ def decode_program(
     """Compiles the decoding of a workload for one device, which need not be there."""
     mesh = sharding.make_mesh(devices=[device])
     model = decoder.build(config, constrain=sharding.constrain(mesh))
-    sampler = make_sampler(model, settings, mesh)
+    programs = make_programs(model, settings, mesh)
     layout = sharding.named(mesh)
-    params = placed(jax.eval_shape(sampler.split, model.shapes), layout)
-    prompts = make_prompts(work, config.vocab_size)
-    sizes = Sizes.for_prompts(settings, 1, *prompts.prompt_tokens.shape)
-    inputs = placed((prompts, np.zeros(2, np.uint32)), layout)
-    state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *inputs), layout)
-    arguments = (sizes.aligned(settings), params, state, placed(np.int32(0), layout))
-    program = Program.compile(sampler.decode, arguments, device)
+    params = placed(jax.eval_shape(programs.split, model.shapes), layout)
+    sizes = Sizes.for_prompts(settings.slots, 1, work.prompts, work.samples, work.longest)
+    state = placed(jax.eval_shape(functools.partial(programs.begin, sizes)), layout)
+    arguments = (sizes.aligned, params, state, placed(np.int32(0), layout))
+    program = Program.compile(programs.decode, arguments, device)
     return program._replace(cache_elements=max(leaf.size for leaf in jax.tree.leaves(state.memory)))
 
 
@@ -197,13 +199,13 @@ def late_compilations(work: Workload, steps: int, warm_up: int) -> int:
     The model is tiny; each step has other prompts, of other lengths.
     """
     model, params = build(deep_config(2), work.ragged)
-    settings = SamplingSettings(work.samples, work.completion, 1.0, work.stop_tokens, PAD, 8)
-    sampler = make_sampler(model, settings)
+    settings = SamplingSettings(work.completion, 1.0, work.stop_tokens, PAD, 8)
+    engine = SlotEngine(model, settings, width=work.longest)
     key = jax.random.key_data(jax.random.key(0))
 
     def run(step: int) -> None:
         prompts = make_prompts(work, model.config.vocab_size, seed=step, step=step)
-        jax.block_until_ready(sample(sampler, params, prompts, key))
+        draw(engine, params, prompts, key, work.samples).finish()
 
     for step in range(warm_up):
         run(step)

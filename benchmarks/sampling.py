@@ -54,11 +54,11 @@ from benchmarks.workloads import (
     model_config,
     qwen3_0p6b,
 )
-from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import sharding
-from jaxgrpo.rollout.judging import put_prompts
-from jaxgrpo.rollout.sampler import Sampler, make_sampler, sample, sample_counted
-from jaxgrpo.rollout.state import SamplingSettings
+from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.driver import SlotEngine
 
 SPLIT = ("S", "M")  # models split over the devices; logits of 151,936 tokens are slower so
 LIMITS = {"S/A": 1.8, "S/B": 3.2, "M/A": 1.5, "V/A": 6.0, "S/C": 5.0}  # theirs over ours
@@ -79,7 +79,7 @@ Pairs = Mapping[str, Sequence[Run]]
 
 
 def work_settings(work: Workload, slots: int) -> SamplingSettings:
-    settings = SamplingSettings(work.samples, work.completion, 1.0, work.stop_tokens, PAD)
+    settings = SamplingSettings(work.completion, 1.0, work.stop_tokens, PAD)
     return settings._replace(slots=slots)
 
 
@@ -93,27 +93,33 @@ class Ours:
         devices = jax.devices() if letter in SPLIT else jax.devices()[:1]
         self.mesh = sharding.make_mesh(tensor=len(devices), devices=devices)
         self.model, self.params = build(self.config, self.workload.ragged, self.mesh)
-        self.sampling = self.prepared(self.workload)
+        self.engine, self.prompts = self.engine_for(self.workload), self.prompts_for(self.workload)
         self.rollouts: Any = None  # of the last run
 
-    def prepared(self, work: Workload) -> tuple[Sampler, Params, Prompts]:
-        """What samples `work` with this model."""
-        prompts = put_prompts(self.mesh, make_prompts(work, self.config.vocab_size))
-        sampler = make_sampler(self.model, work_settings(work, self.slots), self.mesh)
-        return sampler, self.params, prompts
+    def prompts_for(self, work: Workload) -> Prompts:
+        return make_prompts(work, self.config.vocab_size)
+
+    def engine_for(self, work: Workload) -> SlotEngine:
+        settings = work_settings(work, self.slots)
+        return SlotEngine(self.model, settings, self.mesh, width=work.longest)
 
     def run(self, seed: int) -> Run:
         key = jax.random.key_data(jax.random.key(seed))
-        (self.rollouts, slot_steps), seconds = timed(sample_counted, *self.sampling, key)
-        tokens = int(np.asarray(self.rollouts.token_mask).sum())
-        return Run(seconds, tokens, int(slot_steps))
+        arguments = self.engine, self.params, self.prompts, key, self.workload.samples
+        self.rollouts, seconds = timed(draw_all, *arguments)
+        tokens = int(self.rollouts.token_mask.sum())
+        return Run(seconds, tokens, int(self.engine.slot_steps))
+
+
+def draw_all(*arguments: Any) -> Rollouts:
+    """As `rollout.batch.draw`, to the end."""
+    return draw(*arguments).finish()
 
 
 def rival(ours: Ours, console: Console) -> Transformers | None:
     """The peer with its faster cache, once it is seen to have our distribution."""
     try:
-        _, params, prompts = ours.sampling
-        peer = Transformers(ours.model, params, prompts, ours.workload)
+        peer = Transformers(ours.model, ours.params, ours.prompts, ours.workload)
     except (ImportError, RuntimeError) as error:
         console.print(f"transformers' models need torch for this device ({error}): left out")
         return None
@@ -222,7 +228,8 @@ def prompt_seconds(
         for length in (ours.workload.longest, 2):
             changes = {"samples": group, "completion": 1, "shortest": length, "longest": length}
             work = ours.workload._replace(**changes)
-            run = functools.partial(timed, sample, *ours.prepared(work), key)
+            arguments = ours.params, ours.prompts_for(work), key, group
+            run = functools.partial(timed, draw_all, ours.engine_for(work), *arguments)
             run()
             spent.append([run()[1] for _ in range(repeats)])
         long, short = map(np.median, spent)

@@ -26,9 +26,11 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.judging import put_prompts
-from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts
+from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
@@ -64,7 +66,7 @@ def make_blueprint(
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
         geometry=packing.make_geometry(sizes, mesh, tokens),
-        sampling=SamplingSettings(work.samples, work.completion, 1.0, (), 0, work.completion),
+        sampling=SamplingSettings(work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )
 
@@ -105,18 +107,21 @@ def main() -> None:
 
 def measure(blueprint: Blueprint, learner: Learner, repeats: int) -> dict[str, list[float]]:
     """Seconds of each phase, the first (compiling) step left out."""
-    steps, geometry = build_steps(blueprint), blueprint.geometry
+    steps, geometry, mesh = build_steps(blueprint), blueprint.geometry, blueprint.mesh
+    width, samples = geometry.max_prompt_tokens, geometry.group_size
+    engine = SlotEngine(blueprint.model, blueprint.sampling, mesh, width=width)
     rng = np.random.default_rng(0)
-    shape = (geometry.num_prompts, geometry.max_prompt_tokens)
+    shape = (geometry.num_prompts, width)
     order, key = np.arange(geometry.num_prompts), np.zeros(2, np.uint32)
     tokens = rng.integers(2, blueprint.model.config.vocab_size, shape)
-    prompts = put_prompts(blueprint.mesh, pad_prompts(list(tokens), shape[1], order, order, 0))
+    prompts = pad_prompts(list(tokens), width, order, order, 0)
     spent: dict[str, list[float]] = {"sample": [], "prepare": [], "update": [], "step": []}
     for step in range(repeats + 1):
-        rollouts, sample = timed(steps.sample, steps.sync(learner), prompts, key)
-        reward = rng.normal(size=(geometry.num_prompts, geometry.group_size)).astype(np.float32)
-        placed = sharding.put(reward, sharding.named(blueprint.mesh, "bins", None))
-        rollouts = dataclasses.replace(rollouts, rewards={"reward": placed})
+        drawing = draw(engine, steps.sync(learner), prompts, key, samples)
+        rollouts, sample = timed(drawing.finish)
+        reward: Any = rng.normal(size=(geometry.num_prompts, samples)).astype(np.float32)
+        rollouts = dataclasses.replace(rollouts, rewards={"reward": reward})
+        rollouts = put_prompts(mesh, rollouts)
         (learner, prepared), prepare = timed(steps.prepare, learner, rollouts)
         (learner, _), update = timed(steps.update, learner, prepared.batches)
         if step:

@@ -47,7 +47,7 @@ programs.keep_no_program_of_several_devices()
 
 # Loaded before the hook, so that trees of specs may stand in the data types: their fields hold
 # arrays, ShapeDtypeStructs, shardings.
-for data_types in ("jaxgrpo.core.types", "jaxgrpo.core.metrics", "jaxgrpo.rollout.state"):
+for data_types in ("jaxgrpo.core.types", "jaxgrpo.core.metrics", "jaxgrpo.rollout.slots.state"):
     importlib.import_module(data_types)
 
 

@@ -268,7 +268,7 @@ LINES = {
     "data": 1550,
     "models": 4650,
     "rewards": 1450,
-    "rollout": 1800,
+    "rollout": 2200,
     "update": 1600,
     "config": 1700,
     "evaluation": 650,

@@ -74,10 +74,9 @@ def sample(
     changes = {**overrides, **_changes(None, top_k, top_p, max_tokens)}
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
     console = Console(highlight=False)
-    policy, prompt_data = find_policy(console, config, rows)
+    policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
     questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
-    settings: dict[str, Any] = {"rounds": ROUNDS, "temperature": temperature}
-    ask = make_asker(policy, questions, samples, **settings)
+    ask = make_asker(policy, questions, samples, rounds=ROUNDS)
     with telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
@@ -116,9 +115,9 @@ def write_samples(
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _first_time(out, overwrite))
     console = Console(highlight=False)
-    policy, prompt_data = find_policy(console, config, rows)
+    policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
     questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
-    batches = make_batches(policy, questions, samples, rounds=ROUNDS, temperature=temperature)
+    batches = make_batches(policy, questions, samples, rounds=ROUNDS)
     facts = {"--samples": samples, "--temperature": temperature, **_facts(policy, questions)}
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]

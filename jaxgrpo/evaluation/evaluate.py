@@ -24,10 +24,10 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.capacity import fitting_slots
+from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.judging import Judge, completion_ids, decode_texts, put_prompts
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.selection import pad_prompts
+from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.update import diagnostics
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
@@ -38,14 +38,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A model to sample from, without its weights, and the sizes in which it is sampled."""
+    """A model to sample from, without its weights, and what draws its samples."""
 
     model: Model
     tokenizer: Any
     mesh: Mesh
-    settings: SamplingSettings  # its calls: how often all questions are asked
-    width: int  # S, tokens that a prompt may have
-    free: int  # bytes of each device that decoding may take
+    engine: SlotEngine
+    group_size: int  # of its training
 
 
 class Questions(NamedTuple):
@@ -144,7 +143,7 @@ def make_evaluator(
         deepconf@k/NAME   the same with votes weighted by a summary of the tokens' confidence
         kl_to_base        KL(policy || base) of whole completions, exact at each sampled position;
                           kl_to_base_estimated from the log-probs of the sampled tokens alone
-        flat_groups       expected share of groups of settings.group_size that all agree, unbiased
+        flat_groups       expected share of groups of policy.group_size that all agree, unbiased
         accuracy/level_L, accuracy/source_S    greedy, if rows have such a column
         NAME/low, NAME/high    95% bootstrap interval over prompts, of all above but the last two
         distinct_completions, distinct_answers    different ones per prompt, mean over prompts
@@ -158,7 +157,7 @@ def make_evaluator(
     rescore = make_rescorer(
         policy.model,
         policy.mesh,
-        temperature=policy.settings.temperature,
+        temperature=policy.engine.settings.temperature,
         confidence=keys.confidence,
         base=base,
         tokens=tokens,
@@ -170,9 +169,7 @@ def make_evaluator(
     def evaluate(params: Params, key: ArrayLike, step: int) -> Evaluation:
         answers = ask(params, key, step)
         greedy, sampled = answers.columns(samples, samples + 1), answers.columns(0, samples)
-        return Evaluation(
-            summarise(greedy, sampled, questions, policy.settings.group_size), greedy, sampled
-        )
+        return Evaluation(summarise(greedy, sampled, questions, policy.group_size), greedy, sampled)
 
     return evaluate
 
@@ -274,13 +271,13 @@ def make_asker(
     questions: Questions,
     samples: int,
     rescore: Rescore | None = None,
-    **changes: Any,
+    **options: Any,
 ) -> Ask:
     """The function that samples answers to every question and has them judged.
 
     Args: as of `make_batches`.
     """
-    size, ask_batch = make_batches(policy, questions, samples, rescore, **changes)
+    size, ask_batch = make_batches(policy, questions, samples, rescore, **options)
 
     def ask(params: Params, key: ArrayLike, step: int) -> Answers:
         begins = range(0, len(questions.rows), size)
@@ -300,7 +297,8 @@ def make_batches(
     rescore: Rescore | None = None,
     *,
     rounds: int = ROUNDS,
-    **changes: Any,
+    purpose: int = 0,
+    greedy: int = 0,
 ) -> Batches:
     """The function that asks one batch of the questions, and how many are in a batch.
 
@@ -310,33 +308,26 @@ def make_batches(
     Args:
       samples: per question.
       rounds: samples of a batch per slot.
-      changes: sampling settings to replace, as temperature and purpose.
+      purpose, greedy: as of `rollout.batch.draw`.
     """
-    mesh, count = policy.mesh, len(questions.rows)
-    settings = _with_slots(policy, policy.settings._replace(group_size=samples, **changes), count)
-    size = _round_to_bins(mesh, min(count, max(1, rounds * settings.slots // samples)))
-    settings = settings._replace(calls=settings.calls * math.ceil(count / size))
-    sampler = make_sampler(policy.model, settings, mesh)
-
-    judge = Judge(
-        policy.tokenizer,
-        {"scorer": questions.scorer},
-        questions.rows,
-        on_error={"scorer": questions.on_error},
-        timeout={"scorer": questions.timeout},
-    )
+    mesh, engine, count = policy.mesh, policy.engine, len(questions.rows)
+    slots = engine.slots_for(_round_to_bins(mesh, count), samples)
+    size = _round_to_bins(mesh, min(count, max(1, rounds * slots // samples)))
+    engine.expect(samples, math.ceil(count / size))
+    judge = _make_judge(policy.tokenizer, questions)
 
     def ask(begin: int, params: Params, key: ArrayLike, step: int) -> Answers:
         # The last batch is filled up by repeating rows, whose answers are dropped.
         rows = np.arange(begin, begin + size) % count
         encoded = [questions.encoded[int(row)] for row in rows]
-        prompts = put_prompts(mesh, pad_prompts(encoded, policy.width, rows, rows, step))
-        batch = sample(sampler, params, prompts, key)
-        host = sharding.to_host(
-            (batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated)
-        )
+        prompts = pad_prompts(encoded, engine.width, rows, rows, step)
+        drawing = draw(engine, params, prompts, key, samples, purpose=purpose, greedy=greedy)
+        batch: Any = drawing.finish()
+        host = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
         scores, _ = judge.rollouts(rows, host[0], host[1], TrainerState(global_step=step))
-        rescored = {} if rescore is None else sharding.to_host(rescore(params, batch))
+        rescored = {}
+        if rescore is not None:
+            rescored = sharding.to_host(rescore(params, put_prompts(mesh, batch)))
         arrays = jax.tree.map(lambda x: x[: count - begin], (*host, scores["scorer"], rescored))
         tokens, mask, logp, truncated, scored, rescored = arrays
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
@@ -345,13 +336,14 @@ def make_batches(
     return Batches(size, ask)
 
 
-def _with_slots(policy: Policy, settings: SamplingSettings, prompts: int) -> SamplingSettings:
-    """The settings with as many slots as fit, where they have no number."""
-    if settings.slots:
-        return settings
-    sizes = (_round_to_bins(policy.mesh, prompts), policy.width)
-    slots = fitting_slots(policy.model, settings, policy.mesh, *sizes, policy.free)
-    return settings._replace(slots=slots)
+def _make_judge(tokenizer: Any, questions: Questions) -> Judge:
+    return Judge(
+        tokenizer,
+        {"scorer": questions.scorer},
+        questions.rows,
+        on_error={"scorer": questions.on_error},
+        timeout={"scorer": questions.timeout},
+    )
 
 
 def _round_to_bins(mesh: Mesh, prompts: int) -> int:

@@ -20,8 +20,7 @@ from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Run, sampler_params, scored
-from jaxgrpo.rollout.capacity import capacity
-from jaxgrpo.rollout.sampler import Sizes, chunk_shape
+from jaxgrpo.rollout.slots.capacity import Sizes, capacity, chunk_shape
 from jaxgrpo.training import memory
 from jaxgrpo.update import packing
 from jaxgrpo.update.packing import Geometry
@@ -104,10 +103,10 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     half of the caches, since they fill up."""
     blueprint, geometry = run.blueprint, run.blueprint.geometry
     config, settings = blueprint.model.config, blueprint.sampling
-    prompts, samples = geometry.num_prompts, geometry.num_prompts * geometry.group_size
+    prompts, group = geometry.num_prompts, geometry.group_size
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
     mesh = blueprint.samples_on
-    sizes = Sizes.for_prompts(settings, sharding.num_bins(mesh), prompts, width)
+    sizes = Sizes.for_prompts(settings.slots, sharding.num_bins(mesh), prompts, group, width)
     params = sampler_params(run)
     looked_up = 0 if config.tie_embeddings else memory.on_device(params["embed"])
     weights = memory.on_device(params) - looked_up
@@ -116,9 +115,9 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     linear, head = linear_weights(config), config.hidden_size * config.vocab_size
     prompt_flops = prompts * (2.0 * linear * width + attention_flops(config, 0, width))
     tokens = steps * (linear + head)
-    sample_flops = samples * (2.0 * tokens + attention_flops(config, width, steps))
-    state = capacity(blueprint.model, settings, mesh, prompts, width).state
-    rounds = math.ceil(sizes.prompts * settings.group_size / sizes.slots) * steps
+    sample_flops = prompts * group * (2.0 * tokens + attention_flops(config, width, steps))
+    state = capacity(blueprint.model, settings, mesh, prompts, group, width).state
+    rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
     read = settings.segment_tokens * (weights + state / 2)
     return {

@@ -23,6 +23,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import families
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.training import inputs, memory, opening, parameters, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
@@ -71,9 +72,8 @@ def dry_run(config: Config, resume: bool = False) -> None:
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * config.rollout.prompts_per_step}",
             "too long": inputs.dropped_line(prompts, config.rollout.max_prompt_tokens),
-            **_mixture(run) | _evaluation(run),
+            **_mixture(run) | _evaluation(run) | _answers(run.collector.source.answers),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
-            **({"answers": inputs.answers_line(run.source.answers)} if run.source.answers else {}),
             "chat template": f"{run.inputs.chat.name}{_time(run)}",
             "first prompt": _first_prompt(run),
         },
@@ -81,6 +81,10 @@ def dry_run(config: Config, resume: bool = False) -> None:
     inputs.show_previews(console, run.rewards, prompts.rows[0], run.try_rewards())
     show_config(console, configs.to_toml(config))
     memory.refuse_too_large(needed, pretrained.mesh)
+
+
+def _answers(answers: Answers | None) -> dict[str, str]:
+    return {} if answers is None else {"answers": inputs.answers_line(answers)}
 
 
 def _sizes(
@@ -223,7 +227,7 @@ def _set_up(config: Config, meta: dict[str, Any], mesh: Mesh | None) -> setup.Se
 def _first_prompt(run: setup.Setup) -> str:
     """The prompt of the first group, as the model reads it."""
     inputs = run.inputs
-    _, prompts = run.source.select(run.stream, 0)
+    _, prompts = run.collector.source.select(run.stream, 0)
     row = int(prompts.row[0])
     ids = inputs.prompts.encoded[row]
     return f"row {row}, {len(ids)} tokens: {inputs.pretrained.tokenizer.decode(ids)!r}"

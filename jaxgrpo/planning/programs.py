@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.types import FIELDS, WEIGHTS, Learner, Prompts
+from jaxgrpo.core.types import FIELDS, WEIGHTS, Learner
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.rollout.sampler import Sizes, chunk_shape
+from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
+from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, setup
 from jaxgrpo.training.pretrained import Pretrained, make_sampling_settings
 from jaxgrpo.update import step
@@ -44,6 +45,7 @@ class Run(NamedTuple):
 
     config: Config
     blueprint: Blueprint
+    engine: SlotEngine
     steps: step.Steps
     learner: Learner  # of jax.ShapeDtypeStruct, each with its sharding
 
@@ -72,8 +74,8 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     # Which tokens end a sample changes no shape, so no tokenizer is read.
     model_on_mesh = Pretrained(config.model.path, mesh, Path(config.model.path), None, built)
     sampling = make_sampling_settings(config.rollout, (0,), 0)
-    blueprint, steps = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
-    return Run(config, blueprint, steps, abstract_learner(blueprint))
+    parts = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
+    return Run(config, *parts, abstract_learner(parts[0]))
 
 
 def abstract_learner(blueprint: Blueprint) -> Learner:
@@ -178,22 +180,12 @@ def _alike(left: Any, right: Any) -> bool:
 
 def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     """Prefill and decoding, or one of them."""
-    blueprint, sampler = run.blueprint, run.steps.sampler
+    blueprint, programs = run.blueprint, run.engine.programs
     mesh, geometry = blueprint.samples_on, blueprint.geometry
     replicated, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
-    count, width = geometry.num_prompts, geometry.max_prompt_tokens
-    rows = functools.partial(sharding.named, mesh)
 
-    def array(dtype: Any, *shape: int, layout: Any = replicated) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
-
-    prompts = Prompts(
-        prompt_tokens=array(jnp.int32, count, width, layout=rows("bins", None)),
-        prompt_mask=array(jnp.bool_, count, width, layout=rows("bins", None)),
-        row=array(jnp.int32, count, layout=rows("bins")),
-        ordinal=array(jnp.int32, count, layout=rows("bins")),
-        step=array(jnp.int32),
-    )
+    def array(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
     def laid_out(function: Any, *arguments: Any) -> Any:
         """The shapes of what a small function returns, as the compiler lays them out."""
@@ -201,18 +193,20 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
         out = traced.lower(lowering_platforms=(lowering_platform(run),)).compile().output_shardings
         return placed(traced.out_info, out)
 
-    sizes = Sizes.for_prompts(blueprint.sampling, bins, count, width)
-    params = laid_out(jax.jit(sampler.split), sampler_params(run))
-    state = laid_out(sampler.begin, sizes, prompts, array(jnp.uint32, 2))
+    groups = geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens
+    sizes = Sizes.for_prompts(blueprint.sampling.slots, bins, *groups)
+    params = laid_out(jax.jit(programs.split), sampler_params(run))
+    state = laid_out(programs.begin, sizes)
     shape = (bins, *chunk_shape(sizes))
     chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])
     if "prefill" in names:
-        yield compile_program(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
+        yield compile_program(
+            run, "prefill", programs.prefill, params, state, *chunk, donated=state
+        )
     if "decode" not in names:
         return
-    aligned = sizes.aligned(blueprint.sampling)
-    decode_arguments = (aligned, params, state, array(jnp.int32))
-    yield compile_program(run, "decode", sampler.decode, *decode_arguments, donated=state)
+    decode_arguments = (sizes.aligned, params, state, array(jnp.int32))
+    yield compile_program(run, "decode", programs.decode, *decode_arguments, donated=state)
 
 
 def scored(run: Run) -> list[str]:

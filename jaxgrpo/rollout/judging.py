@@ -5,12 +5,13 @@ With several processes each judges its share, and all get everything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metr
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
+from jaxgrpo.rollout.batch import Drawing, Groups, in_background
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 SMALLEST = 4096  # bytes of a value that processes exchange
@@ -40,8 +42,9 @@ class RolloutSource(NamedTuple):
 
     policy: PromptPolicy
     select: Select
-    sample: Callable[..., Rollouts]  # (params, prompts, key), as `rollout.sampler.sample`
-    reward: Callable[..., tuple[Stream, Rollouts, RewardLog]]  # (stream, rollouts, early=())
+    draw: Callable[..., Drawing]  # (params, prompts, key), as `rollout.batch.draw`
+    reward: Callable[..., tuple[Stream, Rollouts, RewardLog]]
+    """(stream, rollouts, early=()) -> (stream, rollouts with their scores, what rewards logged)"""
     waiting: Rollouts | None  # of the first stream
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
 
@@ -206,6 +209,39 @@ class Judge(NamedTuple):
         return scores, merge_logs(logs, places, groups, samples)
 
 
+def judge_early(
+    judge: Judge, ended: Generator[Groups], row: np.ndarray, progress: TrainerState
+) -> list[Judged]:
+    """Calls the rewards in `judge.per_sample` on this process's groups as they end.
+
+    Drawing goes on in a thread meanwhile, which mostly waits for the devices; the rewards run in
+    this one, so that their time limits, which need the main thread, hold.
+
+    Args:
+      row: [P], of the batch's prompts.
+
+    With several processes a reward that fails is left to `Judge.rollouts`, which calls it again and
+    fails in all of them.
+
+    Raises: RewardError as the rewards do; drawing then ends with the next groups.
+    """
+    early, has_failed = [], False
+    with contextlib.closing(in_background(ended)) as batches:
+        for groups in batches:
+            is_local = is_own(groups.places)
+            if has_failed or not is_local.any():
+                continue
+            places, tokens, mask = (array[is_local] for array in groups)
+            arguments = places, row[places], tokens, mask, progress
+            try:
+                early.append(judge.groups(judge.per_sample, *arguments))
+            except Exception:
+                if jax.process_count() == 1:
+                    raise
+                has_failed = True
+    return early
+
+
 def _weighed(part: Judged, samples: int) -> RewardLog:
     """Its log, whose metrics count once per completion.
 
@@ -293,7 +329,6 @@ def make_judge(
 
 
 def make_rewarder(
-    mesh: Mesh,
     policy: PromptPolicy,
     tokenizer: Any,
     rewards: Sequence[Reward],
@@ -303,7 +338,7 @@ def make_rewarder(
     steps: int,
     seed: int,
 ) -> Callable[..., tuple[Stream, Rollouts, RewardLog]]:
-    """The function that judges rollouts and shows them, with their scores, to the prompt policy.
+    """The function that judges rollouts, host arrays, and shows them to the prompt policy.
 
     The policy sees them here since every group that is generated is judged, once, whether or not it
     is trained on. A function of its own could be forgotten in a loop, and the policy would learn
@@ -321,22 +356,21 @@ def make_rewarder(
     def reward(
         stream: Stream, rollouts: Rollouts, early: Sequence[Judged] = ()
     ) -> tuple[Stream, Rollouts, RewardLog]:
-        row, tokens, mask = sharding.to_host(
-            (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
+        row, tokens, mask = map(
+            np.asarray, (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
         )
         progress = rollout_progress(rollouts, len(rows), steps)
         scores, log = judge.rollouts(row, tokens, mask, progress, early)
-        ordinal = sharding.to_host(rollouts.ordinal)
+        ordinal = np.asarray(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
-        device_scores = {name: put_prompts(mesh, value) for name, value in scores.items()}
-        host_fields = {name: column[row] for name, column in columns.items()}
+        fields: dict[str, Any] = {name: column[row] for name, column in columns.items()}
         if answers is not None:
             length = tokens.shape[-1]
             ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
-            host_fields |= answers.fields(row, ids)
-        fields = {name: put_prompts(mesh, value) for name, value in host_fields.items()}
+            fields |= answers.fields(row, ids)
+        rewards: Any = scores
         judged = dataclasses.replace(
-            rollouts, rewards=device_scores, fields={**rollouts.fields, **fields}
+            rollouts, rewards=rewards, fields={**rollouts.fields, **fields}
         )
         policy_state = policy.observe(stream.prompt_policy_state, judged)
         return dataclasses.replace(stream, prompt_policy_state=policy_state), judged, log

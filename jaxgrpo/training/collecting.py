@@ -19,8 +19,14 @@ from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.judging import Judge, Judged, RolloutSource, put_prompts, rollout_progress
-from jaxgrpo.rollout.overlap import sample_and_judge
+from jaxgrpo.rollout.judging import (
+    Judge,
+    Judged,
+    RolloutSource,
+    judge_early,
+    put_prompts,
+    rollout_progress,
+)
 from jaxgrpo.rollout.selection import prompt_metrics, source_metrics
 from jaxgrpo.update import diagnostics
 
@@ -45,14 +51,13 @@ class Collector:
 
     source: RolloutSource
     mesh: Mesh  # of the update
-    sampling_mesh: Mesh
     chain: AdvantageTransform  # says how rewards that it reads one by one are summed
     reward_weights: Mapping[str, float] | None
     mixture: Mixture | None  # of the rows, where they are from several sources
     num_rows: int
     max_steps: int  # of the run, for the rewards' `trainer_state`
     early_judge: Judge | None
-    """judges groups that have ended while others decode, as `sample` then tells; None: none"""
+    """judges groups that have ended while others are drawn; None: none"""
     max_rounds: int | None  # of `rollout.refill`; None: groups are not replaced
 
     def collect(
@@ -77,9 +82,7 @@ class Collector:
         def generate(stream: Stream) -> tuple[Stream, Rollouts, RewardLog]:
             with phase("sample"):
                 stream, prompts = self.source.select(stream, version)
-                prompts = put_prompts(self.sampling_mesh, prompts)
                 rollouts, early = self._sample(params, prompts, stream.key)
-                jax.block_until_ready(rollouts.completion_tokens)
             with phase("reward"):
                 return self.source.reward(stream, rollouts, early)
 
@@ -90,8 +93,8 @@ class Collector:
         else:
             judge = self._judge_live(live_groups, phase)
             filled = refill.fill(stream, generate, judge, self.max_rounds)
-            stream, host_rollouts, reward_log, metrics = filled
-            rollouts = put_prompts(self.mesh, host_rollouts)
+            stream, rollouts, reward_log, metrics = filled
+        rollouts = put_prompts(self.mesh, rollouts)
         count = len(rollouts.row)
         metrics |= prompt_metrics(self.source.policy, before, stream, version, count)
         if self.mixture is not None:
@@ -110,7 +113,7 @@ class Collector:
 
         def judge(rollouts: Rollouts) -> refill.Verdict:
             with phase("prepare"):
-                live = live_groups(rollouts)
+                live = live_groups(put_prompts(self.mesh, rollouts))
             return refill.Verdict(live, *self._summed_rewards(rollouts))
 
         return judge
@@ -126,8 +129,9 @@ class Collector:
         self, params: Params, prompts: Prompts, key: np.ndarray
     ) -> tuple[Rollouts, Sequence[Judged]]:
         """Samples, and what was judged before their end."""
-        sample = self.source.sample
-        if self.early_judge is None:
-            return sample(params, prompts, key), []
-        progress = rollout_progress(prompts, self.num_rows, self.max_steps)
-        return sample_and_judge(sample, params, prompts, key, self.early_judge, progress)
+        drawing, early = self.source.draw(params, prompts, key), []
+        if self.early_judge is not None:
+            progress = rollout_progress(prompts, self.num_rows, self.max_steps)
+            row = np.asarray(prompts.row)
+            early = judge_early(self.early_judge, drawing.ended, row, progress)
+        return drawing.finish(), early

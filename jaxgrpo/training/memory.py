@@ -28,7 +28,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
-from jaxgrpo.rollout.capacity import LOGITS, capacity, fitting_slots
+from jaxgrpo.rollout.slots.capacity import LOGITS, capacity, fitting_slots
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -126,7 +126,7 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     copy_bytes = _bytes(trained(model, model.shapes), trained_layout(model, blueprint.mesh))
     parameter_bytes, optimizer = training_bytes(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
-    prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
+    prompt_sizes = (geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens)
     decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     return Memory(
@@ -153,15 +153,18 @@ def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, in
     return _bytes(trained_shapes, layout), _bytes(moments, opt_layout(model, mesh, optimizer))
 
 
-def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
-    """The blueprint with as many slots as fit beside what the run keeps, if it has no number."""
+def free_to_decode(blueprint: Blueprint, copies: Collection[str]) -> int:
+    """The bytes of each device that are free for decoding beside what the run keeps."""
+    mesh, persistent = blueprint.samples_on, count(blueprint, copies).persistent
+    return free_beside(mesh, persistent + weights_to_sample(blueprint.model, blueprint.mesh, mesh))
+
+
+def with_slots(blueprint: Blueprint, free: int) -> Blueprint:
+    """The blueprint with as many slots as fit into `free` bytes, if it has no number."""
     if blueprint.sampling.slots:
         return blueprint
-    memory, geometry = count(blueprint, copies), blueprint.geometry
-    model, mesh = blueprint.model, blueprint.samples_on
-    sampler_bytes = weights_to_sample(model, blueprint.mesh, mesh)
-    free = free_beside(mesh, memory.persistent + sampler_bytes)
-    prompt_sizes = (geometry.num_prompts, geometry.max_prompt_tokens)
+    model, mesh, geometry = blueprint.model, blueprint.samples_on, blueprint.geometry
+    prompt_sizes = (geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens)
     slots = fitting_slots(model, blueprint.sampling, mesh, *prompt_sizes, free)
     return blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
 

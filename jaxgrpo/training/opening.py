@@ -227,7 +227,7 @@ def say_start(
         if prompts and prompts.dropped:
             line = dropped_line(prompts, run.config.rollout.max_prompt_tokens)
             display.say(f"{name}{line}")
-    if answers := run.source.answers:
+    if answers := run.collector.source.answers:
         display.say(f"reference answers: {answers_line(answers)}")
     if problem:
         display.say(problem)

@@ -17,12 +17,9 @@ from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.weights import IN_A_COPY
-from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import parameters
-
-CALLS = 100
-"""Steps that programs of sampling are chosen for; not train.steps, since a run may be prolonged."""
 
 
 class Pretrained(NamedTuple):
@@ -33,6 +30,12 @@ class Pretrained(NamedTuple):
     folder: Path
     tokenizer: Any
     model: Model
+
+    def model_on(self, mesh: Mesh) -> Model:
+        """The model with its activations laid out on a mesh."""
+        if mesh == self.mesh:
+            return self.model
+        return decoder.build(self.model.config, constrain=sharding.constrain(mesh))
 
 
 def find_model(config: Config, mesh: Mesh | None = None, fetch_weights: bool = True) -> Pretrained:
@@ -143,7 +146,6 @@ def make_sampling_settings(
 ) -> SamplingSettings:
     """How a config samples from a model whose tokens `ends` end a sample."""
     return SamplingSettings(
-        group_size=rollout.group_size,
         max_completion_tokens=rollout.max_completion_tokens,
         temperature=rollout.temperature,
         stop_tokens=ends,
@@ -157,5 +159,4 @@ def make_sampling_settings(
         stop_strings=strings,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
         kv_cache_dtype=rollout.kv_cache_dtype,
-        calls=CALLS,
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
@@ -25,10 +24,10 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
-from jaxgrpo.models import sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rollout.judging import RolloutSource, put_prompts
+from jaxgrpo.rollout.batch import Drawing
+from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.records import rollout_files
 
@@ -271,7 +270,7 @@ def to_json(replay: Replay) -> str:
 
 
 def rollout_source_from_files(
-    replay: Replay, mesh: Mesh, rewards: Collection[str], fields: Collection[str]
+    replay: Replay, rewards: Collection[str], fields: Collection[str]
 ) -> RolloutSource:
     """Saved rollouts: each function returns its part of what the file of the step holds.
 
@@ -304,18 +303,19 @@ def rollout_source_from_files(
         arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
         return stream, Prompts(**arrays, step=np.asarray(step, np.int32))  # pyright: ignore[reportArgumentType]
 
-    def sample(params: Params, prompts: Prompts, key: np.ndarray) -> Rollouts:
+    def draw(params: Params, prompts: Prompts, key: np.ndarray) -> Drawing:
         names = ("completion_tokens", "token_mask", "behavior_logp", "truncated", "policy_version")
-        rollouts = load_step(int(sharding.to_host(prompts.step)))
-        arrays: dict[str, Any] = {name: getattr(rollouts, name) for name in names}
-        return Rollouts(**vars(prompts), **put_prompts(mesh, arrays), rewards={}, fields={})
+        saved = load_step(int(prompts.step))
+        arrays: dict[str, Any] = {name: getattr(saved, name) for name in names}
+        rollouts = Rollouts(**vars(prompts), **arrays, rewards={}, fields={})
+        return Drawing((_ for _ in ()), lambda: rollouts)
 
     def reward(
         stream: Stream, rollouts: Rollouts, early: Sequence[Any] = ()
     ) -> tuple[Stream, Rollouts, RewardLog]:
-        source = load_step(int(sharding.to_host(rollouts.step)))
-        values = {name: source.fields[name] for name in sorted(fields)}
-        placed: dict[str, Any] = put_prompts(mesh, {"rewards": source.rewards, "fields": values})
-        return stream, dataclasses.replace(rollouts, **placed), RewardLog({}, {}, {}, {})
+        saved = load_step(int(rollouts.step))
+        values = {name: saved.fields[name] for name in sorted(fields)}
+        judged = dataclasses.replace(rollouts, rewards=saved.rewards, fields=values)
+        return stream, judged, RewardLog({}, {}, {}, {})
 
-    return RolloutSource(sequential(), select, sample, reward, None, None)
+    return RolloutSource(sequential(), select, draw, reward, None, None)

@@ -27,6 +27,8 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
+from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.judging import (
     RolloutSource,
     make_judge,
@@ -34,7 +36,7 @@ from jaxgrpo.rollout.judging import (
     make_selector,
     step_progress,
 )
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.collecting import Collected, Collector
 from jaxgrpo.training.inputs import Inputs
@@ -53,6 +55,9 @@ DIVIDED = {
 }
 """Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
 
+BATCHES = 100
+"""Batches that programs of decoding are chosen for; not train.steps: a run may be prolonged."""
+
 _SAMPLING_KEYS = ("model", "lora", "mesh", "rollout")
 _INPUT_KEYS = ("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
 _LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat")
@@ -61,7 +66,7 @@ _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")
 _UPDATE_KEYS = (*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS)
 DEPENDS: dict[str, tuple[str, ...]] = {
     "inputs": _INPUT_KEYS,
-    "sampler": _SAMPLING_KEYS,
+    "engine": _SAMPLING_KEYS,
     "update": _UPDATE_KEYS,
     "method": (*_UPDATE_KEYS, "recipe", "advantage", "rewards"),
     "evaluator": (*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards", "train.tokens_per_micro_batch"),
@@ -78,8 +83,8 @@ class Setup(NamedTuple):
     rewards: tuple[Reward, ...]
     blueprint: Blueprint
     memory: Memory  # that it takes, but for the update's working memory
+    engine: SlotEngine  # draws samples, of evaluations too
     steps: step.Steps
-    source: RolloutSource
     collector: Collector
     learner: Learner
     stream: Stream
@@ -153,8 +158,8 @@ def setup(
     method = functools.partial(
         build_method, config, run_inputs.pretrained, run_rewards, advantage, share
     )
-    blueprint, steps = share("method", method)
-    return _assemble(config, run_inputs, run_rewards, blueprint, steps, make_learner)
+    blueprint, engine, steps = share("method", method)
+    return _assemble(config, run_inputs, run_rewards, blueprint, engine, steps, make_learner)
 
 
 def _assemble(
@@ -162,6 +167,7 @@ def _assemble(
     run_inputs: Inputs,
     rewards: tuple[Reward, ...],
     blueprint: Blueprint,
+    engine: SlotEngine,
     steps: step.Steps,
     make_learner: Callable[[Blueprint], Learner] | None,
 ) -> Setup:
@@ -170,7 +176,7 @@ def _assemble(
     usage = run_memory(config, blueprint)
     memory.refuse_too_large(usage, pretrained.mesh)
     keys = config.rollout, config.data, config.train
-    source = make_rollout_source(*keys, run_inputs, blueprint, steps, rewards)
+    source = make_rollout_source(*keys, run_inputs, blueprint, engine, rewards)
     collector = make_collector(
         config.rollout, config.train.steps, run_inputs, blueprint, source, rewards
     )
@@ -182,8 +188,8 @@ def _assemble(
         rewards=rewards,
         blueprint=blueprint,
         memory=usage,
+        engine=engine,
         steps=steps,
-        source=source,
         collector=collector,
         learner=(make_learner or read)(blueprint),
         stream=first_stream(source, len(rows), config.train.seed),
@@ -222,10 +228,10 @@ def make_rollout_source(
     train: TrainKeys,
     run_inputs: Inputs,
     blueprint: Blueprint,
-    steps: step.Steps,
+    engine: SlotEngine,
     rewards: Sequence[Reward],
 ) -> RolloutSource:
-    """The policy with its sampler and rewards; or the files of a replay.
+    """The prompt policy with the engine and rewards; or the files of a replay.
 
     Raises: InputError where the method reads a field that nothing brings, and where files have
       other rewards than the run.
@@ -239,7 +245,7 @@ def make_rollout_source(
     if run_inputs.replay:
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        source = rollout_source_from_files(run_inputs.replay, blueprint.mesh, names, needs)
+        source = rollout_source_from_files(run_inputs.replay, names, needs)
         fields = run_inputs.replay.load(0).fields
         methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), fields)
         return source
@@ -251,14 +257,13 @@ def make_rollout_source(
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
     select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
-    # Until `prepare`, which brings the rollouts to the update's mesh.
-    mesh, max_steps = blueprint.samples_on, train.steps
     reward = make_rewarder(
-        mesh, policy, pretrained.tokenizer, rewards, rows, columns, answers, max_steps, seed
+        policy, pretrained.tokenizer, rewards, rows, columns, answers, train.steps, seed
     )
     refills = rollout.refill is not None
     waiting = refill.no_leftover(geometry, names, columns, answers) if refills else None
-    return RolloutSource(policy, select, steps.sample, reward, waiting, answers)
+    draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
+    return RolloutSource(policy, select, draw_groups, reward, waiting, answers)
 
 
 def make_collector(
@@ -281,7 +286,6 @@ def make_collector(
     return Collector(
         source=source,
         mesh=blueprint.mesh,
-        sampling_mesh=blueprint.mesh if run_inputs.replay else blueprint.samples_on,
         chain=blueprint.chain,
         reward_weights=blueprint.reward_weights,
         mixture=run_inputs.prompts.mixture,
@@ -299,8 +303,8 @@ def build_method(
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.share_nothing,
     sampling: SamplingSettings | None = None,
-) -> tuple[Blueprint, step.Steps]:
-    """The static description of a run, checked as a whole, and the functions built from it.
+) -> tuple[Blueprint, SlotEngine, step.Steps]:
+    """The static description of a run, checked as a whole, and what is built from it.
 
     Args:
       sampling: how it samples; None: as the tokenizer of the model says.
@@ -337,8 +341,24 @@ def build_method(
     remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
     if train.tokens_per_micro_batch is None:
         blueprint = memory.with_fitting_tokens(blueprint, copies, remat)
-    blueprint = memory.with_slots(blueprint, copies)
-    return blueprint, step.build_steps(blueprint, share)
+    free = memory.free_to_decode(blueprint, copies)
+    engine = share("engine", lambda: _make_engine(pretrained, blueprint, free))
+    blueprint = memory.with_slots(blueprint, free)
+    return blueprint, engine, step.build_steps(blueprint, share)
+
+
+def _make_engine(pretrained: Pretrained, blueprint: Blueprint, free: int) -> SlotEngine:
+    """The engine of a run, for its steps and its evaluations."""
+    mesh, geometry = blueprint.samples_on, blueprint.geometry
+    engine = SlotEngine(
+        pretrained.model_on(mesh),
+        blueprint.sampling,
+        mesh,
+        width=geometry.max_prompt_tokens,
+        free=free,
+    )
+    engine.expect(geometry.group_size, BATCHES)
+    return engine
 
 
 def _choose_kernel(

@@ -28,10 +28,11 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_questions
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import Model, params_per_layer
+from jaxgrpo.models.api import params_per_layer
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.inputs import (
     eval_source,
@@ -135,12 +136,17 @@ def _fitting(rollout: RolloutKeys, positions: int, named_keys: Collection[str]) 
 
 
 def find_policy(
-    console: Console, config: Config, rows: Rows | None = None, has_base: bool = False
+    console: Console,
+    config: Config,
+    rows: Rows | None = None,
+    has_base: bool = False,
+    temperature: float | None = None,
 ) -> tuple[StoredPolicy, PromptData]:
     """The policy of a config, and the prompts of eval.data (or `rows`).
 
     Args:
       has_base: whether another model of its size is in memory with it.
+      temperature: instead of the config's.
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
@@ -158,7 +164,13 @@ def find_policy(
     parameter_bytes = memory.parameters(model, mesh)
     copies = 2 if has_base else 1
     sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
-    return _policy(config, pretrained, copies * parameter_bytes + sampler_bytes), prompts
+    free = memory.free_beside(mesh, copies * parameter_bytes + sampler_bytes)
+    settings = sampling_settings(config.rollout, pretrained)
+    if temperature is not None:
+        settings = settings._replace(temperature=temperature)
+    width = config.rollout.max_prompt_tokens
+    engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
+    return _policy(config, pretrained, engine), prompts
 
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:
@@ -183,34 +195,16 @@ def resolve_judge(
     return resolve_scorer(use, keys, max_completion_tokens)
 
 
-def _policy(config: Config, pretrained: Pretrained, used_bytes: int) -> StoredPolicy:
-    """Args: used_bytes: of each device, by what is in memory beside the state of decoding."""
-    mesh = sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
+def _policy(config: Config, pretrained: Pretrained, engine: SlotEngine) -> StoredPolicy:
     return StoredPolicy(
-        model=_model_on_mesh(pretrained, mesh),
+        model=engine.model,
         tokenizer=pretrained.tokenizer,
-        mesh=mesh,
-        settings=sampling_settings(config.rollout, pretrained)._replace(calls=1),
-        width=config.rollout.max_prompt_tokens,
-        free=memory.free_beside(mesh, used_bytes),
+        mesh=sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor),
+        engine=engine,
+        group_size=config.rollout.group_size,
         config=config,
         folder=pretrained.folder,
     )
-
-
-def _policy_for_run(run: Setup) -> StoredPolicy:
-    """The policy that a run began with."""
-    used_bytes = run.memory.persistent + memory.weights_to_sample(
-        run.blueprint.model, run.blueprint.mesh, run.blueprint.samples_on
-    )
-    return _policy(run.config, run.inputs.pretrained, used_bytes)
-
-
-def _model_on_mesh(pretrained: Pretrained, mesh: Mesh) -> Model:
-    """The model whose activations are laid out on a mesh."""
-    if mesh == pretrained.mesh:
-        return pretrained.model
-    return decoder.build(pretrained.model.config, constrain=sharding.constrain(mesh))
 
 
 def seed_key(seed: int) -> np.ndarray:
@@ -235,7 +229,7 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 def find_base(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read from disk."""
     blueprint, frozen = run.blueprint, run.learner.frozen
-    model = _model_on_mesh(run.inputs.pretrained, blueprint.samples_on)
+    model = run.engine.model
     layouts = [
         param_layout(blueprint.model, blueprint.mesh),
         sampling_layout(blueprint.model, blueprint.samples_on),
@@ -261,7 +255,7 @@ def _move(layouts: Sequence[Params], params: Params) -> Params:
 
 def base_params(run: Setup) -> Params:
     """The parameters that a run began with, laid out for sampling, read from disk."""
-    return _policy_for_run(run).read_params()
+    return _policy(run.config, run.inputs.pretrained, run.engine).read_params()
 
 
 def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
@@ -278,7 +272,8 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
         questions = make_questions(keys, held_out, scorer, config.scorer_name)
         base = find_base(run) if config.measures_kl_to_base else None
         tokens = config.train.tokens_per_micro_batch
-        return make_evaluator(keys, _policy_for_run(run), questions, base, tokens)
+        policy = _policy(config, inputs.pretrained, run.engine)
+        return make_evaluator(keys, policy, questions, base, tokens)
 
     return share("evaluator", make)
 

@@ -21,7 +21,7 @@ from jaxgrpo.models.api import LayerKind, Model, custom_vjp
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update.moments import map_params
 from jaxgrpo.update.packing import Geometry
 

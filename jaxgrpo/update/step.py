@@ -1,4 +1,4 @@
-"""The jitted functions of one training step: sample, prepare, update, sync.
+"""The jitted functions of a training step behind sampling: prepare, update, sync.
 
 prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
 """
@@ -20,11 +20,10 @@ from jax.sharding import Mesh
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.resharding import moved
-from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import Rounding
 from jaxgrpo.update.forward import (
@@ -70,9 +69,6 @@ def share_nothing(name: str, make: Callable[[], Any]) -> Any:
     return make()
 
 
-Sample = Callable[..., Rollouts]
-"""(params, prompts, key, finished=None) -> Rollouts, as `jaxgrpo.rollout.sampler.sample`. Another
-engine may stand in its place; `finished` is given only where rewards judge before its end."""
 Prepare = Callable[[Learner, Rollouts], tuple[Learner, Prepared]]
 Update = Callable[[Learner, Sequence[TrainBatch]], tuple[Learner, Metrics]]
 Sync = Callable[[Learner], Params]
@@ -82,12 +78,10 @@ Sync = Callable[[Learner], Params]
 class Steps(NamedTuple):
     """The functions of training: learner in, learner out. `update` donates the one it gets."""
 
-    sample: Sample
     prepare: Prepare
     live_groups: Callable[[Learner, Rollouts], np.ndarray]  # [P] bool: not flat
     update: Update
     sync: Sync
-    sampler: sampling.Sampler  # the programs of `sample`
     score: Any  # the jitted pass of `prepare` that gives log-probs
     update_program: Any
     """the jitted (trainable, opt_state, objective_state, anchors, batch) -> (trainable, opt_state,
@@ -98,13 +92,9 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     """Jits the functions of a training step for one model, method, geometry and mesh.
 
     Args:
-      share: asked for "sampler", "update" and "method", the programs that runs may have in common.
+      share: asked for "update", the program that runs may have in common.
     """
-    mesh, model = blueprint.samples_on, blueprint.model
-    if blueprint.has_two_meshes:
-        model = decoder.build(model.config, constrain=sharding.constrain(mesh))
-    sampler = share("sampler", lambda: sampling.make_sampler(model, blueprint.sampling, mesh))
-    config, sampled = model.config, blueprint.sampling
+    config, sampled = blueprint.model.config, blueprint.sampling
     dtypes = config.dtype, cache_dtype(sampled.kv_cache_dtype, config)
     platform = blueprint.mesh.devices.flat[0].platform
     rounding = functools.partial(expected_rounding, sampled.is_cut, dtypes, platform)
@@ -113,12 +103,10 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     program = share("update", lambda: _update_program(*parts, rounding, skips))
     preparer = Preparer(blueprint)
     return Steps(
-        sample=functools.partial(sampling.sample, sampler),
         prepare=preparer.prepare,
         live_groups=preparer.live_groups,
         update=functools.partial(_update, program, blueprint.objective.anchors),
         sync=_syncer(blueprint.model, blueprint.mesh, blueprint.samples_on),
-        sampler=sampler,
         score=preparer.score,
         update_program=program,
     )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import quickstarts
 import small_run
+from engines import draw_all, make_engine
 
 from jaxgrpo.core.types import Prompts
 from jaxgrpo.data import tasks
@@ -22,7 +23,7 @@ from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.models.hf.families import FAMILIES
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.engine import SamplingSettings
 
 pytestmark = pytest.mark.full  # `make readme` runs the command too
 TASK = tasks.find("arithmetic")
@@ -112,9 +113,9 @@ def judge(folder, group_size: int, temperature: float) -> tuple[np.ndarray, np.n
         row=order,
         step=jnp.int32(0),
     )
-    settings = SamplingSettings(group_size, 24, temperature, (END,), PAD)
+    settings = SamplingSettings(24, temperature, (END,), PAD)
     key = jax.random.key_data(jax.random.key(1))
-    rollouts = sample(make_sampler(model, settings), params, prompts, key)
+    rollouts = draw_all(make_engine(model, settings, prompts), params, prompts, key, group_size)
     texts = [
         TOKENIZER.batch_decode(group, skip_special_tokens=True)
         for group in np.asarray(rollouts.completion_tokens).tolist()

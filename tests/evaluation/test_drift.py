@@ -13,7 +13,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import sharding
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
@@ -32,7 +32,7 @@ def prepared(recipe, objective, anchor, compact=True):
         objective=objective,
         optimizer=optax.sgd(0.1),
         geometry=Geometry(4, 4, 6, 5, 1, 100),
-        sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
+        sampling=SamplingSettings(5, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=mesh,
         compact=compact,
     )

@@ -15,7 +15,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import KeyValue, LayerKind, ModelConfig
 from jaxgrpo.models.attention import rows_with_prefix
 from jaxgrpo.models.kernels import plain
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update.forward import Blueprint, forward
 from jaxgrpo.update.packing import Geometry
 
@@ -70,7 +70,7 @@ def model_bytes(context: int, remat: decoder.Remat) -> int:
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=None,  # type: ignore[arg-type]  # of no use here
         geometry=Geometry(1, 2, PROMPT, context, 1, tokens),
-        sampling=SamplingSettings(1, context, 1.0, (1,), 0, 8),
+        sampling=SamplingSettings(context, 1.0, (1,), 0, 8),
         mesh=sharding.make_mesh(devices=jax.devices()[:1]),
     )
     token, number = spec(1, 1, context), spec(1, 1, context, dtype="float32")

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from engines import draw_all, make_engine
 
 from jaxgrpo.models.attention import causal
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.engine import SamplingSettings
 
 NARROW = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
 WIDE = dataclasses.replace(NARROW, float32_head=True)
@@ -24,9 +25,10 @@ def params(config):
 
 def gap(config):
     """|sampler's - trainer's log-prob| at the tokens of many samples."""
-    settings = SamplingSettings(8, 12, 1.0, (tiny.END,), tiny.PAD, 12)
+    settings = SamplingSettings(12, 1.0, (tiny.END,), tiny.PAD, 12)
     values = params(config)
-    rollouts = sample(make_sampler(tiny.model(config), settings), values, tiny.prompts(16), KEY)
+    prompts = tiny.prompts(16)
+    rollouts = draw_all(make_engine(tiny.model(config), settings, prompts), values, prompts, KEY, 8)
     want = tiny.whole_logps(config, values, rollouts)
     return np.abs(rollouts.behavior_logp - want)[np.asarray(rollouts.token_mask)]
 

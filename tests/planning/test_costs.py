@@ -12,6 +12,7 @@ import numpy as np
 import planned
 import pytest
 import tiny
+from engines import draw_all
 
 from jaxgrpo.core.chips import CHIPS
 from jaxgrpo.models import decoder
@@ -21,7 +22,8 @@ from jaxgrpo.models.hf import families
 from jaxgrpo.planning import costs
 from jaxgrpo.planning.costs import Work
 from jaxgrpo.planning.hlo import Array, Collective
-from jaxgrpo.rollout import sampler
+from jaxgrpo.rollout.slots import shrinking
+from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.update.packing import Geometry
 
 GEMMA = {
@@ -181,16 +183,13 @@ def test_sampling_calls_its_programs_as_often_as_it_says(slots, monkeypatch):
     }
     run = planned.run(devices=jax.devices()[:1], mesh={}, **changes)
     work = costs.program_work(run)
-    sampling_programs, called = run.steps.sampler, {"prefill": 0, "decode": 0}
+    called = {"prefill": 0, "decode": 0}
     # No token ends a sample, so that each is as long as it may be.
-    sampling_programs = sampler.make_sampler(
-        run.blueprint.model,
-        sampling_programs.settings._replace(stop_tokens=()),
-        sampling_programs.mesh,
-    )
+    settings = run.engine.settings._replace(stop_tokens=())
+    engine = SlotEngine(run.blueprint.model, settings, run.engine.mesh, width=width)
 
     def counting(name: str) -> Any:
-        function = getattr(sampling_programs, name)
+        function = getattr(engine.programs, name)
 
         def call(*arguments: Any) -> Any:
             called[name] += 1
@@ -198,15 +197,17 @@ def test_sampling_calls_its_programs_as_often_as_it_says(slots, monkeypatch):
 
         return call
 
-    counted = sampling_programs._replace(prefill=counting("prefill"), decode=counting("decode"))
-    monkeypatch.setattr(sampler, "sizes_below", lambda size: [])  # one size to the end
+    engine.programs = engine.programs._replace(
+        prefill=counting("prefill"), decode=counting("decode")
+    )
+    monkeypatch.setattr(shrinking, "sizes_below", lambda size: [])  # one size to the end
     batch = tiny.prompts(prompts, width)
     full = np.random.default_rng(0).integers(2, 100, (prompts, width)).astype(np.int32)
     batch = dataclasses.replace(
         batch, prompt_tokens=full, prompt_mask=np.ones((prompts, width), bool)
     )
     params = run.blueprint.model.init(jax.random.key(0))
-    drawn = sampler.sample(counted, params, batch, jax.random.key_data(jax.random.key(1)))
+    drawn = draw_all(engine, params, batch, jax.random.key_data(jax.random.key(1)), group)
     assert np.asarray(drawn.token_mask).all()
     # Rows of the cache come free in turn, so that chunks of prompts may be less full than counted.
     assert work["prefill"].calls <= called["prefill"] <= work["prefill"].calls * (3 if slots else 1)

@@ -23,8 +23,6 @@ from jaxgrpo.models import logprobs
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import plan, programs, topologies
 from jaxgrpo.planning.programs import Program, Run
-from jaxgrpo.rollout import sampler
-from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training import parameters, setup
 from jaxgrpo.update import step
 
@@ -119,14 +117,13 @@ def called(real: setup.Setup, learner: Learner) -> dict[str, tuple[Any, ...]]:
 
         return call
 
-    (built,) = real.source.sample.args  # type: ignore[attr-defined]
+    built = real.engine.programs
     counted = built._replace(**{name: noting(name, getattr(built, name)) for name in SAMPLING})
+    real.engine.programs = counted
     params = real.sync(learner)
     calls["sync"] = jax.tree.map(describe, (learner,))
-    stream, prompts = real.source.select(real.stream, 0)
-    prompts = put_prompts(real.blueprint.samples_on, prompts)
-    rollouts = sampler.sample(counted, params, prompts, stream.key)
-    _, rollouts, _ = real.source.reward(stream, rollouts)
+    _, collected = real.collect(params, 0, real.stream)
+    rollouts = collected.rollouts
     preparer = real.prepare.__self__  # type: ignore[attr-defined]
     preparer.score = noting("score", preparer.score)
     learner, prepared = real.prepare(learner, rollouts)

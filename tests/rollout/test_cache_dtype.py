@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from engines import draw_all, make_engine
 
 from benchmarks.programs import decode_program
 from benchmarks.workloads import Workload
 from jaxgrpo.models.api import KeyValue
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.kernels import plain
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.engine import SamplingSettings
 
 KEY = jax.random.key_data(jax.random.key(3))
 NARROW = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
@@ -27,7 +28,7 @@ ROUNDED = 2.0**-8  # the largest relative error of a number rounded to bfloat16
 
 
 def settings(**changes) -> SamplingSettings:
-    return SamplingSettings(4, 24, 1.0, (tiny.END,), tiny.PAD, 8)._replace(**changes)
+    return SamplingSettings(24, 1.0, (tiny.END,), tiny.PAD, 8)._replace(**changes)
 
 
 def params(config):
@@ -37,8 +38,9 @@ def params(config):
 
 @functools.cache
 def run(config=tiny.UNIFORM, **changes):
-    sampler = make_sampler(tiny.model(config), settings(**changes))
-    return jax.device_get(sample(sampler, params(config), tiny.prompts(8), KEY))
+    prompts = tiny.prompts(8)
+    engine = make_engine(tiny.model(config), settings(**changes), prompts)
+    return draw_all(engine, params(config), prompts, KEY, 4)
 
 
 def rows(rollouts):
@@ -150,7 +152,7 @@ def test_a_product_with_a_narrow_cache_is_exact_to_float32(axes):
 
 
 def program(dtype):
-    sizes = {"group_size": WORK.samples, "max_completion_tokens": WORK.completion}
+    sizes = {"max_completion_tokens": WORK.completion}
     sampling = settings(**sizes, kv_cache_dtype=dtype)
     return decode_program(WIDE, WORK, sampling, jax.devices()[0]).compiled
 

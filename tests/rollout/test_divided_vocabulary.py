@@ -12,11 +12,13 @@ import numpy as np
 import planned
 import pytest
 import tiny
+from engines import draw_all, make_engine
 
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.planning import plan, topologies
-from jaxgrpo.rollout.drawing import block_width
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.drawing import block_width
+from jaxgrpo.rollout.slots.driver import SlotEngine
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +51,7 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
     """Of an odd number of blocks, so that one without tokens is added."""
     assert -(-vocab // block_width(vocab)) % 2 == 1
     config = dataclasses.replace(tiny.UNIFORM, vocab_size=vocab)
-    settings = SamplingSettings(3, 8, 1.0, (tiny.END,), tiny.PAD, 4)
+    settings = SamplingSettings(8, 1.0, (tiny.END,), tiny.PAD, 4)
     settings = settings._replace(**DISTRIBUTIONS[name])
     drawn = []
     for tensor in (1, 2):
@@ -63,7 +65,7 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
             ),
             tiny.prompts(4, 6),
         )
-        drawn.append(sample(make_sampler(model, settings, mesh), params, prompts, KEY))
+        drawn.append(draw_all(make_engine(model, settings, prompts, mesh), params, prompts, KEY, 3))
     single, two = drawn
     np.testing.assert_array_equal(single.completion_tokens, two.completion_tokens)
     np.testing.assert_array_equal(single.token_mask, two.token_mask)
@@ -90,10 +92,9 @@ def test_decoding_gathers_nothing_as_large_as_the_vocabulary(name, tied, tmp_pat
     run = planned.run(model=model | {"config": config})
     blueprint = run.blueprint
     settings = blueprint.sampling._replace(**DISTRIBUTIONS[name])
-    sampler = make_sampler(blueprint.model, settings, blueprint.samples_on)
-    run = run._replace(
-        blueprint=blueprint._replace(sampling=settings), steps=run.steps._replace(sampler=sampler)
-    )
+    mesh, width = blueprint.samples_on, blueprint.geometry.max_prompt_tokens
+    engine = SlotEngine(blueprint.model, settings, mesh, width=width)
+    run = run._replace(blueprint=blueprint._replace(sampling=settings), engine=engine)
     chips = topologies.topology("v5e:2x2")
     decode_plan = plan.plan(run, chips, ("decode",), dump=tmp_path)
     text = (tmp_path / "decode.hlo.txt").read_text()

@@ -8,27 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from engines import draw_all, make_engine
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.drawing import Distribution, draw
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample, sample_counted
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts
+from jaxgrpo.rollout.slots.drawing import Distribution, draw
+from jaxgrpo.rollout.slots.driver import SlotEngine
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12
 
 
 @functools.cache
-def sampler(config=tiny.UNIFORM, **changes):
-    settings = SamplingSettings(GROUP, STEPS, 1.0, (tiny.END,), tiny.PAD, 8)
-    return make_sampler(tiny.model(config), settings._replace(**changes))
+def make(width, config=tiny.UNIFORM, **changes):
+    settings = SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD, 8)
+    return SlotEngine(tiny.model(config), settings._replace(**changes), width=width)
 
 
-def run(prompts=None, config=tiny.UNIFORM, key=KEY, **changes):
+def run(prompts=None, config=tiny.UNIFORM, key=KEY, purpose=0, greedy=0, **changes):
     prompts = tiny.prompts() if prompts is None else prompts
-    return sample(sampler(config, **changes), tiny.params(config), prompts, key)
+    engine = make(prompts.prompt_tokens.shape[1], config, **changes)
+    options = {"purpose": purpose, "greedy": greedy}
+    return draw_all(engine, tiny.params(config), prompts, key, GROUP, **options)
 
 
 @pytest.mark.slow
@@ -129,14 +133,14 @@ def test_the_number_of_slots_changes_no_token(config):
     want = run(prompts=prompts, config=config)
     tokens = int(want.token_mask.sum())
     for slots in (1, 3, 8, 64):
-        counted = sampler(config, slots=slots)
-        rollouts, steps = sample_counted(counted, tiny.params(config), prompts, KEY)
+        engine = make(6, config, slots=slots)
+        rollouts = draw_all(engine, tiny.params(config), prompts, KEY, GROUP)
         np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)
         np.testing.assert_array_equal(rollouts.token_mask, want.token_mask)
         np.testing.assert_array_equal(rollouts.truncated, want.truncated)
         np.testing.assert_allclose(rollouts.behavior_logp, want.behavior_logp, atol=1e-5)
         # Nothing idles but while the last samples end, each of at most STEPS tokens.
-        assert tokens <= steps <= tokens + min(slots, 27) * STEPS
+        assert tokens <= engine.slot_steps <= tokens + min(slots, 27) * STEPS
     assert np.asarray(want.truncated).any()
     assert not np.asarray(want.truncated).all()
 
@@ -189,7 +193,7 @@ def test_prompts_with_tokens_that_the_model_does_not_have_are_refused():
     tokens[0, -1] = tiny.VOCAB  # padding, which nothing reads
     assert run(dataclasses.replace(prompts, prompt_tokens=tokens)).token_mask.any()
     tokens[1, -1] = tiny.VOCAB
-    message = r"prompt_tokens\[1, 5\] = 40, expected a whole number from 0 to 39"
+    message = r"prompt 1\[5\] = 40, expected a whole number from 0 to 39"
     with pytest.raises(InputError, match=message):
         run(dataclasses.replace(prompts, prompt_tokens=tokens))
 
@@ -238,9 +242,9 @@ def table_model():
 def test_100_000_draws_follow_the_distribution_that_their_log_probs_state(name):
     changes, expected = CUT[name]
     model, params = table_model()
-    settings = SamplingSettings(100, 100, 1.0, (), 0, 100, slots=250)._replace(**changes)
+    settings = SamplingSettings(100, 1.0, (), 0, 100, slots=250)._replace(**changes)
     prompts = pad_prompts([np.array([1, 2])] * 10, 2, np.arange(10), np.zeros(10), 0)
-    rollouts = sample(make_sampler(model, settings), params, prompts, KEY)
+    rollouts = draw_all(make_engine(model, settings, prompts), params, prompts, KEY, 100)
     tokens = np.asarray(rollouts.completion_tokens).ravel()
     assert tokens.size == 100_000
     expected = np.asarray(expected) / np.sum(expected)
@@ -285,14 +289,8 @@ def test_four_devices_sample_what_one_samples(axis):
     model = decoder.build(tiny.UNIFORM, constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
     params = jax.device_put(tiny.params(), layout)
-    settings = sampler().settings
-    prompts = jax.tree.map(
-        lambda leaf: sharding.put(leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)])),
-        tiny.prompts(),
-    )
-    four = sample(make_sampler(model, settings, mesh), params, prompts, KEY)
+    prompts = tiny.prompts()
+    engine = make_engine(model, make(6).settings, prompts, mesh)
+    four = draw_all(engine, params, prompts, KEY, GROUP)
     np.testing.assert_array_equal(four.completion_tokens, single.completion_tokens)
     np.testing.assert_allclose(four.behavior_logp, single.behavior_logp, atol=3e-5)
-    bins = sharding.num_bins(mesh)
-    assert len(four.completion_tokens.sharding.device_set) == 4
-    assert four.completion_tokens.addressable_shards[0].data.shape[0] == 4 // bins

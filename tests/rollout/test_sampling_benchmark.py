@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from engines import draw_all, make_engine
 
 from benchmarks.peers import Run, Transformers
 from benchmarks.programs import deep_config
 from benchmarks.sampling import in_turn, ratio, work_settings
 from benchmarks.workloads import Workload, build, make_prompts
-from jaxgrpo.rollout.sampler import make_sampler, sample
 
 SMALL = Workload(prompts=2, samples=3, shortest=2, longest=9, completion=5)
 
@@ -22,7 +22,8 @@ def test_the_peer_has_our_model_and_counts_what_it_generates(ragged):
     prompts = make_prompts(work, 512)
     peer = Transformers(model, params, prompts, work)
     key = jax.random.key_data(jax.random.key(0))
-    rollouts = sample(make_sampler(model, work_settings(work, 64)), params, prompts, key)
+    engine = make_engine(model, work_settings(work, 64), prompts)
+    rollouts = draw_all(engine, params, prompts, key, work.samples)
     assert peer.difference(rollouts) < 1e-4
     tokens = [peer.run(seed).tokens for seed in range(3)]
     assert max(tokens) <= 2 * 3 * 5

@@ -5,13 +5,13 @@ import math
 import jax
 import numpy as np
 import pytest
+from engines import draw_all, make_engine
 
 from benchmarks.programs import compilations, deep_config
 from benchmarks.workloads import Workload, build, make_prompts
 from jaxgrpo.models import sharding
-from jaxgrpo.rollout.judging import put_prompts
-from jaxgrpo.rollout.sampler import make_sampler, sample
-from jaxgrpo.rollout.shrinking import (
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.shrinking import (
     ARITHMETIC,
     COMPILING,
     OVERHEAD,
@@ -21,7 +21,6 @@ from jaxgrpo.rollout.shrinking import (
     sizes_below,
     worthwhile,
 )
-from jaxgrpo.rollout.state import SamplingSettings
 
 RAGGED = Workload(prompts=8, samples=8, shortest=3, longest=12, completion=48, ragged=True)
 
@@ -51,17 +50,17 @@ def test_smaller_programs_are_compiled_once_and_take_the_state_as_it_is_laid_out
     devices = jax.devices()[: math.prod(mesh.values())]
     mesh = sharding.make_mesh(**mesh, devices=devices)
     model, params = build(deep_config(1), True, mesh)
-    settings = SamplingSettings(8, 48, 1.0, RAGGED.stop_tokens, 0, slots=32)
-    sampler = make_sampler(model, settings, mesh)
-    prompts = put_prompts(mesh, make_prompts(RAGGED, 512))
+    settings = SamplingSettings(48, 1.0, RAGGED.stop_tokens, 0, slots=32)
+    prompts = make_prompts(RAGGED, 512)
+    engine = make_engine(model, settings, prompts, mesh)
     key = jax.random.key_data(jax.random.key(0))
-    first = sample(sampler, params, prompts, key)
-    ((_, programs),) = sampler.smaller.items()
+    first = draw_all(engine, params, prompts, key, 8)
+    ((_, programs),) = engine.compiled.items()
     assert {program.done() for program in programs.values()} == {True}
     with compilations() as seconds:
-        again = sample(sampler, params, prompts, key)
+        again = draw_all(engine, params, prompts, key, 8)
     assert not seconds
-    assert len(sampler.smaller) == 1
+    assert len(engine.compiled) == 1
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
@@ -89,11 +88,13 @@ def test_samples_of_few_calls_are_those_of_many_with_fewer_programs():
     model, params = build(deep_config(1), True)
     key = jax.random.key_data(jax.random.key(0))
     drawn, programs = [], []
+    settings = SamplingSettings(48, 1.0, RAGGED.stop_tokens, 0, slots=16)
     for calls in (0, 1):
-        settings = SamplingSettings(8, 48, 1.0, RAGGED.stop_tokens, 0, slots=16, calls=calls)
-        sampler = make_sampler(model, settings)
-        drawn.append(sample(sampler, params, make_prompts(RAGGED, 512), key))
-        programs.append([*sampler.smaller.values()])
+        prompts = make_prompts(RAGGED, 512)
+        engine = make_engine(model, settings, prompts)
+        engine.expect(8, calls)
+        drawn.append(draw_all(engine, params, prompts, key, 8))
+        programs.append([*engine.compiled.values()])
     many, few = drawn
     for name in ("completion_tokens", "token_mask", "truncated"):
         np.testing.assert_array_equal(getattr(many, name), getattr(few, name))

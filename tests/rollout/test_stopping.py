@@ -7,13 +7,15 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from engines import draw_all
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxgrpo.models.logprobs import confidence_from_logits
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.judging import decode_texts
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
-from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.slots.stopping import EarlyStop, StopStrings
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12
@@ -28,15 +30,15 @@ class Letters:
 
 
 @functools.cache
-def sampler(**changes):
-    settings = SamplingSettings(GROUP, STEPS, 1.0, (tiny.END,), tiny.PAD, 8)
-    return make_sampler(tiny.model(), settings._replace(**changes))
+def engine(width, **changes):
+    settings = SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD, 8)
+    return SlotEngine(tiny.model(), settings._replace(**changes), width=width)
 
 
 def run(prompts=None, **changes):
     prompts = tiny.prompts(9, seed=5) if prompts is None else prompts
-    rollouts = sample(sampler(**changes), tiny.params(), prompts, KEY)
-    return jax.tree.map(np.asarray, rollouts)
+    width = prompts.prompt_tokens.shape[1]
+    return draw_all(engine(width, **changes), tiny.params(), prompts, KEY, GROUP)
 
 
 def byte_tokenizer():

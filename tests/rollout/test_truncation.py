@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from engines import draw_all, make_engine
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rollout.drawing import Distribution, draw, truncate
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.drawing import Distribution, draw, truncate
 from jaxgrpo.training.stored_policy import DEFAULTS
 
 LOGITS = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32) * 3
@@ -61,12 +62,13 @@ def test_draws_follow_the_cut_softmax_and_state_its_probabilities():
 
 
 def test_the_sampler_cuts_and_the_likeliest_token_of_top_1_has_probability_1():
-    settings = SamplingSettings(3, 6, 1.0, (tiny.END,), tiny.PAD, 6)
+    settings = SamplingSettings(6, 1.0, (tiny.END,), tiny.PAD, 6)
     key = jax.random.key_data(jax.random.key(3))
 
     def run(settings):
-        sampler = make_sampler(tiny.model(), settings)
-        return sample(sampler, tiny.params(), tiny.prompts(), key)
+        prompts = tiny.prompts()
+        engine = make_engine(tiny.model(), settings, prompts)
+        return draw_all(engine, tiny.params(), prompts, key, 3)
 
     cut, greedy = run(settings._replace(top_k=1)), run(settings._replace(temperature=0.0))
     np.testing.assert_array_equal(cut.completion_tokens, greedy.completion_tokens)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import small_run
 import tiny
+from engines import draw_all, make_engine
 from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
@@ -20,8 +21,8 @@ from jaxgrpo.evaluation.rescoring import Base, make_rescorer
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.models.logprobs import token_logprobs
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
-from jaxgrpo.rollout.stopping import EarlyStop
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.stopping import EarlyStop
 from jaxgrpo.training import loop
 from jaxgrpo.training.records import rollout_files
 from jaxgrpo.training.setup import setup
@@ -33,10 +34,11 @@ GAPS = dataclasses.replace(tiny.UNIFORM, without_text=((2, 5), (33, 40)))
 HAS_TEXT = np.array([not (2 <= token < 5 or token >= 33) for token in range(tiny.VOCAB)])
 
 
-def drawn(**changes):
-    settings = SamplingSettings(16, 32, 2.0, (tiny.END,), tiny.PAD)._replace(**changes)
-    rollouts = sample(make_sampler(tiny.model(GAPS), settings), tiny.params(), tiny.prompts(8), KEY)
-    return jax.tree.map(np.asarray, rollouts)
+def drawn(group=16, **changes):
+    settings = SamplingSettings(32, 2.0, (tiny.END,), tiny.PAD)._replace(**changes)
+    prompts = tiny.prompts(8)
+    engine = make_engine(tiny.model(GAPS), settings, prompts)
+    return draw_all(engine, tiny.params(), prompts, KEY, group)
 
 
 @pytest.mark.full
@@ -95,12 +97,11 @@ def test_a_vocabulary_over_two_devices_gives_the_same_tokens():
     mesh = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
     model = decoder.build(GAPS, constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
-    settings = SamplingSettings(2, 8, 2.0, (tiny.END,), tiny.PAD)
-    everywhere = sharding.replicated(mesh)
-    prompts = jax.tree.map(lambda leaf: sharding.put(leaf, everywhere), tiny.prompts(8))
+    settings = SamplingSettings(8, 2.0, (tiny.END,), tiny.PAD)
+    prompts = tiny.prompts(8)
     params = jax.device_put(tiny.params(), layout)
-    split = sample(make_sampler(model, settings, mesh), params, prompts, KEY)
-    single = drawn(group_size=2, max_completion_tokens=8)
+    split = draw_all(make_engine(model, settings, prompts, mesh), params, prompts, KEY, 2)
+    single = drawn(2, max_completion_tokens=8)
     np.testing.assert_array_equal(split.completion_tokens, single.completion_tokens)
     np.testing.assert_allclose(split.behavior_logp, single.behavior_logp, atol=3e-5)
 

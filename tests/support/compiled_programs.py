@@ -14,7 +14,7 @@ from jaxgrpo.config import files
 from jaxgrpo.planning import costs, hlo, plan, programs, topologies
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.plan import Plan
-from jaxgrpo.rollout.drawing import block_width
+from jaxgrpo.rollout.slots.drawing import block_width
 
 DECODING = 0.15
 """Of the arguments of decoding, the temporaries that it may take."""

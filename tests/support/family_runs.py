@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tiny
+from engines import draw_all, make_engine
 from jax import Array
 
 import jaxgrpo
@@ -28,7 +29,7 @@ from jaxgrpo.core.types import Learner, Params, Rollouts
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import XLA, Kernel
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
@@ -97,7 +98,7 @@ def run(
         optimizer=optax.trace(1.0),  # its state after the first update is the gradient
         geometry=Geometry(*sizes, tokens=WIDTH + 2 * completion),
         # Half as many slots as samples: each is used again.
-        sampling=SamplingSettings(GROUP, completion, 1.0, (2,), 0, segment_tokens=8, slots=6),
+        sampling=SamplingSettings(completion, 1.0, (2,), 0, segment_tokens=8, slots=6),
         mesh=mesh,
         kernel=kernel,
     )
@@ -110,10 +111,11 @@ def run(
 def sampled(family: str, devices: int) -> Rollouts:
     """What a run samples for `tiny.prompts`."""
     family_run = run(family, LONG, devices=devices)
-    prompts = family_run.spread(tiny.prompts(PROMPTS, WIDTH))
+    blueprint, prompts = family_run.blueprint, tiny.prompts(PROMPTS, WIDTH)
     params = family_run.steps.sync(family_run.learner)
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
-    return sharding.to_host(family_run.steps.sample(params, prompts, key))
+    engine = make_engine(blueprint.model, blueprint.sampling, prompts, blueprint.mesh)
+    return draw_all(engine, params, prompts, key, GROUP)
 
 
 class UpdateInputs(NamedTuple):

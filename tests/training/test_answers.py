@@ -137,5 +137,5 @@ def test_answers_for_which_the_model_has_no_positions_are_refused(tmp_path):
         setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
     changes["data.max_answer_tokens"] = 5
     run = setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
-    assert run.source.answers is not None
-    assert (run.source.answers.longest, run.source.answers.num_cut) == (5, 8)
+    assert run.collector.source.answers is not None
+    assert (run.collector.source.answers.longest, run.collector.source.answers.num_cut) == (5, 8)

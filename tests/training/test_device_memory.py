@@ -27,8 +27,10 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview, programs, topologies
-from jaxgrpo.rollout import capacity
-from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots import capacity
+from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.programs import make_programs
 from jaxgrpo.training import loop, memory, setup
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
@@ -44,14 +46,14 @@ GIB = 2**30
 
 def blueprint(config: ModelConfig, geometry: Geometry, devices: int = 1, **mesh: int) -> Blueprint:
     device_mesh = sharding.make_mesh(**mesh, devices=jax.devices()[:devices])
-    group, steps = geometry.group_size, geometry.max_completion_tokens
+    steps = geometry.max_completion_tokens
     return Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(device_mesh)),
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-3),
         geometry=geometry,
-        sampling=SamplingSettings(group, steps, 1.0, (tiny.END,), tiny.PAD, 16),
+        sampling=SamplingSettings(steps, 1.0, (tiny.END,), tiny.PAD, 16),
         mesh=device_mesh,
     )
 
@@ -96,23 +98,16 @@ def test_what_decoding_takes_covers_what_xla_plans_and_little_more(
     sharded = sharded._replace(
         sampling=sharded.sampling._replace(slots=slots, kv_cache_dtype=kv_cache_dtype)
     )
-    sampler = make_sampler(sharded.model, sharded.sampling, sharded.mesh)
+    programs = make_programs(sharded.model, sharded.sampling, sharded.mesh)
     params = on(param_layout(sharded.model, sharded.mesh, sharding.SAMPLING), sharded.model.shapes)
-    split = jax.jit(sampler.split).lower(params).compile()
-    params = on(split.output_shardings, jax.eval_shape(sampler.split, params))
-    prompts = tiny.prompts(LONG.num_prompts, LONG.max_prompt_tokens)
-    layouts = jax.tree.map(
-        lambda leaf: sharding.named(sharded.mesh, *("bins", None)[: np.ndim(leaf)]), prompts
-    )
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=sharding.replicated(sharded.mesh))
-    sizes = Sizes.for_prompts(sharded.sampling, 2, LONG.num_prompts, LONG.max_prompt_tokens)
-    begin = sampler.begin.lower(sizes, on(layouts, prompts), key).compile()
-    shapes = jax.eval_shape(
-        lambda *inputs: sampler.begin(sizes, *inputs), on(layouts, prompts), key
-    )
-    state = on(begin.output_shardings, shapes)
+    split = jax.jit(programs.split).lower(params).compile()
+    params = on(split.output_shardings, jax.eval_shape(programs.split, params))
+    groups = LONG.num_prompts, LONG.group_size, LONG.max_prompt_tokens
+    sizes = Sizes.for_prompts(slots, 2, *groups)
+    begin = programs.begin.lower(sizes).compile()
+    state = on(begin.output_shardings, jax.eval_shape(lambda: programs.begin(sizes)))
     enough = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(sharded.mesh))
-    planned = total(sampler.decode.lower(not slots, params, state, enough).compile())
+    planned = total(programs.decode.lower(not slots, params, state, enough).compile())
     counted = memory.count(sharded, ())
     assert 0.97 * planned <= counted.sampler + counted.decode <= (1 + above) * planned
     layer_cache = sum(
@@ -177,7 +172,7 @@ def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
     monkeypatch.setattr(capacity, "COPYING", ())
     for gigabytes, least, most in ((80, 400, 512), (32, 100, 180), (16, 20, 60)):
         monkeypatch.setattr(memory, "device_bytes", lambda mesh, size=gigabytes: int(size * 1e9))
-        fitted = memory.with_slots(narrow, ())
+        fitted = memory.with_slots(narrow, memory.free_to_decode(narrow, ()))
         assert least <= fitted.sampling.slots <= most, gigabytes
         counted = memory.count(fitted, ())
         assert counted.peak <= memory.SHARE * gigabytes * 1e9

@@ -4,7 +4,6 @@ import dataclasses
 import time
 
 import by_hand
-import jax
 import numpy as np
 import pytest
 import small_run
@@ -30,13 +29,16 @@ def collected(folder, *rewards, overlap=True):
     run = setup(small_run.config(folder, **changes), rewards=rewards, dataset=ROWS)
     ended = []
 
-    def sample(params, prompts, key, finished=None):
-        rollouts = jax.block_until_ready(run.source.sample(params, prompts, key, finished))
-        ended.append(time.monotonic())
-        return rollouts
+    def draw(params, prompts, key):
+        drawing = run.collector.source.draw(params, prompts, key)
 
-    source = run.source._replace(sample=sample)
-    collector = dataclasses.replace(run.collector, source=source)
+        def rollouts():
+            ended.append(time.monotonic())
+            return drawing.rollouts()
+
+        return drawing._replace(rollouts=rollouts)
+
+    collector = dataclasses.replace(run.collector, source=run.collector.source._replace(draw=draw))
     _, collection = by_hand.collect(run._replace(collector=collector), run.learner, run.stream)
     return collection, ended[0]
 

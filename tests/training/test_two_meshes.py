@@ -22,7 +22,6 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import families, folders
-from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training import memory
 from jaxgrpo.training.setup import setup
 
@@ -106,14 +105,13 @@ def test_each_stage_has_its_own_mesh(tmp_path):
     sampling, training = run.blueprint.samples_on, run.inputs.pretrained.mesh
     assert dict(sampling.shape) == {"data": 2, "fsdp": 1, "tensor": 2, "context": 1}
     assert [*sampling.devices.flat] == [*training.devices.flat]
-    stream, prompts = run.source.select(run.stream, 0)
-    prompts, params = put_prompts(sampling, prompts), run.sync(run.learner)
+    params = run.sync(run.learner)
     layout = params["layers"][0]["feed_forward"]["up"]["kernel"].sharding
     assert layout.shard_shape((32, 96)) == (32, 48)
-    rollouts = run.source.sample(params, prompts, stream.key)
-    assert {shard.data.shape[0] for shard in rollouts.completion_tokens.addressable_shards} == {4}
-    _, rollouts, _ = run.source.reward(stream, rollouts)
-    _, prepared = run.prepare(run.learner, rollouts)
+    _, collected = run.collect(params, 0, run.stream)
+    shards = collected.rollouts.completion_tokens.addressable_shards
+    assert {shard.data.shape[0] for shard in shards} == {2}
+    _, prepared = run.prepare(run.learner, collected.rollouts)
     tokens = prepared.batches[0].tokens
     assert tokens.sharding.shard_shape(tokens.shape)[1] == tokens.shape[1] // 4
 

@@ -12,12 +12,13 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from engines import draw_all, make_engine
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.cache import cache_dtype
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.training.records import alarms
 from jaxgrpo.update.forward import Blueprint
@@ -38,7 +39,7 @@ def blueprint(config=tiny.UNIFORM, **sampling):
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.sgd(0.0),
         geometry=Geometry(4, 4, 6, 24, 1, 200),
-        sampling=SamplingSettings(4, 24, 0.8, (tiny.END,), tiny.PAD, **sampling),
+        sampling=SamplingSettings(24, 0.8, (tiny.END,), tiny.PAD, **sampling),
         mesh=mesh,
     )
 
@@ -50,8 +51,11 @@ def sampled(config=tiny.UNIFORM, scale=15.0):
     steps = build_steps(step_blueprint)
     params = tiny.params(config, scale=scale)
     learner = first_learner(step_blueprint, params, 8, ("reward",))
-    rollouts = steps.sample(steps.sync(learner), tiny.prompts(), KEY)
-    return steps, learner, dataclasses.replace(rollouts, rewards={"reward": jnp.asarray(REWARDS)})
+    prompts = tiny.prompts()
+    engine = make_engine(step_blueprint.model, step_blueprint.sampling, prompts)
+    rollouts = draw_all(engine, steps.sync(learner), prompts, KEY, 4)
+    rollouts = dataclasses.replace(rollouts, rewards={"reward": REWARDS})
+    return steps, learner, jax.tree.map(jnp.asarray, rollouts)
 
 
 def updated(steps, learner, rollouts):

@@ -11,7 +11,9 @@ from jax.experimental import topologies
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.programs import make_programs
 from jaxgrpo.update.forward import Blueprint, opt_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
@@ -32,7 +34,7 @@ def blueprint(request):
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-3),
         geometry=Geometry(4, 4, 8, 16, 2, 96),
-        sampling=SamplingSettings(4, 16, 1.0, (tiny.END,), tiny.PAD, 8),
+        sampling=SamplingSettings(16, 1.0, (tiny.END,), tiny.PAD, 8),
         mesh=mesh,
     )
 
@@ -71,27 +73,21 @@ def compiled(function, *arguments):
     return function.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
-def begin_with_sizes(sampler, sizes):
-    return lambda prompts, key: sampler.begin(sizes, prompts, key)
-
-
 def test_prefill_and_decoding_compile(blueprint):
     settings = blueprint.sampling._replace(slots=8)  # half of the samples wait
-    sampler = make_sampler(blueprint.model, settings, blueprint.mesh)
+    programs = make_programs(blueprint.model, settings, blueprint.mesh)
     params = parameters(blueprint, sharding.SAMPLING)
-    split = compiled(jax.jit(sampler.split), params)
-    params = with_layout(jax.eval_shape(sampler.split, params), split)
-    prompts = placed(blueprint.mesh, tiny.prompts(4, 8), "bins", None)
-    key = placed(blueprint.mesh, np.zeros(2, np.uint32), None)
-    sizes = Sizes.for_prompts(settings, sharding.num_bins(blueprint.mesh), 4, 8)
-    begin = compiled(sampler.begin, sizes, prompts, key)
-    state = with_layout(jax.eval_shape(begin_with_sizes(sampler, sizes), prompts, key), begin)
+    split = compiled(jax.jit(programs.split), params)
+    params = with_layout(jax.eval_shape(programs.split, params), split)
+    sizes = Sizes.for_prompts(settings.slots, sharding.num_bins(blueprint.mesh), 4, 4, 8)
+    begin = compiled(programs.begin, sizes)
+    state = with_layout(jax.eval_shape(functools.partial(programs.begin, sizes)), begin)
     tokens = placed(blueprint.mesh, np.zeros((2, 2, 7), np.int32))
     at = placed(blueprint.mesh, np.zeros((2, 2), np.int32))
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
     for program in (
-        compiled(sampler.prefill, params, state, tokens, at, at),
-        compiled(sampler.decode, False, params, state, placed(blueprint.mesh, np.int32(4))),
+        compiled(programs.prefill, params, state, tokens, at, at),
+        compiled(programs.decode, False, params, state, placed(blueprint.mesh, np.int32(4))),
     ):
         # Donated: no second copy of a cache.
         assert program.memory_analysis().alias_size_in_bytes >= caches / 4

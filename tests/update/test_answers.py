@@ -16,7 +16,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
 from jaxgrpo.update.forward import Blueprint
@@ -43,7 +43,7 @@ def preparer(config=WIDE, masked=True, tokens=25, mesh=(1, 1, 1, 1), width=6, st
             objective=losses.Objective(losses.clip(), losses.token_mean()),
             optimizer=optax.sgd(0.1),
             geometry=Geometry(P, G, width, steps, sharding.num_bins(grid), tokens),
-            sampling=SamplingSettings(G, steps, TEMPERATURE, (tiny.END,), tiny.PAD),
+            sampling=SamplingSettings(steps, TEMPERATURE, (tiny.END,), tiny.PAD),
             mesh=grid,
         )
     )

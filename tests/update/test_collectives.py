@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.planning import hlo
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.packing import Geometry
@@ -46,7 +46,7 @@ def program(**sizes: int) -> str:
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-3),
         geometry=Geometry(16, 8, 64, 128, sharding.num_bins(mesh), 2176),
-        sampling=SamplingSettings(8, 128, 1.0, (tiny.END,), tiny.PAD, 8),
+        sampling=SamplingSettings(128, 1.0, (tiny.END,), tiny.PAD, 8),
         mesh=mesh,
     )
 

@@ -18,7 +18,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
@@ -46,7 +46,7 @@ def blueprint(
         objective=step_objective,
         optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
         geometry=Geometry(4, 4, 6, 5, 1, tokens),
-        sampling=SamplingSettings(4, 5, 0.8, (tiny.END,), tiny.PAD),
+        sampling=SamplingSettings(5, 0.8, (tiny.END,), tiny.PAD),
         mesh=mesh,
         compact=compact,
     )
@@ -197,7 +197,7 @@ def test_the_sequence_may_be_split_over_devices(sizes):
         step_blueprint = blueprint("sign", 0.0, 32, config=tiny.UNIFORM)._replace(
             model=decoder.build(tiny.UNIFORM, constrain=sharding.constrain(grid)),
             geometry=Geometry(4, 4, 8, 8, sharding.num_bins(grid), 32),
-            sampling=SamplingSettings(4, 8, 0.8, (tiny.END,), tiny.PAD),
+            sampling=SamplingSettings(8, 0.8, (tiny.END,), tiny.PAD),
             mesh=grid,
         )
         steps, layout = (

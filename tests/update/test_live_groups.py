@@ -16,7 +16,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
@@ -39,7 +39,7 @@ def build_preparer(recipe, tail=()) -> Preparer:
             objective=losses.Objective(losses.build_surrogate("reinforce"), losses.constant(T)),
             optimizer=optax.sgd(0.1),
             geometry=Geometry(P, G, 6, T, 1, 25, 1),
-            sampling=SamplingSettings(G, T, 1.0, (tiny.END,), tiny.PAD),
+            sampling=SamplingSettings(T, 1.0, (tiny.END,), tiny.PAD),
             mesh=mesh,
         )
     )

@@ -19,7 +19,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
@@ -53,7 +53,7 @@ def built(minibatches=2, num_iterations=1, **changes):
         objective=CLIP,
         optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=RATE),
         geometry=Geometry(4, 4, 6, 5, 1, 100, minibatches),
-        sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
+        sampling=SamplingSettings(5, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=mesh,
         num_iterations=num_iterations,
     )._replace(**changes)

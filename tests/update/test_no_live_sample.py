@@ -16,7 +16,7 @@ import torch
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.optimizer import decay_mask, make_optimizer
@@ -56,7 +56,7 @@ def trained(
             **options,
         ),
         geometry=Geometry(4, 4, 6, 5, 1, 100, 1),
-        sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
+        sampling=SamplingSettings(5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
         on_no_live_sample=on_no_live_sample,
     )

@@ -12,7 +12,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.optimizer import decay_mask, make_optimizer, muon_dimensions
 from jaxgrpo.update.packing import Geometry
@@ -46,7 +46,7 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use, state_dtype):
             model.axes, learning_rate=0.1, updates=2, clip_norm=1.0, **settings
         ),
         geometry=Geometry(4, 4, 6, 5, sharding.num_bins(mesh), 100),
-        sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
+        sampling=SamplingSettings(5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
     )
     params = jax.device_put(tiny.params(), param_layout(blueprint.model, blueprint.mesh))

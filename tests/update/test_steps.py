@@ -16,7 +16,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import LoraConfig
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint
@@ -62,7 +62,7 @@ def blueprint(
         objective=objective,
         optimizer=optax.inject_hyperparams(getattr(optax, optimizer))(learning_rate=RATE),
         geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens, minibatches),
-        sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
+        sampling=SamplingSettings(5, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=grid,
         compact=compact,
         num_iterations=num_iterations,

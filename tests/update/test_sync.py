@@ -15,7 +15,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import LoraConfig
-from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout
 from jaxgrpo.update.packing import Geometry
@@ -44,7 +44,7 @@ def synced(changes: dict[str, Any], fsdp: int = 1, sampling_tensor: int = 0) -> 
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.sgd(0.1),
         geometry=Geometry(4, 4, 6, 5, sharding.num_bins(mesh), 100),
-        sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
+        sampling=SamplingSettings(5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
         sampling_mesh=sharding.sampling_mesh(mesh, sampling_tensor),
     )

@@ -124,14 +124,14 @@ def _probe(
     )
     questions = make_questions(config.eval, held_out, judge, config.scorer_name)
     if process.is_main():
-        first, ends = questions.rows[0], policy.settings.stop_tokens
+        first, ends = questions.rows[0], policy.engine.settings.stop_tokens
         previews = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
         show_previews(console, [judge], first, previews)
     with telling(console, "probe: sampling"):
         train = config.train
         drawn = config.eval.samples, train.seed, train.tokens_per_micro_batch
         answers = draw(policy, questions, *drawn)
-        sizes = policy.settings.temperature, config.rollout.prompts_per_step
+        sizes = policy.engine.settings.temperature, config.rollout.prompts_per_step
         numbers = _numbers(answers, questions, *sizes, level)
     data = without_passwords(config.eval.data or "") if rows is None else "rows"
     model = without_passwords(str(target))
@@ -203,7 +203,7 @@ def draw(
     rescore = make_rescorer(
         policy.model,
         policy.mesh,
-        temperature=policy.settings.temperature,
+        temperature=policy.engine.settings.temperature,
         logp=True,
         tokens=tokens,
     )

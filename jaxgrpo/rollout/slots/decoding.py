@@ -1,7 +1,7 @@
 """The device's part of sampling: the state of decoding, and the functions that change it.
 
 Bins are shards of the batch, D of them. Each has N slots, which decode side by side, a cache with a
-row for each of A prompts, and a queue of samples: sample s belongs to the bin's prompt s // G.
+row for each of A prompts, and a queue of groups, whose samples are at places: s at place s // G.
 A slot opens with the last prompt token, so that every forward pass, the first one too, is the same
 program and yields one new token; when its sample ends it takes the next one of the queue.
 
@@ -23,20 +23,21 @@ from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.attention import Sharing, chunk, decode
 from jaxgrpo.models.cache import Cache, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
-from jaxgrpo.rollout.drawing import Distribution, draw, softmax_logp
-from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
-from jaxgrpo.rollout.stopping import EarlyStop
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.drawing import Distribution, draw, softmax_logp
+from jaxgrpo.rollout.slots.state import (
+    Counters,
+    DecodeState,
+    Entries,
+    Finals,
+    Queue,
+    Samples,
+)
+from jaxgrpo.rollout.slots.stopping import EarlyStop
 
 
-class Counters(NamedTuple):
-    """What the host reads after a segment; the same in every process."""
-
-    live: Array  # [] int32, slots in use, of the bin that has most
-    drained: Array  # [] bool, no sample waits for a slot in any bin
-    ended: Array  # [D, P] bool, prompts all of whose samples have ended
-
-
-class Engine(NamedTuple):
+class Parts(NamedTuple):
     """What the functions of decoding are built from."""
 
     model: Model
@@ -45,13 +46,12 @@ class Engine(NamedTuple):
     vocab_shards: int = 1  # devices that the vocabulary is divided over
 
 
-def first_state(
-    engine: Engine, samples: Samples, queue: Queue, rows: int, width: int, slots: int
-) -> DecodeState:
-    """Empty slots and caches. Args: rows, width: A and S of the prompts' cache; slots: N."""
-    bins = queue.next.shape[0]
-    config = engine.model.config
-    dtype = cache_dtype(engine.settings.kv_cache_dtype, config)
+def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
+    """Empty places, slots and caches."""
+    bins, prompts, group, slots, rows, width = sizes
+    config, settings = parts.model.config, parts.settings
+    longest, block = settings.max_completion_tokens, settings.segment_tokens
+    dtype = cache_dtype(settings.kv_cache_dtype, config)
     empty = jnp.zeros((bins, slots), jnp.int32)
 
     def cache(batch: tuple[int, ...], columns: int) -> Cache:
@@ -59,32 +59,83 @@ def first_state(
         key = jnp.zeros((*heads, config.head_dim, columns), dtype)
         value = jnp.zeros((*heads, columns, config.head_dim), dtype)
         axes = ("bins", *[None] * (len(batch) - 1), "kv_heads", None, None)
-        return Cache(engine.constrain(key, axes), engine.constrain(value, axes))
-
-    longest, block = engine.settings.max_completion_tokens, engine.settings.segment_tokens
+        return Cache(parts.constrain(key, axes), parts.constrain(value, axes))
 
     def ring(window: int | None) -> Ring:
-        parts, columns = older_parts(min(longest, window or longest), block)
-        older = tuple(cache((bins * slots,), columns) for _ in range(parts))
+        older_rings, columns = older_parts(min(longest, window or longest), block)
+        older = tuple(cache((bins * slots,), columns) for _ in range(older_rings))
         return Ring(cache((bins * slots,), block), older)
 
+    places, none = jnp.zeros((bins, prompts), jnp.int32), jnp.zeros(bins, jnp.int32)
     state = DecodeState(
         sample=empty,
         live=empty.astype(bool),
         index=empty,
         token=empty,
-        samples=samples,
-        queue=queue,
+        samples=_no_samples(settings, bins, prompts * group),
+        queue=Queue(place=places, row=places, last=places, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple((cache((bins, rows), width), ring(kind.window)) for kind in config.kinds),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
     )
-    return _laid_out(engine, state)
+    return _laid_out(parts, state)
+
+
+def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
+    count = jnp.zeros((bins, number), jnp.int32)
+    zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
+    return Samples(
+        keys=jnp.zeros((bins, number, 2), jnp.uint32),
+        offset=count,
+        limit=count,
+        greedy=None,
+        tokens=jnp.full_like(zeros, settings.pad_token, jnp.int32),
+        logp=zeros,
+        untempered=zeros if settings.untempered else None,
+        confidence=zeros if settings.early_stop else None,
+        length=count,
+        stopped=count.astype(bool),
+        ended=jnp.ones_like(count, bool),
+    )
+
+
+def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
+    """Puts groups at their places. Their samples begin once `admit` lets them."""
+    samples, group = state.samples, state.group_size
+    is_new = jnp.repeat(jnp.asarray(entries.is_new), group, axis=1)
+
+    def at_new(value: Any, old: Array) -> Array:
+        mask = is_new.reshape(*is_new.shape, *[1] * (old.ndim - 2))
+        return jnp.where(mask, jnp.asarray(value, old.dtype), old)
+
+    prefix = jnp.asarray(entries.prefix)
+    behind = ((0, 0), (0, 0), (0, samples.tokens.shape[-1] - prefix.shape[-1]))
+    prefix = jnp.pad(prefix, behind, constant_values=-1)
+    greedy = samples.greedy
+    if greedy is not None or entries.greedy is not None:
+        greedy = jnp.zeros_like(samples.ended) if greedy is None else greedy
+        greedy = at_new(False if entries.greedy is None else entries.greedy, greedy)
+    samples = Samples(
+        keys=at_new(entries.keys, samples.keys),
+        offset=at_new((prefix >= 0).sum(-1), samples.offset),
+        limit=at_new(entries.limit, samples.limit),
+        greedy=greedy,
+        tokens=at_new(jnp.where(prefix < 0, parts.settings.pad_token, prefix), samples.tokens),
+        logp=at_new(0, samples.logp),
+        untempered=None if samples.untempered is None else at_new(0, samples.untempered),
+        confidence=None if samples.confidence is None else at_new(0, samples.confidence),
+        length=at_new(0, samples.length),
+        stopped=at_new(False, samples.stopped),
+        ended=at_new(entries.limit == 0, samples.ended),
+    )
+    last = jnp.where(entries.is_new, entries.last, state.queue.last)
+    queue = dataclasses.replace(state.queue, last=last)
+    return _laid_out(parts, dataclasses.replace(state, samples=samples, queue=queue))
 
 
 def prefill(
-    engine: Engine, params: Params, state: DecodeState, tokens: Array, row: Array, start: Array
+    parts: Parts, params: Params, state: DecodeState, tokens: Array, row: Array, start: Array
 ) -> DecodeState:
     """Writes chunks of prompts into their rows of the cache.
 
@@ -95,20 +146,23 @@ def prefill(
     position = start[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     shared, rings = zip(*state.memory, strict=True)
     attend = chunk(row, start, length)
-    _, shared = engine.model.apply(params, jnp.maximum(tokens, 0), position, attend, shared)
+    _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, attend, shared)
     return dataclasses.replace(state, memory=tuple(zip(shared, rings, strict=True)))
 
 
 def admit(
-    settings: SamplingSettings, state: DecodeState, row: Array, row_length: Array, ready: Array
+    state: DecodeState, place: Array, row: Array, row_length: Array, ready: Array
 ) -> DecodeState:
-    """Lets the samples of prompts whose rows have been filled begin."""
-    queue = dataclasses.replace(state.queue, row=row, ready=ready)
-    return _refilled(settings, dataclasses.replace(state, queue=queue, row_length=row_length))
+    """Lets the samples of groups whose rows have been filled begin.
+
+    Args: place, row, ready: as of `Queue`.
+    """
+    queue = dataclasses.replace(state.queue, place=place, row=row, ready=ready)
+    return _refilled(dataclasses.replace(state, queue=queue, row_length=row_length))
 
 
 def segment(
-    engine: Engine, aligned: bool, params: Params, state: DecodeState, enough: Array
+    parts: Parts, aligned: bool, params: Params, state: DecodeState, enough: Array
 ) -> tuple[DecodeState, Counters]:
     """Decodes up to the end of a block of `segment_tokens` steps, or less if nothing is to be done.
 
@@ -117,25 +171,24 @@ def segment(
       params: with each layer's parameters apart (`params_per_layer`).
       enough: [] int32; it ends when no sample waits and no bin has more live slots than that.
     """
-    settings = engine.settings
-    total = state.samples.length.shape[1]
+    settings = parts.settings
 
-    def waiting(state: DecodeState) -> Array:
-        return state.queue.next < state.queue.ready * settings.group_size
+    def is_drained(state: DecodeState) -> Array:
+        return (state.queue.next >= state.queue.ready * state.group_size).all()
 
     def running(carry: tuple[Array, DecodeState]) -> Array:
         step, state = carry
-        drained = (state.queue.next >= total).all()
+        drained = is_drained(state)
         most_live = state.live.sum(-1).max()
-        busy = (most_live > 0) | waiting(state).any()
+        busy = (most_live > 0) | ~drained
         in_block = (step == 0) | (state.clock % settings.segment_tokens != 0)
         return in_block & busy & ~(drained & (most_live <= enough))
 
     def one_token(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         step, state = carry
         if not aligned:
-            state = _refilled(settings, state)
-        return step + 1, _one_token(engine, aligned, params, state)
+            state = _refilled(state)
+        return step + 1, _one_token(parts, aligned, params, state)
 
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
     memory = tuple((prompts, settled(ring, state.clock)) for prompts, ring in state.memory)
@@ -144,21 +197,19 @@ def segment(
     ended = state.samples.ended.reshape(bins, prompts, -1)
     counters = Counters(
         live=state.live.sum(-1).max(),
-        drained=(state.queue.next >= total).all(),
-        ended=engine.constrain(ended.all(-1), (None, None)),
+        drained=is_drained(state),
+        ended=parts.constrain(ended.all(-1), (None, None)),
     )
     return state, counters
 
 
-def staying(
-    settings: SamplingSettings, state: DecodeState, slots: int, aligned: bool
-) -> tuple[Array, Array]:
+def staying(state: DecodeState, slots: int, aligned: bool) -> tuple[Array, Array]:
     """The slots that stay when they become fewer, live ones first, and the rows that they read.
 
     Shapes: [D, slots] each.
     """
     order = jnp.argsort(~state.live, axis=-1, stable=True)[:, :slots]
-    return order, take(_slot_rows(settings, state, aligned), order)
+    return order, take(_slot_rows(state, aligned), order)
 
 
 def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> DecodeState:
@@ -198,43 +249,44 @@ def take_slots(tree: Any, order: Array) -> Any:
     return jax.tree.map(take_per_bin, tree)
 
 
-def _slot_rows(settings: SamplingSettings, state: DecodeState, aligned: bool) -> Array:
+def _slot_rows(state: DecodeState, aligned: bool) -> Array:
     """[D, N]: the row of the prompts' cache that each slot reads."""
     if aligned:
         rows, slots = state.row_length.shape[1], state.sample.shape[1]
         return jnp.broadcast_to(jnp.arange(slots) // (slots // rows), state.sample.shape)
-    return take(state.queue.row, state.sample // settings.group_size)
+    return take(state.queue.row, state.sample // state.group_size)
 
 
-def _refilled(settings: SamplingSettings, state: DecodeState) -> DecodeState:
+def _refilled(state: DecodeState) -> DecodeState:
     """Free slots take the next samples of their bin's queue, in order."""
-    queue, group = state.queue, settings.group_size
+    queue, group = state.queue, state.group_size
     free = ~state.live
-    next_sample = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
-    fits = free & (next_sample < queue.ready[:, None] * group)
-    prompt = jnp.where(fits, next_sample // group, 0)
+    number = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
+    fits = free & (number < queue.ready[:, None] * group)
+    place = take(queue.place, jnp.where(fits, number // group % queue.place.shape[1], 0))
+    sample = jnp.where(fits, place * group + number % group, state.sample)
     return dataclasses.replace(
         state,
-        sample=jnp.where(fits, next_sample, state.sample),
-        live=state.live | fits,
+        sample=sample,
+        live=state.live | (fits & ~take(state.samples.ended, sample)),
         index=jnp.where(fits, 0, state.index),
-        token=jnp.where(fits, take(queue.last, prompt), state.token),
+        token=jnp.where(fits, take(queue.last, place), state.token),
         queue=dataclasses.replace(queue, next=queue.next + fits.sum(-1, dtype=jnp.int32)),
     )
 
 
-def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState) -> DecodeState:
-    model, settings = engine.model, engine.settings
-    row = _slot_rows(settings, state, aligned)
+def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) -> DecodeState:
+    model = parts.model
+    row = _slot_rows(state, aligned)
     position = (take(state.row_length, row) + state.index)[..., None]
-    sharing = Sharing(None, None) if aligned else _sharing(settings, state, row)
+    sharing = Sharing(None, None) if aligned else _sharing(state, row)
     # A slot without a sample reads nothing but its own last token.
     index = jnp.where(state.live, state.index, 0)
     attend = decode(state.clock, index, state.row_length, sharing)
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
-    token, logp = _drawn(engine, state, logits)
-    samples, token, ended = _written(engine, state, logits, token, logp)
+    token, logp = _drawn(parts, state, logits)
+    samples, token, ended = _written(parts, state, logits, token, logp)
     return dataclasses.replace(
         state,
         live=state.live & ~ended,
@@ -247,10 +299,11 @@ def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState
     )
 
 
-def _sharing(settings: SamplingSettings, state: DecodeState, row: Array) -> Sharing:
+def _sharing(state: DecodeState, row: Array) -> Sharing:
     """Sample g of the prompt in row a reads it at place a * G + g."""
-    place = row * settings.group_size + state.sample % settings.group_size
-    places, slots = state.row_length.shape[1] * settings.group_size, place.shape[1]
+    group = state.group_size
+    place = row * group + state.sample % group
+    places, slots = state.row_length.shape[1] * group, place.shape[1]
 
     def invert(place: Array, live: Array) -> Array:
         target = jnp.where(live, place, places)
@@ -259,39 +312,33 @@ def _sharing(settings: SamplingSettings, state: DecodeState, row: Array) -> Shar
     return Sharing(jax.vmap(invert)(place, state.live), place)
 
 
-def _drawn(engine: Engine, state: DecodeState, logits: Array) -> tuple[Array, Array]:
-    settings = engine.settings
+def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Array]:
+    settings = parts.settings
     keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
     keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, state.index)
     if settings.min_completion_tokens > 0 and settings.stop_tokens:
         stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
         early = state.index < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
-    token, logp = draw(keys, logits, settings.distribution, engine.vocab_shards)
-    if not settings.greedy:
+    token, logp = draw(keys, logits, settings.distribution, parts.vocab_shards)
+    if state.samples.greedy is None:
         return token, logp
     likeliest, its_logp = draw(keys, logits, Distribution(0.0))
-    is_greedy = _is_greedy(settings, state)
+    is_greedy = take(state.samples.greedy, state.sample)
     return jnp.where(is_greedy, likeliest, token), jnp.where(is_greedy, its_logp, logp)
 
 
-def _is_greedy(settings: SamplingSettings, state: DecodeState) -> Array:
-    """[D, N]: the slots whose samples take the likeliest token."""
-    return state.sample % settings.group_size >= settings.group_size - settings.greedy
-
-
 def _written(
-    engine: Engine, state: DecodeState, logits: Array, token: Array, logp: Array
+    parts: Parts, state: DecodeState, logits: Array, token: Array, logp: Array
 ) -> tuple[Samples, Array, Array]:
-    """The samples with one more token each, drawn or forced; this token, and who ends with it."""
-    settings, samples, total = engine.settings, state.samples, state.samples.length.shape[1]
-    forced = _forced(state)
-    drawn = forced < 0
-    next_token = jnp.where(drawn, token, forced).astype(jnp.int32)
+    """The samples with one more token each, drawn or given; this token, and who ends with it."""
+    settings, samples, total = parts.settings, state.samples, state.samples.length.shape[1]
+    drawn = state.index >= take(samples.offset, state.sample)
+    next_token = jnp.where(drawn, token, _prefix_token(state)).astype(jnp.int32)
     stops = jnp.asarray(settings.stop_tokens, jnp.int32)
     stopped = drawn & (next_token[..., None] == stops).any(-1)
     sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
-    ended = stopped | (state.index + 1 >= settings.max_completion_tokens)
+    ended = stopped | (state.index + 1 >= take(samples.limit, state.sample))
 
     def write(array: Array, value: Array, *index: Array) -> Array:
         write_bin = lambda array, value, *index: array.at[index].set(value, mode="drop")  # noqa: E731
@@ -302,10 +349,8 @@ def _written(
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
     if settings.early_stop is not None and samples.confidence is not None:
-        temperature = settings.temperature or 1.0
-        temperature = jnp.where(_is_greedy(settings, state), 1.0, temperature)[..., None]
-        scaled = logits.astype(jnp.float32) / temperature
-        number = min(settings.early_stop.tokens, engine.model.config.num_drawable)
+        scaled = logits.astype(jnp.float32) / _temperature(settings, state)
+        number = min(settings.early_stop.tokens, parts.model.config.num_drawable)
         confidence = jnp.where(drawn, confidence_from_logits(scaled, number), 0)
         confidence_sum, unsure = _sum_confidence(
             settings.early_stop, state, samples.confidence, confidence
@@ -337,26 +382,55 @@ def _sum_confidence(
         return jnp.where(index < 0, 0, read(confidence_sums, state.sample, index))
 
     confidence_sum = confidence_up_to(state.index - 1) + confidence
-    number = state.index + 1
-    if state.samples.forced is not None:
-        number -= (take(state.samples.forced, state.sample) >= 0).sum(-1)
+    number = state.index + 1 - take(state.samples.offset, state.sample)
     mean = (confidence_sum - confidence_up_to(state.index - stop.window)) / stop.window
     return confidence_sum, (number >= stop.window) & (mean < stop.confidence)
 
 
-def _forced(state: DecodeState) -> Array:
-    """[D, N]: the token that each slot has to take next, -1 where it draws one."""
-    if state.samples.forced is None:
-        return jnp.full_like(state.token, -1)
-    read = lambda values, *index: values.at[index].get(mode="fill", fill_value=-1)  # noqa: E731
-    return jax.vmap(read)(state.samples.forced, state.sample, state.index)
+def _temperature(settings: SamplingSettings, state: DecodeState) -> Array | float:
+    """[D, N, 1] or one for all: of the distribution whose confidence is measured."""
+    temperature, greedy = settings.temperature or 1.0, state.samples.greedy
+    if greedy is None:
+        return temperature
+    return jnp.where(take(greedy, state.sample), 1.0, temperature)[..., None]
 
 
-def _laid_out(engine: Engine, state: DecodeState) -> DecodeState:
+def _prefix_token(state: DecodeState) -> Array:
+    """[D, N]: the token at each slot's next place: a given one where one is given."""
+    read = jax.vmap(lambda values, *index: values.at[index].get(mode="clip"))
+    return read(state.samples.tokens, state.sample, state.index)
+
+
+def drawn(samples: Samples) -> Array:
+    """[D, M, T]: the tokens that were drawn; -1 elsewhere."""
+    index = jnp.arange(samples.tokens.shape[-1])
+    mask = (index < samples.length[..., None]) & (index >= samples.offset[..., None])
+    return jnp.where(mask, samples.tokens, -1)
+
+
+def finals(parts: Parts, group: int, samples: Samples, places: Array) -> Finals:
+    """The samples of some groups as they are, in every process.
+
+    Args:
+      group: G.
+      places: [n] int32, counted over all bins.
+    """
+
+    def take_groups(array: Array) -> Array:
+        groups = array.reshape(-1, group, *array.shape[2:])[places]
+        return parts.constrain(groups, (None,) * groups.ndim)
+
+    values = Finals(
+        samples.tokens, samples.logp, samples.untempered, samples.length, samples.stopped
+    )
+    return jax.tree.map(take_groups, values)
+
+
+def _laid_out(parts: Parts, state: DecodeState) -> DecodeState:
     """Everything but the memory on the mesh: bins over their devices."""
 
     def place(leaf: Array) -> Array:
-        return engine.constrain(leaf, ("bins", *[None] * (leaf.ndim - 1))) if leaf.ndim else leaf
+        return parts.constrain(leaf, ("bins", *[None] * (leaf.ndim - 1))) if leaf.ndim else leaf
 
     return dataclasses.replace(
         jax.tree.map(place, dataclasses.replace(state, memory=())), memory=state.memory

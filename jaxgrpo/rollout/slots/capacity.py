@@ -1,4 +1,4 @@
-"""The memory that decoding takes of each device, and how many slots fit into what is free."""
+"""The sizes of a session of decoding, the memory they take, and how many slots fit into it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from jax.sharding import Mesh
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.cache import cache_dtype, older_parts
-from jaxgrpo.rollout.sampler import Sizes
-from jaxgrpo.rollout.state import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings
 
+CHUNK = 64  # prompt tokens of one row that are computed at once
+CHUNK_TOKENS = 512  # of all rows of a bin
+COLUMNS = 32  # columns of the prompts' cache come in so many: unaligned rows are slow to read
+ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `for_prompts`
 PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
 LANES = 128  # a TPU pads an array's last dimension, which is the columns of keys, to these
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
@@ -22,6 +25,45 @@ COPYING = ("cpu",)
 SLOTS_OF_CPU = 64
 """Slots of a CPU device where none are asked for: enough for its products to be limited by
 arithmetic; with more, more of them idle while the last samples of a step end."""
+
+
+class Sizes(NamedTuple):
+    """What is fixed from the first sample under way to the last, per bin."""
+
+    bins: int  # D
+    prompts: int  # P, places for groups
+    group: int  # G, samples of a place
+    slots: int  # N
+    rows: int  # A, of the prompts' cache
+    width: int  # S, its columns
+
+    @classmethod
+    def for_prompts(cls, slots: int, bins: int, prompts: int, group: int, width: int) -> Sizes:
+        """Sizes for `prompts` prompts of at most `width` tokens over all bins.
+
+        Fewer rows than prompts are enough where samples wait for slots: the slots read some
+        slots / G prompts that are under way, and others whose last samples are long.
+
+        Args:
+          slots: over all bins; 0: one for each sample.
+        """
+        per_bin = -(-prompts // bins)
+        slots = min(-(-slots // bins) or per_bin * group, per_bin * group)
+        rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
+        # The last prompt token opens a slot, the others make up the row.
+        columns = -(-max(1, width - 1) // COLUMNS) * COLUMNS
+        return cls(bins, per_bin, group, slots, rows, columns)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether each sample has a slot, and each prompt a row, from beginning to end."""
+        return self.rows == self.prompts and self.slots == self.prompts * self.group
+
+
+def chunk_shape(sizes: Sizes) -> tuple[int, int]:
+    """How many rows of a bin are computed at once, and how many tokens of each."""
+    width = min(CHUNK, sizes.width)
+    return max(1, min(sizes.rows, CHUNK_TOKENS // width)), width
 
 
 class Capacity(NamedTuple):
@@ -36,16 +78,19 @@ class Capacity(NamedTuple):
 
 
 def capacity(
-    model: Model, settings: SamplingSettings, mesh: Mesh, prompts: int, width: int
+    model: Model, settings: SamplingSettings, mesh: Mesh, prompts: int, group: int, width: int
 ) -> Capacity:
     """What decoding takes beside the parameters.
 
     Args:
       settings: `slots` as they are asked for; 0: all samples at once.
-      prompts, width: of a call, over all bins, and the tokens that each may have.
+      prompts: that are drawn at once, over all bins.
+      group: samples of each.
+      width: tokens that each may have.
     """
     config = model.config
-    sizes = Sizes.for_prompts(settings, sharding.num_bins(mesh), prompts, width)
+    bins = sharding.num_bins(mesh)
+    sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width)
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
     platform = mesh.devices.flat[0].platform
@@ -64,7 +109,7 @@ def capacity(
     rings = [ring_bytes(kind.window) for kind in config.kinds]
     shared = cache_bytes(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
-    samples = sizes.prompts * settings.group_size * longest * extra
+    samples = sizes.prompts * group * longest * extra
     is_copied = platform in COPYING and size < 4
     copied = config.num_layers * shared * 4 // size if is_copied else 0
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
@@ -75,19 +120,27 @@ def capacity(
 
 
 def fitting_slots(
-    model: Model, settings: SamplingSettings, mesh: Mesh, prompts: int, width: int, free: int
+    model: Model,
+    settings: SamplingSettings,
+    mesh: Mesh,
+    prompts: int,
+    group: int,
+    width: int,
+    free: int,
 ) -> int:
     """The most slots, over all bins, whose decoding fits into `free` bytes of each device.
 
     At least one per bin, whether it fits or not, and at most `SLOTS_OF_CPU` per bin on a CPU.
+
+    Args: prompts, group, width: as of `capacity`.
     """
     bins = sharding.num_bins(mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    most = math.ceil(prompts * settings.group_size / bins)
+    most = math.ceil(prompts * group / bins)
     low, high = 1, min(most, SLOTS_OF_CPU) if on_cpu else most
     while low < high:
         middle = (low + high + 1) // 2
         trial = settings._replace(slots=middle * bins)
-        fits = capacity(model, trial, mesh, prompts, width).total <= free
+        fits = capacity(model, trial, mesh, prompts, group, width).total <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * bins

@@ -17,7 +17,9 @@ import numpy as np
 
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Model
-from jaxgrpo.rollout.state import DecodeState
+from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.programs import Programs
+from jaxgrpo.rollout.slots.state import Counters, DecodeState
 
 SHRINK = 0.625
 """Share of the slots that the next smaller size keeps, rounded up to a multiple of 8.
@@ -108,6 +110,98 @@ def worthwhile(size: Size, longest: int, price: Price) -> list[Size]:
         return len(sizes) * price.program + idle * price.slot_step
 
     return min(choices, key=cost)
+
+
+Compiled = dict[Any, dict[Size, Any]]
+"""Programs of smaller sizes, by what they were compiled for."""
+
+
+class Shrinking:
+    """The slots of a session, which become fewer as its last samples end."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        sizes: Sizes,
+        choose: Callable[[Size], list[Size]],
+        compiled: Compiled,
+    ):
+        """Args:
+        choose: the sizes to come, of that which there is.
+        compiled: by earlier sessions; this one adds to it.
+        """
+        self.programs, self.choose = programs, choose
+        self.size: Size = Size(sizes.slots, sizes.rows, sizes.aligned)
+        self.has_begun: bool = False
+        self._sizes, self._below, self._compiled = sizes, choose(self.size), compiled
+        self._smaller: dict[Size, Any] = {}
+        self._compiles = False  # the first of all sessions that needs them
+
+    @property
+    def next_slots(self) -> int | None:
+        """The slots of the next size; None: there is none."""
+        return self._below[0].slots if self._below else None
+
+    def open(self) -> None:
+        """From now on samples come to slots in any order."""
+        if self.size.aligned:
+            self.size = self.size._replace(aligned=False)
+            self._below = self.choose(self.size)
+
+    def decode(
+        self, params: Params, state: DecodeState, enough: np.int32
+    ) -> tuple[DecodeState, Counters]:
+        """A segment with the slots that there are; arguments as of `decoding.segment`."""
+        if self.size in self._smaller:
+            return self._smaller[self.size].result()(params, state, enough)
+        return self.programs.decode(self.size.aligned, params, state, enough)
+
+    def shrink(self, params: Params, state: DecodeState) -> DecodeState:
+        """Goes on with the next smaller size: the slots that decode, and the rows they read."""
+        self.has_begun = True
+        if not self._smaller:
+            self._smaller = self._smaller_programs(params, state)
+        take, old = self.programs.take, self.size
+        size = self.size = self._below.pop(0)
+        order, rows = self.programs.staying(state, size.slots, old.aligned)
+        slot_arrays = {"sample": state.sample, "live": state.live, "index": state.index}
+        slot_arrays = take({**slot_arrays, "token": state.token}, order)
+        memory, aligned = list(state.memory), size.aligned
+        row_length = take(state.row_length, rows) if aligned else state.row_length
+        state = dataclasses.replace(state, **slot_arrays, row_length=row_length, memory=())
+        # Layer by layer, so that the slots that leave are never in memory beside all that stay.
+        for layer in range(len(memory)):
+            prompts, ring = memory[layer]
+            ring = self.programs.take_slots(ring, order)
+            memory[layer] = (take(prompts, rows) if aligned else prompts, ring)
+            del prompts, ring
+        return dataclasses.replace(state, memory=tuple(memory))
+
+    def compile_remaining(
+        self, params: Params, state: DecodeState, also: Callable[[DecodeState], DecodeState]
+    ) -> None:
+        """In the first session that shrinks: what sizes need that it did not come to.
+
+        So that no later one compiles, whatever the lengths of its samples.
+
+        Args:
+          also: what else is called at each size.
+        """
+        if not self._compiles:
+            return
+        while self._below:
+            state = also(self.shrink(params, state))
+        for program in self._smaller.values():
+            program.result()
+
+    def _smaller_programs(self, params: Params, state: DecodeState) -> dict[Size, Any]:
+        """The programs of all smaller sizes, which the first session that needs one compiles."""
+        layout = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
+        key = (self._sizes, self.size, layout, state.samples.greedy is None)
+        self._compiles = key not in self._compiled
+        if self._compiles:
+            self._compiled[key] = compile_all(self.programs.decode, params, state, self._below)
+        return self._compiled[key]
 
 
 def resized(state: DecodeState, size: Size) -> DecodeState:

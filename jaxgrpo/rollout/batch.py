@@ -1,0 +1,241 @@
+"""A batch of prompts as requests to an engine, and the turns that come back as rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.engine import COMPLETE, Engine, Request, SamplingSettings, Turn
+
+Item = TypeVar("Item")
+
+
+class Batch:
+    """Prompts and G samples of each, as host arrays that fill up as turns end.
+
+    A token is drawn with the key folded from (key, purpose, step, ordinal, sample, token), so a
+    sample depends on nothing else: not on how many are drawn at once, and not on what is drawn
+    beside it. A prompt that is there twice, with one ordinal, is drawn once.
+
+    Args:
+      prompts: with `forced_prefix`, samples begin with tokens that are given.
+      settings: of the engine.
+
+    Raises: InputError where `forced_prefix` does not fit.
+    """
+
+    def __init__(self, prompts: Prompts, group_size: int, settings: SamplingSettings):
+        self.prompts: Any = sharding.to_host(prompts)
+        count, longest = len(self.prompts.ordinal), settings.max_completion_tokens
+        shape = count, group_size, longest
+        _check_forced(self.prompts.forced_prefix, shape)
+        self.tokens: np.ndarray = np.full(shape, settings.pad_token, np.int32)
+        self.mask: np.ndarray = np.zeros(shape, bool)
+        self._logp = np.zeros(shape, np.float32)
+        self._untempered = np.zeros(shape, np.float32) if settings.untempered else None
+        self._truncated = np.zeros(shape[:2], bool)
+        self._version = np.zeros(shape[:2], np.int32)
+        self._missing = np.full(count, group_size)
+        self._places: dict[int, list[int]] = {}
+        for place, ordinal in enumerate(self.prompts.ordinal.tolist()):
+            self._places.setdefault(ordinal, []).append(place)
+
+    def requests(self, key: ArrayLike, purpose: int = 0, greedy: int = 0) -> list[Request]:
+        """What is asked of an engine.
+
+        Args:
+          key: [2] uint32, the data of the run's key.
+          purpose: folded into the key: evaluation never repeats training's draws.
+          greedy: of each group so many, the last ones, take the likeliest tokens.
+        """
+        prompts, (_, group_size, longest) = self.prompts, self.tokens.shape
+        keys = np.asarray(_sample_keys(key, purpose, prompts.step, prompts.ordinal, group_size))
+        requests = []
+        for ordinal, (place, *_) in self._places.items():
+            prompt = prompts.prompt_tokens[place][prompts.prompt_mask[place]]
+            for sample in range(group_size):
+                prefix = self._prefix(place, sample)
+                requests.append(
+                    Request(
+                        ordinal=ordinal,
+                        sample=sample,
+                        tokens=np.concatenate([prompt, prefix]) if len(prefix) else prompt,
+                        offset=len(prefix),
+                        limit=longest - len(prefix),
+                        key=keys[place, sample],
+                        is_greedy=sample >= group_size - greedy,
+                    )
+                )
+        return requests
+
+    def add(self, turns: Sequence[Turn]) -> np.ndarray:
+        """Writes turns. Returns: the places of the groups that are complete with them, [n] int."""
+        complete: list[int] = []
+        for turn in turns:
+            for place in self._places[turn.ordinal]:
+                at, begin = (place, turn.sample), len(self._prefix(place, turn.sample))
+                drawn = slice(begin, begin + len(turn.tokens))
+                self.tokens[at][:begin] = self._prefix(place, turn.sample)
+                self.tokens[at][drawn], self._logp[at][drawn] = turn.tokens, turn.logp
+                self.mask[at][drawn] = True
+                if self._untempered is not None:
+                    self._untempered[at][drawn] = turn.untempered_logp
+                self._truncated[at] = turn.reason not in COMPLETE
+                self._version[at] = turn.version[0]
+                self._missing[place] -= 1
+                if not self._missing[place]:
+                    complete.append(place)
+        return np.asarray(complete, int)
+
+    def rollouts(self) -> Rollouts:
+        """The batch as rollouts without rewards, host arrays.
+
+        `behavior_logp` is of the distribution drawn from; for temperature 0, and for greedy
+        samples, of the model's own at temperature 1. Where the engine gives them too, the field
+        "untempered_logp" holds the model's own in any case.
+        """
+        raw: Any = self._untempered
+        values: dict[str, Any] = {
+            "completion_tokens": self.tokens,
+            "token_mask": self.mask,
+            "behavior_logp": self._logp,
+            "rewards": {},
+            "truncated": self._truncated,
+            "policy_version": self._version,
+            "fields": {} if raw is None else {"untempered_logp": raw},
+        }
+        return Rollouts(**vars(self.prompts), **values)
+
+    def _prefix(self, place: int, sample: int) -> np.ndarray:
+        """The tokens that a sample begins with."""
+        if self.prompts.forced_prefix is None:
+            return self.tokens[0, 0, :0]
+        forced = self.prompts.forced_prefix[place, sample]
+        return forced[forced >= 0]
+
+
+def _check_forced(forced: np.ndarray | None, shape: tuple[int, int, int]) -> None:
+    if forced is None:
+        return
+    if forced.ndim != 3 or forced.shape[:2] != shape[:2] or forced.shape[2] >= shape[2]:
+        raise InputError(
+            f"forced_prefix has shape {list(forced.shape)}: expected [{shape[0]}, {shape[1]}, F] "
+            f"with F below max_completion_tokens = {shape[2]}, so that a token is left to draw"
+        )
+
+
+class Groups(NamedTuple):
+    """Groups of a batch that have ended."""
+
+    places: np.ndarray  # [n] int, which of its prompts
+    tokens: np.ndarray  # [n, G, T] int32
+    mask: np.ndarray  # [n, G, T] bool, as `Rollouts.token_mask`
+
+
+class Drawing(NamedTuple):
+    """A batch that is being drawn."""
+
+    ended: Generator[Groups]
+    """draws; yields groups that have ended while others are drawn, but not the last ones"""
+    rollouts: Callable[[], Rollouts]  # host arrays, once `ended` has none left
+
+    def finish(self) -> Rollouts:
+        """Draws what is left. Returns: all, as `Batch.rollouts`."""
+        for _ in self.ended:
+            pass
+        return self.rollouts()
+
+
+def draw(
+    engine: Engine,
+    params: Params,
+    prompts: Prompts,
+    key: ArrayLike,
+    group_size: int,
+    *,
+    purpose: int = 0,
+    greedy: int = 0,
+) -> Drawing:
+    """Completions of every prompt, `group_size` of each.
+
+    Args: as of `Batch` and `Batch.requests`.
+    """
+    batch = Batch(prompts, group_size, engine.settings)
+    requests = batch.requests(key, purpose, greedy)
+    return Drawing(_ended(engine, params, batch, requests), batch.rollouts)
+
+
+def _ended(
+    engine: Engine, params: Params, batch: Batch, requests: Sequence[Request]
+) -> Generator[Groups]:
+    engine.load(params, int(batch.prompts.step))
+    try:
+        engine.submit(requests)
+        missing = len(requests)
+        while missing:
+            turns = engine.poll()
+            missing -= len(turns)
+            places = batch.add(turns)
+            if missing and len(places):
+                yield Groups(places, batch.tokens[places], batch.mask[places])
+    finally:
+        engine.unload()
+
+
+def in_background(items: Generator[Item]) -> Generator[Item]:
+    """The items, ready in a thread of their own while the caller works on those before.
+
+    Closing this iterator ends the thread at its next item; with several processes the thread makes
+    all items, since the others would wait for this one.
+    """
+    ready: queue.SimpleQueue[tuple[Item] | None] = queue.SimpleQueue()
+    is_closed = threading.Event()
+    # Options of JAX that are set by a `with` hold in one thread only.
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run() -> None:
+        with (
+            jax.default_matmul_precision(precision) if precision else contextlib.nullcontext(),
+            contextlib.closing(items),
+        ):
+            for item in items:
+                if is_closed.is_set() and jax.process_count() == 1:
+                    return
+                ready.put((item,))
+
+    with ThreadPoolExecutor(1, thread_name_prefix="sampling") as executor:
+        future = executor.submit(run)
+        future.add_done_callback(lambda _: ready.put(None))
+        try:
+            while (item := ready.get()) is not None:
+                yield item[0]
+        finally:
+            is_closed.set()
+    future.result()
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _sample_keys(
+    key: ArrayLike, purpose: ArrayLike, step: ArrayLike, ordinals: Array, group_size: int
+) -> Array:
+    """Key data [P, G, 2]."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), purpose)
+    key = jax.random.fold_in(key, step)
+    prompt_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ordinals)
+    fold_samples = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys = jax.vmap(fold_samples, in_axes=(0, None))(prompt_keys, jnp.arange(group_size))
+    return jax.random.key_data(keys)

@@ -1,0 +1,100 @@
+"""What draws tokens: the interface of every engine, and what goes into it and comes out.
+
+Training, evaluation, probe and `jaxgrpo sample` submit requests and poll for turns. Which engine
+answers is nothing to them: `slots.driver.SlotEngine` decodes in this process, and one that
+asks another process keeps to the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxgrpo.core.types import Params
+from jaxgrpo.rollout.slots.drawing import Distribution
+from jaxgrpo.rollout.slots.stopping import EarlyStop, StopStrings
+
+Reason = Literal["end", "length", "string", "confidence"]
+"""What ended a turn: a token that ends samples, the limit, a stop string, too little confidence"""
+
+COMPLETE: frozenset[Reason] = frozenset({"end", "string"})
+"""The reasons of turns that ended by themselves. The others were truncated."""
+
+
+class SamplingSettings(NamedTuple):
+    """What an engine draws all its samples by."""
+
+    max_completion_tokens: int
+    temperature: float  # 0: the likeliest token
+    stop_tokens: tuple[int, ...]
+    pad_token: int
+    segment_tokens: int = 16  # tokens decoded between two looks of the host
+    top_k: int = 0  # draw from the top_k likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest likeliest tokens of this probability
+    min_p: float = 0.0  # draw from tokens of this share of the likeliest one's probability
+    min_completion_tokens: int = 0  # before so many no stop token is drawn
+    slots: int = 0  # samples decoded at once, over all devices; 0: all, or as many as fit
+    untempered: bool = False  # give log-probs of the model itself too, at temperature 1
+    stop_strings: StopStrings | None = None
+    early_stop: EarlyStop | None = None
+    kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
+
+    @property
+    def distribution(self) -> Distribution:
+        return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens of the model's distribution are never drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_completion_tokens)
+
+
+class Request(NamedTuple):
+    """One turn of one sample."""
+
+    ordinal: int  # of its prompt; requests of one ordinal and prompt share the prompt's keys
+    sample: int  # of that prompt
+    tokens: np.ndarray  # int32: the prompt, and all of the sample before this turn
+    offset: int  # how many of the tokens are the sample's
+    limit: int  # new tokens at most, 1 or more
+    key: np.ndarray  # [2] uint32; the sample's token n is drawn with fold_in(key, n)
+    is_greedy: bool = False  # it takes the likeliest tokens
+
+
+class Turn(NamedTuple):
+    """The new tokens of a request, n of them, at least one."""
+
+    ordinal: int
+    sample: int
+    tokens: np.ndarray  # [n] int32, the end token included
+    logp: np.ndarray  # [n] float32, of the distribution drawn from
+    version: np.ndarray  # [n] int32, of the parameters that drew each token
+    reason: Reason
+    untempered_logp: np.ndarray | None = None  # of the model itself, where the engine gives it
+
+
+class Engine(Protocol):
+    """Draws the turns that are asked for.
+
+    With several processes all submit the same requests and poll as often; each gets every turn.
+    """
+
+    settings: SamplingSettings
+
+    def load(self, params: Params, version: int) -> None:
+        """Takes parameters, as `sync` gives them, for what is drawn from now on."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Puts requests into the queue, at any time. Raises: InputError for one it cannot draw."""
+        ...
+
+    def poll(self) -> list[Turn]:
+        """Turns that have ended: at least one, where any is under way."""
+        ...
+
+    def unload(self) -> None:
+        """Lets go of parameters and caches, and of what is under way."""
+        ...

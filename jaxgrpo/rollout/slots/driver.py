@@ -1,0 +1,267 @@
+"""The engine with slots: a prompt is computed once per group, and free slots take the next sample.
+
+The host's part: it keeps places, rows and slots filled, and reads what a segment of decoding
+counted while the next one runs. The devices' part is `jaxgrpo.rollout.slots.decoding`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.sequences import check_tokens
+from jaxgrpo.rollout.engine import Request, SamplingSettings, Turn
+from jaxgrpo.rollout.slots import shrinking
+from jaxgrpo.rollout.slots.capacity import Sizes, fitting_slots
+from jaxgrpo.rollout.slots.programs import Programs, make_programs
+from jaxgrpo.rollout.slots.rows import Rows, prefill_batches
+from jaxgrpo.rollout.slots.shrinking import Shrinking, Size
+from jaxgrpo.rollout.slots.state import Counters, DecodeState, Finals
+from jaxgrpo.rollout.slots.table import Group, Place, Table, group_requests, make_turns
+
+GROUPS_PER_READ = 8  # groups that are fetched from the devices at once
+
+
+class SlotEngine:
+    """An engine that decodes on the devices of this process.
+
+    Requests that are submitted when nothing is under way open a session, whose sizes follow from
+    them: as many places as they have prompts, for groups as large as their largest. Later ones take
+    places that fall free; once the slots of a session have become fewer they wait for the next.
+
+    Args:
+      mesh: that parameters are laid out on; None: one device.
+      width: tokens that a prompt may have.
+      free: bytes of each device that decoding may take; decides on the slots where `settings` does
+        not. None: every sample has one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        settings: SamplingSettings,
+        mesh: Mesh | None = None,
+        *,
+        width: int,
+        free: int | None = None,
+    ):
+        self.model, self.settings, self.mesh = model, settings, mesh
+        self.width, self.free = width, free
+        self.programs: Programs = make_programs(model, settings, mesh)
+        self.compiled: shrinking.Compiled = {}
+        self.slot_steps: Array | int = 0  # of the last session: decoding steps times slots
+        self._batches: Counter[int] = Counter()
+        self._params: Params | None = None
+        self._version = 0
+        self._waiting: list[Group] = []
+        self._session: _Session | None = None
+
+    def expect(self, group: int, batches: int) -> None:
+        """Says how many batches of groups of that size will be drawn.
+
+        On a CPU programs are compiled where they save more than they cost; without a word here,
+        very many batches are expected.
+        """
+        self._batches[group] = max(self._batches[group], batches)
+
+    def slots_for(self, prompts: int, group: int) -> int:
+        """The slots, over all bins, that so many prompts are decoded with."""
+        if self.settings.slots or self.free is None or self.mesh is None:
+            return self.settings.slots
+        sizes = prompts, group, self.width
+        return fitting_slots(self.model, self.settings, self.mesh, *sizes, self.free)
+
+    def load(self, params: Params, version: int) -> None:
+        """As `Engine.load`. Raises: ValueError while turns are under way."""
+        if self._waiting or self._session is not None:
+            raise ValueError("load while turns are under way: poll until all have ended")
+        self._params, self._version = self.programs.split(params), version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """As `Engine.submit`."""
+        groups = group_requests(requests)
+        for group in groups:
+            self._check(group)
+        if self._session is None:
+            self._waiting.extend(groups)
+        else:
+            self._session.add(groups)
+
+    def poll(self) -> list[Turn]:
+        """As `Engine.poll`. Raises: ValueError where no parameters are loaded."""
+        if self._params is None:
+            raise ValueError("poll without parameters: load them first")
+        turns: list[Turn] = []
+        while not turns and (self._waiting or self._session is not None):
+            if self._session is None:
+                self._session = self._open(self._params)
+            turns = self._session.step(self._version)
+            if self._session.has_ended:
+                self._waiting, self.slot_steps = self._session.close()
+                self._session = None
+        return turns
+
+    def unload(self) -> None:
+        """As `Engine.unload`."""
+        self._params, self._session, self._waiting = None, None, []
+
+    def _open(self, params: Params) -> _Session:
+        groups, self._waiting = self._waiting, []
+        largest = max(len(group.requests) for group in groups)
+        bins = 1 if self.mesh is None else sharding.num_bins(self.mesh)
+        slots = self.slots_for(-(-len(groups) // bins) * bins, largest)
+        sizes = Sizes.for_prompts(slots, bins, len(groups), largest, self.width)
+        slot_sizes = Shrinking(
+            self.programs, sizes, lambda size: self._choose(size, largest), self.compiled
+        )
+        session = _Session(self.programs, self.settings, sizes, slot_sizes, params)
+        session.add(groups)
+        return session
+
+    def _choose(self, size: Size, group: int) -> list[Size]:
+        """The smaller sizes that pay."""
+        devices = jax.devices() if self.mesh is None else self.mesh.devices.flat
+        # Elsewhere a step takes as long as it takes to read the weights, and runs are long.
+        batches = self._batches[group] if devices[0].platform == "cpu" else 0
+        below = shrinking.sizes_below(size)
+        if not batches or not below:
+            return below
+        price = shrinking.estimate_price(self.model, batches)
+        return shrinking.worthwhile(size, self.settings.max_completion_tokens, price)
+
+    def _check(self, group: Group) -> None:
+        """Raises InputError for a group that cannot be drawn."""
+        longest, vocab_size = self.settings.max_completion_tokens, self.model.config.vocab_size
+        label = f"prompt {group.requests[0].ordinal}"
+        if not 1 <= len(group.prompt) <= self.width:
+            raise InputError(f"{label}: {len(group.prompt)} tokens, expected 1 to {self.width}")
+        for tokens in (group.prompt, *(r.tokens for r in group.requests if r.offset)):
+            check_tokens(label, tokens, np.ones(len(tokens), bool), vocab_size)
+        for request in group.requests:
+            if request.limit < 1 or request.offset + request.limit > longest:
+                raise InputError(
+                    f"{label}: {request.limit} tokens behind {request.offset}, expected 1 or more "
+                    f"and at most max_completion_tokens = {longest} together"
+                )
+
+
+class _Session:
+    """From the first sample under way to the last."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        settings: SamplingSettings,
+        sizes: Sizes,
+        slots: Shrinking,
+        params: Params,
+    ):
+        self.programs, self.settings, self.params, self.slots = programs, settings, params, slots
+        self.table, self.rows = Table(sizes, settings), Rows(sizes)
+        self.state: DecodeState = programs.begin(sizes)
+        self.segment = 0  # the number of the next one
+        self.admitted = 0  # the first segment with all that was admitted
+        self.unread: tuple[int, Counters, Array | None] | None = None  # of the segment before
+        self.leaving: list[tuple[list[tuple[Group, np.ndarray]], Finals]] = []
+
+    def add(self, groups: Sequence[Group]) -> None:
+        self.table.add(groups)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no sample is under way; groups may wait for the next session."""
+        return self.segment > 0 and self.table.is_empty and not self.leaving
+
+    def step(self, version: int) -> list[Turn]:
+        """Dispatches a segment, and follows up the one before: the devices never wait for the host.
+
+        Args:
+          version: of the parameters.
+        """
+        if self.segment == 0:
+            self._admit()
+        smaller = None if self.table.has_waiting else self.slots.next_slots
+        self.state, counters = self.slots.decode(
+            self.params, self.state, np.int32(-1 if smaller is None else smaller)
+        )
+        strings = self.settings.stop_strings
+        drawn = None if strings is None else self.programs.drawn(self.state.samples)
+        unread, self.unread = self.unread, (self.segment, counters, drawn)
+        self.segment += 1
+        return [] if unread is None else self._follow(unread, version)
+
+    def close(self) -> tuple[list[Group], Array]:
+        """Returns: the groups that wait for the next session, and the slot-steps of this one."""
+        no_cuts = np.full(self.state.samples.length.shape, -1, np.int32)
+        uncut = (
+            (lambda state: state)
+            if self.settings.stop_strings is None
+            else lambda state: self.programs.cut(state, no_cuts)
+        )
+        slot_steps = jax.numpy.copy(self.state.slot_steps)
+        self.slots.compile_remaining(self.params, self.state, uncut)
+        return self.table.take_waiting(), slot_steps
+
+    def _follow(self, unread: tuple[int, Counters, Array | None], version: int) -> list[Turn]:
+        """Reads what a segment counted, and does what follows from it."""
+        segment, counters, drawn = unread[0], *sharding.to_host(unread[1:])
+        turns = self._read(version)
+        if drawn is not None:  # the devices may be a segment ahead of what its text says
+            self.state = self.programs.cut(self.state, self.table.stops(drawn, segment))
+        self._take_leave(self.table.ended(counters.ended, segment))
+        if self.table.is_empty and not self.table.has_waiting:
+            return turns + self._read(version)
+        self._admit()
+        smaller = self.slots.next_slots
+        is_drained = counters.drained and segment >= self.admitted and not self.table.has_waiting
+        if is_drained and smaller and counters.live <= smaller:
+            self.state = self.slots.shrink(self.params, self.state)
+        return turns
+
+    def _take_leave(self, places: Sequence[Place]) -> None:
+        """Frees places and rows of groups that have ended, and begins to fetch them."""
+        samples, sizes = self.state.samples, self.table.sizes
+        for begin in range(0, len(places), GROUPS_PER_READ):
+            part = places[begin : begin + GROUPS_PER_READ]
+            numbers = [bin_ * sizes.prompts + place for bin_, place in part]
+            filled = np.resize(np.asarray(numbers, np.int32), GROUPS_PER_READ)
+            finals = self.programs.finals(sizes.group, samples, filled)
+            for bin_, place in part:
+                self.rows.release(bin_, place)
+            self.leaving.append(([self.table.leave(place) for place in part], finals))
+
+    def _read(self, version: int) -> list[Turn]:
+        """The turns of groups that were to be fetched."""
+        leaving, self.leaving = self.leaving, []
+        return [
+            turn
+            for groups, finals in leaving
+            for turn in make_turns(groups, sharding.to_host(finals), version)
+        ]
+
+    def _admit(self) -> None:
+        """Lets groups come to free places, and begin where there are free rows."""
+        if self.slots.has_begun:
+            return
+        if (entries := self.table.enter(self.segment)) is not None:
+            if self.segment:
+                self.slots.open()
+            self.state = self.programs.enter(self.state, entries)
+        if (fillings := self.table.fill(self.rows)) is None:
+            return
+        for batch in prefill_batches(self.table.sizes, fillings):
+            self.state = self.programs.prefill(self.params, self.state, *batch)
+        queue: Any = self.table.queue, self.rows.row, self.rows.length, self.table.ready
+        # Copies: the device may read a host array after the call has returned.
+        self.state = self.programs.admit(self.state, *(array.copy() for array in queue))
+        self.admitted = self.segment

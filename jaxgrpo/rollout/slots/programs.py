@@ -1,0 +1,64 @@
+"""The jitted programs of an engine with slots, for one model, settings and mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo.core.types import Params
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model, params_per_layer
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots import decoding
+from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.state import Counters, DecodeState, Entries, Finals, Samples
+
+
+class Programs(NamedTuple):
+    """The functions of `decoding`, jitted; those that change a state donate the one they get."""
+
+    split: Callable[[Params], Params]
+    """each layer's parameters apart; no program"""
+    begin: Callable[[Sizes], DecodeState]
+    enter: Callable[[DecodeState, Entries], DecodeState]
+    prefill: Callable[..., DecodeState]  # (params, state, tokens, row, start)
+    admit: Callable[..., DecodeState]  # (state, place, row, row_length, ready)
+    decode: Callable[..., tuple[DecodeState, Counters]]  # (aligned, params, state, enough)
+    staying: Callable[..., tuple[Array, Array]]  # (state, slots, aligned)
+    take: Callable[..., Any]
+    take_slots: Callable[..., Any]
+    drawn: Callable[[Samples], Array]
+    cut: Callable[[DecodeState, np.ndarray], DecodeState]
+    finals: Callable[[int, Samples, np.ndarray], Finals]
+
+
+def make_programs(model: Model, settings: SamplingSettings, mesh: Mesh | None) -> Programs:
+    """Jits the programs; none is compiled.
+
+    Args:
+      mesh: that parameters are laid out on; None: one device.
+    """
+    constrain = (lambda value, axes: value) if mesh is None else sharding.constrain(mesh)
+    shards = 1 if mesh is None else mesh.shape["tensor"]
+    parts = decoding.Parts(model, settings, constrain, shards)
+    bind = functools.partial
+    return Programs(
+        split=bind(params_per_layer, model.config),
+        begin=jax.jit(bind(decoding.first_state, parts), static_argnums=0),
+        enter=jax.jit(bind(decoding.enter, parts), donate_argnums=0),
+        prefill=jax.jit(bind(decoding.prefill, parts), donate_argnums=1),
+        admit=jax.jit(decoding.admit, donate_argnums=0),
+        decode=jax.jit(bind(decoding.segment, parts), static_argnums=0, donate_argnums=2),
+        staying=jax.jit(decoding.staying, static_argnums=(1, 2)),
+        take=jax.jit(decoding.take),
+        take_slots=jax.jit(decoding.take_slots),
+        drawn=jax.jit(decoding.drawn),
+        cut=jax.jit(bind(decoding.cut, settings), donate_argnums=0),
+        finals=jax.jit(bind(decoding.finals, parts), static_argnums=0),
+    )

@@ -1,0 +1,96 @@
+"""What decoding changes on the devices: samples, queue of prompts, slots, caches.
+
+D bins, shards of the batch, have N slots each, P places for groups of G samples, M = P x G samples
+of at most T tokens, and a cache with a row for each of A prompts. Sample s is at place s // G.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from jaxgrpo.core.types import register
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The samples at all places: what they begin with, and what they are so far."""
+
+    keys: Array  # [D, M, 2] uint32
+    offset: Array  # [D, M] int32, tokens that are given and not drawn
+    limit: Array  # [D, M] int32, tokens at most, those that are given among them
+    greedy: Array | None  # [D, M] bool: takes the likeliest tokens; None: none does
+    tokens: Array  # [D, M, T] int32; from the beginning on those that are given
+    logp: Array  # [D, M, T] float32
+    untempered: Array | None  # [D, M, T] float32
+    confidence: Array | None  # [D, M, T] float32, of all drawn tokens up to this one, summed
+    length: Array  # [D, M] int32, tokens so far
+    stopped: Array  # [D, M] bool, by a stop token or string
+    ended: Array  # [D, M] bool, by anything; True where there is no sample
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The groups of each bin in the order in which their samples begin."""
+
+    place: Array  # [D, P] int32, of the n-th group to begin, n modulo P
+    row: Array  # [D, P] int32, of the cache, by place
+    last: Array  # [D, P] int32, the last prompt token, by place
+    ready: Array  # [D] int32, groups so far whose rows were filled
+    next: Array  # [D] int32, samples so far that have begun
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """All that decoding changes; donated from one segment to the next."""
+
+    sample: Array  # [D, N] int32, the sample in each slot
+    live: Array  # [D, N] bool
+    index: Array  # [D, N] int32, tokens of the sample so far
+    token: Array  # [D, N] int32, the token fed next
+    samples: Samples
+    queue: Queue
+    row_length: Array  # [D, A] int32, tokens in each row of the prompts' cache
+    memory: Any  # per layer: (prompts', slots'), Cache and Ring of models.cache
+    clock: Array  # [] int32, decoding steps so far
+    slot_steps: Array  # [] int32, decoding steps times slots
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return self.samples.length.shape[1] // self.queue.row.shape[1]
+
+
+class Entries(NamedTuple):
+    """Groups that come to places, as host arrays; where `is_new` is False nothing is read."""
+
+    is_new: np.ndarray  # [D, P] bool
+    last: np.ndarray  # [D, P] int32, the last token of the prompt
+    keys: np.ndarray  # [D, M, 2] uint32
+    prefix: np.ndarray  # [D, M, F] int32, tokens that the sample begins with, -1 behind the last
+    limit: np.ndarray  # [D, M] int32, as of `Samples`; 0: there is no sample
+    greedy: np.ndarray | None  # [D, M] bool; None: none is
+
+
+class Counters(NamedTuple):
+    """What the host reads after a segment; the same in every process."""
+
+    live: Array  # [] int32, slots in use, of the bin that has most
+    drained: Array  # [] bool, no sample of a filled row waits for a slot in any bin
+    ended: Array  # [D, P] bool, places all of whose samples have ended
+
+
+class Finals(NamedTuple):
+    """Samples of some groups as they ended; n groups, in the order that was asked for."""
+
+    tokens: Array  # [n, G, T]
+    logp: Array  # [n, G, T]
+    untempered: Array | None  # [n, G, T]
+    length: Array  # [n, G], tokens, those that were given among them
+    stopped: Array  # [n, G]
