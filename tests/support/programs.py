@@ -40,7 +40,7 @@ def keep_no_program_of_several_devices() -> None:
 def shared_by_all_runs() -> Iterator[None]:
     """`train` shares inputs and programs between all runs of the session.
 
-    A run given Python objects shares what does not depend on them: the sampler and the update.
+    A run given Python objects shares what does not depend on them: the engine and the update.
     """
     from jaxgrpo.training import loop, opening, setup, stored_policy
 
@@ -48,7 +48,7 @@ def shared_by_all_runs() -> Iterator[None]:
 
     def share_for(config: Any, objects: bool) -> Any:
         share = shared.for_config(config)
-        fixed = ("sampler", "update") if objects else tuple(setup.DEPENDS)
+        fixed = ("engine", "update") if objects else tuple(setup.DEPENDS)
         return lambda name, make: share(name, make) if name in fixed else make()
 
     def make_setup(

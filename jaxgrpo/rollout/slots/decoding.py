@@ -87,8 +87,8 @@ def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
     zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
     return Samples(
         keys=jnp.zeros((bins, number, 2), jnp.uint32),
-        offset=count,
-        limit=count,
+        offset=None,
+        limit=None,
         greedy=None,
         tokens=jnp.full_like(zeros, settings.pad_token, jnp.int32),
         logp=zeros,
@@ -96,38 +96,44 @@ def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
         confidence=zeros if settings.early_stop else None,
         length=count,
         stopped=count.astype(bool),
-        ended=jnp.ones_like(count, bool),
+        ended=count.astype(bool),
     )
 
 
 def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
     """Puts groups at their places. Their samples begin once `admit` lets them."""
     samples, group = state.samples, state.group_size
+    longest, pad = samples.tokens.shape[-1], parts.settings.pad_token
     is_new = jnp.repeat(jnp.asarray(entries.is_new), group, axis=1)
 
     def at_new(value: Any, old: Array) -> Array:
         mask = is_new.reshape(*is_new.shape, *[1] * (old.ndim - 2))
         return jnp.where(mask, jnp.asarray(value, old.dtype), old)
 
-    prefix = jnp.asarray(entries.prefix)
-    behind = ((0, 0), (0, 0), (0, samples.tokens.shape[-1] - prefix.shape[-1]))
-    prefix = jnp.pad(prefix, behind, constant_values=-1)
-    greedy = samples.greedy
-    if greedy is not None or entries.greedy is not None:
-        greedy = jnp.zeros_like(samples.ended) if greedy is None else greedy
-        greedy = at_new(False if entries.greedy is None else entries.greedy, greedy)
+    def optional(value: Any, old: Array | None, default: Any) -> Array | None:
+        """None as long as all have the default."""
+        if value is None and old is None:
+            return None
+        old = jnp.full(is_new.shape, default) if old is None else old
+        return at_new(default if value is None else value, old)
+
+    tokens, offset = pad, None
+    if entries.prefix is not None:
+        behind = ((0, 0), (0, 0), (0, longest - entries.prefix.shape[-1]))
+        prefix = jnp.pad(jnp.asarray(entries.prefix), behind, constant_values=-1)
+        tokens, offset = jnp.where(prefix < 0, pad, prefix), (prefix >= 0).sum(-1)
     samples = Samples(
         keys=at_new(entries.keys, samples.keys),
-        offset=at_new((prefix >= 0).sum(-1), samples.offset),
-        limit=at_new(entries.limit, samples.limit),
-        greedy=greedy,
-        tokens=at_new(jnp.where(prefix < 0, parts.settings.pad_token, prefix), samples.tokens),
+        offset=optional(offset, samples.offset, jnp.int32(0)),
+        limit=optional(entries.limit, samples.limit, jnp.int32(longest)),
+        greedy=optional(entries.greedy, samples.greedy, False),
+        tokens=at_new(tokens, samples.tokens),
         logp=at_new(0, samples.logp),
         untempered=None if samples.untempered is None else at_new(0, samples.untempered),
         confidence=None if samples.confidence is None else at_new(0, samples.confidence),
         length=at_new(0, samples.length),
         stopped=at_new(False, samples.stopped),
-        ended=at_new(entries.limit == 0, samples.ended),
+        ended=at_new(False, samples.ended),
     )
     last = jnp.where(entries.is_new, entries.last, state.queue.last)
     queue = dataclasses.replace(state.queue, last=last)
@@ -264,11 +270,10 @@ def _refilled(state: DecodeState) -> DecodeState:
     number = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
     fits = free & (number < queue.ready[:, None] * group)
     place = take(queue.place, jnp.where(fits, number // group % queue.place.shape[1], 0))
-    sample = jnp.where(fits, place * group + number % group, state.sample)
     return dataclasses.replace(
         state,
-        sample=sample,
-        live=state.live | (fits & ~take(state.samples.ended, sample)),
+        sample=jnp.where(fits, place * group + number % group, state.sample),
+        live=state.live | fits,
         index=jnp.where(fits, 0, state.index),
         token=jnp.where(fits, take(queue.last, place), state.token),
         queue=dataclasses.replace(queue, next=queue.next + fits.sum(-1, dtype=jnp.int32)),
@@ -333,12 +338,17 @@ def _written(
 ) -> tuple[Samples, Array, Array]:
     """The samples with one more token each, drawn or given; this token, and who ends with it."""
     settings, samples, total = parts.settings, state.samples, state.samples.length.shape[1]
-    drawn = state.index >= take(samples.offset, state.sample)
-    next_token = jnp.where(drawn, token, _prefix_token(state)).astype(jnp.int32)
+    drawn, next_token = jnp.ones_like(state.live), token.astype(jnp.int32)
+    if samples.offset is not None:
+        drawn = state.index >= take(samples.offset, state.sample)
+        next_token = jnp.where(drawn, next_token, _prefix_token(state))
     stops = jnp.asarray(settings.stop_tokens, jnp.int32)
     stopped = drawn & (next_token[..., None] == stops).any(-1)
     sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
-    ended = stopped | (state.index + 1 >= take(samples.limit, state.sample))
+    limit = settings.max_completion_tokens
+    if samples.limit is not None:
+        limit = take(samples.limit, state.sample)
+    ended = stopped | (state.index + 1 >= limit)
 
     def write(array: Array, value: Array, *index: Array) -> Array:
         write_bin = lambda array, value, *index: array.at[index].set(value, mode="drop")  # noqa: E731
@@ -382,7 +392,9 @@ def _sum_confidence(
         return jnp.where(index < 0, 0, read(confidence_sums, state.sample, index))
 
     confidence_sum = confidence_up_to(state.index - 1) + confidence
-    number = state.index + 1 - take(state.samples.offset, state.sample)
+    number = state.index + 1
+    if state.samples.offset is not None:
+        number -= take(state.samples.offset, state.sample)
     mean = (confidence_sum - confidence_up_to(state.index - stop.window)) / stop.window
     return confidence_sum, (number >= stop.window) & (mean < stop.confidence)
 
@@ -404,7 +416,9 @@ def _prefix_token(state: DecodeState) -> Array:
 def drawn(samples: Samples) -> Array:
     """[D, M, T]: the tokens that were drawn; -1 elsewhere."""
     index = jnp.arange(samples.tokens.shape[-1])
-    mask = (index < samples.length[..., None]) & (index >= samples.offset[..., None])
+    mask = index < samples.length[..., None]
+    if samples.offset is not None:
+        mask &= index >= samples.offset[..., None]
     return jnp.where(mask, samples.tokens, -1)
 
 

@@ -197,7 +197,7 @@ class Shrinking:
     def _smaller_programs(self, params: Params, state: DecodeState) -> dict[Size, Any]:
         """The programs of all smaller sizes, which the first session that needs one compiles."""
         layout = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
-        key = (self._sizes, self.size, layout, state.samples.greedy is None)
+        key = (self._sizes, self.size, layout, jax.tree.structure(state.samples))
         self._compiles = key not in self._compiled
         if self._compiles:
             self._compiled[key] = compile_all(self.programs.decode, params, state, self._below)

@@ -21,8 +21,8 @@ class Samples:
     """The samples at all places: what they begin with, and what they are so far."""
 
     keys: Array  # [D, M, 2] uint32
-    offset: Array  # [D, M] int32, tokens that are given and not drawn
-    limit: Array  # [D, M] int32, tokens at most, those that are given among them
+    offset: Array | None  # [D, M] int32, tokens that are given and not drawn; None: 0
+    limit: Array | None  # [D, M] int32, tokens at most, with those that are given; None: T
     greedy: Array | None  # [D, M] bool: takes the likeliest tokens; None: none does
     tokens: Array  # [D, M, T] int32; from the beginning on those that are given
     logp: Array  # [D, M, T] float32
@@ -30,7 +30,7 @@ class Samples:
     confidence: Array | None  # [D, M, T] float32, of all drawn tokens up to this one, summed
     length: Array  # [D, M] int32, tokens so far
     stopped: Array  # [D, M] bool, by a stop token or string
-    ended: Array  # [D, M] bool, by anything; True where there is no sample
+    ended: Array  # [D, M] bool, by anything
 
 
 @register
@@ -73,9 +73,10 @@ class Entries(NamedTuple):
     is_new: np.ndarray  # [D, P] bool
     last: np.ndarray  # [D, P] int32, the last token of the prompt
     keys: np.ndarray  # [D, M, 2] uint32
-    prefix: np.ndarray  # [D, M, F] int32, tokens that the sample begins with, -1 behind the last
-    limit: np.ndarray  # [D, M] int32, as of `Samples`; 0: there is no sample
-    greedy: np.ndarray | None  # [D, M] bool; None: none is
+    limit: np.ndarray | None  # [D, M] int32, as of `Samples`; 0: there is no sample
+    greedy: np.ndarray | None  # [D, M] bool, as of `Samples`
+    prefix: np.ndarray | None
+    """[D, M, F] int32, the tokens that are given, -1 behind the last; None: none is"""
 
 
 class Counters(NamedTuple):

@@ -162,31 +162,31 @@ class Table:
         return place[0], slice(place[1] * group, (place[1] + 1) * group)
 
     def _entries(self, new: dict[Place, Group]) -> Entries:
-        sizes = self.sizes
-        requests = [request for group in new.values() for request in group.requests]
-        longest = max(request.offset for request in requests)
-        # Powers of two, so that few sizes are compiled.
-        width = min(1 << (longest - 1).bit_length(), self.settings.max_completion_tokens)
+        sizes, longest = self.sizes, self.settings.max_completion_tokens
         places, samples = (sizes.bins, sizes.prompts), (sizes.bins, sizes.prompts * sizes.group)
-        entries = Entries(
-            is_new=np.zeros(places, bool),
-            last=np.zeros(places, np.int32),
-            keys=np.zeros((*samples, 2), np.uint32),
-            prefix=np.full((*samples, width if longest else 0), -1, np.int32),
-            limit=np.zeros(samples, np.int32),
-            greedy=np.zeros(samples, bool) if any(r.is_greedy for r in requests) else None,
-        )
+        is_new, last = np.zeros(places, bool), np.zeros(places, np.int32)
+        keys, limit = np.zeros((*samples, 2), np.uint32), np.zeros(samples, np.int32)
+        greedy = np.zeros(samples, bool)
+        longest_prefix = max(request.offset for group in new.values() for request in group.requests)
+        # Powers of two, so that few sizes are compiled.
+        width = 1 << (longest_prefix - 1).bit_length() if longest_prefix else 0
+        prefix = np.full((*samples, min(width, longest)), -1, np.int32)
         for place, group in new.items():
-            entries.is_new[place], entries.last[place] = True, group.prompt[-1]
-            first = place[1] * sizes.group
-            for sample, request in enumerate(group.requests, first):
-                offset, at = request.offset, (place[0], sample)
-                entries.keys[at] = request.key
-                entries.prefix[at][:offset] = request.tokens[len(request.tokens) - offset :]
-                entries.limit[at] = offset + request.limit
-                if entries.greedy is not None:
-                    entries.greedy[at] = request.is_greedy
-        return entries
+            is_new[place], last[place] = True, group.prompt[-1]
+            for sample, request in enumerate(group.requests, place[1] * sizes.group):
+                at = place[0], sample
+                keys[at], greedy[at] = request.key, request.is_greedy
+                limit[at] = request.offset + request.limit
+                prefix[at][: request.offset] = request.tokens[len(group.prompt) :]
+        has_limit = (limit[np.repeat(is_new, sizes.group, axis=1)] != longest).any()
+        return Entries(
+            is_new,
+            last,
+            keys,
+            limit if has_limit else None,
+            greedy if greedy.any() else None,
+            prefix if width else None,
+        )
 
 
 def make_turns(
