@@ -279,7 +279,7 @@ LINES = {
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
 
-WHOLE = {"Config": 35, "Setup": 18, "Blueprint": 15, "ModelConfig": 50}
+WHOLE = {"Config": 33, "Setup": 17, "Blueprint": 11, "ModelConfig": 50}
 """Functions that may take an object of each of these types, which hold far more than one function
 uses. Build a part once, where it is checked, and hand on what was built: these numbers only fall.
 """

@@ -12,7 +12,6 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxgrpo import advantages, losses
@@ -149,7 +148,7 @@ def build_reduction(part: Part, max_completion_tokens: int) -> losses.Reduction:
 def needed_columns(
     needs: frozenset[str], rows: Sequence[Mapping[str, Any]], rewards: Sequence[Reward]
 ) -> dict[str, np.ndarray]:
-    """The data columns that a method reads as fields, as arrays [rows, ...] of dtypes of JAX.
+    """The data columns that a method reads as fields, as arrays [rows, ...].
 
     Args:
       needs: of the chain and the loss, without `OF_ANSWERS` of the chain.
@@ -190,8 +189,7 @@ def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         if np.any(np.isfinite(array) & (np.abs(array) > limit)):
             raise InputError(f"{where}: give numbers of at most {limit:g}, which 32 bits hold")
         column.append(array)
-    values = np.asarray(column)
-    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
+    return np.asarray(column)
 
 
 def _sample_field_hint(missing: Sequence[str]) -> str:

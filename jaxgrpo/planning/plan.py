@@ -24,7 +24,7 @@ from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
-from jaxgrpo.training import memory, parameters, setup
+from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.pretrained import own_family
 
 TOO_MUCH = 1.3
@@ -183,7 +183,7 @@ def needed(problem: str) -> int | None:
 def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
     blueprint = run.blueprint
-    sizes = setup.run_memory(run.config, blueprint)
+    sizes = run.memory
     platform = blueprint.mesh.devices.flat[0].platform
     remat = decoder.choose_remat(run.config.train.remat, platform)
     return {

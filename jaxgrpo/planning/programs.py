@@ -24,6 +24,7 @@ from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, setup
+from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import Pretrained, make_sampling_settings
 from jaxgrpo.update import step
 from jaxgrpo.update.forward import (
@@ -45,6 +46,7 @@ class Run(NamedTuple):
 
     config: Config
     blueprint: Blueprint
+    memory: Memory
     engine: SlotEngine
     steps: step.Steps
     learner: Learner  # of jax.ShapeDtypeStruct, each with its sharding
@@ -74,8 +76,8 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     # Which tokens end a sample changes no shape, so no tokenizer is read.
     model_on_mesh = Pretrained(config.model.path, mesh, Path(config.model.path), None, built)
     sampling = make_sampling_settings(config.rollout, (0,), 0)
-    parts = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
-    return Run(config, *parts, abstract_learner(parts[0]))
+    method = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
+    return Run(config, *method, abstract_learner(method.blueprint))
 
 
 def abstract_learner(blueprint: Blueprint) -> Learner:

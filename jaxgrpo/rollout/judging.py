@@ -363,7 +363,7 @@ def make_rewarder(
         scores, log = judge.rollouts(row, tokens, mask, progress, early)
         ordinal = np.asarray(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
-        fields: dict[str, Any] = {name: column[row] for name, column in columns.items()}
+        fields: dict[str, Any] = {n: _field(column[row]) for n, column in columns.items()}
         if answers is not None:
             length = tokens.shape[-1]
             ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
@@ -376,6 +376,11 @@ def make_rewarder(
         return dataclasses.replace(stream, prompt_policy_state=policy_state), judged, log
 
     return reward
+
+
+def _field(values: np.ndarray) -> np.ndarray:
+    """Values of a column, in the dtype that they have on a device."""
+    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
 
 
 def rollout_progress(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:

@@ -133,7 +133,7 @@ def no_leftover(
     """
     prompts, samples, width, tokens = geometry[:4]
     fields: Any = {
-        name: np.zeros((prompts, *column.shape[1:]), column.dtype)
+        name: np.zeros((prompts, *column.shape[1:]), jax.dtypes.canonicalize_dtype(column.dtype))
         for name, column in columns.items()
     }
     if answers is not None:

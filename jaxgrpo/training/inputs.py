@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxgrpo.config import own_code
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.files import Config, flat, to_tables
 from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys, RewardKeys, RolloutKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import OF_ANSWERS
@@ -72,7 +72,7 @@ def read_inputs(
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
         ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
-        run_keys = decisive_keys(config)
+        run_keys = decisive_keys(flat(to_tables(config)))
         replay = read_files(config.rollout, run_keys, rollouts, tokenizer, stored, ends)
         training_prompts = replay.data
     source = eval_source(config.eval, data) if config.eval.data else None

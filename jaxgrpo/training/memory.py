@@ -28,7 +28,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
-from jaxgrpo.rollout.slots.capacity import LOGITS, capacity, fitting_slots
+from jaxgrpo.rollout.slots.capacity import LOGITS, capacity
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -92,20 +92,25 @@ class Memory(NamedTuple):
 
 
 def copied_policies(
-    blueprint: Blueprint, measures_kl: bool, resets: bool, adapter_path: str | None
+    policies: Sequence[str],
+    *,
+    measures_kl: bool,
+    resets: bool,
+    has_fresh_adapters: bool,
+    has_two_meshes: bool,
 ) -> tuple[str, ...]:
     """The policies of which a run holds a copy beside the trained one: those of its method, and the
     base that its evaluations measure the KL to, where no other holds it (`find_base`).
 
     Args:
+      policies: `method_policies` of the run.
       measures_kl: whether evaluations measure the KL to the base.
       resets: whether the reference may become another policy than the base.
-      adapter_path: `lora.path`.
+      has_fresh_adapters: whether the base is the weights under adapters.
+      has_two_meshes: whether evaluations need a copy on a mesh of their own.
     """
-    policies = method_policies(blueprint.chain, blueprint.objective)
-    has_fresh_adapters = blueprint.model.config.lora is not None and adapter_path is None
     holds_base = bool({"base", *(() if resets else ("reference",))} & {*policies})
-    holds_base = (holds_base or has_fresh_adapters) and not blueprint.has_two_meshes
+    holds_base = (holds_base or has_fresh_adapters) and not has_two_meshes
     return (*policies, *((EVAL_BASE,) if measures_kl and not holds_base else ()))
 
 
@@ -153,38 +158,26 @@ def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, in
     return _bytes(trained_shapes, layout), _bytes(moments, opt_layout(model, mesh, optimizer))
 
 
-def free_to_decode(blueprint: Blueprint, copies: Collection[str]) -> int:
-    """The bytes of each device that are free for decoding beside what the run keeps."""
-    mesh, persistent = blueprint.samples_on, count(blueprint, copies).persistent
-    return free_beside(mesh, persistent + weights_to_sample(blueprint.model, blueprint.mesh, mesh))
-
-
-def with_slots(blueprint: Blueprint, free: int) -> Blueprint:
-    """The blueprint with as many slots as fit into `free` bytes, if it has no number."""
-    if blueprint.sampling.slots:
-        return blueprint
-    model, mesh, geometry = blueprint.model, blueprint.samples_on, blueprint.geometry
-    prompt_sizes = (geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens)
-    slots = fitting_slots(model, blueprint.sampling, mesh, *prompt_sizes, free)
-    return blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
-
-
-def with_fitting_tokens(
-    blueprint: Blueprint, copies: Collection[str], remat: decoder.Remat
-) -> Blueprint:
-    """The blueprint with fewer tokens in a micro-batch, where the activations of those that it has
+def fitting_geometry(
+    model: Model,
+    mesh: Mesh,
+    optimizer: Any,
+    geometry: packing.Geometry,
+    persistent: int,
+    remat: decoder.Remat,
+) -> packing.Geometry:
+    """The geometry with fewer tokens in a micro-batch, where the activations of those that it has
     by default do not fit; never fewer than the longest sample takes.
 
     Beside them is what else an update takes (`update_bytes`), and what the run keeps.
+
+    Args:
+      persistent: bytes of what the run keeps, on each device.
     """
-    memory, mesh = count(blueprint, copies), blueprint.mesh
-    sizes = blueprint.model, mesh, blueprint.optimizer, blueprint.geometry.tokens
-    parts = update_bytes(*sizes, remat)
-    bytes_per_token = parts.pop("activations") / blueprint.geometry.tokens
-    room = int(free_beside(mesh, memory.persistent + sum(parts.values())) / bytes_per_token)
-    geometry = blueprint.geometry
-    geometry = packing.make_geometry(geometry[:4], mesh, None, geometry.minibatches, room)
-    return blueprint._replace(geometry=geometry)
+    parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat)
+    bytes_per_token = parts.pop("activations") / geometry.tokens
+    room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
+    return packing.make_geometry(geometry[:4], mesh, None, geometry.minibatches, room)
 
 
 def update_bytes(

@@ -172,7 +172,7 @@ def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:
     if not home.is_file():
         return np.inf
     with contextlib.suppress(InputError):
-        file_keys = decisive_keys(configs.load(home))
+        file_keys = decisive_keys(configs.flat(configs.to_tables(configs.load(home))))
         names = {
             name for name in {*run_keys, *file_keys} if run_keys.get(name) != file_keys.get(name)
         }
@@ -181,12 +181,16 @@ def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:
     return 0
 
 
-def decisive_keys(config: Config) -> dict[str, Any]:
-    """The keys of a config that decide the weights of its policies, where rewards are given."""
-    keys = configs.flat(configs.to_tables(config))
-    if config.optimizer.schedule == "constant":
-        del keys["train.steps"]
-    decisive = {n: value for n, value in keys.items() if n.startswith(OF_THE_START + OF_UPDATES)}
+def decisive_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config that decide the weights of its policies, where rewards are given.
+
+    Args:
+      keys: all of it, flat.
+    """
+    prefixes = OF_THE_START + OF_UPDATES
+    decisive = {name: value for name, value in keys.items() if name.startswith(prefixes)}
+    if keys["optimizer.schedule"] == "constant":
+        del decisive["train.steps"]
     return decisive | {"weights": [reward.get("weight", 1.0) for reward in keys["rewards"]]}
 
 

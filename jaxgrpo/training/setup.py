@@ -75,6 +75,15 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 seed nor the run's folder matters to any of it."""
 
 
+class Method(NamedTuple):
+    """How a run trains and samples: what is built for a model and a method, whatever the data."""
+
+    blueprint: Blueprint
+    memory: Memory  # that it takes, but for the update's working memory
+    engine: SlotEngine  # draws samples, of evaluations too
+    steps: step.Steps
+
+
 class Setup(NamedTuple):
     """A run, ready to be stepped: functions, where they begin, and what they were built from."""
 
@@ -82,8 +91,8 @@ class Setup(NamedTuple):
     inputs: Inputs
     rewards: tuple[Reward, ...]
     blueprint: Blueprint
-    memory: Memory  # that it takes, but for the update's working memory
-    engine: SlotEngine  # draws samples, of evaluations too
+    memory: Memory
+    engine: SlotEngine
     steps: step.Steps
     collector: Collector
     learner: Learner
@@ -158,27 +167,35 @@ def setup(
     method = functools.partial(
         build_method, config, run_inputs.pretrained, run_rewards, advantage, share
     )
-    blueprint, engine, steps = share("method", method)
-    return _assemble(config, run_inputs, run_rewards, blueprint, engine, steps, make_learner)
+    return _assemble(config, run_inputs, run_rewards, share("method", method), make_learner)
 
 
 def _assemble(
     config: Config,
     run_inputs: Inputs,
     rewards: tuple[Reward, ...],
-    blueprint: Blueprint,
-    engine: SlotEngine,
-    steps: step.Steps,
+    method: Method,
     make_learner: Callable[[Blueprint], Learner] | None,
 ) -> Setup:
     """The run of a method on its inputs. Its weights are read last."""
     pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
-    usage = run_memory(config, blueprint)
-    memory.refuse_too_large(usage, pretrained.mesh)
-    keys = config.rollout, config.data, config.train
-    source = make_rollout_source(*keys, run_inputs, blueprint, engine, rewards)
-    collector = make_collector(
-        config.rollout, config.train.steps, run_inputs, blueprint, source, rewards
+    memory.refuse_too_large(method.memory, pretrained.mesh)
+    keys, blueprint = (config.rollout, config.data, config.train), method.blueprint
+    source = make_rollout_source(*keys, run_inputs, blueprint, method.engine, rewards)
+    judge = make_judge(pretrained.tokenizer, rewards, rows)
+    # Saved rollouts have ended all at once.
+    judges_early = config.rollout.overlap_rewards and judge.per_sample and not run_inputs.replay
+    refilling = config.rollout.refill
+    collector = Collector(
+        source=source,
+        mesh=blueprint.mesh,
+        chain=blueprint.chain,
+        reward_weights=blueprint.reward_weights,
+        mixture=run_inputs.prompts.mixture,
+        num_rows=len(rows),
+        max_steps=config.train.steps,
+        early_judge=judge if judges_early else None,
+        max_rounds=refill.max_rounds(refilling["factor"]) if refilling else None,
     )
     start = config.lora.path, config.train.seed, pretrained, len(rows), rewards
     read = functools.partial(_read_learner, *start)
@@ -186,10 +203,7 @@ def _assemble(
         config=config.at_time(run_inputs.chat.time),
         inputs=run_inputs,
         rewards=rewards,
-        blueprint=blueprint,
-        memory=usage,
-        engine=engine,
-        steps=steps,
+        **method._asdict(),
         collector=collector,
         learner=(make_learner or read)(blueprint),
         stream=first_stream(source, len(rows), config.train.seed),
@@ -266,36 +280,6 @@ def make_rollout_source(
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers)
 
 
-def make_collector(
-    rollout: RolloutKeys,
-    max_steps: int,
-    run_inputs: Inputs,
-    blueprint: Blueprint,
-    source: RolloutSource,
-    rewards: Sequence[Reward],
-) -> Collector:
-    """What makes the rollouts of each step.
-
-    Args:
-      max_steps: `train.steps`.
-    """
-    rows = run_inputs.prompts.rows
-    judge = make_judge(run_inputs.pretrained.tokenizer, rewards, rows)
-    # Saved rollouts have ended all at once.
-    judges_early = rollout.overlap_rewards and judge.per_sample and not run_inputs.replay
-    return Collector(
-        source=source,
-        mesh=blueprint.mesh,
-        chain=blueprint.chain,
-        reward_weights=blueprint.reward_weights,
-        mixture=run_inputs.prompts.mixture,
-        num_rows=len(rows),
-        max_steps=max_steps,
-        early_judge=judge if judges_early else None,
-        max_rounds=refill.max_rounds(rollout.refill["factor"]) if rollout.refill else None,
-    )
-
-
 def build_method(
     config: Config,
     pretrained: Pretrained,
@@ -303,7 +287,7 @@ def build_method(
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.share_nothing,
     sampling: SamplingSettings | None = None,
-) -> tuple[Blueprint, SlotEngine, step.Steps]:
+) -> Method:
     """The static description of a run, checked as a whole, and what is built from it.
 
     Args:
@@ -336,27 +320,61 @@ def build_method(
         on_no_live_sample=train.on_no_live_sample,
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
     )
-    policies = config.measures_kl_to_base, may_reset(config.reference), config.lora.path
-    copies = memory.copied_policies(blueprint, *policies)
-    remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
-    if train.tokens_per_micro_batch is None:
-        blueprint = memory.with_fitting_tokens(blueprint, copies, remat)
-    free = memory.free_to_decode(blueprint, copies)
-    engine = share("engine", lambda: _make_engine(pretrained, blueprint, free))
-    blueprint = memory.with_slots(blueprint, free)
-    return blueprint, engine, step.build_steps(blueprint, share)
-
-
-def _make_engine(pretrained: Pretrained, blueprint: Blueprint, free: int) -> SlotEngine:
-    """The engine of a run, for its steps and its evaluations."""
-    mesh, geometry = blueprint.samples_on, blueprint.geometry
-    engine = SlotEngine(
-        pretrained.model_on(mesh),
-        blueprint.sampling,
-        mesh,
-        width=geometry.max_prompt_tokens,
-        free=free,
+    copies = memory.copied_policies(
+        memory.method_policies(chain, objective),
+        measures_kl=config.measures_kl_to_base,
+        resets=may_reset(config.reference),
+        has_fresh_adapters=model.config.lora is not None and config.lora.path is None,
+        has_two_meshes=blueprint.has_two_meshes,
     )
+    remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
+    fits_tokens = train.tokens_per_micro_batch is None
+    return _fit_to_devices(blueprint, pretrained, copies, remat if fits_tokens else None, share)
+
+
+def _fit_to_devices(
+    blueprint: Blueprint,
+    pretrained: Pretrained,
+    copies: Sequence[str],
+    remat: decoder.Remat | None,
+    share: step.Share,
+) -> Method:
+    """The method with as many slots, and tokens of a micro-batch, as fit beside what a run keeps.
+
+    Args:
+      copies: `memory.copied_policies` of the run.
+      remat: None where the config says how many tokens a micro-batch has.
+    """
+    mesh, geometry = blueprint.mesh, blueprint.geometry
+    persistent = memory.count(blueprint, copies).persistent
+    if remat is not None:
+        sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent, remat
+        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes))
+    parts = pretrained, blueprint.sampling, blueprint.samples_on, geometry, persistent
+    engine = share("engine", lambda: _make_engine(*parts))
+    slots = engine.slots_for(geometry.num_prompts, geometry.group_size)
+    blueprint = blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
+    usage = memory.count(blueprint, copies)
+    return Method(blueprint, usage, engine, step.build_steps(blueprint, share))
+
+
+def _make_engine(
+    pretrained: Pretrained,
+    settings: SamplingSettings,
+    mesh: Mesh,
+    geometry: packing.Geometry,
+    persistent: int,
+) -> SlotEngine:
+    """The engine of a run, for its steps and its evaluations.
+
+    Args:
+      mesh: that it samples on.
+      persistent: bytes of what the run keeps, on each device.
+    """
+    weights = memory.weights_to_sample(pretrained.model, pretrained.mesh, mesh)
+    free = memory.free_beside(mesh, persistent + weights)
+    sampled, width = pretrained.model_on(mesh), geometry.max_prompt_tokens
+    engine = SlotEngine(sampled, settings, mesh, width=width, free=free)
     engine.expect(geometry.group_size, BATCHES)
     return engine
 
@@ -369,12 +387,6 @@ def _choose_kernel(
     row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
     platform = mesh.devices.flat[0].platform
     return attention.choose_kernel(name, platform, model_config, row=row, mesh=mesh)
-
-
-def run_memory(config: Config, blueprint: Blueprint) -> Memory:
-    """The memory of a run, but for the update's working memory."""
-    policies = config.measures_kl_to_base, may_reset(config.reference), config.lora.path
-    return memory.count(blueprint, memory.copied_policies(blueprint, *policies))
 
 
 def _geometry(rollout: RolloutKeys, train: TrainKeys, mesh: Mesh) -> packing.Geometry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jax._src import compiler
 MAX_MAPS = 40_000
 """Memory maps of the process at which programs are dropped. Linux allows 65,530; with more the
 process ends in a segmentation fault, and each program holds several."""
+MAX_BYTES = 5 << 30
+"""Memory of the process at which programs are dropped: a worker would come to hold 8 GB of them."""
 
 
 def keep_no_program_of_several_devices() -> None:
@@ -73,8 +76,11 @@ def shared_by_all_runs() -> Iterator[None]:
 
 
 def drop_if_many() -> None:
-    """Drops every compiled program if the process has more than MAX_MAPS memory maps."""
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+    """Drops every compiled program if they have too many memory maps or too much memory."""
+    maps, sizes = Path("/proc/self/maps"), Path("/proc/self/statm")
+    if not maps.exists():
+        return
+    resident = int(sizes.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if maps.read_bytes().count(b"\n") > MAX_MAPS or resident > MAX_BYTES:
         jax.clear_caches()
         gc.collect()

@@ -172,7 +172,12 @@ def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
     monkeypatch.setattr(capacity, "COPYING", ())
     for gigabytes, least, most in ((80, 400, 512), (32, 100, 180), (16, 20, 60)):
         monkeypatch.setattr(memory, "device_bytes", lambda mesh, size=gigabytes: int(size * 1e9))
-        fitted = memory.with_slots(narrow, memory.free_to_decode(narrow, ()))
+        mesh, kept_bytes = narrow.mesh, memory.count(narrow, ()).persistent
+        free = memory.free_beside(
+            mesh, kept_bytes + memory.weights_to_sample(narrow.model, mesh, mesh)
+        )
+        slots = capacity.fitting_slots(narrow.model, narrow.sampling, mesh, 64, 8, 512, free)
+        fitted = narrow._replace(sampling=narrow.sampling._replace(slots=slots))
         assert least <= fitted.sampling.slots <= most, gigabytes
         counted = memory.count(fitted, ())
         assert counted.peak <= memory.SHARE * gigabytes * 1e9
@@ -285,7 +290,8 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
     def fitting(tokens: float) -> int:
         limit = (persistent + beside + tokens * each) / memory.SHARE
         monkeypatch.setattr(memory, "device_bytes", lambda _mesh: int(limit) + 1)
-        return memory.with_fitting_tokens(wide, (), "full").geometry.tokens
+        parts = wide.model, wide.mesh, wide.optimizer, wide.geometry, persistent, "full"
+        return memory.fitting_geometry(*parts).tokens
 
     monkeypatch.setitem(packing.TOKENS, "cpu", packing.ELSEWHERE)
     assert fitting(1e6) == packing.default_tokens(sizes, 1, packing.ELSEWHERE)

@@ -56,7 +56,7 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
         assert names(config(tmp_path / several, **changes)) == {"method", "update"}
     assert names(config(tmp_path / "d", **{"eval.samples": 2})) == {"inputs", "evaluator"}
     size = names(config(tmp_path / "e", **{"rollout.group_size": 2}))
-    assert size == {"method", "update", "sampler", "evaluator"}
+    assert size == {"method", "update", "engine", "evaluator"}
 
 
 def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls(tmp_path):
