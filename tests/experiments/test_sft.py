@@ -103,6 +103,7 @@ def test_a_warm_start_that_is_continued_ends_as_one_that_was_not(trained, tmp_pa
     assert "rows" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_adapters_alone_are_trained_and_merged(tmp_path):
     changes = {"lora": {"rank": 4}, "train.steps": 2, "train.minibatches": 1}
     read = sft.config_for(write(tmp_path, **changes))

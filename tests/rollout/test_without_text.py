@@ -59,7 +59,10 @@ def test_2000_tokens_at_temperature_2_all_have_text_and_the_log_probs_of_those_a
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"temperature": 0.0}, {"top_k": 38}, pytest.param({"min_p": 0.01}, marks=pytest.mark.full)],
+    [
+        {"temperature": 0.0},
+        *(pytest.param(cut, marks=pytest.mark.full) for cut in ({"top_k": 38}, {"min_p": 0.01})),
+    ],
     ids=str,
 )
 def test_no_way_of_sampling_draws_them(changes):
@@ -146,7 +149,7 @@ def base(tmp_path_factory):
     return folder, len(tokenizer)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_draws_and_trains_on_tokens_with_text_alone(base, tmp_path):
     folder, size = base
     changes = {"model": {"path": str(folder)}, "rollout.temperature": 2.0}

@@ -27,7 +27,7 @@ def train(folder, steps: int, resume: str | None = None, **changes: Any) -> loop
     return loop.train(config, resume=resume)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_base(tmp_path, capsys):
     straight = train(tmp_path / "s", 3, **EVAL)
     base = evaluation_metrics(straight.metrics[0])

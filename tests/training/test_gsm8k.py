@@ -16,7 +16,7 @@ from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.folders import read_config, read_params
 from jaxgrpo.rewards import gsm8k_answer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 CONFIG = """\

@@ -162,7 +162,7 @@ def test_the_same_files_and_an_allowed_change_continue(begun, capsys):
     assert len(small_run.metrics(begun / "r")) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_from_python_are_compared_too(tmp_path):
     def train(steps, rows):
         return loop.train(

@@ -86,6 +86,7 @@ def test_sample_rows_say_what_was_sampled_and_what_it_earned(run):
     )
 
 
+@pytest.mark.full
 def test_samples_of_a_run_end_with_its_stop_strings_and_without_confidence(tmp_path):
     stopping = {"stop_strings": ["3", "5"], "early_stop": {"confidence": 1e6, "window": 4}}
     changes = {f"rollout.{name}": value for name, value in stopping.items()}
@@ -348,6 +349,7 @@ def test_a_reward_of_wrong_length_or_type_is_refused_before_the_first_step(
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_bfloat16_computes_and_float32_is_trained(tmp_path):
     changes = {"model.dtype": "bfloat16", "loss.kl": {"use": "k2", "beta": 0.01}}
     changes["optimizer"] = {"learning_rate": 1e-6}  # lost in bfloat16
@@ -377,6 +379,7 @@ def test_a_run_on_rows_and_rewards_from_python_is_exported(tmp_path):
     assert folder_hash(exported) == finished.summary["parameter_hash"]
 
 
+@pytest.mark.full
 def test_every_end_token_ends_a_sample_and_what_is_written_has_the_files_of_the_base(tmp_path):
     path = tmp_path / "base"
     shutil.copytree(small_run.base(), path)

@@ -90,6 +90,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(finished, tmp_path):
     assert parameter_hash(resumed.learner.trainable) == parameter_hash(finished.learner.trainable)
 
 
+@pytest.mark.full
 def test_checkpoints_hold_no_weights_and_the_run_goes_on_only_over_the_same(tmp_path):
     base = tmp_path / "base"
     shutil.copytree(small_run.base(), base)

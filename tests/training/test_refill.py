@@ -154,6 +154,7 @@ def test_older_groups_come_first_with_the_log_probs_of_the_policy_that_sampled_t
     assert older > 0
 
 
+@pytest.mark.full
 def test_groups_of_successes_are_live_where_the_method_tells_them_apart(tmp_path):
     parts = [{"use": "sum_rewards", "always": 1.0, "parity": 0.0}]
     parts += [{"use": "darling", "field": "parity"}, {"use": "subtract_group_mean"}]

@@ -93,6 +93,7 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
     assert not (tmp_path / "alone" / "report.html").exists()
 
 
+@pytest.mark.full
 def test_noise_is_what_training_sees_and_evaluation_does_not(tmp_path):
     rewards = [{"use": f"{small_run.__file__}:nothing", "flip": 0.25}]
     changes = {"rewards": rewards, "optimizer": {"learning_rate": 0.0}}

@@ -141,7 +141,10 @@ def test_later_starts_of_train_eval_and_sample_write_the_time_of_the_first(begun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--set", "data.template_time=2026-11-24")])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--set", "data.template_time=2026-11-24"), marks=pytest.mark.full)],
+)
 def test_samples_of_a_file_are_of_the_time_of_its_first_start(clock, tmp_path, capsys, options):
     (tmp_path / "chat.jinja").write_text(SECONDS)
     (tmp_path / "p.txt").write_text("1+1=\n2+2=\n")

@@ -223,6 +223,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch,
     assert len(read_metrics(stopped)) == 1 + 6
 
 
+@pytest.mark.full
 def test_seeds_can_be_judged_at_the_best_rates_alone_without_keeping_models(
     model, tmp_path, capsys
 ):
