@@ -28,7 +28,7 @@ from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX, tasks
 from jaxgrpo.rollout.selection import build_policy
-from jaxgrpo.rollout.slots.stopping import EarlyStop
+from jaxgrpo.rollout.stopping import EarlyStop
 from jaxgrpo.update.optimizer import make_optimizer
 
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")

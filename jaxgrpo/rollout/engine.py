@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.rollout.slots.drawing import Distribution
-from jaxgrpo.rollout.slots.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 
 Reason = Literal["end", "length", "string", "confidence"]
 """What ended a turn: a token that ends samples, the limit, a stop string, too little confidence"""
@@ -40,10 +39,6 @@ class SamplingSettings(NamedTuple):
     stop_strings: StopStrings | None = None
     early_stop: EarlyStop | None = None
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
-
-    @property
-    def distribution(self) -> Distribution:
-        return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def is_cut(self) -> bool:

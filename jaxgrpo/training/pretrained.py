@@ -18,7 +18,7 @@ from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.weights import IN_A_COPY
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.slots.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import parameters
 
 

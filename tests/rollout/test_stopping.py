@@ -15,7 +15,7 @@ from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.rollout.slots.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12

@@ -22,7 +22,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.models.logprobs import token_logprobs
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.slots.stopping import EarlyStop
+from jaxgrpo.rollout.stopping import EarlyStop
 from jaxgrpo.training import loop
 from jaxgrpo.training.records import rollout_files
 from jaxgrpo.training.setup import setup

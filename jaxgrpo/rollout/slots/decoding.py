@@ -34,7 +34,7 @@ from jaxgrpo.rollout.slots.state import (
     Queue,
     Samples,
 )
-from jaxgrpo.rollout.slots.stopping import EarlyStop
+from jaxgrpo.rollout.stopping import EarlyStop
 
 
 class Parts(NamedTuple):
@@ -319,13 +319,15 @@ def _sharing(state: DecodeState, row: Array) -> Sharing:
 
 def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Array]:
     settings = parts.settings
+    cuts = settings.top_k, settings.top_p, settings.min_p
+    distribution = Distribution(settings.temperature, *cuts)
     keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
     keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, state.index)
     if settings.min_completion_tokens > 0 and settings.stop_tokens:
         stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
         early = state.index < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
-    token, logp = draw(keys, logits, settings.distribution, parts.vocab_shards)
+    token, logp = draw(keys, logits, distribution, parts.vocab_shards)
     if state.samples.greedy is None:
         return token, logp
     likeliest, its_logp = draw(keys, logits, Distribution(0.0))
