@@ -188,6 +188,10 @@ def _ended(
         missing = len(requests)
         while missing:
             turns = engine.poll()
+            if not turns:
+                raise RuntimeError(
+                    f"the engine has nothing under way, and {missing} turns are missing"
+                )
             missing -= len(turns)
             places = batch.add(turns)
             if missing and len(places):
@@ -197,7 +201,7 @@ def _ended(
 
 
 def in_background(items: Generator[Item]) -> Generator[Item]:
-    """The items, ready in a thread of their own while the caller works on those before.
+    """The items, made by a thread while the caller works on those before.
 
     Closing this iterator ends the thread at its next item; with several processes the thread makes
     all items, since the others would wait for this one.

@@ -8,7 +8,7 @@ says nothing of it.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,16 +64,19 @@ class Table:
         self._is_cut = np.zeros(samples, bool)
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Puts groups behind those that wait, as many in each bin."""
+        """Puts groups behind those that wait, as many in each bin, the idlest one first."""
         largest = self.sizes.group
         groups = [
             Group(group.prompt, group.requests[begin : begin + largest])
             for group in groups
             for begin in range(0, len(group.requests), largest)
         ]
+        seated = Counter(bin_ for bin_, _ in self.seats)
+        bins = range(self.sizes.bins)
+        order = sorted(bins, key=lambda bin_: len(self._waiting[bin_]) + seated[bin_])
         per_bin = math.ceil(len(groups) / self.sizes.bins)
-        for bin_, waiting in enumerate(self._waiting):
-            waiting.extend(groups[bin_ * per_bin : (bin_ + 1) * per_bin])
+        for number, bin_ in enumerate(order):
+            self._waiting[bin_].extend(groups[number * per_bin : (number + 1) * per_bin])
 
     @property
     def is_empty(self) -> bool:
