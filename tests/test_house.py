@@ -321,6 +321,22 @@ def takers(source: str) -> Iterator[tuple[str, str]]:
                     yield node.name, name
 
 
+def unchecked_protocols(source: str) -> Iterator[str]:
+    """Protocols that `isinstance` refuses."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base).partition("[")[0] for base in node.bases}
+            decorators = {ast.unparse(item) for item in node.decorator_list}
+            if "Protocol" in bases and "runtime_checkable" not in decorators:
+                yield node.name
+
+
+def test_a_protocol_can_be_checked_at_run_time():
+    """`make test-all` checks the arguments of every function, and cannot check another one's."""
+    assert [*unchecked_protocols("class A(Protocol): ...\nclass B(Protocol[X]): ...")] == ["A", "B"]
+    assert [name for _, source in inside() for name in unchecked_protocols(source)] == []
+
+
 def test_code_without_words_is_counted():
     text = '"""Text.\n\nMore."""\n\n# a comment\n'
     source = text + 'def f(x):\n    """Text."""\n\n    return (\n        x\n    )\n'

@@ -276,6 +276,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result", covariant=True)
 
 
+@runtime_checkable
 class WithBackward(Protocol[Arguments, Result]):
     """A function whose backward pass is written by hand."""
 

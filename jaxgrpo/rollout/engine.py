@@ -8,7 +8,7 @@ asks another process keeps to the same functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -70,6 +70,7 @@ class Turn(NamedTuple):
     untempered_logp: np.ndarray | None = None  # of the model itself, where the engine gives it
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Draws the turns that are asked for.
 
