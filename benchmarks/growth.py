@@ -28,7 +28,7 @@ from benchmarks import contest
 from benchmarks.common import describe, report
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
-from jaxgrpo.planning import plan
+from jaxgrpo.planning import plan, programs
 from jaxgrpo.planning.topologies import quiet, topology
 
 CASES = "2x2:1,4x4:1,4x4:4,8x8:16,16x16:64"
@@ -69,7 +69,7 @@ def measured(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """What the update of a case takes of each chip."""
     config, chips = case.config(arguments), topology(f"{case.chip}:{case.shape}", case.slices)
     folder = arguments.dump and arguments.dump / f"{case.shape}_data_{case.data}"
-    outcome = plan.plan(plan.built(config, chips), chips, ("update",), dump=folder)
+    outcome = plan.plan(programs.build_run(config, chips.devices), chips, ("update",), dump=folder)
     if not outcome.planned:
         raise SystemExit(f"{case}: {outcome.problem}")
     (update,) = outcome.planned

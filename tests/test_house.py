@@ -272,14 +272,14 @@ LINES = {
     "update": 1600,
     "config": 1700,
     "evaluation": 650,
-    "training": 5900,
-    "planning": 1500,
+    "training": 5920,
+    "planning": 1450,
     "experiments": 2350,
     "cli": 2900,
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
 
-WHOLE = {"Config": 33, "Setup": 17, "Blueprint": 11, "ModelConfig": 50}
+WHOLE = {"Config": 25, "Setup": 17, "Blueprint": 11, "ModelConfig": 49}
 """Functions that may take an object of each of these types, which hold far more than one function
 uses. Build a part once, where it is checked, and hand on what was built: these numbers only fall.
 """

@@ -242,7 +242,7 @@ def compare(
     measurements = {}
     for contender in contenders:
         config = load_config(name, len(devices.devices), contender, extra)
-        run = plan.built(config, devices)
+        run = programs.build_run(config, devices.devices)
         lowered = theirs(run, devices, contender) if contender in NUMBERS else ours(run)
         geometry = run.blueprint.geometry
         samples = geometry.num_prompts * geometry.group_size

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import EvalKeys, LoraKeys, is_path
+from jaxgrpo.config.keys import EvalKeys, LoraKeys, ModelKeys, is_path
 from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
@@ -28,7 +28,7 @@ from jaxgrpo.evaluation.intervals import is_end, read_interval
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import export as exporting
-from jaxgrpo.training.pretrained import find_config
+from jaxgrpo.training.pretrained import find_config, find_model
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, show_whole, telling, terminal_table
 from jaxgrpo.training.records.folder import plain, write_atomically
@@ -124,16 +124,20 @@ def _measure(
 ) -> tuple[Questions, Evaluation]:
     """Evaluates the model of a config on `rows`, or on its eval.data."""
     _refuse_unjudged(target, config.eval, config.scorer_name, rows)
-    base_config = _base_config(target, config, base)
-    policy, held_out = find_policy(console, config, rows, has_base=base_config is not None)
+    measures_kl = base is not None or config.measures_kl_to_base
+    base_keys = _find_base(target, config.model, config.eval, base) if measures_kl else None
+    policy, held_out = find_policy(console, config, rows, has_base=base_keys is not None)
     keys, longest = config.eval, config.rollout.max_completion_tokens
     judge = resolve_judge(keys.scorer, config.rewards, longest, scorer)
     questions = make_questions(keys, held_out, judge, config.scorer_name)
-    anchor = load_base(base_config, policy.mesh) if base_config else None
-    tokens = config.train.tokens_per_micro_batch
+    anchor, train = None, config.train
+    if base_keys is not None:
+        pretrained = find_model(*base_keys, config.rollout, train.remat, policy.mesh)
+        anchor = load_base(pretrained, policy.mesh, train.seed)
+    tokens = train.tokens_per_micro_batch
     run = make_evaluator(keys, policy, questions, anchor, tokens)
     with telling(console, "evaluation"):
-        return questions, run(policy.read_params(), seed_key(config.train.seed), 0)
+        return questions, run(policy.read_params(), seed_key(train.seed), 0)
 
 
 def _eval_changes(eval_keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,30 +187,30 @@ def _refuse_unjudged(
         )
 
 
-def _base_config(target: str | Place, config: Config, base: str | None) -> Config | None:
-    """A config whose model is the one that the KL is measured from; None where none is asked for.
+def _find_base(
+    target: str | Place, model: ModelKeys, keys: EvalKeys, base: str | None
+) -> tuple[ModelKeys, LoraKeys] | None:
+    """`model` and `lora` of what the KL is measured from; None where nothing says what it is, and
+    the KL was not asked for by name.
 
-    Raises: InputError where a KL is asked for without a base, or its model does not exist.
+    Raises: InputError where it was, or the base does not exist or has another vocabulary.
     """
     if base is not None:
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
-        model = dataclasses.replace(config.model, path=path, revision=None, family=None, config={})
+        base_model = dataclasses.replace(model, path=path, revision=None, family=None, config={})
         adapters = LoraKeys()
-    elif not config.measures_kl_to_base:
-        return None
     elif is_run(target):
         run = read_run(target)[1]
-        model, adapters = run.model, run.lora
-    elif config.eval.kl_to_base is None:
+        base_model, adapters = run.model, run.lora
+    elif keys.kl_to_base is None:
         return None
     else:
         raise InputError(
             f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
             "trained from; give --base MODEL"
         )
-    base_config = dataclasses.replace(config, model=model, lora=adapters)
-    refuse_other_vocabulary(*(find_config(variant.model)[1] for variant in (config, base_config)))
-    return base_config
+    refuse_other_vocabulary(*(find_config(variant)[1] for variant in (model, base_model)))
+    return base_model, adapters
 
 
 def _write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:

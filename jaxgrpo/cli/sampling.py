@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
-from jaxgrpo.data.storage import Place
+from jaxgrpo.data.storage import Place, checksum
 from jaxgrpo.evaluation.evaluate import (
     Batches,
     Questions,
@@ -28,7 +28,8 @@ from jaxgrpo.evaluation.evaluate import (
     make_asker,
     make_batches,
 )
-from jaxgrpo.training import fingerprints
+from jaxgrpo.training import inputs
+from jaxgrpo.training.fingerprints import config_facts, describe_rows
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
 from jaxgrpo.training.records.folder import Closing, plain, write_atomically
@@ -113,12 +114,12 @@ def write_samples(
     changes = _changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
-    config = config.at_time(config.data.template_time or _first_time(out, overwrite))
+    config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     console = Console(highlight=False)
     policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
     questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS)
-    facts = {"--samples": samples, "--temperature": temperature, **_facts(policy, questions)}
+    facts = _facts(samples, temperature, config_facts(config), questions)
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
@@ -335,9 +336,10 @@ def _changes(
     }
 
 
-def _first_time(out: str, overwrite: bool) -> str | None:
-    """`_begun_at`, the same in all processes; None where the file begins again."""
-    return None if overwrite else process.broadcast(lambda: _begun_at(out))
+def _template_time(out: str, overwrite: bool) -> str:
+    """The time that a chat template writes, the same in all processes: that of the file's first
+    start, or now, where it begins."""
+    return process.broadcast(lambda: (None if overwrite else _begun_at(out)) or inputs.local_time())
 
 
 def _begun_at(out: str) -> str | None:
@@ -350,14 +352,21 @@ def _begun_at(out: str) -> str | None:
         return None
 
 
-def _facts(policy: StoredPolicy, questions: Questions) -> dict[str, Any]:
-    """What samples depend on beside the options, as JSON values."""
-    settings = fingerprints.config_facts(policy.config)
+def _facts(
+    samples: int, temperature: float, settings: Mapping[str, Any], questions: Questions
+) -> dict[str, Any]:
+    """What samples depend on, as JSON values.
+
+    Args:
+      settings: `config_facts` of the config that they are drawn by.
+    """
     keys = {name: value for name, value in settings.items() if name.startswith(ACT)}
-    model = fingerprints.checksum([json.dumps(keys.pop("model.path")).encode()])
+    model = checksum([json.dumps(keys.pop("model.path")).encode()])
     return {
+        "--samples": samples,
+        "--temperature": temperature,
         "the model": f"crc32 {model}",
-        "--prompts": fingerprints.describe_rows(questions.rows, questions.encoded),
+        "--prompts": describe_rows(questions.rows, questions.encoded),
         **keys,
     }
 

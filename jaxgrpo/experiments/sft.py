@@ -54,7 +54,8 @@ def main(
     console = Console(highlight=False)
     console.print(process.start(sft_config.mesh.platform), soft_wrap=True)
     if dry_run:
-        _show(console, sft_config, resume == "auto")
+        refuse_unusable(sft_config.run.dir, resume == "auto")
+        _show(console, setup(sft_config, rewards={REWARD: _reward_answer}))
     else:
         train(console, sft_config, resume == "auto")
     return 0
@@ -199,11 +200,9 @@ def _step(run: Setup, learner: Learner, rollouts: Rollouts) -> tuple[Learner, di
     return learner, line
 
 
-def _show(console: Console, config: Config, resume: bool) -> None:
+def _show(console: Console, run: Setup) -> None:
     """Prints what `train` would do: memory, the first prompt and answer, the config."""
-    refuse_unusable(config.run.dir, resume)
-    run = setup(config, rewards={REWARD: _reward_answer})
-    first = sharding.to_host(make_answer_batches(run)(0))
+    config, first = run.config, sharding.to_host(make_answer_batches(run)(0))
     pretrained, rows = run.inputs.pretrained, run.inputs.prompts.rows
     sizes = run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh
     update_bytes = memory.plan(run.steps.update_program, *sizes, run.learner)

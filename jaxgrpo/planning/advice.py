@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.planning import costs, plan
+from jaxgrpo.planning import costs, plan, programs
 from jaxgrpo.planning.plan import Plan, Telling
 from jaxgrpo.planning.programs import Run
 from jaxgrpo.planning.topologies import Topology
@@ -71,7 +71,7 @@ class Search(NamedTuple):
 
         Raises: InputError where the config cannot be built, whatever the mesh.
         """
-        plan.read_model_config(self.config.model, self.config.lora)
+        programs.read_model_config(self.config.model, self.config.lora)
         nearest, until = None, time.monotonic() + MESH_SECONDS
         shapes = sorted(self._shapes(), key=lambda changes: _PROMPTS in changes)
         for changes in shapes:
@@ -115,7 +115,7 @@ class Search(NamedTuple):
             if candidate is not None and candidate.peak <= self._room
         ]
         for candidate in sorted(fitting, key=lambda fit: fit.seconds)[:most]:
-            run = plan.built(self.changed(candidate.changes), self.topology)
+            run = programs.build_run(self.changed(candidate.changes), self.topology.devices)
             yield candidate, plan.plan(run, self.topology, telling=telling)
 
     def changed(self, changes: dict[str, Any]) -> Config:
@@ -134,7 +134,7 @@ class Search(NamedTuple):
         return ROOM * self.topology.chip.memory
 
     def _candidate(self, changes: dict[str, Any]) -> Candidate:
-        run = plan.built(self.changed(changes), self.topology)
+        run = programs.build_run(self.changed(changes), self.topology.devices)
         return Candidate(changes, *by_formula(run, self.topology))
 
     def _build_candidate(self, changes: dict[str, Any]) -> Candidate | None:

@@ -13,7 +13,6 @@ from jaxgrpo.planning.topologies import Topology, quiet
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jaxgrpo.config.files import Config
     from jaxgrpo.config.keys import PlanKeys
     from jaxgrpo.planning.advice import Search
     from jaxgrpo.planning.programs import Run
@@ -56,12 +55,12 @@ def main(
     settings, began = files.load(config, overrides), time.monotonic()
     chips = _topology(settings.plan, topology, slices)
     chooses = (topology, slices) != (None, None)
-    settings, run, changes = _run_on(console, settings, chips, chooses)
+    fitting, run, changes = _run_on(console, advice.Search(settings, chips), chooses)
     forecast = plan.by_formula(run, chips)
     report.show_formula(console, forecast)
     run_plan = forecast if forecast.problem else plan.plan(run, chips, dump=dump, telling=_telling)
     report.show_compiled(console, run_plan)
-    remedies, fitting = [], advice.Search(settings, chips)
+    remedies = []
     if not run_plan.fits:
         with _telling("looking for what fits"):
             near = fitting.remedies(began if forecast.problem else time.monotonic())
@@ -100,31 +99,33 @@ def _topology(keys: PlanKeys, name: str | None, slices: int | None) -> Topology:
     return topologies.topology(devices, slices or (1 if name else keys.slices))
 
 
-def _run_on(
-    console: Console, config: Config, topology: Topology, chooses: bool
-) -> tuple[Config, Run, dict[str, Any]]:
-    """A config and its run on the devices of a topology, and what had to change of it.
+def _run_on(console: Console, search: Search, chooses: bool) -> tuple[Search, Run, dict[str, Any]]:
+    """The run of a config on the devices of a topology, and what had to change of the config.
 
     Args:
+      search: round the config on the topology.
       chooses: whether it may change the mesh.
+
+    Returns: the search round the config that is run, the run, and the changes.
 
     Raises: InputError where the run cannot be built there.
     """
     from jaxgrpo.core.errors import InputError
-    from jaxgrpo.planning import advice, plan, report
+    from jaxgrpo.planning import programs, report
 
+    config, devices = search.config, search.topology.devices
     try:
-        return config, plan.built(config, topology), {}
+        return search, programs.build_run(config, devices), {}
     except InputError:
         if not chooses:
             raise
     with _telling("looking for a mesh"):
-        near = advice.Search(config, topology)
-        nearest = near.nearest()
+        nearest = search.nearest()
     mesh, prompts = config.mesh, config.rollout.prompts_per_step
-    report.show_changes(console, nearest, mesh, prompts, len(topology.devices))
-    changed = near.changed(nearest.changes)
-    return changed, plan.built(changed, topology), nearest.changes
+    report.show_changes(console, nearest, mesh, prompts, len(devices))
+    changed = search.changed(nearest.changes)
+    run = programs.build_run(changed, devices)
+    return search._replace(config=changed), run, nearest.changes
 
 
 @contextlib.contextmanager

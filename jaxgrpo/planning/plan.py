@@ -12,20 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import LoraKeys, MeshKeys, ModelKeys
-from jaxgrpo.core.errors import InputError, one_line
+from jaxgrpo.core.errors import one_line
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.models.hf import families, folders
 from jaxgrpo.planning import costs, hlo, programs
 from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
-from jaxgrpo.training import memory, parameters
-from jaxgrpo.training.pretrained import own_family
+from jaxgrpo.training import memory
 
 TOO_MUCH = 1.3
 """Times a chip's memory, from which on nothing is compiled: the formulas err by less."""
@@ -88,40 +83,6 @@ class Plan(NamedTuple):
         """Completion tokens of a step at the most."""
         geometry = self.run.blueprint.geometry
         return geometry.num_prompts * geometry.group_size * geometry.max_completion_tokens
-
-
-def read_model_config(keys: ModelKeys, lora: LoraKeys) -> ModelConfig:
-    """The model of a config without its weights, and without the network.
-
-    Raises: InputError where neither a local folder nor `model.config` says what it is.
-    """
-    user_family = own_family(keys.family)
-    if keys.config:
-        stored = families.model_config(keys.config, "model.config", user_family, keys.ignore)
-    elif Path(keys.path).expanduser().is_dir():
-        stored = folders.read_config(keys.path, user_family, keys.ignore)
-    else:
-        raise InputError(
-            f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
-            "folder with the model's config.json, or its fields in the table [model.config]"
-        )
-    return parameters.model_config_for_run(keys, lora, stored)
-
-
-def mesh_on_topology(sizes: MeshKeys, topology: Topology) -> Mesh:
-    """The mesh that a config asks for, on the devices of a topology."""
-    return sharding.make_mesh(
-        sizes.data, sizes.fsdp, sizes.tensor, sizes.context, devices=topology.devices
-    )
-
-
-def built(config: Config, topology: Topology) -> Run:
-    """The run of a config on the devices of a topology.
-
-    Raises: InputError where it cannot be built there.
-    """
-    model = read_model_config(config.model, config.lora)
-    return programs.build_run(config, model, mesh_on_topology(config.mesh, topology))
 
 
 def by_formula(run: Run, topology: Topology) -> Plan:

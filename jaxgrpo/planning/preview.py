@@ -18,6 +18,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import CheckpointKeys, MeshKeys, PlanKeys, RolloutKeys, TrainKeys
 from jaxgrpo.core.types import WEIGHTS, Learner, Stream
 from jaxgrpo.data import chat, storage
+from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import families
@@ -26,6 +27,7 @@ from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.training import inputs, memory, opening, parameters, setup
 from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts, show_config
 from jaxgrpo.training.records.folder import refuse_unusable
@@ -72,9 +74,9 @@ def dry_run(config: Config, resume: bool = False) -> None:
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * config.rollout.prompts_per_step}",
             "too long": inputs.dropped_line(prompts, config.rollout.max_prompt_tokens),
-            **_mixture(run) | _evaluation(run) | _answers(run.collector.source.answers),
+            **_mixture(prompts) | _evaluation(run) | _answers(run.collector.source.answers),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
-            "chat template": f"{run.inputs.chat.name}{_time(run)}",
+            "chat template": f"{run.inputs.chat.name}{_time(run.inputs)}",
             "first prompt": _first_prompt(run),
         },
     )
@@ -254,17 +256,18 @@ def _not_built(mesh: Mesh) -> str:
     )
 
 
-def _time(run: setup.Setup) -> str:
+def _time(run_inputs: Inputs) -> str:
     """What to say of a chat template that writes the date or the time."""
-    if not chat.writes_time(run.inputs.chat, (row["prompt"] for row in run.inputs.prompts.rows)):
+    prompts = (row["prompt"] for row in run_inputs.prompts.rows)
+    if not chat.writes_time(run_inputs.chat, prompts):
         return ""
     first = "a run writes that of its first start; data.template_time sets another"
-    return f"; it writes the date or time, now {run.inputs.chat.time}: {first}"
+    return f"; it writes the date or time, now {run_inputs.chat.time}: {first}"
 
 
-def _mixture(run: setup.Setup) -> dict[str, str]:
+def _mixture(prompts: PromptData) -> dict[str, str]:
     """The share and the rows of each source, where data.path names several."""
-    mixture = run.inputs.prompts.mixture
+    mixture = prompts.mixture
     if mixture is None:
         return {}
     total = sum(mixture.weights)

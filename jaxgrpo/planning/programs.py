@@ -9,23 +9,25 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import LoraKeys, ModelKeys
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, WEIGHTS, Learner
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.hf import families, folders
 from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import inputs, memory, setup
+from jaxgrpo.training import inputs, memory, parameters, setup
 from jaxgrpo.training.memory import Memory
-from jaxgrpo.training.pretrained import Pretrained, make_sampling_settings
+from jaxgrpo.training.pretrained import Pretrained, make_mesh, make_sampling_settings, own_family
 from jaxgrpo.update import step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -62,19 +64,36 @@ class Program(NamedTuple):
     donated: int  # bytes of them on each device that it may overwrite
 
 
-def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
-    """The run of a config on a mesh, whose devices need not be here.
+def read_model_config(keys: ModelKeys, lora: LoraKeys) -> ModelConfig:
+    """The model of a config without its weights, and without the network.
 
-    Args:
-      model: as `parameters.model_config_for_run` returns it.
+    Raises: InputError where neither a local folder nor `model.config` says what it is.
+    """
+    user_family = own_family(keys.family)
+    if keys.config:
+        stored = families.model_config(keys.config, "model.config", user_family, keys.ignore)
+    elif Path(keys.path).expanduser().is_dir():
+        stored = folders.read_config(keys.path, user_family, keys.ignore)
+    else:
+        raise InputError(
+            f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
+            "folder with the model's config.json, or its fields in the table [model.config]"
+        )
+    return parameters.model_config_for_run(keys, lora, stored)
+
+
+def build_run(config: Config, devices: Sequence[Any]) -> Run:
+    """The run of a config on devices that need not be here, as those of a topology.
 
     Raises: InputError where the model, the method, the sizes and the mesh do not fit together.
     """
+    model, mesh = read_model_config(config.model, config.lora), make_mesh(config.mesh, devices)
     remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
-    model_on_mesh = Pretrained(config.model.path, mesh, Path(config.model.path), None, built)
+    path = config.model.path
+    model_on_mesh = Pretrained(path, mesh, Path(path), None, built, config.lora.path)
     sampling = make_sampling_settings(config.rollout, (0,), 0)
     method = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
     return Run(config, *method, abstract_learner(method.blueprint))

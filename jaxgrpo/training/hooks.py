@@ -26,7 +26,7 @@ from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.folder import evaluation_metrics, plain
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
-from jaxgrpo.training.stored_policy import base_params
+from jaxgrpo.training.stored_policy import policy_for_run
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
@@ -218,7 +218,7 @@ class Evaluations:
         else:
             self._say_changed(saved_facts, facts, step)
             progress.best = None
-            values = self.measure(base_params(run), 0)
+            values = self.measure(policy_for_run(run).read_params(), 0)
             lines = {0: values}
             if step == run.config.train.steps:
                 lines[step] = self.measure(run.sync(learner), step)

@@ -36,7 +36,7 @@ from jaxgrpo.rewards.protocol import (
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import decode_texts
-from jaxgrpo.training.pretrained import Pretrained, check_length, find_model
+from jaxgrpo.training.pretrained import Pretrained, check_length, find_model, make_mesh
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts
 from jaxgrpo.training.replay import Replay, SavedRollouts, decisive_keys, read_files
@@ -61,7 +61,9 @@ def read_inputs(
     mesh: Mesh | None,
 ) -> Inputs:
     """Reads them. Each run reads the weights itself: its update overwrites them."""
-    pretrained = find_model(config, mesh, fetch_weights=mesh is None)
+    start = config.model, config.lora, config.rollout, config.train.remat
+    run_mesh = make_mesh(config.mesh) if mesh is None else mesh
+    pretrained = find_model(*start, run_mesh, fetch_weights=mesh is None)
     folder, tokenizer, stored = pretrained.folder, pretrained.tokenizer, pretrained.model.config
     data, longest = config.data, config.rollout.max_prompt_tokens
     chat = make_chat(data, config.model.path, tokenizer, stored.vocab_size)

@@ -19,7 +19,7 @@ from jaxgrpo.config.keys import LoraKeys, ModelKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, RolloutSpec, Stream
 from jaxgrpo.data.storage import Place
-from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models import lora, sharding
 from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
 from jaxgrpo.models.hf import adapters, folders
 from jaxgrpo.training import memory
@@ -59,37 +59,6 @@ def _adapters(keys: LoraKeys, stored: ModelConfig) -> LoraConfig | None:
         targets=adapters.targets_from_peft(keys.targets, stored),
         use_rslora=keys.use_rslora,
     )
-
-
-def read_start(
-    adapter_path: str | None,
-    seed: int,
-    folder: Path,
-    model: Model,
-    dtype: str | None = None,
-    layout: Any = None,
-) -> Params:
-    """The parameters that a run begins with: those of the folder and, if the model has adapters,
-    those of lora.path, else drawn with train.seed.
-
-    Args:
-      adapter_path, seed: `lora.path` and `train.seed`.
-      dtype: of what is trained; None: what the model computes in.
-      layout: tree of shardings like the parameters; None: the default device.
-    """
-    if model.config.lora is None:
-        return folders.read_params(folder, model, dtype, layout)
-    if adapter_path is not None:
-        return folders.read_adapted(folder, adapter_path, model, dtype, layout)
-    adapter_layout, weight_layout = (None, None) if layout is None else lora.split(layout)
-
-    def draw(key: Any) -> Params:
-        params = lora.init(model, key)
-        return params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-    key = jax.random.fold_in(jax.random.key(seed), decoder.ADAPTER_FOLD)
-    weights = folders.read_params(folder, lora.base_model(model), None, weight_layout)
-    return lora.join(jax.jit(draw, out_shardings=adapter_layout)(key), weights)
 
 
 def adapters_line(model: Model) -> str:

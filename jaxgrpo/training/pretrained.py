@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from jaxgrpo.config import own_code
-from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import ModelKeys, RolloutKeys
+from jaxgrpo.config.keys import LoraKeys, MeshKeys, ModelKeys, RolloutKeys
 from jaxgrpo.core.errors import InputError, refuse_all
-from jaxgrpo.models import decoder, sequences, sharding
+from jaxgrpo.core.types import Params
+from jaxgrpo.models import decoder, lora, sequences, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
@@ -30,6 +32,12 @@ class Pretrained(NamedTuple):
     folder: Path
     tokenizer: Any
     model: Model
+    adapter_path: str | None  # `lora.path`
+
+    @property
+    def has_fresh_adapters(self) -> bool:
+        """Whether adapters begin as zero: they add nothing to the model of the folder."""
+        return self.model.config.lora is not None and self.adapter_path is None
 
     def model_on(self, mesh: Mesh) -> Model:
         """The model with its activations laid out on a mesh."""
@@ -37,28 +45,65 @@ class Pretrained(NamedTuple):
             return self.model
         return decoder.build(self.model.config, constrain=sharding.constrain(mesh))
 
+    def read_params(
+        self, seed: int, model: Model, dtype: str | None = None, layout: Any = None
+    ) -> Params:
+        """The parameters that a run begins with: those of the folder and, if the model has
+        adapters, those of lora.path, else drawn with train.seed.
 
-def find_model(config: Config, mesh: Mesh | None = None, fetch_weights: bool = True) -> Pretrained:
-    """The model of a config, on a mesh of its own by default.
+        Args:
+          seed: `train.seed`.
+          model: this one, on a mesh; or its base.
+          dtype: of what is trained; None: what the model computes in.
+          layout: tree of shardings like the parameters; None: the default device.
+        """
+        if model.config.lora is None:
+            return folders.read_params(self.folder, model, dtype, layout)
+        if self.adapter_path is not None:
+            return folders.read_adapted(self.folder, self.adapter_path, model, dtype, layout)
+        adapter_layout, weight_layout = (None, None) if layout is None else lora.split(layout)
+
+        def draw(key: Any) -> Params:
+            params = lora.init(model, key)
+            return params if dtype is None else jax.tree.map(lambda x: x.astype(dtype), params)
+
+        key = jax.random.fold_in(jax.random.key(seed), decoder.ADAPTER_FOLD)
+        weights = folders.read_params(self.folder, lora.base_model(model), None, weight_layout)
+        return lora.join(jax.jit(draw, out_shardings=adapter_layout)(key), weights)
+
+
+def make_mesh(sizes: MeshKeys, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh that a config asks for, on the devices that are here by default."""
+    axes = sizes.data, sizes.fsdp, sizes.tensor, sizes.context
+    return sharding.make_mesh(*axes, devices=devices)
+
+
+def find_model(
+    keys: ModelKeys,
+    adapters: LoraKeys,
+    rollout: RolloutKeys,
+    remat: str,
+    mesh: Mesh,
+    fetch_weights: bool = True,
+) -> Pretrained:
+    """The model of a config, on a mesh.
 
     Args:
+      keys, adapters, rollout, remat: `model`, `lora`, `rollout` and `train.remat` of the config.
       fetch_weights: as of `find_config`.
 
     Raises: InputError where there is no such model, a file of it cannot be read, or it has no
     positions for prompt and completion.
     """
-    if mesh is None:
-        sizes = config.mesh
-        mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    folder, stored = find_config(config.model, fetch_weights)
-    check_length(config.rollout, config.model.path, stored)
+    folder, stored = find_config(keys, fetch_weights)
+    check_length(rollout, keys.path, stored)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)
     without_text = folders.tokens_without_text(tokenizer, ends, size)
-    model_config = parameters.model_config_for_run(config.model, config.lora, stored, without_text)
-    remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
-    model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=remat)
-    return Pretrained(config.model.path, mesh, folder, tokenizer, model)
+    model_config = parameters.model_config_for_run(keys, adapters, stored, without_text)
+    saved = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
+    model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=saved)
+    return Pretrained(keys.path, mesh, folder, tokenizer, model, adapters.path)
 
 
 def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:

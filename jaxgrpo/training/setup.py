@@ -197,7 +197,7 @@ def _assemble(
         early_judge=judge if judges_early else None,
         max_rounds=refill.max_rounds(refilling["factor"]) if refilling else None,
     )
-    start = config.lora.path, config.train.seed, pretrained, len(rows), rewards
+    start = config.train.seed, pretrained, len(rows), rewards
     read = functools.partial(_read_learner, *start)
     return Setup(
         config=config.at_time(run_inputs.chat.time),
@@ -211,7 +211,6 @@ def _assemble(
 
 
 def _read_learner(
-    adapter_path: str | None,
     seed: int,
     pretrained: Pretrained,
     num_rows: int,
@@ -220,9 +219,9 @@ def _read_learner(
 ) -> Learner:
     """The learner before the first step, with the weights of the model."""
     names = tuple(reward.name for reward in rewards)
-    model, folder = pretrained.model, pretrained.folder
+    model = pretrained.model
     layout = held_dtype(model), param_layout(model, blueprint.mesh)
-    params = parameters.read_start(adapter_path, seed, folder, model, *layout)
+    params = pretrained.read_params(seed, model, *layout)
     return parameters.first_learner(blueprint, params, num_rows, names)
 
 
@@ -324,7 +323,7 @@ def build_method(
         memory.method_policies(chain, objective),
         measures_kl=config.measures_kl_to_base,
         resets=may_reset(config.reference),
-        has_fresh_adapters=model.config.lora is not None and config.lora.path is None,
+        has_fresh_adapters=pretrained.has_fresh_adapters,
         has_two_meshes=blueprint.has_two_meshes,
     )
     remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)

@@ -33,14 +33,20 @@ from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import memory, parameters
+from jaxgrpo.training import memory
 from jaxgrpo.training.inputs import (
     eval_source,
     load_prompts,
     make_chat,
     resolve_scorer,
 )
-from jaxgrpo.training.pretrained import Pretrained, find_config, find_model, sampling_settings
+from jaxgrpo.training.pretrained import (
+    Pretrained,
+    find_config,
+    find_model,
+    make_mesh,
+    sampling_settings,
+)
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import Setup
@@ -76,14 +82,13 @@ LIMITS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
 class StoredPolicy(Policy):
     """A policy whose weights are in a model folder and not read yet."""
 
-    config: Config
-    folder: Path
+    pretrained: Pretrained
+    seed: int  # of fresh adapters
 
     def read_params(self) -> Params:
         """The weights as the sampler reads them."""
         layout = sampling_layout(self.model, self.mesh)
-        start = self.config.lora.path, self.config.train.seed
-        params = parameters.read_start(*start, self.folder, self.model, layout=layout)
+        params = self.pretrained.read_params(self.seed, self.model, layout=layout)
         return params_per_layer(self.model.config, params)
 
 
@@ -153,12 +158,12 @@ def find_policy(
     line = process.start(config.mesh.platform)
     if process.is_main():
         console.print(line, soft_wrap=True)
-    pretrained = find_model(config)
+    start = config.model, config.lora, config.rollout, config.train.remat
+    pretrained = find_model(*start, make_mesh(config.mesh))
     data, tokenizer = config.data, pretrained.tokenizer
     chat = make_chat(data, pretrained.path, tokenizer, pretrained.model.config.vocab_size)
     source = rows if rows is not None else eval_source(config.eval, data)
     prompts = load_prompts(data, config.rollout.max_prompt_tokens, chat, source)
-    config = config.at_time(chat.time)
     model = pretrained.model
     mesh = sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
@@ -170,7 +175,8 @@ def find_policy(
         settings = settings._replace(temperature=temperature)
     width = config.rollout.max_prompt_tokens
     engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
-    return _policy(config, pretrained, engine), prompts
+    policy = _policy(pretrained, engine, mesh, config.rollout.group_size, config.train.seed)
+    return policy, prompts
 
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:
@@ -195,15 +201,17 @@ def resolve_judge(
     return resolve_scorer(use, keys, max_completion_tokens)
 
 
-def _policy(config: Config, pretrained: Pretrained, engine: SlotEngine) -> StoredPolicy:
+def _policy(
+    pretrained: Pretrained, engine: SlotEngine, mesh: Mesh, group_size: int, seed: int
+) -> StoredPolicy:
     return StoredPolicy(
         model=engine.model,
         tokenizer=pretrained.tokenizer,
-        mesh=sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor),
+        mesh=mesh,
         engine=engine,
-        group_size=config.rollout.group_size,
-        config=config,
-        folder=pretrained.folder,
+        group_size=group_size,
+        pretrained=pretrained,
+        seed=seed,
     )
 
 
@@ -212,18 +220,16 @@ def seed_key(seed: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
-def load_base(config: Config, mesh: Mesh) -> Base:
-    """The model that a config begins with, as a base: one more copy of its parameters in memory.
+def load_base(pretrained: Pretrained, mesh: Mesh, seed: int) -> Base:
+    """A model as a base on a mesh: one more copy of its parameters in memory.
 
     Fresh adapters add nothing; those of lora.path belong to it.
     """
-    pretrained = find_model(config, mesh)
-    base = pretrained.model
-    if base.config.lora is not None and config.lora.path is None:
+    base = pretrained.model_on(mesh)
+    if pretrained.has_fresh_adapters:
         base = decoder.build(lora.base_config(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
-    start = config.lora.path, config.train.seed
-    return Base(base, parameters.read_start(*start, pretrained.folder, base, layout=layout))
+    return Base(base, pretrained.read_params(seed, base, layout=layout))
 
 
 def find_base(run: Setup) -> Base:
@@ -237,12 +243,12 @@ def find_base(run: Setup) -> Base:
     names = ("base",) if may_reset(run.config.reference) else ("base", "reference")
     if name := next((name for name in names if name in frozen), None):
         params = full_params(frozen[name], frozen)
-    elif WEIGHTS in frozen and run.config.lora.path is None:  # fresh adapters add nothing
+    elif WEIGHTS in frozen and run.inputs.pretrained.has_fresh_adapters:  # they add nothing
         params, layouts = frozen[WEIGHTS], (lora.split(layouts[0])[1], lora.split(layouts[1])[1])
         constrain = sharding.constrain(blueprint.samples_on)
         model = decoder.build(lora.base_config(model.config), constrain=constrain)
     else:
-        return load_base(run.config, blueprint.samples_on)
+        return load_base(run.inputs.pretrained, blueprint.samples_on, run.config.train.seed)
     if blueprint.has_two_meshes:
         params = jax.jit(functools.partial(_move, layouts))(params)
     return Base(model, params)
@@ -253,9 +259,11 @@ def _move(layouts: Sequence[Params], params: Params) -> Params:
     return jax.tree.map(moved, params, *layouts)
 
 
-def base_params(run: Setup) -> Params:
-    """The parameters that a run began with, laid out for sampling, read from disk."""
-    return _policy(run.config, run.inputs.pretrained, run.engine).read_params()
+def policy_for_run(run: Setup) -> StoredPolicy:
+    """The policy that a run began with; its parameters, laid out for sampling, are on disk."""
+    config, mesh = run.config, run.blueprint.samples_on
+    settings = config.rollout.group_size, config.train.seed
+    return _policy(run.inputs.pretrained, run.engine, mesh, *settings)
 
 
 def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
@@ -272,8 +280,7 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
         questions = make_questions(keys, held_out, scorer, config.scorer_name)
         base = find_base(run) if config.measures_kl_to_base else None
         tokens = config.train.tokens_per_micro_batch
-        policy = _policy(config, inputs.pretrained, run.engine)
-        return make_evaluator(keys, policy, questions, base, tokens)
+        return make_evaluator(keys, policy_for_run(run), questions, base, tokens)
 
     return share("evaluator", make)
 

@@ -139,7 +139,9 @@ def model(message: str, edit: Callable[[SavedModel], Any], **rollout: int) -> Ca
         edit(saved)
         changes = [f"rollout.{name}={value}" for name, value in rollout.items()]
         config = minimal_config.read(f"model.path={saved.folder}", *changes)
-        base = pretrained.find_model(config)
+        mesh = pretrained.make_mesh(config.mesh)
+        start = config.model, config.lora, config.rollout, config.train.remat
+        base = pretrained.find_model(*start, mesh)
         pretrained.sampling_settings(config.rollout, base)
 
     return read, message

@@ -16,7 +16,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import families, folders
-from jaxgrpo.planning import plan
+from jaxgrpo.planning import programs
 from jaxgrpo.training import pretrained
 
 UNKNOWN = {"rotary_pct": 0.5, "alibi": True}
@@ -52,9 +52,10 @@ def test_what_is_read_of_a_run_ignores_them(folder):
         "rollout.max_prompt_tokens=8",
         "rollout.max_completion_tokens=8",
     )
-    model = pretrained.find_model(config)
+    start = config.model, config.lora, config.rollout, config.train.remat
+    model = pretrained.find_model(*start, pretrained.make_mesh(config.mesh))
     assert pretrained.sampling_settings(config.rollout, model).stop_tokens == (1,)
-    assert plan.read_model_config(config.model, config.lora) == model.model.config
+    assert programs.read_model_config(config.model, config.lora) == model.model.config
     assert families.unread(model.model.config) == (
         "rotary_pct of config.json is not read (model.ignore); "
         "alibi of config.json is not read (model.ignore)"

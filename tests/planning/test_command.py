@@ -14,7 +14,7 @@ import pytest
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.planning import advice, command, plan, topologies
+from jaxgrpo.planning import advice, command, plan, programs, topologies
 
 OFFLINE = """
 import socket, sys
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     small, monkeypatch, capsys
 ):
     chips = topologies.topology("v5e:2x2")
-    peak = plan.peak_bytes(plan.memory_parts(plan.built(planned.config(), chips)))
+    peak = plan.peak_bytes(plan.memory_parts(programs.build_run(planned.config(), chips.devices)))
     tiny = chips._replace(chip=chips.chip._replace(memory=int(peak / plan.TOO_MUCH) - 1))
     monkeypatch.setattr(topologies, "topology", lambda *_: tiny)
     assert main(["plan", small(), "--topology", "v5e:2x2", "--json"]) == command.NO_FIT
@@ -135,7 +135,7 @@ def test_a_mesh_for_other_devices_is_the_nearest_that_can_be_built(name):
     chips = topologies.topology(name)
     nearest = advice.Search(config, chips).nearest()
     assert nearest.changes == OTHERS[name]
-    run = plan.built(advice.Search(config, chips).changed(nearest.changes), chips)
+    run = programs.build_run(advice.Search(config, chips).changed(nearest.changes), chips.devices)
     assert run.blueprint.mesh.size == len(chips.devices)
     assert nearest.peak == plan.peak_bytes(plan.memory_parts(run))
 
@@ -178,7 +178,7 @@ def test_the_remedy_compiles_and_fits():
     read = files.load(MISFIT[0], MISFIT[4:])
     chips = topologies.topology("v5e:2x2")
     remedy, *_ = advice.Search(read, chips).remedies(time.monotonic())
-    run = plan.built(advice.Search(read, chips).changed(remedy.changes), chips)
+    run = programs.build_run(advice.Search(read, chips).changed(remedy.changes), chips.devices)
     remedied = plan.plan(run, chips, ("decode", "update"))
     assert remedied.problem == "", remedy
     assert remedied.fits, (remedy, remedied.peak)
@@ -222,7 +222,10 @@ def check_remedies(
     for remedy in remedies:
         assert remedy.peak <= advice.ROOM * chips.chip.memory
         again = files.load(config, [*overrides, *remedy.overrides.split()])
-        assert advice.by_formula(plan.built(again, chips), chips) == (remedy.peak, remedy.seconds)
+        assert advice.by_formula(programs.build_run(again, chips.devices), chips) == (
+            remedy.peak,
+            remedy.seconds,
+        )
     return remedies
 
 
@@ -230,7 +233,7 @@ def check_remedies(
 def test_a_remedy_is_the_config_with_its_changes(small):
     chips, alone = topologies.topology("v5e:2x2"), {"data": 4}
     config = small(mesh=alone)
-    peak, _ = advice.by_formula(plan.built(files.load(config), chips), chips)
+    peak, _ = advice.by_formula(programs.build_run(files.load(config), chips.devices), chips)
     assert check_remedies(config, memory=int(peak / advice.ROOM) - 1)
 
 

@@ -20,10 +20,9 @@ from jaxgrpo.cli import make_base
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.models import logprobs
-from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import plan, programs, topologies
 from jaxgrpo.planning.programs import Program, Run
-from jaxgrpo.training import parameters, setup
+from jaxgrpo.training import setup
 from jaxgrpo.update import step
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -59,11 +58,7 @@ def run_and_plan(method: str, mesh: str) -> tuple[setup.Setup, Run]:
     defaults = {"model": {"path": base()}, "mesh": MESHES[mesh], "rollout.slots": 8}
     config = planned.config(**defaults, **small, **METHODS[method])
     real = setup.setup(config)
-    stored = folders.read_config(config.model.path)
-    model = parameters.model_config_for_run(config.model, config.lora, stored)
-    return real, programs.build_run(
-        config, model, plan.mesh_on_topology(config.mesh, local_topology())
-    )
+    return real, programs.build_run(config, local_topology().devices)
 
 
 def local_topology() -> topologies.Topology:

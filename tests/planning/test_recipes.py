@@ -35,7 +35,7 @@ def test_a_recipe_fits_by_formula(name):
     """Within what the remedies of a plan would accept."""
     read = files.load(name)
     chips = topologies.topology(str(read.plan.topology), read.plan.slices)
-    parts = plan.memory_parts(plan.built(read, chips))
+    parts = plan.memory_parts(programs.build_run(read, chips.devices))
     assert plan.peak_bytes(parts) <= chips.chip.memory, parts
 
 

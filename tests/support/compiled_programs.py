@@ -54,7 +54,7 @@ def compiled(
     topology_name = topology or read.plan.topology
     assert topology_name is not None
     chips = topologies.topology(topology_name, 1 if topology else read.plan.slices)
-    config_plan = plan.plan(plan.built(read, chips), chips, names, dump=folder)
+    config_plan = plan.plan(programs.build_run(read, chips.devices), chips, names, dump=folder)
     texts = {
         program.name: (folder / f"{program.name}.hlo.txt").read_text()
         for program in config_plan.planned

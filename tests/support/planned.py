@@ -7,8 +7,7 @@ from typing import Any
 
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
-from jaxgrpo.models import sharding
-from jaxgrpo.planning import plan, programs, topologies
+from jaxgrpo.planning import programs, topologies
 from jaxgrpo.planning.programs import Run
 
 QWEN3: dict[str, Any] = {
@@ -67,10 +66,5 @@ def run(devices: Sequence[Any] = (), topology: str = "v5e:2x2", **changes: Any) 
     """The run of `config` on a topology, or on devices that are here."""
     run_config = config(**changes)
     if not devices:
-        return plan.built(run_config, topologies.topology(topology))
-    sizes = run_config.mesh
-    axes = (sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    mesh = sharding.make_mesh(*axes, devices=devices)
-    return programs.build_run(
-        run_config, plan.read_model_config(run_config.model, run_config.lora), mesh
-    )
+        return programs.build_run(run_config, topologies.topology(topology).devices)
+    return programs.build_run(run_config, devices)

@@ -224,7 +224,19 @@ def make_cases(experiment: Experiment) -> list[Case]:
         problems += [f"arms.{arm}: {item}" for item in arm_problems]
     if problems:
         raise ConfigError(name, problems)
-    return list(_cases(experiment, first_configs))
+    cases: list[Case] = []
+    for seed in (*experiment.seeds, *experiment.tuning_seeds):
+        for arm, config in first_configs.items():
+            for rate in experiment.rates(arm):
+                folder = Path(experiment.dir) / "runs" / arm / f"lr_{rate!r}" / f"seed_{seed}"
+                run_config = dataclasses.replace(
+                    config,
+                    optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
+                    train=dataclasses.replace(config.train, seed=seed),
+                    run=dataclasses.replace(config.run, dir=str(folder)),
+                )
+                cases.append(Case(arm, rate, seed, run_config))
+    return cases
 
 
 def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
@@ -352,20 +364,6 @@ def _hold_samples(common: Mapping[str, Any], tables: dict[str, Any]) -> None:
         )
         raise ConfigError("arm", [problem])
     rollout["prompts_per_step"] = prompts * size // arm_size
-
-
-def _cases(experiment: Experiment, config_by_arm: Mapping[str, Config]) -> Iterator[Case]:
-    for seed in (*experiment.seeds, *experiment.tuning_seeds):
-        for arm, config in config_by_arm.items():
-            for rate in experiment.rates(arm):
-                folder = Path(experiment.dir) / "runs" / arm / f"lr_{rate!r}" / f"seed_{seed}"
-                run_config = dataclasses.replace(
-                    config,
-                    optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
-                    train=dataclasses.replace(config.train, seed=seed),
-                    run=dataclasses.replace(config.run, dir=str(folder)),
-                )
-                yield Case(arm, rate, seed, run_config)
 
 
 def _arm_problems(

@@ -202,12 +202,12 @@ class _Session:
 
     def close(self) -> tuple[list[Group], Array]:
         """Returns: the groups that wait for the next session, and the slot-steps of this one."""
-        no_cuts = np.full(self.state.samples.length.shape, -1, np.int32)
-        uncut = (
-            (lambda state: state)
-            if self.settings.stop_strings is None
-            else lambda state: self.programs.cut(state, no_cuts)
-        )
+
+        def uncut(state: DecodeState) -> DecodeState:
+            if self.settings.stop_strings is None:
+                return state
+            return self.programs.cut(state, np.full(state.samples.length.shape, -1, np.int32))
+
         slot_steps = jax.numpy.copy(self.state.slot_steps)
         self.slots.compile_remaining(self.params, self.state, uncut)
         return self.table.take_waiting(), slot_steps

@@ -85,7 +85,8 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     )
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
-    base = pretrained.find_model(config, mesh)
+    keys = config.model, config.lora, config.rollout, config.train.remat
+    base = pretrained.find_model(*keys, mesh)
     blueprint, _, _, steps = setup.build_method(
         config, base, inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     )
