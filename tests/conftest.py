@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -19,6 +20,9 @@ UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_p
 optimisation, and half of that with the older emitters of kernels and one LLVM module."""
 if version("jaxlib").startswith("0.10."):  # an XLA that does not know a flag ends the process
     UNOPTIMISED += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+# Tracing makes objects by the million and few cycles: looking for these took a tenth of all tests.
+gc.set_threshold(50_000, 20, 20)
 
 # Commands that tests start inherit what is ignored, and nohup has this ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -121,7 +121,7 @@ def every_group(size, answers=4):
     return np.array(groups), np.array(orders)
 
 
-@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", ["rloo", "dr_grpo"])
 @pytest.mark.parametrize("aim", ["beta", "validity"])
 def test_the_exact_gradient_comes_to_rest_at_the_tilted_base(aim, recipe, size):

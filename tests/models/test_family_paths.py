@@ -13,7 +13,7 @@ from family_runs import CLOSE, LONG, SHORT
 import jaxgrpo
 from jaxgrpo.models.hf.families import FAMILIES
 
-DIFFERENT = ("gemma2", "olmo3", "phi3")
+DIFFERENT = ("gemma2", "olmo3")
 """Soft caps and norms on both sides; norms after branches and two ropes; a rope in part."""
 
 PATHS = [

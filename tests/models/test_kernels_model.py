@@ -94,8 +94,10 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize(
     ("config", "packed", "kernel"),
-    [(CAPPED, SEVERAL, OF_TPU), (MODEL, ALONE, OF_GPU)],
-    ids=["splash", "cudnn"],
+    [
+        pytest.param(CAPPED, SEVERAL, OF_TPU, id="splash"),
+        pytest.param(MODEL, ALONE, OF_GPU, id="cudnn", marks=pytest.mark.full),
+    ],
 )
 def test_a_model_by_a_kernel_is_the_model_by_xla(config, packed, kernel):
     assert_same(

@@ -66,8 +66,14 @@ def _logits(model: Model, params: Params) -> jax.Array:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize(
     "settings",
-    [ALL, LoraConfig(rank=4, alpha=3.0, targets="attention/(query|out)", use_rslora=True)],
-    ids=["all", "some, rsLoRA"],
+    [
+        pytest.param(ALL, id="all"),
+        pytest.param(
+            LoraConfig(rank=4, alpha=3.0, targets="attention/(query|out)", use_rslora=True),
+            id="some, rsLoRA",
+            marks=pytest.mark.full,
+        ),
+    ],
 )
 def test_merged_weights_compute_what_adapters_do(config, settings):
     with jax.enable_x64(True):

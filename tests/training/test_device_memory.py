@@ -255,7 +255,8 @@ def test_the_memory_that_a_dry_run_tells_is_what_a_process_takes(tmp_path, pytho
     assert float(stated[1]) * 1024**power == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [4, 0])
 def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
     config = small_run.config(
         tmp_path / "r", **{"checkpoint.keep": 1, "checkpoint.every": 1, "lora.rank": rank}

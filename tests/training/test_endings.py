@@ -53,10 +53,15 @@ ENDINGS = {
     "run deleted": (lambda run: shutil.rmtree(run), 74, "is not the folder that this run began"),
     "too large": (lambda run: [1e30], 3, "1e+30"),
 }
+SOON = {"SIGTERM", "full disk", "raises", "huge text"}
+"""Run by `make test` too, not only by `make test-all`."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SOON else pytest.mark.full) for name in ENDINGS],
+)
 def test_a_run_that_ends_early_says_why_in_a_few_lines(name, tmp_path, capfd, space):
     harm, code, reason = ENDINGS[name]
 
