@@ -8,6 +8,7 @@ they weigh all that a token is trained on.
 from __future__ import annotations
 
 import contextlib
+import json
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -232,6 +233,25 @@ def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proxi
     if proximal == "behavior" and surrogate.weighs and chain.importance:
         step = next((name for name, step in chain.steps if step.importance), chain.name)
         raise InputError(f"{step}: {WEIGHED_TWICE}")
+
+
+def refuse_stale(
+    chain: AdvantageTransform, surrogate: Surrogate, proximal: str, staleness: int, steps: int
+) -> None:
+    """Raises InputError if nothing weighs samples of older parameters by how likely they are now,
+    and if all samples of a run are of its first parameters."""
+    if staleness >= steps - 1:
+        raise InputError(
+            f"rollout.staleness = {staleness}: each of train.steps = {steps} steps would train on "
+            "samples of the first parameters; set it lower"
+        )
+    if not chain.importance and not (surrogate.weighs and proximal == "behavior"):
+        raise InputError(
+            f"rollout.staleness = {staleness}: {surrogate.name} with loss.proximal = "
+            f"{json.dumps(proximal)} takes samples of older parameters for samples of the newest; "
+            'take a surrogate with a ratio, as { use = "clip" }, with loss.proximal = "behavior", '
+            'or weights, as loss.mismatch = { use = "truncated_importance" }'
+        )
 
 
 def _weights(rewards: Sequence[Reward]) -> dict[str, float]:

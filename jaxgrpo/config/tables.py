@@ -117,6 +117,7 @@ class RolloutTable(TypedDict, total=False):
     segment_tokens: int
     prompts: Part
     refill: Mapping[str, float]
+    staleness: int
 
 
 class TrainTable(TypedDict, total=False):

@@ -117,6 +117,19 @@ class Learner:
     """name of a penalty -> what it remembers, as the coefficient of `adaptive_entropy`"""
 
 
+class Waiting(NamedTuple):
+    """Rollouts that were generated and not trained on yet, as host arrays.
+
+    Their shapes do not change during a run. A place without a group has the ordinal -1.
+    """
+
+    leftover: Rollouts | None = None
+    """live groups that the next step trains on first, with room for P; None without
+    `rollout.refill`"""
+    ahead: tuple[Rollouts, ...] = ()
+    """the next steps' rollouts, the next one's first: as many as `rollout.staleness`"""
+
+
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream:
@@ -128,10 +141,7 @@ class Stream:
     cursor: np.ndarray  # [] int32, next ordinal of the prompts
     key: np.ndarray  # [2] uint32, key data of the run's key
     prompt_policy_state: Any
-    waiting: Rollouts | None = None
-    """rollouts that were generated and not trained on yet: room for P groups that the next step
-    trains on first; ordinal -1: an empty place. None: none ever wait (no `rollout.refill`)
-    """
+    waiting: Waiting = dataclasses.field(default_factory=Waiting)
 
 
 WEIGHTS = "weights"

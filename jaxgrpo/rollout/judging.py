@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Prompts, Rollouts, Stream
+from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
@@ -45,7 +45,7 @@ class RolloutSource(NamedTuple):
     draw: Callable[..., Drawing]  # (params, prompts, key), as `rollout.batch.draw`
     reward: Callable[..., tuple[Stream, Rollouts, RewardLog]]
     """(stream, rollouts, early=()) -> (stream, rollouts with their scores, what rewards logged)"""
-    waiting: Rollouts | None  # of the first stream
+    waiting: Waiting  # of the first stream
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
 
 

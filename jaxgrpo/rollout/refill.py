@@ -89,7 +89,7 @@ def fill(
       group was judged in the step before.
     Raises: ValueError if rollouts have other fields than those that a stream has room for.
     """
-    room: Any = stream.waiting
+    room: Any = stream.waiting.leftover
     need, samples = room.policy_version.shape
     groups = [_take(room, np.flatnonzero(room.ordinal >= 0))]
     live, logs = np.ones(len(groups[0].ordinal), bool), []
@@ -114,17 +114,18 @@ def fill(
         for reward, logged in merged_log.columns.items()
     }
     metrics = _metrics(all_groups, planned, sizes[0], live, judged)
-    stream = dataclasses.replace(stream, waiting=_stored(_take(all_groups, planned.leftover), need))
+    leftover = _stored(_take(all_groups, planned.leftover), need)
+    stream = dataclasses.replace(stream, waiting=stream.waiting._replace(leftover=leftover))
     return stream, used, merged_log._replace(columns=columns), metrics
 
 
-def no_leftover(
+def no_groups(
     geometry: Any,
     rewards: Iterable[str],
     columns: Mapping[str, np.ndarray],
     answers: Answers | None = None,
 ) -> Any:
-    """Room for the groups that a step may leave over, without any: what a run begins with.
+    """Room for the groups of a step, without any: what waits when a run begins.
 
     Args:
       geometry: an `update.packing.Geometry`.
@@ -196,7 +197,7 @@ def _checked(rollouts: Rollouts, room: Rollouts) -> Rollouts:
         expected_array = expected.get(wrong[0], "nothing")
         raise ValueError(
             f"rollout.refill: rollouts hold {actual_array} as {wrong[0]}, and a stream has room "
-            f"for {expected_array} there: add it to jaxgrpo.rollout.refill.no_leftover"
+            f"for {expected_array} there: add it to jaxgrpo.rollout.refill.no_groups"
         )
     return rollouts
 

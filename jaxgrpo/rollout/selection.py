@@ -257,21 +257,21 @@ def spo_priority(
 
 
 def prompt_metrics(
-    policy: PromptPolicy, before: Stream, after: Stream, step: int, n: int
+    policy: PromptPolicy, before: Stream, after: Stream, steps: int, n: int
 ) -> Metrics:
     """What a policy that leaves rows out chose from, and how many prompts it has passed over.
 
     Args:
       before: the stream that it selected with.
       after: the stream after that, whose cursor has moved.
-      step: finished steps.
+      steps: for which it has selected prompts by then.
       n: prompts of a step.
     """
     if policy.chance is None:
         return {}
     logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
-    if before.waiting is None:  # every step before has taken n
-        logged["prompts/skipped"] = int(after.cursor) - (step + 1) * n
+    if before.waiting.leftover is None:  # every step has taken n
+        logged["prompts/skipped"] = int(after.cursor) - steps * n
     return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 
 

@@ -1,4 +1,7 @@
-"""The rollouts of a step: prompts are selected, sampled and rewarded until there are enough."""
+"""The rollouts of a step: prompts are selected, sampled and rewarded until there are enough.
+
+With a lag they wait for some steps before they are trained on, as in PipelineRL, arXiv 2509.19128.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.core.metrics import Metrics
+from jaxgrpo.core.metrics import Mean, Metrics, mean
 from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
@@ -59,6 +62,7 @@ class Collector:
     early_judge: Judge | None
     """judges groups that have ended while others are drawn; None: none"""
     max_rounds: int | None  # of `rollout.refill`; None: groups are not replaced
+    staleness: int = 0  # of `rollout.staleness`
 
     def collect(
         self,
@@ -70,14 +74,59 @@ class Collector:
     ) -> tuple[Stream, Collected]:
         """Rollouts for one step: select, sample, reward; with `rollout.refill` until it is full.
 
+        With `rollout.staleness` = k these are those of step n + k, which wait in the stream, and
+        those of step n are given, of the parameters of step n - k. The first call makes k + 1
+        steps' rollouts, so that steps 1 to k + 1 train on those of the first parameters.
+
         Args:
           params: what `sync` gave.
           version: the finished steps of the learner that they are from.
           live_groups: which groups teach something; read with `rollout.refill` alone.
           phase: called round each "sample", "reward" and "prepare".
 
-        Raises: ValueError where groups are to be replaced and `live_groups` is not given.
+        Raises: ValueError where groups are to be replaced and `live_groups` is not given, and where
+          rollouts have waited for more steps than `rollout.staleness`.
         """
+        ahead = [rollouts for rollouts in stream.waiting.ahead if rollouts.ordinal[0] >= 0]
+        reward_log, metrics = RewardLog({}, {}, {}, {}), {}
+        while len(ahead) <= self.staleness:
+            before = stream
+            stream, rollouts, reward_log, metrics = self._generate(
+                params, version, stream, live_groups, phase
+            )
+            ahead.append(sharding.to_host(rollouts))
+            count, steps = len(rollouts.row), version + 1 + self.staleness
+            metrics |= prompt_metrics(self.source.policy, before, stream, steps, count)
+        rollouts, waiting = ahead[0], stream.waiting._replace(ahead=tuple(ahead[1:]))
+        stream = dataclasses.replace(stream, waiting=waiting)
+        if self.staleness:  # the log is of rollouts that a later step trains on
+            reward_log = reward_log._replace(columns={})
+            metrics["sampling/staleness"] = self._staleness(rollouts, version)
+        rollouts = put_prompts(self.mesh, rollouts)
+        if self.mixture is not None:
+            row = sharding.to_host(rollouts.row)
+            metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
+        return stream, Collected(rollouts, reward_log, metrics)
+
+    def _staleness(self, rollouts: Rollouts, version: int) -> Mean:
+        """Steps between the parameters that drew rollouts and those that they train."""
+        steps = version - rollouts.policy_version
+        if steps.max() > self.staleness:
+            raise ValueError(
+                f"rollouts of step {version + 1} were drawn {steps.max()} steps before, and "
+                f"rollout.staleness = {self.staleness}: call collect once for each update"
+            )
+        return mean(jnp.float32(steps.mean()))
+
+    def _generate(
+        self,
+        params: Params,
+        version: int,
+        stream: Stream,
+        live_groups: LiveGroups | None,
+        phase: Phase,
+    ) -> tuple[Stream, Rollouts, RewardLog, Metrics]:
+        """The rollouts of a step, what rewards logged, and metrics of `rollout.refill`."""
 
         def generate(stream: Stream) -> tuple[Stream, Rollouts, RewardLog]:
             with phase("sample"):
@@ -86,21 +135,10 @@ class Collector:
             with phase("reward"):
                 return self.source.reward(stream, rollouts, early)
 
-        before = stream
         if self.max_rounds is None:
-            stream, rollouts, reward_log = generate(stream)
-            metrics: Metrics = {}
-        else:
-            judge = self._judge_live(live_groups, phase)
-            filled = refill.fill(stream, generate, judge, self.max_rounds)
-            stream, rollouts, reward_log, metrics = filled
-        rollouts = put_prompts(self.mesh, rollouts)
-        count = len(rollouts.row)
-        metrics |= prompt_metrics(self.source.policy, before, stream, version, count)
-        if self.mixture is not None:
-            row = sharding.to_host(rollouts.row)
-            metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
-        return stream, Collected(rollouts, reward_log, metrics)
+            return *generate(stream), {}
+        judge = self._judge_live(live_groups, phase)
+        return refill.fill(stream, generate, judge, self.max_rounds)
 
     def _judge_live(
         self, live_groups: LiveGroups | None, phase: Phase

@@ -21,7 +21,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
+from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
 from jaxgrpo.models.api import ModelConfig
@@ -121,7 +121,7 @@ def read_files(
     Raises: InputError on a file that is wrong or does not fit the config.
     """
     paths = rollout_paths(files)
-    _refuse_refill(rollout)
+    _refuse_sampling_keys(rollout)
     load = functools.partial(
         rollout_files.load,
         vocab_size=model.vocab_size,
@@ -153,12 +153,17 @@ def read_files(
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, load_fitted)
 
 
-def _refuse_refill(rollout: RolloutKeys) -> None:
-    if rollout.refill is not None:
-        raise InputError(
-            "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
-            "key out of the config, in a copy of it that you give by --config"
-        )
+def _refuse_sampling_keys(rollout: RolloutKeys) -> None:
+    reasons = {
+        "refill": "no flat group can be replaced",
+        "staleness": "each step trains on its own file",
+    }
+    for name, reason in reasons.items():
+        if getattr(rollout, name):
+            raise InputError(
+                f"rollout.{name}: a replay samples nothing, so {reason}; leave the key out of the "
+                "config, in a copy of it that you give by --config"
+            )
 
 
 def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:
@@ -322,4 +327,4 @@ def rollout_source_from_files(
         judged = dataclasses.replace(rollouts, rewards=saved.rewards, fields=values)
         return stream, judged, RewardLog({}, {}, {}, {})
 
-    return RolloutSource(sequential(), select, draw, reward, None, None)
+    return RolloutSource(sequential(), select, draw, reward, Waiting(), None)

@@ -19,7 +19,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, TrainKeys
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream
+from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream, Waiting
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.rewards import Rewards
@@ -196,6 +196,7 @@ def _assemble(
         max_steps=config.train.steps,
         early_judge=judge if judges_early else None,
         max_rounds=refill.max_rounds(refilling["factor"]) if refilling else None,
+        staleness=config.rollout.staleness,
     )
     start = config.train.seed, pretrained, len(rows), rewards
     read = functools.partial(_read_learner, *start)
@@ -273,8 +274,9 @@ def make_rollout_source(
     reward = make_rewarder(
         policy, pretrained.tokenizer, rewards, rows, columns, answers, train.steps, seed
     )
-    refills = rollout.refill is not None
-    waiting = refill.no_leftover(geometry, names, columns, answers) if refills else None
+    room = refill.no_groups(geometry, names, columns, answers)
+    leftover = None if rollout.refill is None else room
+    waiting = Waiting(leftover, (room,) * rollout.staleness)
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers)
 
@@ -301,6 +303,9 @@ def build_method(
     chain = methods.make_chain(config.loss, recipe)
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
+    if rollout.staleness:
+        loss = objective.surrogate, objective.proximal
+        methods.refuse_stale(chain, *loss, rollout.staleness, train.steps)
     optimizer = make_optimizer(
         trained(model, model.axes), updates=train.updates, **vars(config.optimizer)
     )

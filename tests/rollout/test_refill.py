@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Stream
+from jaxgrpo.core.types import Stream, Waiting
 from jaxgrpo.rewards.calling import RewardLog
-from jaxgrpo.rollout.refill import Verdict, fill, max_rounds, no_leftover, plan
+from jaxgrpo.rollout.refill import Verdict, fill, max_rounds, no_groups, plan
 from jaxgrpo.update.diagnostics import weighted_sum
 from jaxgrpo.update.packing import Geometry
 
@@ -80,12 +80,13 @@ def filled(step, rounds, waiting=None, factor=9, reverse=False):
         return Verdict((total[:, 0] != 0) == reverse, total, scored)
 
     stream, used, reward_log, metrics = fill(stream_with(waiting), generate, judge, factor)
-    leftover: Any = stream.waiting
+    leftover: Any = stream.waiting.leftover
     return leftover, used, reward_log, finalise(metrics), left
 
 
-def stream_with(waiting=None):
-    waiting = no_leftover(GEOMETRY, ("reward",), {}) if waiting is None else waiting
+def stream_with(leftover=None):
+    leftover = no_groups(GEOMETRY, ("reward",), {}) if leftover is None else leftover
+    waiting = Waiting(leftover)
     return Stream(cursor=None, key=None, prompt_policy_state=None, waiting=waiting)  # type: ignore[arg-type]
 
 
@@ -150,11 +151,11 @@ def test_what_is_left_over_keeps_its_shapes_and_dtypes_so_that_a_checkpoint_rest
 
     for rounds in ([[LIVE] * 3], [[FLAT, LIVE, LIVE], [LIVE] * 3], [[FLAT] * 3]):
         after, *_ = filled(3, rounds, factor=len(rounds))
-        assert described(after) == described(stream_with().waiting)
+        assert described(after) == described(stream_with().waiting.leftover)
         assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(after))
 
 
 def test_rollouts_that_do_not_fit_the_room_are_refused_by_name():
-    room = no_leftover(GEOMETRY, ("other",), {})
-    with pytest.raises(ValueError, match=r"rollout.refill: .*\.rewards\['other'\].*no_leftover"):
+    room = no_groups(GEOMETRY, ("other",), {})
+    with pytest.raises(ValueError, match=r"rollout.refill: .*\.rewards\['other'\].*no_groups"):
         filled(0, [[LIVE] * 3], room)

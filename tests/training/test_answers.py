@@ -90,7 +90,7 @@ def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_pat
     assert all(line["grad_norm"] > 0 for line in lines)
     run = setup(small_run.config(tmp_path / "x", **changes))
     stream, _ = by_hand.collect(run, run.learner, run.stream)
-    waiting = stream.waiting
+    waiting = stream.waiting.leftover
     assert waiting is not None
     left = waiting.ordinal >= 0
     assert left.any()

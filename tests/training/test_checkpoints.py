@@ -16,7 +16,7 @@ from checkpointed import small
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Learner, Stream
+from jaxgrpo.core.types import Learner, Stream, Waiting
 from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
 from jaxgrpo.training.parameters import Saved
 
@@ -89,7 +89,7 @@ def test_learner_and_stream_come_back_bit_for_bit(tmp_path):
         else:
             assert type(new) is np.ndarray
             assert new.flags.writeable
-    assert restored.stream.waiting is None
+    assert restored.stream.waiting == Waiting()
     assert type(restored.learner.opt_state[1][0]).__name__ == "ScaleByAdamState"
 
 

@@ -86,7 +86,8 @@ def straight(workspace):
     run = setup(small_run.config(folder / "straight", **changes))
     learner, stream, steps = by_hand.take_steps(run, STEPS)
     trained = [
-        (before.waiting, sharding.to_host(collected.rollouts)) for before, collected in steps
+        (before.waiting.leftover, sharding.to_host(collected.rollouts))
+        for before, collected in steps
     ]
     return learner, stream, trained
 
