@@ -25,6 +25,7 @@ from jaxgrpo.advantages.group import (
     divide_by_group_std,
     leave_one_out_pass_at_k,
     max_minus_second,
+    normalise_with_virtual_rewards,
     subtract_group_mean,
     subtract_group_median,
     subtract_leave_one_out_mean,
@@ -32,6 +33,7 @@ from jaxgrpo.advantages.group import (
 )
 from jaxgrpo.advantages.kl_return import add_kl_return, add_kl_return_for_validity
 from jaxgrpo.advantages.masks import (
+    keep_samples,
     mask_group_difficulty,
     mask_low_variance,
     mask_truncated,
@@ -104,6 +106,7 @@ __all__ = [
     "geometric_rejection",
     "hicra",
     "kappa",
+    "keep_samples",
     "kl_in_reward",
     "leave_one_out_pass_at_k",
     "mask_difficulty_band",
@@ -114,6 +117,7 @@ __all__ = [
     "masked_importance",
     "max_minus_second",
     "mu_of_beta",
+    "normalise_with_virtual_rewards",
     "overlong_penalty",
     "per_reward",
     "reasoning_reflection",

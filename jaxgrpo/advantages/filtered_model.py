@@ -49,6 +49,7 @@ def alpha_dpg(
     base_rate: str | None = None,
     floor: float = 1e-4,
     threshold: Scheduled | None = None,
+    off_policy: bool = False,
 ) -> AdvantageTransform:
     """alpha-DPG: towards the filtered model, from covering it to just succeeding.
 
@@ -70,12 +71,22 @@ def alpha_dpg(
         measured, masks the prompt: it has no target.
       floor: Z where the estimate is 0, in a group without success.
       threshold: the lowest value that is a success; None: values must be 0 or 1.
+      off_policy: whether samples of another policy q, that of behavior_logp, are weighed:
 
-    Fields: base_logp [P, G, T], summed over token_mask, against behavior_logp.
+        w[p, g] = pi(y) / q(y),  a[p, g] = w (R - mean of w R over the other samples)
+
+        With alpha 0 and Z known w R is p(y) / q(y) - pi(y) / q(y): GDC++, whose second term is a
+        baseline of expectation 0. pi is read from trainer_logp; log w is clamped to +-20. All-fail
+        groups are then not 0, but in expectation. Take a loss without a ratio of its own.
+
+    Fields: base_logp [P, G, T], summed over token_mask, against behavior_logp; trainer_logp if
+    off_policy.
     Signal: [P, G] -> [P, G]; a value that is neither 0 nor 1 is an InputError, under jit masked and
     counted ("refused"); a sample whose sums are NaN is masked.
-    Metrics: z, refused, capped, unsupported (successes of base probability 0), shares of samples.
-    Source: arXiv 2512.05962; cap 10 and floor 1e-4 are its code's. Z from a field is ours.
+    Metrics: z, refused, capped, unsupported (successes of base probability 0), shares of samples;
+    if off_policy weight, the mean of w.
+    Source: arXiv 2512.05962; cap 10 and floor 1e-4 are its code's. Z from a field is ours. The
+    off-policy form is that of GDC++, arXiv 2206.00761, for every alpha.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
@@ -90,7 +101,7 @@ def alpha_dpg(
         power = 1 - base.at_step(alpha, rollouts, log_odds.dtype)
         return jnp.where(possible, jnp.expm1(power * jnp.where(possible, log_odds, 0)), -1)
 
-    return _towards("alpha_dpg", pseudo_reward, cap, z, base_rate, floor, threshold)
+    return _towards("alpha_dpg", pseudo_reward, cap, z, base_rate, floor, threshold, off_policy)
 
 
 def f_dpg(
@@ -100,6 +111,7 @@ def f_dpg(
     base_rate: str | None = None,
     floor: float = 1e-4,
     threshold: Scheduled | None = None,
+    off_policy: bool = False,
 ) -> AdvantageTransform:
     """f-DPG: towards the filtered model, down the gradient of an f-divergence.
 
@@ -114,7 +126,7 @@ def f_dpg(
 
     Args:
       divergence: one of `DIVERGENCES`.
-      cap, z, base_rate, floor, threshold: as in `alpha_dpg`.
+      cap, z, base_rate, floor, threshold, off_policy: as in `alpha_dpg`.
 
     Source: Go et al. 2023, arXiv 2302.08215, which takes estimates of Z over all batches and has
     no cap. Here js is the gradient of 2 JS, as in the authors' code.
@@ -126,7 +138,7 @@ def f_dpg(
     """
     find("f_dpg divergence (infinite ones left out)", divergence, DIVERGENCES)
     pseudo_reward = lambda log_odds, rollouts: DIVERGENCES[divergence](log_odds)  # noqa: E731
-    return _towards("f_dpg", pseudo_reward, cap, z, base_rate, floor, threshold)
+    return _towards("f_dpg", pseudo_reward, cap, z, base_rate, floor, threshold, off_policy)
 
 
 def base_rates(name: str, field: str, rollouts: Rollouts, like: Array) -> Array:
@@ -139,19 +151,25 @@ def base_rates(name: str, field: str, rollouts: Rollouts, like: Array) -> Array:
 
 
 def log_odds_of_base(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
-    """(log(a / pi) of each whole completion, where it is known), [P, G]; an empty one has 0.
+    """(log(a / q) of each whole completion, where it is known), [P, G]; an empty one has 0.
 
-    -inf where the base cannot say it. Not known: what is NaN, and a log pi that is not finite.
+    q is the policy that sampled. -inf where the base cannot say it. Not known: what is NaN, and a
+    log q that is not finite.
     """
+    return _log_odds(name, "base_logp", rollouts)
+
+
+def _log_odds(name: str, field: str, rollouts: Rollouts) -> tuple[Array, Array]:
+    """As `log_odds_of_base`, of the policy that a field is of."""
     tokens = base.read(name, rollouts, "token_mask").astype(bool)
-    base_logp = stats.widen(base.read_field(name, "base_logp", rollouts))
-    policy_logp = stats.widen(base.read(name, rollouts, "behavior_logp"))
-    dtype = jnp.promote_types(base_logp.dtype, policy_logp.dtype)
+    policy_logp = stats.widen(base.read_field(name, field, rollouts))
+    sampler_logp = stats.widen(base.read(name, rollouts, "behavior_logp"))
+    dtype = jnp.promote_types(policy_logp.dtype, sampler_logp.dtype)
     totals = reduce(
-        *(summed(logp.astype(dtype), tokens) for logp in (base_logp, policy_logp)), axis=-1
+        *(summed(logp.astype(dtype), tokens) for logp in (policy_logp, sampler_logp)), axis=-1
     )
-    base_logp, policy_logp = (total[..., 0] for total in totals)
-    return base_logp - policy_logp, ~jnp.isnan(base_logp) & jnp.isfinite(policy_logp)
+    policy_logp, sampler_logp = (total[..., 0] for total in totals)
+    return policy_logp - sampler_logp, ~jnp.isnan(policy_logp) & jnp.isfinite(sampler_logp)
 
 
 def mu_of_beta(beta: Any, base_rate: Any) -> Array:
@@ -264,6 +282,7 @@ def _towards(
     base_rate: str | None,
     floor: float,
     threshold: Scheduled | None,
+    off_policy: bool,
 ) -> AdvantageTransform:
     """The transform of a pseudo-reward of log(p / pi)."""
     base.check(name, "a finite number above 0", lambda cap: 0 < cap < float("inf"), cap=cap)
@@ -278,24 +297,52 @@ def _towards(
         supported = success & (log_odds > -jnp.inf)
         log_weight = jnp.where(supported & mask, log_odds, -jnp.inf)
         log_z, state = estimate(log_weight, mask, state, rollouts)
-        raw = pseudo_reward(log_weight - log_z, rollouts)
+        log_ratio, weight, weights = jnp.zeros_like(log_odds), None, {}
+        if off_policy:
+            log_ratio, weight = _ratio(name, rollouts)
+            mask = mask & jnp.isfinite(weight)
+            weights = {"weight": mean(weight, mask)}
+        raw = pseudo_reward(log_weight - log_ratio - log_z, rollouts)
         reward = jnp.where(mask, jnp.minimum(raw, cap), 0)
-        number = stats.count(mask)
-        other_count = (number - 1).astype(reward.dtype)
-        leave_one_out_mean = (reward.sum(1, keepdims=True) - reward) / jnp.maximum(other_count, 1)
-        value = jnp.where(number > 1, reward - leave_one_out_mean, reward)
-        value = jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)
+        value = _less_others(reward, weight, mask)
         metrics = {
-            "z": mean(jnp.exp(log_z), number > 0),
+            "z": mean(jnp.exp(log_z), stats.count(mask) > 0),
             **refused,
             "capped": mean(raw > cap, mask),
             "unsupported": mean(success & ~supported, mask),
+            **weights,
         }
         signal = Signal(value=value.astype(signal.value.dtype), mask=mask)
         return signal, state, metrics
 
-    needs = base.needed_fields("base_logp", base_rate)
-    return AdvantageTransform(name, init, update, needs, levels=(2,))
+    needs = base.needed_fields("base_logp", base_rate, "trainer_logp" if off_policy else None)
+    part = AdvantageTransform(name, init, update, needs, levels=(2,))
+    return part._replace(importance=off_policy)
+
+
+def _ratio(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
+    """(log w, w) of each sample, w = pi / q of the trained policy; NaN where it is not known."""
+    log_ratio, has_ratio = _log_odds(name, "trainer_logp", rollouts)
+    clamped = jnp.clip(log_ratio, -stats.LOG_RATIO_LIMIT, stats.LOG_RATIO_LIMIT)
+    return jnp.where(has_ratio, clamped, 0), jnp.where(has_ratio, jnp.exp(clamped), jnp.nan)
+
+
+def _less_others(reward: Array, weight: Array | None, mask: Array) -> Array:
+    """w (R - mean of w R over the other samples), or w R of a single one; 0 where masked.
+
+    Args:
+      reward: 0 where masked.
+      weight: None: 1, and flat groups are exactly 0.
+    """
+    number = stats.count(mask)
+    weight = None if weight is None else jnp.where(mask, weight, 0)
+    weighed = reward if weight is None else weight * reward
+    other_count = (number - 1).astype(reward.dtype)
+    others = (weighed.sum(1, keepdims=True) - weighed) / jnp.maximum(other_count, 1)
+    value = jnp.where(number > 1, reward - others, reward)
+    if weight is not None:
+        return weight * value
+    return jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)
 
 
 State = dict[str, Array]

@@ -196,6 +196,57 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
     return base.stateless("divide_by_group_mean", apply, levels=(2,))
 
 
+def normalise_with_virtual_rewards(
+    count: int = 4, top: float = 1.0, eps: Scheduled = 1e-6, ddof: int = 1
+) -> AdvantageTransform:
+    """Normalises within the group; a flat group as if further samples were in it.
+
+        v_j = top (K + 1 - j) / (K + 1),  j = 1 ... K
+        a[p, g] = (r[p, g] - m) / (s + eps)
+
+    m and s are mean and standard deviation of the group's rewards; in a flat group of these and of
+    the K virtual rewards, which lie evenly between 0 and `top`. So a group of failures is pushed
+    down and one of successes up, each by the same for all its samples. Nothing else sees virtual
+    rewards: the loss is of the real samples alone.
+
+    Args:
+      count: K, the virtual rewards of a flat group.
+      top: the highest reward that there is.
+      eps, ddof: as of `divide_by_group_std`.
+
+    Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
+    Metrics: collapsed, the share of groups that are flat (the paper's advantage collapse rate).
+    Source: AVSPO, arXiv 2605.21125, by a secondary note, which gives neither K nor the deviation's
+    divisor; K = 4 is ours. A single sample counts as a flat group here.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> virtual = normalise_with_virtual_rewards(count=1, eps=0.0, ddof=0)
+    >>> evaluate(virtual, [[1.0, 0.0], [0.0, 0.0]])[0].round(3).tolist()
+    [[1.0, -1.0], [-0.707, -0.707]]
+    """
+    name = "normalise_with_virtual_rewards"
+    base.check(name, "a whole number of at least 1", lambda count: count >= 1, count=count)
+    base.check(name, "a finite number", lambda top: abs(top) < float("inf"), top=top)
+    stats.check_ddof(name, ddof)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value, mask = stats.widen(signal.value), signal.mask
+        group = stats.summary(value, mask)
+        places = jnp.arange(count, 0, -1, dtype=value.dtype)
+        virtual = jnp.broadcast_to(top * places / (count + 1), (len(value), count))
+        is_flat = group.flat & (group.count > 0)
+        widened = jnp.concatenate([value, virtual], axis=1)
+        in_group = jnp.concatenate([mask, jnp.broadcast_to(is_flat, virtual.shape)], axis=1)
+        wide = stats.summary(widened, in_group)
+        std = jnp.sqrt(stats.variance(widened, in_group, ddof=ddof, about=wide))
+        divisor = std + base.at_step(eps, rollouts, value.dtype)
+        centred = wide.centred(value)
+        normalised = jnp.where(divisor > 0, centred / jnp.where(divisor > 0, divisor, 1), 0)
+        return base.with_value(signal, normalised), {"collapsed": mean(is_flat, group.count > 0)}
+
+    return base.stateless(name, apply, levels=(2,))
+
+
 def max_minus_second() -> AdvantageTransform:
     """The best sample of a prompt gets what it is ahead of the second; all others get 0.
 

@@ -37,6 +37,41 @@ def mask_zero_variance() -> AdvantageTransform:
     return base.stateless("mask_zero_variance", apply, levels=(2,))
 
 
+def keep_samples(count: int | None = None) -> AdvantageTransform:
+    """Masks all but the first samples of each group: more are drawn, and judged, than trained on.
+
+    Samples are drawn alike, so that the first are as good as any. Put it behind the sum of the
+    rewards: the group's statistics are then of what is trained on. Rewards that look at the whole
+    group, as votes do, have seen all of it.
+
+    Args:
+      count: samples of a group that stay; others cost no part of the update. None: half of them.
+
+    Signal: [P, G] or [P, G, T], mask cut.
+    Source: TTRL, arXiv 2504.16084, which votes over 64 samples and trains on 32.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(keep_samples(1), [[1.0, 0.0]])[1].tolist()
+    [[True, False]]
+    """
+    name, expected = "keep_samples", "a whole number of at least 1"
+    if count is not None:
+        base.check(name, expected, lambda count: type(count) is int and count >= 1, count=count)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        samples = signal.mask.shape[1]
+        kept = (samples + 1) // 2 if count is None else count
+        if kept > samples:
+            raise InputError(
+                f"keep_samples: count = {count}, but a group has {samples} samples: give at most "
+                "rollout.group_size"
+            )
+        place = jnp.arange(samples).reshape(1, -1, *(1,) * (signal.mask.ndim - 2))
+        return dataclasses.replace(signal, mask=signal.mask & (place < kept)), {}
+
+    return base.stateless(name, apply)
+
+
 def mask_truncated() -> AdvantageTransform:
     """Masks samples that were cut by the length limit.
 

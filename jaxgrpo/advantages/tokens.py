@@ -67,6 +67,8 @@ def hicra(
     alpha: Scheduled = 0.2,
     field: str | None = None,
     grams: Sequence[Sequence[int]] | None = None,
+    placebo: int | None = None,
+    entropies: bool = False,
 ) -> AdvantageTransform:
     """Raises the advantage of planning tokens by a share of its size.
 
@@ -80,10 +82,16 @@ def hicra(
       field: bool [P, G, T], True on planning tokens; "planning" where grams are not given.
       grams: token ids of phrases; each token of an occurrence in completion_tokens, over tokens
         that the policy chose and without a gap, is a planning token. Give one of the two.
+      placebo: a seed: raises as many other tokens of each sample, drawn at random, in place of its
+        planning tokens. What is left of the gain was not planning.
+      entropies: measures the entropy of planning tokens and of the others, of the trained policy.
 
+    Fields: that of planning tokens, or completion_tokens; token_entropy [P, G, T] with entropies.
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put to_tokens()
     before it.
-    Metrics: planning, the share of tokens.
+    Metrics: planning, the share of tokens; with entropies planning_entropy and execution_entropy,
+    nats per token; with grams semantic_entropy, -sum f log f over the shares f of each gram among
+    all occurrences in the batch.
     Source: HICRA, arXiv 2509.03646, by a secondary note whose prose has failed plans blamed more,
     against its formula; the formula is followed. How grams are found is left to the caller.
 
@@ -100,18 +108,28 @@ def hicra(
     name = field or "planning"
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        metrics: Metrics = {}
         if phrases is None:
             planning = base.read_field("hicra", name, rollouts).astype(bool)
         else:
             token_mask = base.read("hicra", rollouts, "token_mask").astype(bool)
             tokens = base.read("hicra", rollouts, "completion_tokens")
-            planning = _occurs(jnp.where(token_mask, tokens, -1), phrases)
+            read = token_mask & signal.mask.any(-1, keepdims=True)
+            planning, counts = _occurs(jnp.where(read, tokens, -1), phrases)
+            metrics["semantic_entropy"] = mean(_entropy(counts))
+        metrics["planning"] = mean(planning, signal.mask)
+        if entropies:
+            entropy = base.read_field("hicra", "token_entropy", rollouts)
+            metrics["planning_entropy"] = mean(entropy, signal.mask & planning)
+            metrics["execution_entropy"] = mean(entropy, signal.mask & ~planning)
+        if placebo is not None:
+            planning = _shuffled(planning, signal.mask, placebo, rollouts.step)
         value = stats.widen(signal.value)
         share = jnp.asarray(base.at_step(alpha, rollouts, value.dtype), value.dtype)
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
-        return base.scaled(signal, factor), {"planning": mean(planning, signal.mask)}
+        return base.scaled(signal, factor), metrics
 
-    needs = base.needed_fields(None if phrases else name)
+    needs = base.needed_fields(None if phrases else name, "token_entropy" if entropies else None)
     return base.stateless("hicra", apply, needs=needs, levels=(3,))
 
 
@@ -304,12 +322,31 @@ def _phrases(grams: Sequence[Any]) -> dict[int, list[tuple[int, ...]]]:
     return by_length
 
 
-def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
-    """True at every token of an occurrence. tokens: [P, G, T], -1 where not to be matched."""
-    number = tokens.shape[-1]
+def _shuffled(planning: Array, mask: Array, seed: int, step: Array) -> Array:
+    """As many unmasked tokens of each sample [..., T], drawn anew in each step."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    order = jnp.where(mask, jax.random.uniform(key, mask.shape), jnp.inf)
+    rank = jnp.argsort(jnp.argsort(order, axis=-1), axis=-1)
+    return mask & (rank < (planning & mask).sum(-1, keepdims=True))
+
+
+def _entropy(counts: Array) -> Array:
+    """-sum f log f in nats of the shares f of counts [n]; 0 without any."""
+    number = counts.astype(jnp.float32)
+    share = number / jnp.maximum(number.sum(), 1)
+    return -jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum()
+
+
+def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> tuple[Array, Array]:
+    """(True at every token of an occurrence, the occurrences of each phrase).
+
+    Shape: tokens [P, G, T], -1 where not to be matched.
+    """
+    number, counts = tokens.shape[-1], []
     in_phrase = jnp.zeros(tokens.shape, bool)
     for length, grams in phrases.items():
         if length > number:
+            counts += [jnp.int32(0) for _ in grams]
             continue
         starts = number - length + 1
         begins = jnp.zeros((*tokens.shape[:-1], starts), bool)
@@ -317,7 +354,8 @@ def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
             hit = tokens[..., :starts] == gram[0]
             for place in range(1, length):
                 hit = hit & (tokens[..., place : place + starts] == gram[place])
+            counts.append(hit.sum(dtype=jnp.int32))
             begins = begins | hit
         for place in range(length):
             in_phrase = in_phrase | jnp.pad(begins, ((0, 0), (0, 0), (place, length - 1 - place)))
-    return in_phrase
+    return in_phrase, jnp.stack(counts)

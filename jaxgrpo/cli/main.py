@@ -243,6 +243,16 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--out", "FILE", "draw the curves of both over each other: .html or .png"),
         JSON,
     ),
+    "fit": (
+        "fit a run's curve over its compute, and foretell its second half",
+        "jaxgrpo.experiments.fit:main",
+        argument("runs", "RUN", "run folders", nargs="+"),
+        argument("--metric", "NAME", "of metrics.jsonl; eval/accuracy by default"),
+        switch("--half", "fit the first half of the compute too, and compare with the rest"),
+        argument("--skip", "N", "steps to leave out at the beginning", type=int),
+        argument("--highest", "X", "what the metric cannot exceed, 1 by default", type=float),
+        JSON,
+    ),
     "export": (
         "write a step of a run as a Hugging Face folder",
         "jaxgrpo.cli.inference:export",

@@ -156,6 +156,13 @@ class ModelConfig:
         """Tokens that can be drawn: those with text."""
         return self.vocab_size - sum(end - begin for begin, end in self.without_text)
 
+    @property
+    def linear_weights(self) -> int:
+        """Weights of the linear maps of all layers; each costs 2 operations per token."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        attention = self.hidden_size * self.head_dim * heads
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
     def holds_a(self, name: str) -> str:
         """The linear map with the A of an adapted one: itself, or the first that it is fused with.
 

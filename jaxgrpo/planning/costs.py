@@ -58,13 +58,6 @@ class Bound(NamedTuple):
         return self._fields[int(np.argmax(self))]
 
 
-def linear_weights(config: ModelConfig) -> int:
-    """Weights of the linear maps of all layers, each of which costs 2 operations per token."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    attention = config.hidden_size * config.head_dim * heads
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-
-
 def attention_flops(config: ModelConfig, tokens_before: int, tokens: int) -> float:
     """Of `tokens` queries behind `tokens_before` others: 4 heads head_dim per pair that is seen.
 
@@ -83,7 +76,7 @@ def forward_flops(config: ModelConfig, prompts: int, width: int, samples: int, s
 
     with L linear weights and H = hidden x vocabulary.
     """
-    linear, head = linear_weights(config), config.hidden_size * config.vocab_size
+    linear, head = config.linear_weights, config.hidden_size * config.vocab_size
     prompt_flops = 2.0 * linear * width + attention_flops(config, 0, width)
     sample_flops = 2.0 * (linear + head) * steps + attention_flops(config, width, steps)
     return prompts * prompt_flops + samples * sample_flops
@@ -112,7 +105,7 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     weights = memory.on_device(params) - looked_up
     side, chunk = chunk_shape(sizes)
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
-    linear, head = linear_weights(config), config.hidden_size * config.vocab_size
+    linear, head = config.linear_weights, config.hidden_size * config.vocab_size
     prompt_flops = prompts * (2.0 * linear * width + attention_flops(config, 0, width))
     tokens = steps * (linear + head)
     sample_flops = prompts * group * (2.0 * tokens + attention_flops(config, width, steps))
@@ -146,7 +139,7 @@ def _training_work(run: Run) -> dict[str, Work]:
     forward = forward_flops(config, geometry.num_prompts, *sizes)
     head = config.hidden_size * config.vocab_size
     size = jnp.dtype(config.dtype).itemsize
-    weights = size * (linear_weights(config) + head) / blueprint.mesh.shape["tensor"]
+    weights = size * (config.linear_weights + head) / blueprint.mesh.shape["tensor"]
     passes = 2 if config.lora else 3
     micro = micro_batches(geometry)
     chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))

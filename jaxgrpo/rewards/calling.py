@@ -67,6 +67,7 @@ def call_rewards(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
     *,
+    group_ids: Sequence[int] | None = None,
     trainer_state: TrainerState | None = None,
     on_error: Mapping[str, str] | None = None,
     timeout: Mapping[str, float | None] | None = None,
@@ -76,6 +77,7 @@ def call_rewards(
     Args:
       rewards: name -> function; the names appear in the result and in messages.
       columns: name -> N entries, the data set's columns beside the prompt.
+      group_ids: which prompt each is a sample of; None: each of another one.
       on_error: name -> what a reward that raises does: "raise" (the default) ends the run,
         "unscored" leaves its scores NaN. To raise is also to call sys.exit, or to time out.
       timeout: name -> seconds that it may take for the N completions; None: no limit.
@@ -86,9 +88,10 @@ def call_rewards(
     "unscored" (the message shows a completion it fails on), or returns or logs the wrong number or
     type of values. ValueError if the inputs do not have one length.
     """
-    trainer_lists = zip(LISTS, (prompts, completions, completion_ids), strict=True)
-    lists = {**dict(trainer_lists), **columns}
     count = len(completions)
+    groups = range(count) if group_ids is None else group_ids
+    trainer_lists = zip(LISTS, (prompts, completions, completion_ids, [*groups]), strict=True)
+    lists = {**dict(trainer_lists), **columns}
     _refuse_other_lengths(lists, count)
     for name, function in rewards.items():
         check(name, function, columns)

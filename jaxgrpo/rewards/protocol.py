@@ -1,10 +1,11 @@
 """How a reward is called, and what it may return.
 
-    fn(prompts=[...], completions=[...], completion_ids=[...], **columns,
+    fn(prompts=[...], completions=[...], completion_ids=[...], group_ids=[...], **columns,
        trainer_state=..., log_extra=..., log_metric=...) -> [1.0, 0.0, None, ...]
 
-One call judges N completions; there is none for N = 0. Prompts, completions, their token ids and
-the columns are lists of N entries: what belongs to a prompt is repeated for each of its samples.
+One call judges N completions; there is none for N = 0. Prompts, completions, their token ids, the
+number of the group that each belongs to, and the columns are lists of N entries: what belongs to a
+prompt is repeated for each of its samples, which are all in one call.
 Prompts are texts, or lists of messages; then each completion is a list of one message. A reward,
 sync or async, names the keywords it wants and gets only those, or takes all of them by **kwargs.
 It returns one number per completion; None or NaN: could not be scored.
@@ -46,7 +47,7 @@ BuiltIn = Callable[..., Sequence[float | None]]
 Rewards = Sequence[RewardFunction | str] | Mapping[str, RewardFunction | str]
 """Functions, or names as a config may use them; a mapping names them."""
 
-LISTS = ("prompts", "completions", "completion_ids")
+LISTS = ("prompts", "completions", "completion_ids", "group_ids")
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
 """Keywords that every reward may ask for; no column may have these names."""
 

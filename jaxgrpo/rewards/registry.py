@@ -9,9 +9,8 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
-from jaxgrpo.data.tasks import tasks
 from jaxgrpo.data.written import text_of_value
-from jaxgrpo.rewards import builtin, confidence, mathematics
+from jaxgrpo.rewards import builtin, confidence, consensus, mathematics
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import (
     BuiltIn,
@@ -29,15 +28,13 @@ rewards: dict[str, BuiltIn] = {
     "accuracy": confidence.accuracy,
     "brier": confidence.brier,
     "confidence_format": confidence.confidence_format,
+    "consensus": consensus.consensus,
 }
 """The built-in rewards by the names that a config uses."""
 
-answers: dict[str, Callable[[str], Hashable]] = {
-    **{task.name: task.extract_answer for task in tasks.values()},
-    "gsm8k_answer": builtin.final_number,
-}
-"""The answer that a completion gives, for votes: of the rewards that judge an answer. None does not
-vote. An own reward may have the function as its attribute `extract`."""
+answers: dict[str, Callable[[str], Hashable]] = consensus.EXTRACTORS
+"""The answer that a completion gives, for votes. An own reward may have the function as its
+attribute `extract`."""
 
 _READINGS: dict[str, Callable[[Any], Any]] = {
     "math": mathematics.math_reading,
@@ -51,6 +48,7 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "length": builtin.check_length,
     "accuracy": confidence.check_scorer,
     "brier": confidence.check_scorer,
+    "consensus": consensus.check_extract,
 }
 """The checks of a reward's options; each takes them by name."""
 
@@ -92,7 +90,7 @@ def with_lengths(
 
 
 def is_per_sample(function: RewardFunction | None) -> bool:
-    """Whether each score depends on its own sample alone, whatever else is in the call.
+    """Whether each score depends on its own group alone, whatever else is in the call.
 
     True of the built-in rewards, and of a function or object whose `per_sample` is True,
     with or without options.

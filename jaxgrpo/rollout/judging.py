@@ -161,7 +161,9 @@ class Judge(NamedTuple):
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
         policy = {"on_error": self.on_error, "timeout": self.timeout}
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
-        scores, log = call_rewards(functions, *texts, ids, columns, trainer_state=state, **policy)
+        group_ids = np.repeat(np.arange(len(row)), samples).tolist()
+        options = {"group_ids": group_ids, "trainer_state": state, **policy}
+        scores, log = call_rewards(functions, *texts, ids, columns, **options)
         return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in scores.items()}, log)
 
     def rollouts(

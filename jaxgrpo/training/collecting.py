@@ -1,6 +1,7 @@
 """The rollouts of a step: prompts are selected, sampled and rewarded until there are enough.
 
-With a lag they wait for some steps before they are trained on, as in PipelineRL, arXiv 2509.19128.
+With a lag they wait for some steps before they are trained on.
+Source: PipelineRL, arXiv 2509.19128.
 """
 
 from __future__ import annotations

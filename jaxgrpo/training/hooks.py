@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Learner, Params, Stream
+from jaxgrpo.core.types import FIELDS, Learner, Params, Rollouts, Stream
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.judging import sample_rows
@@ -26,6 +26,7 @@ from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.folder import evaluation_metrics, plain
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
+from jaxgrpo.training.setup import Setup
 from jaxgrpo.training.stored_policy import policy_for_run
 
 OnStep = Callable[[int, dict[str, float]], object]
@@ -73,8 +74,33 @@ def is_due(number: int, interval: int) -> bool:
     return bool(interval) and number % interval == 0
 
 
+def step_flops(run: Setup, rollouts: Rollouts, values: Mapping[str, float]) -> float:
+    """The operations of a step's matrix products, without scores of attention and recomputation.
+
+        2 W (sampled + prompts) + 2 W (scores + passes x iterations) (live tokens, with prompts)
+
+    with W the weights of the layers' linear maps and of the head; an update is 3 passes, 2 with
+    adapters. With `rollout.refill` sampled tokens and prompts are those of all rounds.
+
+    Args:
+      values: metrics of the step.
+    """
+    blueprint = run.blueprint
+    config = blueprint.model.config
+    weights = config.linear_weights + config.hidden_size * config.vocab_size
+    masks = rollouts.prompt_mask, rollouts.token_mask
+    prompts, tokens = (float(count) for count in sharding.to_host([mask.sum() for mask in masks]))
+    needs = blueprint.chain.needs | blueprint.objective.needs
+    scores = len({FIELDS[name].policy for name in needs & FIELDS.keys()})
+    passes = (2 if config.lora else 3) * blueprint.num_iterations
+    rounds = values.get("refill/groups", len(rollouts.row)) / len(rollouts.row)
+    sampled = 0.0 if run.inputs.replay else values["num_tokens"] + rounds * prompts
+    live = values["live_tokens"] * tokens + values["live_groups"] * prompts
+    return 2.0 * weights * (sampled + (scores + passes) * live)
+
+
 def count_work(opened: OpenRun) -> Hook:
-    """Adds up tokens and seconds, and says once per reward what it failed with."""
+    """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
 
     def hook(step: StepEnd) -> StepEnd:
@@ -85,7 +111,8 @@ def count_work(opened: OpenRun) -> Hook:
             if name not in progress.reported:
                 progress.reported.add(name)
                 display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
-        return step
+        flops = step_flops(opened.run, step.collected.rollouts, step.values)
+        return step.with_values({"flops": flops})
 
     return hook
 

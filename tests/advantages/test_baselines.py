@@ -269,3 +269,21 @@ REFUSED = {
 def test_wrong_options_are_refused_where_they_are_given(message):
     with pytest.raises(InputError, match=message):
         REFUSED[message]()
+
+
+def test_flat_groups_are_normalised_as_if_virtual_rewards_were_in_them():
+    """NumPy on the group with the virtual rewards behind it; mixed groups are GRPO's."""
+    rewards = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, np.nan, np.nan, np.nan]])
+    value, mask = adv.evaluate("avspo", rewards, options={"count": 3, "top": 2.0})
+    grpo, _ = adv.evaluate("grpo", rewards[:1])
+    np.testing.assert_array_equal(value[0], grpo[0])
+    virtual = 2.0 * np.array([3, 2, 1]) / 4
+    for row in (1, 2, 3):
+        real = rewards[row][~np.isnan(rewards[row])]
+        together = np.concatenate([real, virtual])
+        expected = (real - together.mean()) / (together.std(ddof=1) + 1e-6)
+        np.testing.assert_allclose(value[row][: len(real)], expected, rtol=1e-5)
+    assert not mask[3, 1:].any()
+    assert (np.asarray(value)[3, 1:] == 0).all()
+    with pytest.raises(InputError, match="count = 0, expected a whole number of at least 1"):
+        adv.normalise_with_virtual_rewards(count=0)

@@ -149,6 +149,54 @@ def test_leaving_oneself_out_does_not_change_the_expected_gradient():
         np.testing.assert_allclose(expected, -0.5 * divergence_slope(game, *amari(0.5)), atol=1e-12)
 
 
+@pytest.mark.slow
+def test_samples_of_another_policy_give_the_same_expected_gradient():
+    """All pairs drawn from q; alpha 0 with Z known is GDC++: p / q - pi / q for a sample alone."""
+    with jax.enable_x64(True):
+        game = toy(4)
+        sampler = game.policy + 0.3 * toy(5).policy
+        p, z = game.filtered()
+        slope, chance = slopes(game)
+        sampler_logp = np.asarray(game.token_logp(sampler))
+        q = np.exp(sampler_logp.sum(1))
+        pairs = np.array(list(itertools.product(range(V**T), repeat=2)))
+        logp = [np.asarray(game.token_logp(logits)) for logits in (game.policy, game.base)]
+
+        def run(places):
+            rollout_fields = fields(sampler_logp[places], logp[1][places])
+            rollout_fields |= {"trainer_logp": logp[0][places]}
+            rollout_fields |= {"difficulty": np.full(len(places), z)}
+            chains = parts(cap=1e9, base_rate="difficulty", off_policy=True)
+            return advantages(chains, game.valid[places] * 1.0, rollout_fields)
+
+        alone, values = run(np.arange(V**T)[:, None]), run(pairs)
+        np.testing.assert_allclose(alone["alpha 0.0"][:, 0], (p - chance) / q, rtol=1e-9)
+        weight = q[pairs].prod(1)
+        for name, value in values.items():
+            expected = np.einsum("i,ig,igjk", weight, value, slope[pairs]) / 2
+            alpha = ALPHAS.get(name)
+            f, limit = DIVERGENCES[name] if alpha is None else amari(alpha)
+            scale = 1.0 if alpha is None else 1 - alpha
+            target_slope = -scale * divergence_slope(game, f, limit)
+            np.testing.assert_allclose(expected, target_slope, atol=1e-10, err_msg=name)
+        # The baseline costs nothing in expectation and takes variance away: E |w g|^2 falls.
+        norm = (slope**2).sum((1, 2))
+        with_baseline = (q * alone["alpha 0.0"][:, 0] ** 2 * norm).sum()
+        assert with_baseline < 0.9 * (q * (p / q) ** 2 * norm).sum()
+
+
+def test_weighed_by_a_ratio_of_1_nothing_changes_but_what_flat_groups_get():
+    random = np.random.default_rng(2)
+    value = (random.random((20, 4)) < 0.5) * 1.0
+    policy, base = -random.exponential(size=(2, 20, 4, 3))
+    on = advantages(parts(), value, fields(policy, base))
+    off = advantages(parts(off_policy=True), value, fields(policy, base, trainer_logp=policy))
+    for name, expected in on.items():
+        np.testing.assert_allclose(off[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert adv.alpha_dpg(off_policy=True).importance
+    assert not adv.alpha_dpg().importance
+
+
 def test_the_estimate_of_z_is_unbiased_where_it_is_not_clipped():
     """Over all pairs: E[mean of a v / pi] = Z; with ratios below 1 the bound of 1 never bites."""
     with jax.enable_x64(True):

@@ -24,6 +24,7 @@ from jaxgrpo.advantages import (
     sum_rewards,
     to_tokens,
 )
+from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.advantages.tokens import sum_behind
 from jaxgrpo.core.errors import InputError
 
@@ -107,6 +108,43 @@ def test_a_placebo_of_as_many_tokens_has_as_much_mass():
     np.testing.assert_allclose(np.abs(ours).sum(-1), np.abs(theirs).sum(-1), rtol=1e-12)
     plain = run(steps[:2], REWARD, token_mask=MASK)
     np.testing.assert_array_equal(ours[~plan], plain[~plan])
+
+
+def test_the_built_in_placebo_raises_as_many_other_tokens_of_each_sample():
+    plan = MASK & (RANDOM.random(MASK.shape) < 0.4)
+    steps = (subtract_group_mean(), to_tokens())
+    plain = run(steps, REWARD, token_mask=MASK)
+    ours = run((*steps, hicra()), REWARD, planning=plan, token_mask=MASK)
+    values = [
+        run((*steps, hicra(placebo=seed)), REWARD, planning=plan, token_mask=MASK)
+        for seed in (0, 0, 1)
+    ]
+    for value in values:
+        raised = (value != plain) & MASK
+        np.testing.assert_array_equal(raised.sum(-1), ((ours != plain) & MASK).sum(-1))
+    np.testing.assert_array_equal(values[0], values[1])
+    assert (values[0] != values[2]).any()
+    assert (values[0] != ours).any()
+
+
+def test_entropies_of_planning_and_of_the_rest_and_of_the_grams_are_reported():
+    tokens = np.array([[[1, 2, 5], [1, 2, 3]]])
+    entropy = np.array([[[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]])
+    rollouts, spec = plain_rollouts(
+        [[1.0, 0.0]],
+        completion_tokens=tokens,
+        token_mask=np.array([[[1, 1, 1], [1, 1, 0]]], bool),
+        token_entropy=entropy,
+    )
+    grams = [[1, 2], [5], [3], [9] * 9]
+    method = chain(sum_rewards(), to_tokens(), hicra(grams=grams, entropies=True))
+    _, _, metrics = compute(method, rollouts, method.init(spec))
+    found = {name.split("/")[1]: float(metric.result()) for name, metric in metrics.items()}
+    assert found["planning_entropy"] == pytest.approx((1 + 2 + 4 + 8 + 16) / 5)
+    assert np.isnan(found["execution_entropy"])  # every token plans
+    shares = np.array([2, 1]) / 3  # the masked 3 does not count, nor what is longer than a sample
+    assert found["semantic_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
+    assert hicra(grams=grams, entropies=True).needs == {"token_entropy"}
 
 
 def test_hicra_refuses_what_would_praise_failures_or_name_no_tokens():

@@ -64,7 +64,7 @@ def test_linear_weights_are_the_matrices_of_the_layers(name):
         if ("attention" in place or "feed_forward" in place) and "kernel" in place:
             counted += math.prod(leaf.shape)
     assert counted > 0
-    assert costs.linear_weights(config) == counted
+    assert config.linear_weights == counted
 
 
 @pytest.mark.parametrize(("before", "tokens"), [(0, 1), (0, 23), (9, 14)])
@@ -124,7 +124,7 @@ def test_a_forward_pass_takes_the_operations_that_xla_counts(with_head):
 def test_a_sample_costs_what_its_own_tokens_do_behind_a_prompt_that_is_computed_once():
     config = models()["gemma3"]
     together = costs.forward_flops(config, 3, 10, 3 * 4, 20)
-    linear, head = costs.linear_weights(config), config.hidden_size * config.vocab_size
+    linear, head = config.linear_weights, config.hidden_size * config.vocab_size
     apart = 3 * (2 * linear * 10 + costs.attention_flops(config, 0, 10))
     # Attention of 30 tokens is that of the first 10, and of 20 behind them.
     behind = costs.attention_flops(config, 0, 30) - costs.attention_flops(config, 0, 10)

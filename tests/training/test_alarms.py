@@ -158,6 +158,37 @@ def test_a_fall_of_the_evaluation_clears_when_it_recovers():
     assert replay(history[:15])[0].active == {"evaluation falls"}
 
 
+def agreeing(shares: list[float], accuracies: dict[int, float]) -> list[dict[str, Any]]:
+    history = evaluated([0.1] * len(shares), accuracies)
+    for line, share in zip(history[1:], shares, strict=True):
+        line["consensus/agreement"] = share
+    return history
+
+
+GROWING = [0.4, 0.42, 0.38, 0.4, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.8, 0.85]
+
+
+def test_samples_that_agree_more_and_are_right_no_more_often_drift():
+    history = agreeing(GROWING, {0: 0.5, 6: 0.52, 12: 0.5})
+    (alarm,) = replay(history)[1]
+    assert (alarm.name, alarm.step) == ("consensus drifts", 12)
+    assert "from 0.400 to 0.780" in alarm.text
+    assert "eval/accuracy = 0.500, 0.500 at step 0" in alarm.text
+
+
+@pytest.mark.parametrize(
+    ("shares", "accuracies"),
+    [
+        (GROWING, {0: 0.5, 12: 0.6}),  # and are right more often
+        ([0.4] * 12, {0: 0.5, 12: 0.5}),  # they agree no more
+        (GROWING[:4], {0: 0.5, 4: 0.4}),  # too few steps to say
+        (GROWING, {12: 0.5}),  # nothing is known of the base
+    ],
+)
+def test_agreement_alone_is_no_drift(shares, accuracies):
+    assert raised_alarms(agreeing(shares, accuracies)) == []
+
+
 def measured(step: int, **values: tuple[float, float, float]) -> dict[str, Any]:
     """A line with an evaluation: pass_16=(value, low, high)."""
     line: dict[str, Any] = {"step": step, "eval/accuracy": 0.5}

@@ -16,10 +16,11 @@ from jaxgrpo.advantages.group import (
     divide_by_group_std,
     leave_one_out_pass_at_k,
     max_minus_second,
+    normalise_with_virtual_rewards,
     subtract_group_mean,
     subtract_leave_one_out_mean,
 )
-from jaxgrpo.advantages.masks import mask_zero_variance
+from jaxgrpo.advantages.masks import keep_samples, mask_zero_variance
 from jaxgrpo.advantages.streams import Weights, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.core.errors import InputError
@@ -48,6 +49,61 @@ def grpo(
     [[1.0, -1.0]]
     """
     return sum_then("grpo", weights, subtract_group_mean(), divide_by_group_std(eps, ddof))
+
+
+def avspo(
+    count: int = 4,
+    top: float = 1.0,
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, then GRPO's normalisation; flat groups as if virtual rewards were in them.
+
+        a[p, g] = (r[p, g] - m) / (s + eps)
+
+    m and s are of the group, and in a flat one of the group and `count` virtual rewards between 0
+    and `top`. These act on m and s alone.
+
+    Use it when most groups are flat and their samples should teach, but less than a mixed group's.
+
+    Args: as of the part `normalise_with_virtual_rewards`.
+
+    Source: AVSPO, arXiv 2605.21125, by a secondary note; count is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> options = {"count": 1, "eps": 0.0, "ddof": 0}
+    >>> evaluate("avspo", [[1.0, 0.0], [1.0, 1.0]], options=options)[0].round(3).tolist()
+    [[1.0, -1.0], [0.707, 0.707]]
+    """
+    return sum_then("avspo", weights, normalise_with_virtual_rewards(count, top, eps, ddof))
+
+
+def ttrl(
+    count: int | None = None,
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, then GRPO on the first samples of each group; the others only vote.
+
+    Use it with the reward `consensus` where there are no gold answers and the base is right more
+    often than not. The majority may be wrong: evaluate on other data that have them.
+
+    Args:
+      count: samples of a group that are trained on; rollout.group_size is how many vote. None:
+        half of them.
+      eps, ddof: as of `grpo`.
+
+    Source: TTRL, Zuo et al. 2025, arXiv 2504.16084: 64 votes, 32 samples trained on.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards, options = [[3.0, 1.0, 9.0]], {"count": 2, "eps": 0.0, "ddof": 0}
+    >>> evaluate("ttrl", rewards, options=options)[0].tolist()
+    [[1.0, -1.0, 0.0]]
+    """
+    normalise = (subtract_group_mean(), divide_by_group_std(eps, ddof))
+    return sum_then("ttrl", weights, keep_samples(count), *normalise)
 
 
 def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:

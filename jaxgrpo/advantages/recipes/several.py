@@ -122,6 +122,8 @@ def hicra(
     alpha: Scheduled = 0.2,
     field: str | None = None,
     grams: Sequence[Sequence[int]] | None = None,
+    placebo: int | None = None,
+    entropies: bool = False,
     weights: Weights | None = None,
 ) -> AdvantageTransform:
     """Sum, less the group mean, then raised by alpha |a| at planning tokens.
@@ -140,13 +142,8 @@ def hicra(
     >>> evaluate("hicra", [[1.0, 0.0]], options={"alpha": 0.5}, **fields)[0].tolist()
     [[[0.75], [-0.25]]]
     """
-    return sum_then(
-        "hicra",
-        weights,
-        subtract_group_mean(),
-        tokens.to_tokens(),
-        tokens.hicra(alpha, field, grams),
-    )
+    part = tokens.hicra(alpha, field, grams, placebo, entropies)
+    return sum_then("hicra", weights, subtract_group_mean(), tokens.to_tokens(), part)
 
 
 def darling(
@@ -345,6 +342,7 @@ def alpha_dpg(
     cap: float = 10.0,
     z: str = "group",
     threshold: Scheduled | None = None,
+    off_policy: bool = False,
     weights: Weights | None = None,
 ) -> AdvantageTransform:
     """Sum, then alpha-DPG: towards the base model restricted to right answers.
@@ -361,9 +359,11 @@ def alpha_dpg(
       cap: on the pseudo-reward.
       z: how the base's success rate is estimated: "group" or "running".
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+      off_policy: whether samples of older parameters are weighed, as with rollout.staleness; alpha
+        0 is then GDC++. The surrogate is `reinforce`, since a ratio would weigh them twice.
 
-    Fields: base_logp [P, G, T], a pass of the frozen base.
-    Source: arXiv 2512.05962.
+    Fields: base_logp [P, G, T], a pass of the frozen base; trainer_logp if off_policy.
+    Source: arXiv 2512.05962; GDC++, arXiv 2206.00761.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
@@ -373,7 +373,8 @@ def alpha_dpg(
     ... )[0].tolist()
     [[2.0, -2.0]]
     """
-    part = filtered_model.alpha_dpg(alpha, cap=cap, z=z, threshold=threshold)
+    options = {"cap": cap, "z": z, "threshold": threshold, "off_policy": off_policy}
+    part = filtered_model.alpha_dpg(alpha, **options)
     return sum_then("alpha_dpg", weights, part)
 
 
@@ -382,6 +383,7 @@ def f_dpg(
     cap: float = 10.0,
     z: str = "group",
     threshold: Scheduled | None = None,
+    off_policy: bool = False,
     weights: Weights | None = None,
 ) -> AdvantageTransform:
     """Sum, then f-DPG: as `alpha_dpg` under another divergence, with the same loss.
@@ -390,9 +392,9 @@ def f_dpg(
 
     Args:
       divergence: "forward_kl", "js", "tv" or "chi2"; the reverse ones are infinite on failures.
-      cap, z, threshold: as in `alpha_dpg`.
+      cap, z, threshold, off_policy: as in `alpha_dpg`.
 
-    Fields: base_logp [P, G, T], a pass of the frozen base.
+    Fields: base_logp [P, G, T], a pass of the frozen base; trainer_logp if off_policy.
     Source: arXiv 2302.08215.
 
     >>> from jaxgrpo.advantages import evaluate
@@ -403,5 +405,6 @@ def f_dpg(
     ... )[0].tolist()
     [[1.0, -1.0]]
     """
-    part = filtered_model.f_dpg(divergence, cap=cap, z=z, threshold=threshold)
+    options = {"cap": cap, "z": z, "threshold": threshold, "off_policy": off_policy}
+    part = filtered_model.f_dpg(divergence, **options)
     return sum_then("f_dpg", weights, part)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxgrpo.rewards.consensus import AGREEMENT
 from jaxgrpo.training.records.folder import is_number
 
 CLEARS = 0.9
@@ -183,13 +184,19 @@ EVALUATION = "evaluation falls"
 COVERAGE = "pass@k below base"
 """Another: eval/pass@16 falls below that of the base, beyond both intervals."""
 
+CONSENSUS = "consensus drifts"
+"""Another: samples agree more and more, and eval/accuracy does not rise with it."""
+
+AGREEMENT_RISE = 0.1
+"""The mean agreement of the last WINDOW steps this far above that of the first is a rise."""
+
 TRIES = 16
 """k of that pass@k; where it is not evaluated the largest k that is."""
 
 GROWTH = 10.0
 """A run ends if one update makes the norm of the weights more than so many times as large."""
 
-NAMES = (*(rule.name for rule in RULES), EVALUATION, COVERAGE)
+NAMES = (*(rule.name for rule in RULES), EVALUATION, COVERAGE, CONSENSUS)
 _REMEMBERED_STEPS = max(WINDOW, *(rule.steps for rule in RULES))
 
 
@@ -208,6 +215,7 @@ class State(NamedTuple):
     first: Line | None = None  # with the evaluation of the base, at step 0
     best: Line | None = None  # of those with an evaluation, by eval/accuracy
     rewards_after: tuple[float, ...] = ()  # of the first steps after the best
+    agreements: tuple[float, ...] = ()  # of the first steps
     active: frozenset[str] = frozenset()
 
 
@@ -216,7 +224,8 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     if line["step"] > 0:
         state = state._replace(recent=(*state.recent, line)[-_REMEMBERED_STEPS:])
     rewards = (*state.rewards_after, *finite_values([line], "reward"))
-    state = state._replace(rewards_after=rewards[:WINDOW])
+    agreements = (*state.agreements, *finite_values([line], AGREEMENT))
+    state = state._replace(rewards_after=rewards[:WINDOW], agreements=agreements[:WINDOW])
     holds = _thresholds(state)
     if finite_values([line], "eval/accuracy"):
         # A first evaluation at a later step is not the base's: the run began without any.
@@ -224,9 +233,11 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
         best = state.best or line
         if best is line or line["eval/accuracy"] > best["eval/accuracy"]:
             state = state._replace(first=first, best=line, rewards_after=())
-        holds |= _evaluation(state, best, line) | (_coverage(first, line) if first else {})
+        holds |= _evaluation(state, best, line)
+        if first:
+            holds |= _coverage(first, line) | _consensus(state, first, line)
     else:  # what held at the last evaluation still does
-        holds |= dict.fromkeys(state.active & {EVALUATION, COVERAGE}, "")
+        holds |= dict.fromkeys(state.active & {EVALUATION, COVERAGE, CONSENSUS}, "")
     hidden = {name for rule in RULES if rule.name in holds for name in rule.hides}
     active = frozenset(holds.keys() - hidden)
     new_alarms = tuple(
@@ -328,6 +339,23 @@ def _coverage(first: Line, line: Line) -> dict[str, str]:
         "their 95% intervals do not meet): it has narrowed "
         "to some of the base's answers: lower optimizer.learning_rate, add loss.kl, take a recipe "
         "that keeps answers diverse (passk, darling, alpha_dpg), or the model of an earlier step"
+    }
+
+
+def _consensus(state: State, first: Line, line: Line) -> dict[str, str]:
+    """The text of agreement that rises while eval/accuracy stays at the base's, if it does."""
+    now = finite_values(state.recent[-WINDOW:], AGREEMENT)
+    if min(len(now), len(state.agreements)) < WINDOW:
+        return {}
+    began, ends = statistics.fmean(state.agreements), statistics.fmean(now)
+    accuracy, base = line["eval/accuracy"], first["eval/accuracy"]
+    if ends < began + AGREEMENT_RISE or accuracy > base:
+        return {}
+    return {
+        CONSENSUS: f"samples agree more ({AGREEMENT} from {began:.3f} to {ends:.3f}) and are right "
+        f"no more often (eval/accuracy = {accuracy:.3f}, {base:.3f} at step {first['step']}): the "
+        "majority is wrong and is being learnt: take prompts that the base solves more often than "
+        "not, more votes, loss.kl, or gold answers"
     }
 
 

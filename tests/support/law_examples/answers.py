@@ -21,6 +21,7 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         "alpha_dpg": [
             (adv.sum_rewards(), adv.alpha_dpg(threshold=0.5, z="running")),
             (adv.sum_rewards(**BINARY), adv.alpha_dpg(base_rate="difficulty")),
+            (adv.sum_rewards(**BINARY), adv.alpha_dpg(0.0, off_policy=True)),
         ],
         "f_dpg": [(adv.sum_rewards(**BINARY), adv.f_dpg("chi2"))],
     }

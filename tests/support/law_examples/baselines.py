@@ -36,6 +36,9 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
             (SUM, adv.to_tokens(), adv.clip_advantage(high=0.5)),
         ],
         "max_minus_second": [(SUM, adv.max_minus_second())],
+        "normalise_with_virtual_rewards": [
+            (SUM, adv.normalise_with_virtual_rewards(count=3, top=2.0, eps=_growing))
+        ],
         "leave_one_out_pass_at_k": [(SUM, adv.leave_one_out_pass_at_k(2, threshold=0.5))],
         "contrastive_pairs": [(SUM, adv.contrastive_pairs())],
     }
@@ -48,6 +51,8 @@ def recipes() -> dict[str, list[Any]]:
         "reinforce": [adv.build("reinforce", {"baseline": 0.5})],
         "rloo": [adv.build("rloo", {"weights": WEIGHTS})],
         "maxrl": [adv.build("maxrl")],
+        "ttrl": [adv.build("ttrl", {"weights": WEIGHTS})],
+        "avspo": [adv.build("avspo", {"weights": WEIGHTS})],
         "passk": [adv.build("passk"), adv.build("passk", {"k": 3, "weights": BINARY})],
         "lite_ppo": [adv.build("lite_ppo", {"weights": WEIGHTS})],
         "reinforce_pp": [

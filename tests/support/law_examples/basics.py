@@ -51,6 +51,7 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
             (adv.sum_rewards(), adv.divide_by_group_std()),
             (adv.sum_rewards(), adv.divide_by_group_std(eps=_growing, ddof=0)),
         ],
+        "keep_samples": [(adv.sum_rewards(), adv.keep_samples(3), adv.subtract_group_mean())],
         "mask_zero_variance": [(adv.sum_rewards(), adv.mask_zero_variance())],
         "mask_truncated": [
             (adv.sum_rewards(), adv.mask_truncated()),

@@ -16,7 +16,7 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
     every = (*start, adv.to_tokens())
     return {
         "hicra": [
-            (*every, adv.hicra()),
+            (*every, adv.hicra(entropies=True)),
             (*every, adv.hicra(alpha=_growing, grams=[[3], [1, 2], [777, 777]])),
         ],
         "kl_in_reward": [

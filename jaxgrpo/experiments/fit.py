@@ -1,0 +1,254 @@
+"""`jaxgrpo fit`: the curve of a run over its compute, as a sigmoid, and what it foretells.
+
+    R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
+
+C is the compute spent by then, in floating-point operations (`flops` of metrics.jsonl, summed), R0
+the metric before training, A its ceiling, C_mid the compute of half the way and B the steepness.
+Where one of them ends at a bound of its range the curve does not say it, and the fit says so.
+
+Source: ScaleRL, Khatri et al. 2025, arXiv 2510.13786, equation 1, where the first part of a curve
+is left out and intervals are by a residual bootstrap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.data import storage
+from jaxgrpo.training.records.console import Document, show_whole, terminal_table
+from jaxgrpo.training.records.folder import is_number, read_metrics
+
+COMPUTE = "flops"
+METRIC = "eval/accuracy"
+FEWEST = 5
+"""Points: one more than the numbers that are fitted, so that there is something to be off by."""
+STEEPNESS = 0.1, 10.0
+"""The range of B; the paper's own values lie between 1.6 and 1.9."""
+BEYOND = 30.0
+"""The range of C_mid: from the first point over so much to the last point times so much."""
+NEAR = 1e-3
+"""Of a range: a number this near its end is at its bound."""
+FLAT = 1e-6
+"""A direction in which the fitted numbers move the curve by less than this says nothing of them."""
+DRAWS = 200
+"""Of the bootstrap."""
+NAMES = ("ceiling", "middle", "steepness")
+
+
+class Curve(NamedTuple):
+    """A metric of a run over its compute."""
+
+    name: str
+    start: float  # R0, before training
+    compute: np.ndarray  # [n] float64, above 0 and growing
+    value: np.ndarray  # [n] float64
+
+
+class Fit(NamedTuple):
+    """The sigmoid that fits a curve."""
+
+    start: float
+    ceiling: float  # A
+    middle: float  # C_mid
+    steepness: float  # B
+    undetermined: tuple[str, ...] = ()  # of NAMES: at a bound of its range, or free
+
+    def at(self, compute: np.ndarray) -> np.ndarray:
+        """R(C)."""
+        return sigmoid(compute, *self[:4])
+
+
+class Outlook(NamedTuple):
+    """A fit on the first half of a curve's compute, and how far off it is on the rest."""
+
+    fit: Fit
+    points: int  # that it was fitted on
+    error: float  # mean absolute difference on the points behind
+    ends: float  # what it says of the last point
+    actual: float  # what that is
+
+
+def sigmoid(compute: Any, start: float, ceiling: Any, middle: Any, steepness: Any) -> np.ndarray:
+    """R(C) as the module says.
+
+    >>> float(sigmoid(100.0, 0.2, 0.8, 100.0, 1.7))
+    0.5
+    """
+    return start + (ceiling - start) / (1 + (middle / np.asarray(compute, float)) ** steepness)
+
+
+def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
+    """The curve of a run.
+
+    Args:
+      metric: of metrics.jsonl.
+      skip: steps at the beginning that are left out, but for the start.
+
+    Raises: InputError where it has no such metric, no compute, or too few points.
+    """
+    lines = read_metrics(storage.place(run) if storage.is_url(run) else Path(run))
+    steps = [line for line in lines if line["step"] > 0]
+    if not any(is_number(line.get(COMPUTE)) for line in steps):
+        raise InputError(
+            f"{run}: its metrics.jsonl has no {COMPUTE}; it is no run folder, or one of an older "
+            "version"
+        )
+    spent = itertools.accumulate(float(line.get(COMPUTE) or 0) for line in steps)
+    totals = {0: 0.0, **dict(zip([line["step"] for line in steps], spent, strict=True))}
+    points = [
+        (line["step"], totals[line["step"]], float(line[metric]))
+        for line in lines
+        if is_number(line.get(metric))
+    ]
+    if not points:
+        names = sorted({name for line in lines for name in line})
+        raise InputError(f"{run}: no metric {metric!r}: {suggest(metric, names)}")
+    start, kept = points[0][2], [point for point in points[1:] if point[0] > skip]
+    if len(kept) < FEWEST:
+        raise InputError(
+            f"{run}: {len(kept)} values of {metric} after the first and after --skip {skip}, and a "
+            f"fit takes {FEWEST}: set eval.every lower, or take a metric of each step, --metric "
+            "reward"
+        )
+    _, compute, value = zip(*kept, strict=True)
+    return Curve(str(run), start, np.asarray(compute), np.asarray(value))
+
+
+def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
+    """The sigmoid of least squares: from a grid of ceilings and middles, B for each, then all.
+
+    Args:
+      highest: what the metric cannot exceed.
+    """
+    from scipy.optimize import least_squares
+
+    compute, value = curve.compute, curve.value
+    lowest = min(curve.start, value.min())
+    low = np.array([lowest, np.log(compute[0] / BEYOND), STEEPNESS[0]])
+    high = np.array([max(highest, value.max()), np.log(compute[-1] * BEYOND), STEEPNESS[1]])
+
+    def residuals(numbers: np.ndarray) -> np.ndarray:
+        ceiling, log_middle, steepness = numbers
+        return sigmoid(compute, curve.start, ceiling, np.exp(log_middle), steepness) - value
+
+    inner = [np.linspace(a, b, 7)[1:-1] for a, b in zip(low, high, strict=True)]
+    starts = sorted(
+        itertools.product(*inner), key=lambda point: (residuals(np.array(point)) ** 2).sum()
+    )
+    ways = [least_squares(residuals, start, bounds=(low, high)) for start in starts[:3]]
+    way = min(ways, key=lambda way: way.cost)
+    best, singular = way.x, np.linalg.svd(way.jac, compute_uv=False)
+    share = (best - low) / np.where(high > low, high - low, 1)
+    is_at_bound = (share <= NEAR) | (share >= 1 - NEAR)
+    if singular[-1] <= FLAT * max(1.0, singular[0]):  # as where nothing rises: any numbers fit
+        is_at_bound[:] = True
+    undetermined = tuple(itertools.compress(NAMES, is_at_bound))
+    return Fit(curve.start, float(best[0]), float(np.exp(best[1])), float(best[2]), undetermined)
+
+
+def bootstrap(
+    curve: Curve, fit: Fit, highest: float = 1.0, seed: int = 0
+) -> dict[str, list[float]]:
+    """95% intervals of the fitted numbers: fits of the fit with its residuals drawn anew."""
+    draw = np.random.default_rng(seed)
+    line = fit.at(curve.compute)
+    residuals = curve.value - line
+    fits = []
+    for _ in range(DRAWS):
+        noise = draw.choice(residuals, len(residuals))
+        fits.append(fit_curve(curve._replace(value=line + noise), highest)[1:4])
+    ends = np.quantile(np.array(fits), [0.025, 0.975], axis=0)
+    return {name: ends[:, place].tolist() for place, name in enumerate(NAMES)}
+
+
+def foretell(curve: Curve, highest: float = 1.0) -> Outlook:
+    """Fits the points of the first half of the compute, and compares with the others.
+
+    Raises: InputError where that half has too few points, or the other none.
+    """
+    first = curve.compute <= curve.compute[-1] / 2 * (1 + 1e-9)  # in spite of rounding
+    if first.sum() < FEWEST:
+        raise InputError(
+            f"{curve.name}: {first.sum()} points in the first half of its compute, and a fit takes "
+            f"{FEWEST}: leave --half out, or set eval.every lower"
+        )
+    fit = fit_curve(curve._replace(compute=curve.compute[first], value=curve.value[first]), highest)
+    foretold, actual = fit.at(curve.compute[~first]), curve.value[~first]
+    error = float(np.abs(foretold - actual).mean())
+    return Outlook(fit, int(first.sum()), error, float(foretold[-1]), float(actual[-1]))
+
+
+def main(
+    runs: Sequence[str],
+    metric: str = METRIC,
+    half: bool = False,
+    skip: int = 0,
+    highest: float = 1.0,
+    as_json: bool = False,
+) -> int | Document:
+    """The command: prints the fit of each run. Returns the exit code.
+
+    Args:
+      half: also fits the first half of the compute, and says how far off the rest is.
+      highest: what the metric cannot exceed.
+
+    Raises: InputError as `read_curve` and `foretell`.
+    """
+    curves = [read_curve(run, metric, skip) for run in runs]
+    outlooks = [foretell(curve, highest) for curve in curves] if half else []
+    numbers: dict[str, Any] = {}
+    for place, curve in enumerate(curves):
+        fit = fit_curve(curve, highest)
+        numbers[curve.name] = {**fit._asdict(), "points": len(curve.value)}
+        numbers[curve.name]["flops"] = float(curve.compute[-1])
+        numbers[curve.name]["intervals"] = bootstrap(curve, fit, highest)
+        if half:
+            outlook = outlooks[place]
+            numbers[curve.name]["half"] = {**outlook._asdict(), "fit": outlook.fit._asdict()}
+    if as_json:
+        return Document({"metric": metric, "runs": numbers})
+    console = Console(highlight=False)
+    show_whole(console, terminal_table(_rows(numbers), title=f"{metric} over compute"))
+    for line in _remarks(numbers):
+        console.print(line, soft_wrap=True, markup=False)
+    return 0
+
+
+def _rows(numbers: dict[str, Any]) -> list[list[str]]:
+    """The table: a row per run."""
+    rows = [["run", "points", "flops", "before", "ceiling A", "C_mid", "steepness B"]]
+    for name, run in numbers.items():
+        cells = [
+            f"{run[key]:.3g} ({run['intervals'][key][0]:.3g} to {run['intervals'][key][1]:.3g})"
+            for key in NAMES
+        ]
+        rows.append(
+            [name, str(run["points"]), f"{run['flops']:.3g}", f"{run['start']:.3g}", *cells]
+        )
+    return rows
+
+
+def _remarks(numbers: dict[str, Any]) -> list[str]:
+    """What is to be said of bounds and of the second halves."""
+    remarks = []
+    for name, run in numbers.items():
+        if run["undetermined"]:
+            remarks.append(
+                f"{name}: {', '.join(run['undetermined'])} at a bound of the range that is "
+                "searched: the curve does not say it"
+            )
+        if half := run.get("half"):
+            bound = half["fit"]["undetermined"]
+            note = f"; {', '.join(bound)} at a bound" if bound else ""
+            remarks.append(
+                f"{name}: from its first {half['points']} points {half['ends']:.3f} at the end, "
+                f"which is {half['actual']:.3f}; off by {half['error']:.3f} in the mean{note}"
+            )
+    return remarks

@@ -1,0 +1,105 @@
+"""`jaxgrpo fit`: known sigmoids come back, and compute is counted from tokens."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.experiments import fit
+from jaxgrpo.experiments.fit import Curve, fit_curve, foretell, sigmoid
+from jaxgrpo.models.hf import folders
+from jaxgrpo.training.loop import train
+
+TRUE = {"ceiling": 0.61, "middle": 2542.0, "steepness": 1.92}  # ScaleRL's 8B run at 14k tokens
+
+
+def curve(points=40, noise=0.003, last=20_000.0, seed=0, start=0.3) -> Curve:
+    compute = np.linspace(last / points, last, points)
+    value = sigmoid(compute, start, *TRUE.values())
+    return Curve(
+        "made", start, compute, value + np.random.default_rng(seed).normal(0, noise, points)
+    )
+
+
+def test_numbers_come_back_from_a_noisy_curve():
+    fits = [fit_curve(curve(seed=seed)) for seed in range(5)]
+    assert all(sigmoid_fit.undetermined == () for sigmoid_fit in fits)
+    for name, share in {"ceiling": 0.02, "middle": 0.05, "steepness": 0.05}.items():
+        values = [getattr(sigmoid_fit, name) for sigmoid_fit in fits]
+        assert np.mean(values) == pytest.approx(TRUE[name], rel=share)
+
+
+def test_halfway_lies_at_the_middle_and_the_curve_only_grows():
+    exact = fit_curve(curve(noise=0.0))
+    assert exact.at(np.array(exact.middle)) == pytest.approx((exact.start + exact.ceiling) / 2)
+    assert (np.diff(exact.at(np.geomspace(1, 1e6, 50))) > 0).all()
+    assert exact[1:4] == pytest.approx(list(TRUE.values()), rel=1e-3)
+
+
+def test_intervals_hold_the_truth():
+    noisy = curve(points=25)
+    intervals = fit.bootstrap(noisy, fit_curve(noisy))
+    for name, (low, high) in intervals.items():
+        assert low < TRUE[name] < high
+        assert high - low < 0.5 * TRUE[name]
+
+
+def test_half_of_the_compute_foretells_the_rest_where_the_bend_is_in_it():
+    outlook = foretell(curve(points=60, last=16_000.0))
+    assert outlook.points == 30
+    assert outlook.error < 0.02
+    assert outlook.ends == pytest.approx(outlook.actual, abs=0.03)
+
+
+def test_what_a_curve_does_not_say_is_named():
+    """A straight line has no ceiling: the highest value that there can be is taken."""
+    compute = np.linspace(1, 10, 12)
+    line = Curve("line", 0.0, compute, 0.03 * compute)
+    assert "ceiling" in fit_curve(line).undetermined
+    flat = Curve("flat", 0.5, compute, np.full(12, 0.5))
+    assert fit_curve(flat).undetermined == fit.NAMES
+
+
+def test_too_few_points_and_unknown_metrics_are_refused(tmp_path):
+    def write(lines):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "metrics.jsonl").write_text(text)
+
+    write([{"step": step, "reward": 0.1} for step in range(1, 9)])
+    with pytest.raises(InputError, match=r"metrics\.jsonl has no flops"):
+        fit.read_curve(str(tmp_path), "reward")
+    write([{"step": step, "reward": 0.1, "flops": 2.0} for step in range(1, 9)])
+    with pytest.raises(InputError, match="no metric 'rewrd': did you mean 'reward'"):
+        fit.read_curve(str(tmp_path), "rewrd")
+    with pytest.raises(InputError, match="2 values of reward after the first and after --skip 6"):
+        fit.read_curve(str(tmp_path), "reward", skip=6)
+    read = fit.read_curve(str(tmp_path), "reward")
+    assert read.compute.tolist() == [4, 6, 8, 10, 12, 14, 16]  # the first value is the start
+    with pytest.raises(InputError, match="4 points in the first half"):
+        foretell(read._replace(compute=np.array([1.0, 2, 3, 4, 21, 30, 40])))
+
+
+@pytest.mark.slow
+def test_a_run_counts_its_operations_and_the_command_fits_them(tmp_path, capsys):
+    changes = {"train.steps": 7, "rollout.refill": {"factor": 2.0}, "lora.rank": 4}
+    run = train(small_run.config(tmp_path / "r", **changes))
+    config = folders.read_config(small_run.base())
+    weights = config.linear_weights + config.hidden_size * config.vocab_size
+    lines = small_run.metrics(run.path)
+    for line in lines:
+        prompts = 6 * line["refill/groups"]  # "12+34=" has 6 tokens at the most
+        sampled = 2 * weights * line["num_tokens"]
+        most = sampled + 2 * weights * (prompts + 2 * (line["num_tokens"] + prompts))
+        assert sampled < line["flops"] <= most
+    capsys.readouterr()
+    assert main(["fit", str(run.path), "--metric", "reward", "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)["runs"][str(run.path)]
+    assert numbers["flops"] == pytest.approx(sum(line["flops"] for line in lines))
+    assert numbers["points"] == 6
+    assert main(["fit", str(run.path), "--metric", "reward"]) == 0
+    assert "reward over compute" in capsys.readouterr().out
