@@ -216,6 +216,7 @@ class RolloutKeys:
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
     refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }, groups generated at most
+    goals: Mapping[str, float] | None = key(None)  # text that samples begin with -> its share
     staleness: int = key(0, at_least=0)  # steps between the policy that samples and the trained one
 
 

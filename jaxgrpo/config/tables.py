@@ -117,6 +117,7 @@ class RolloutTable(TypedDict, total=False):
     segment_tokens: int
     prompts: Part
     refill: Mapping[str, float]
+    goals: Mapping[str, float]
     staleness: int
 
 

@@ -37,8 +37,8 @@ class Prompts:
     step: Array  # [] int32
     forced_prefix: Array | None = None
     """[P, G, F] int32: tokens that each sample begins with instead of drawing them, -1 behind the
-    last. They are part of the completion, with token_mask False: continuations, goals, interruption
-    texts."""
+    last. They are part of the completion, with token_mask False, and rewards do not see them:
+    goals."""
 
 
 @register

@@ -25,7 +25,13 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.batch import draw
-from jaxgrpo.rollout.judging import Judge, completion_ids, decode_texts, put_prompts
+from jaxgrpo.rollout.judging import (
+    Judge,
+    completion_ids,
+    completion_spans,
+    decode_texts,
+    put_prompts,
+)
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.update import diagnostics
@@ -45,6 +51,7 @@ class Policy:
     mesh: Mesh
     engine: SlotEngine
     group_size: int  # of its training
+    goal: np.ndarray | None = None  # [F] int32: tokens that every answer begins with
 
 
 class Questions(NamedTuple):
@@ -250,6 +257,7 @@ def answer_rows(
     """
     for place, texts in enumerate(answers.texts):
         ids = completion_ids(answers.tokens[place], answers.mask[place])
+        spans = completion_spans(answers.mask[place])
         for sample_, text in enumerate(texts):
             yield {
                 "step": step,
@@ -259,7 +267,7 @@ def answer_rows(
                 "prompt": questions.rows[begin + place]["prompt"],
                 "completion": text,
                 "completion_ids": ids[sample_],
-                "logps": answers.logp[place, sample_, : len(ids[sample_])].tolist(),
+                "logps": answers.logp[place, sample_, spans[sample_]].tolist(),
                 "rewards": {name: float(answers.scores[place, sample_])},
                 "advantage": None,
                 "truncated": bool(answers.truncated[place, sample_]),
@@ -321,6 +329,9 @@ def make_batches(
         rows = np.arange(begin, begin + size) % count
         encoded = [questions.encoded[int(row)] for row in rows]
         prompts = pad_prompts(encoded, engine.width, rows, rows, step)
+        if policy.goal is not None:
+            goal: Any = np.broadcast_to(policy.goal, (size, samples, len(policy.goal)))
+            prompts = dataclasses.replace(prompts, forced_prefix=goal)
         drawing = draw(engine, params, prompts, key, samples, purpose=purpose, greedy=greedy)
         batch: Any = drawing.finish()
         host = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated

@@ -29,6 +29,7 @@ from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, Traine
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.batch import Drawing, Groups, in_background
+from jaxgrpo.rollout.goals import Goals
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 SMALLEST = 4096  # bytes of a value that processes exchange
@@ -47,6 +48,7 @@ class RolloutSource(NamedTuple):
     """(stream, rollouts, early=()) -> (stream, rollouts with their scores, what rewards logged)"""
     waiting: Waiting  # of the first stream
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
+    goals: Goals | None = None  # that samples begin with
 
 
 def put_prompts(mesh: Mesh, tree: Any) -> Any:
@@ -114,10 +116,16 @@ def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
     return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def completion_spans(mask: Any) -> list[slice]:
+    """From the first token sampled to the last, of [N, T] completions: a goal before it is left
+    out, forced text behind it is not."""
+    end = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[:, ::-1], axis=-1), 0)
+    return list(map(slice, np.argmax(mask, axis=-1).tolist(), end.tolist()))
+
+
 def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
-    """Token ids of [N, T] completions, up to the last one sampled."""
-    length = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[:, ::-1], axis=-1), 0)
-    return [row[:end].tolist() for row, end in zip(tokens, length, strict=True)]
+    """Token ids of [N, T] completions, in their `completion_spans`."""
+    return [row[span].tolist() for row, span in zip(tokens, completion_spans(mask), strict=True)]
 
 
 class Judged(NamedTuple):
@@ -427,9 +435,9 @@ def sample_rows(
     host: Rollouts = sharding.to_host(rollouts)
     advantage = sharding.to_host(advantage)
     groups, samples, steps = host.token_mask.shape
-    ids = completion_ids(
-        host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
-    )
+    flat_mask = host.token_mask.reshape(-1, steps)
+    ids = completion_ids(host.completion_tokens.reshape(-1, steps), flat_mask)
+    spans = completion_spans(flat_mask)
     texts = decode_texts(tokenizer, ids)
     sources = mixture and [
         mixture.names[number] for number in mixture.source_numbers(np.asarray(host.row))
@@ -445,7 +453,7 @@ def sample_rows(
             "prompt": rows[int(host.row[p])]["prompt"],
             "completion": texts[index],
             "completion_ids": ids[index],
-            "logps": host.behavior_logp[p, g, : len(ids[index])],
+            "logps": host.behavior_logp[p, g, spans[index]],
             "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
             "advantage": float(advantage[p, g]),
             "truncated": bool(host.truncated[p, g]),

@@ -124,6 +124,7 @@ def no_groups(
     rewards: Iterable[str],
     columns: Mapping[str, np.ndarray],
     answers: Answers | None = None,
+    prefix: int | None = None,
 ) -> Any:
     """Room for the groups of a step, without any: what waits when a run begins.
 
@@ -131,6 +132,7 @@ def no_groups(
       geometry: an `update.packing.Geometry`.
       columns: numeric columns of the data, [rows, ...], that rollouts have as fields.
       answers: of the rows, where rollouts have their fields.
+      prefix: tokens of the longest goal; None: samples have none.
     """
     prompts, samples, width, tokens = geometry[:4]
     fields: Any = {
@@ -154,6 +156,7 @@ def no_groups(
         truncated=zeros((prompts, samples), bool),
         policy_version=zeros((prompts, samples), np.int32),
         fields=fields,
+        forced_prefix=None if prefix is None else zeros((prompts, samples, prefix), np.int32),
     )
 
 

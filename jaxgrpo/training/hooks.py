@@ -19,6 +19,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, Learner, Params, Rollouts, Stream
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
+from jaxgrpo.rollout.goals import Goals, goal_metrics
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting import Collected
@@ -63,6 +64,8 @@ def make_hooks(
     hooks: list[Hook] = [count_work(opened)]
     if evaluations is not None:
         hooks.append(evaluations.after_step)
+    if (goals := opened.run.collector.source.goals) is not None:
+        hooks.append(compare_goals(opened.run, goals))
     hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
     if on_step is not None:
         hooks.append(call_user(on_step))
@@ -113,6 +116,17 @@ def count_work(opened: OpenRun) -> Hook:
                 display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
         flops = step_flops(opened.run, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
+
+    return hook
+
+
+def compare_goals(run: Setup, goals: Goals) -> Hook:
+    """Measures the samples of each goal."""
+    weights = {reward.name: reward.weight for reward in run.rewards}
+
+    def hook(step: StepEnd) -> StepEnd:
+        rollouts, advantage = sharding.to_host((step.collected.rollouts, step.advantage))
+        return step.with_values(goal_metrics(goals, rollouts, advantage, weights))
 
     return hook
 

@@ -20,6 +20,7 @@ from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.weights import IN_A_COPY
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.goals import Goals, make_goals
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import parameters
 
@@ -184,6 +185,11 @@ def sampling_settings(rollout: RolloutKeys, pretrained: Pretrained) -> SamplingS
         pad,
         StopStrings(tokenizer, strings) if strings else None,
     )
+
+
+def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:
+    """The goals that `rollout.goals` names; None: none."""
+    return make_goals(rollout.goals, tokenizer, rollout.max_completion_tokens, seed)
 
 
 def make_sampling_settings(

@@ -157,6 +157,7 @@ def _refuse_sampling_keys(rollout: RolloutKeys) -> None:
     reasons = {
         "refill": "no flat group can be replaced",
         "staleness": "each step trains on its own file",
+        "goals": "its samples begin as they were drawn",
     }
     for name, reason in reasons.items():
         if getattr(rollout, name):

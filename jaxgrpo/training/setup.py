@@ -19,6 +19,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, TrainKeys
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream, Waiting
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.models import attention, decoder, sharding
@@ -29,6 +30,7 @@ from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.goals import with_goals
 from jaxgrpo.rollout.judging import (
     RolloutSource,
     make_judge,
@@ -41,7 +43,7 @@ from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.collecting import Collected, Collector
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
-from jaxgrpo.training.pretrained import Pretrained, sampling_settings
+from jaxgrpo.training.pretrained import Pretrained, run_goals, sampling_settings
 from jaxgrpo.training.replay import SavedRollouts, rollout_source_from_files
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import packing, step
@@ -266,19 +268,28 @@ def make_rollout_source(
     answers = inputs.load_answers(
         data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
     )
+    if answers is not None and rollout.goals:
+        raise InputError(
+            "rollout.goals: a method that scores reference answers takes a completion for the "
+            "thought, and a goal is none; leave one of the two out"
+        )
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), columns)
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
     select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
+    goals = run_goals(rollout, pretrained.tokenizer, seed)
+    if goals is not None:
+        select = with_goals(select, goals, geometry.group_size)
     reward = make_rewarder(
         policy, pretrained.tokenizer, rewards, rows, columns, answers, train.steps, seed
     )
-    room = refill.no_groups(geometry, names, columns, answers)
+    prefix = None if goals is None else goals.tokens.shape[1]
+    room = refill.no_groups(geometry, names, columns, answers, prefix)
     leftover = None if rollout.refill is None else room
     waiting = Waiting(leftover, (room,) * rollout.staleness)
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
-    return RolloutSource(policy, select, draw_groups, reward, waiting, answers)
+    return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
 
 
 def build_method(

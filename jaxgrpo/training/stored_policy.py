@@ -45,6 +45,7 @@ from jaxgrpo.training.pretrained import (
     find_config,
     find_model,
     make_mesh,
+    run_goals,
     sampling_settings,
 )
 from jaxgrpo.training.processes import process
@@ -175,7 +176,7 @@ def find_policy(
         settings = settings._replace(temperature=temperature)
     width = config.rollout.max_prompt_tokens
     engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
-    policy = _policy(pretrained, engine, mesh, config.rollout.group_size, config.train.seed)
+    policy = _policy(pretrained, engine, mesh, config.rollout, config.train.seed)
     return policy, prompts
 
 
@@ -202,14 +203,16 @@ def resolve_judge(
 
 
 def _policy(
-    pretrained: Pretrained, engine: SlotEngine, mesh: Mesh, group_size: int, seed: int
+    pretrained: Pretrained, engine: SlotEngine, mesh: Mesh, rollout: RolloutKeys, seed: int
 ) -> StoredPolicy:
+    goals = run_goals(rollout, pretrained.tokenizer, seed)
     return StoredPolicy(
         model=engine.model,
         tokenizer=pretrained.tokenizer,
         mesh=mesh,
         engine=engine,
-        group_size=group_size,
+        group_size=rollout.group_size,
+        goal=None if goals is None else goals.first,
         pretrained=pretrained,
         seed=seed,
     )
@@ -262,8 +265,8 @@ def _move(layouts: Sequence[Params], params: Params) -> Params:
 def policy_for_run(run: Setup) -> StoredPolicy:
     """The policy that a run began with; its parameters, laid out for sampling, are on disk."""
     config, mesh = run.config, run.blueprint.samples_on
-    settings = config.rollout.group_size, config.train.seed
-    return _policy(run.inputs.pretrained, run.engine, mesh, *settings)
+    keys = config.rollout, config.train.seed
+    return _policy(run.inputs.pretrained, run.engine, mesh, *keys)
 
 
 def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
