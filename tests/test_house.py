@@ -262,19 +262,19 @@ def test_no_package_has_the_name_of_a_public_function():
 
 
 LINES = {
-    "advantages": 3200,
+    "advantages": 3300,
     "losses": 950,
     "core": 450,
     "data": 1550,
     "models": 4650,
     "rewards": 1450,
-    "rollout": 2200,
+    "rollout": 2300,
     "update": 1600,
     "config": 1700,
     "evaluation": 650,
-    "training": 5920,
+    "training": 6050,
     "planning": 1450,
-    "experiments": 2350,
+    "experiments": 2480,
     "cli": 2900,
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""

@@ -1,5 +1,13 @@
 """Towards the filtered model: the base, restricted to right answers; and the base under a penalty.
 
+Samples of another policy q, that of behavior_logp, are weighed with `off_policy`:
+
+    w[p, g] = pi(y) / q(y),  a[p, g] = w (R - mean of w R over the other samples)
+
+With R of alpha 0 and Z known w R is p(y) / q(y) - pi(y) / q(y): GDC++, whose second term is a
+baseline of expectation 0. pi is read from trainer_logp, and log w is clamped to +-20. All-fail
+groups are then 0 in expectation alone. The loss should have no ratio of its own.
+
 v in {0, 1} is success, a the base, pi the policy sampled from, Z = P_a(v = 1) the base's success
 rate on a prompt. The filtered model is p(y) = a(y) v(y) / Z, the target of `alpha_dpg` and `f_dpg`.
 
@@ -58,35 +66,25 @@ def alpha_dpg(
 
     R is -1 on failures. All-fail groups give exactly 0; all-pass groups do not: each sample is
     pushed to its odds under the base. A single sample keeps its R. Its expected gradient is
-    -(1 - alpha) times that of the alpha-divergence of pi from p, with cap and an estimated Z
-    up to their bias; alpha 0 is -grad KL(p || pi), alpha -> 1 leave-one-out REINFORCE on v. What
-    the base cannot say (log-prob -inf) counts as a failure.
+    -(1 - alpha) times that of the alpha-divergence of pi from p, up to the bias of cap and Z; alpha
+    0 is -grad KL(p || pi), 1 leave-one-out REINFORCE on v. What the base cannot say is a failure.
 
     Args:
       alpha: in [0, 1), a number; or a function of the step, which may reach 1: R = v - 1.
       cap: the highest R. It bites where the policy has left what the base finds likely.
       z: how log Z is estimated from a v / pi, at most 0: "group", the mean over this group;
         "running", over all of the row's samples so far, these included.
-      base_rate: name of a field [P] that holds Z instead, as measured before training. NaN, not
-        measured, masks the prompt: it has no target.
+      base_rate: a field [P] that holds Z instead, as measured before; NaN masks the prompt.
       floor: Z where the estimate is 0, in a group without success.
       threshold: the lowest value that is a success; None: values must be 0 or 1.
-      off_policy: whether samples of another policy q, that of behavior_logp, are weighed:
+      off_policy: whether samples of another policy are weighed, as the module says.
 
-        w[p, g] = pi(y) / q(y),  a[p, g] = w (R - mean of w R over the other samples)
-
-        With alpha 0 and Z known w R is p(y) / q(y) - pi(y) / q(y): GDC++, whose second term is a
-        baseline of expectation 0. pi is read from trainer_logp; log w is clamped to +-20. All-fail
-        groups are then not 0, but in expectation. Take a loss without a ratio of its own.
-
-    Fields: base_logp [P, G, T], summed over token_mask, against behavior_logp; trainer_logp if
-    off_policy.
+    Fields: base_logp [P, G, T] against behavior_logp; trainer_logp if off_policy.
     Signal: [P, G] -> [P, G]; a value that is neither 0 nor 1 is an InputError, under jit masked and
     counted ("refused"); a sample whose sums are NaN is masked.
-    Metrics: z, refused, capped, unsupported (successes of base probability 0), shares of samples;
-    if off_policy weight, the mean of w.
-    Source: arXiv 2512.05962; cap 10 and floor 1e-4 are its code's. Z from a field is ours. The
-    off-policy form is that of GDC++, arXiv 2206.00761, for every alpha.
+    Metrics: z, refused, capped, unsupported (successes of base probability 0), weight (mean w).
+    Source: arXiv 2512.05962; cap 10 and floor 1e-4 are its code's. Off policy: GDC++, arXiv
+    2206.00761. Z from a field is ours.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
@@ -338,8 +336,8 @@ def _less_others(reward: Array, weight: Array | None, mask: Array) -> Array:
     weight = None if weight is None else jnp.where(mask, weight, 0)
     weighed = reward if weight is None else weight * reward
     other_count = (number - 1).astype(reward.dtype)
-    others = (weighed.sum(1, keepdims=True) - weighed) / jnp.maximum(other_count, 1)
-    value = jnp.where(number > 1, reward - others, reward)
+    leave_one_out_mean = (weighed.sum(1, keepdims=True) - weighed) / jnp.maximum(other_count, 1)
+    value = jnp.where(number > 1, reward - leave_one_out_mean, reward)
     if weight is not None:
         return weight * value
     return jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)

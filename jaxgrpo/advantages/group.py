@@ -221,8 +221,8 @@ def normalise_with_virtual_rewards(
 
     >>> from jaxgrpo.advantages import evaluate
     >>> virtual = normalise_with_virtual_rewards(count=1, eps=0.0, ddof=0)
-    >>> evaluate(virtual, [[1.0, 0.0], [0.0, 0.0]])[0].round(3).tolist()
-    [[1.0, -1.0], [-0.707, -0.707]]
+    >>> evaluate(virtual, [[1.0, 0.0], [0.0, None]])[0].tolist()
+    [[1.0, -1.0], [-1.0, 0.0]]
     """
     name = "normalise_with_virtual_rewards"
     base.check(name, "a whole number of at least 1", lambda count: count >= 1, count=count)

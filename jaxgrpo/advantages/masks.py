@@ -60,14 +60,14 @@ def keep_samples(count: int | None = None) -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         samples = signal.mask.shape[1]
-        kept = (samples + 1) // 2 if count is None else count
-        if kept > samples:
+        limit = (samples + 1) // 2 if count is None else count
+        if limit > samples:
             raise InputError(
                 f"keep_samples: count = {count}, but a group has {samples} samples: give at most "
                 "rollout.group_size"
             )
         place = jnp.arange(samples).reshape(1, -1, *(1,) * (signal.mask.ndim - 2))
-        return dataclasses.replace(signal, mask=signal.mask & (place < kept)), {}
+        return dataclasses.replace(signal, mask=signal.mask & (place < limit)), {}
 
     return base.stateless(name, apply)
 

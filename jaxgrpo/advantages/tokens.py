@@ -79,21 +79,16 @@ def hicra(
 
     Args:
       alpha: in [0, 1), a number or a function of the step; from 1 on failures would be praised.
-      field: bool [P, G, T], True on planning tokens; "planning" where grams are not given.
-      grams: token ids of phrases; each token of an occurrence in completion_tokens, over tokens
-        that the policy chose and without a gap, is a planning token. Give one of the two.
-      placebo: a seed: raises as many other tokens of each sample, drawn at random, in place of its
-        planning tokens. What is left of the gain was not planning.
+      field: bool [P, G, T], True on planning tokens; "planning" by default.
+      grams: token ids of phrases, in place of a field: tokens of each unbroken occurrence plan.
+      placebo: a seed: raises as many tokens of each sample, drawn at random, in their place.
       entropies: measures the entropy of planning tokens and of the others, of the trained policy.
 
-    Fields: that of planning tokens, or completion_tokens; token_entropy [P, G, T] with entropies.
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put to_tokens()
-    before it.
+    before it. Reads token_entropy [P, G, T] with entropies.
     Metrics: planning, the share of tokens; with entropies planning_entropy and execution_entropy,
-    nats per token; with grams semantic_entropy, -sum f log f over the shares f of each gram among
-    all occurrences in the batch.
-    Source: HICRA, arXiv 2509.03646, by a secondary note whose prose has failed plans blamed more,
-    against its formula; the formula is followed. How grams are found is left to the caller.
+    nats per token; with grams semantic_entropy, -sum f log f over each gram's share f of all.
+    Source: HICRA, arXiv 2509.03646, by a note whose prose, not its formula, blames failures more.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"token_mask": [[[True, True]]], "planning": [[[True, False]]]}
@@ -104,24 +99,11 @@ def hicra(
     base.check("hicra", expected, lambda alpha: 0 <= alpha < 1, alpha=alpha)
     if field is not None and grams is not None:
         raise InputError("hicra: field and grams both say which tokens plan: give one of them")
-    phrases = None if grams is None else _phrases(grams)
-    name = field or "planning"
+    phrases, name = None if grams is None else _phrases(grams), field or "planning"
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        metrics: Metrics = {}
-        if phrases is None:
-            planning = base.read_field("hicra", name, rollouts).astype(bool)
-        else:
-            token_mask = base.read("hicra", rollouts, "token_mask").astype(bool)
-            tokens = base.read("hicra", rollouts, "completion_tokens")
-            read = token_mask & signal.mask.any(-1, keepdims=True)
-            planning, counts = _occurs(jnp.where(read, tokens, -1), phrases)
-            metrics["semantic_entropy"] = mean(_entropy(counts))
-        metrics["planning"] = mean(planning, signal.mask)
-        if entropies:
-            entropy = base.read_field("hicra", "token_entropy", rollouts)
-            metrics["planning_entropy"] = mean(entropy, signal.mask & planning)
-            metrics["execution_entropy"] = mean(entropy, signal.mask & ~planning)
+        planning, metrics = _planning(signal.mask, name, phrases, rollouts)
+        metrics |= _entropies(signal.mask, planning, rollouts) if entropies else {}
         if placebo is not None:
             planning = _shuffled(planning, signal.mask, placebo, rollouts.step)
         value = stats.widen(signal.value)
@@ -320,6 +302,32 @@ def _phrases(grams: Sequence[Any]) -> dict[int, list[tuple[int, ...]]]:
     if not by_length:
         raise InputError("hicra: grams is empty: no token would be a planning token")
     return by_length
+
+
+def _planning(
+    mask: Array, field: str, phrases: dict[int, list[tuple[int, ...]]] | None, rollouts: Rollouts
+) -> tuple[Array, Metrics]:
+    """Planning tokens [P, G, T], by a field or by phrases, and metrics of both."""
+    if phrases is None:
+        planning = base.read_field("hicra", field, rollouts).astype(bool)
+        return planning, {"planning": mean(planning, mask)}
+    token_mask = base.read("hicra", rollouts, "token_mask").astype(bool)
+    tokens = base.read("hicra", rollouts, "completion_tokens")
+    live = token_mask & mask.any(-1, keepdims=True)
+    planning, counts = _occurs(jnp.where(live, tokens, -1), phrases)
+    return planning, {
+        "semantic_entropy": mean(_entropy(counts)),
+        "planning": mean(planning, mask),
+    }
+
+
+def _entropies(mask: Array, planning: Array, rollouts: Rollouts) -> Metrics:
+    """Of planning tokens and of the others."""
+    entropy = base.read_field("hicra", "token_entropy", rollouts)
+    return {
+        "planning_entropy": mean(entropy, mask & planning),
+        "execution_entropy": mean(entropy, mask & ~planning),
+    }
 
 
 def _shuffled(planning: Array, mask: Array, seed: int, step: Array) -> Array:

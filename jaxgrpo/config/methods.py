@@ -236,15 +236,18 @@ def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proxi
 
 
 def refuse_stale(
-    chain: AdvantageTransform, surrogate: Surrogate, proximal: str, staleness: int, steps: int
+    chain: AdvantageTransform, objective: Objective, staleness: int, steps: int
 ) -> None:
     """Raises InputError if nothing weighs samples of older parameters by how likely they are now,
     and if all samples of a run are of its first parameters."""
+    if not staleness:
+        return
     if staleness >= steps - 1:
         raise InputError(
             f"rollout.staleness = {staleness}: each of train.steps = {steps} steps would train on "
             "samples of the first parameters; set it lower"
         )
+    surrogate, proximal = objective.surrogate, objective.proximal
     if not chain.importance and not (surrogate.weighs and proximal == "behavior"):
         raise InputError(
             f"rollout.staleness = {staleness}: {surrogate.name} with loss.proximal = "

@@ -110,14 +110,14 @@ def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
     if not points:
         names = sorted({name for line in lines for name in line})
         raise InputError(f"{run}: no metric {metric!r}: {suggest(metric, names)}")
-    start, kept = points[0][2], [point for point in points[1:] if point[0] > skip]
-    if len(kept) < FEWEST:
+    start, later = points[0][2], [point for point in points[1:] if point[0] > skip]
+    if len(later) < FEWEST:
         raise InputError(
-            f"{run}: {len(kept)} values of {metric} after the first and after --skip {skip}, and a "
+            f"{run}: {len(later)} values of {metric} after the first and after --skip {skip}, and a "
             f"fit takes {FEWEST}: set eval.every lower, or take a metric of each step, --metric "
             "reward"
         )
-    _, compute, value = zip(*kept, strict=True)
+    _, compute, value = zip(*later, strict=True)
     return Curve(str(run), start, np.asarray(compute), np.asarray(value))
 
 

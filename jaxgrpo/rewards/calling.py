@@ -89,15 +89,14 @@ def call_rewards(
     type of values. ValueError if the inputs do not have one length.
     """
     count = len(completions)
-    groups = range(count) if group_ids is None else group_ids
-    trainer_lists = zip(LISTS, (prompts, completions, completion_ids, [*groups]), strict=True)
+    groups = [*(range(count) if group_ids is None else group_ids)]
+    trainer_lists = zip(LISTS, (prompts, completions, completion_ids, groups), strict=True)
     lists = {**dict(trainer_lists), **columns}
     _refuse_other_lengths(lists, count)
     for name, function in rewards.items():
         check(name, function, columns)
     unscored = {name for name, mode in (on_error or {}).items() if mode == "unscored"}
-    state = trainer_state or TrainerState()
-    limits = timeout or {}
+    state, limits = trainer_state or TrainerState(), timeout or {}
     calls = [
         _Call(name, function, lists, count, state, name in unscored, limits.get(name))
         for name, function in rewards.items()

@@ -1,6 +1,6 @@
 """Goals: tokens that each sample of a prompt begins with, drawn by stated shares.
 
-The prompt of a group stays one, so that its keys and values are computed once; a goal stands behind
+The prompt of a group stays one, so that its keys and values are computed once. A goal comes after
 it and is no part of what a sample says: it is not trained on, and rewards do not see it. The group
 then holds samples under different conditions, and differs more often.
 
@@ -121,9 +121,9 @@ def goal_metrics(
     total = np.add.reduce([weights[name] * value for name, value in rewards.items()])
     metrics: dict[str, float] = {}
     for number, name in enumerate(goals.names):
-        chosen = drawn == number
-        scored = chosen & np.isfinite(total)
-        metrics[f"goals/{name}/share"] = float(chosen.mean())
-        for key, values, mask in (("reward", total, scored), ("advantage", advantage, chosen)):
+        has_goal = drawn == number
+        scored = has_goal & np.isfinite(total)
+        metrics[f"goals/{name}/share"] = float(has_goal.mean())
+        for key, values, mask in (("reward", total, scored), ("advantage", advantage, has_goal)):
             metrics[f"goals/{name}/{key}"] = float(values[mask].mean()) if mask.any() else np.nan
     return metrics

@@ -27,7 +27,6 @@ from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.folder import evaluation_metrics, plain
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
-from jaxgrpo.training.setup import Setup
 from jaxgrpo.training.stored_policy import policy_for_run
 
 OnStep = Callable[[int, dict[str, float]], object]
@@ -65,7 +64,8 @@ def make_hooks(
     if evaluations is not None:
         hooks.append(evaluations.after_step)
     if (goals := opened.run.collector.source.goals) is not None:
-        hooks.append(compare_goals(opened.run, goals))
+        weights = {reward.name: reward.weight for reward in opened.run.rewards}
+        hooks.append(compare_goals(goals, weights))
     hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
     if on_step is not None:
         hooks.append(call_user(on_step))
@@ -77,34 +77,37 @@ def is_due(number: int, interval: int) -> bool:
     return bool(interval) and number % interval == 0
 
 
-def step_flops(run: Setup, rollouts: Rollouts, values: Mapping[str, float]) -> float:
+def step_flops(
+    weights: int, passes: int, samples: bool, rollouts: Rollouts, values: Mapping[str, float]
+) -> float:
     """The operations of a step's matrix products, without scores of attention and recomputation.
 
-        2 W (sampled + prompts) + 2 W (scores + passes x iterations) (live tokens, with prompts)
+        2 W (sampled tokens + prompts) + 2 W passes (live tokens + their prompts)
 
-    with W the weights of the layers' linear maps and of the head; an update is 3 passes, 2 with
-    adapters. With `rollout.refill` sampled tokens and prompts are those of all rounds.
+    With `rollout.refill` sampled tokens and prompts are those of all rounds.
 
     Args:
+      weights: W, of the layers' linear maps and of the head.
+      passes: of scoring and of updates: an update is 3, 2 with adapters.
+      samples: whether the step sampled; a replay does not.
       values: metrics of the step.
     """
-    blueprint = run.blueprint
-    config = blueprint.model.config
-    weights = config.linear_weights + config.hidden_size * config.vocab_size
     masks = rollouts.prompt_mask, rollouts.token_mask
     prompts, tokens = (float(count) for count in sharding.to_host([mask.sum() for mask in masks]))
-    needs = blueprint.chain.needs | blueprint.objective.needs
-    scores = len({FIELDS[name].policy for name in needs & FIELDS.keys()})
-    passes = (2 if config.lora else 3) * blueprint.num_iterations
     rounds = values.get("refill/groups", len(rollouts.row)) / len(rollouts.row)
-    sampled = 0.0 if run.inputs.replay else values["num_tokens"] + rounds * prompts
+    sampled = values["num_tokens"] + rounds * prompts if samples else 0.0
     live = values["live_tokens"] * tokens + values["live_groups"] * prompts
-    return 2.0 * weights * (sampled + (scores + passes) * live)
+    return 2.0 * weights * (sampled + passes * live)
 
 
 def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
+    blueprint, samples = opened.run.blueprint, opened.run.inputs.replay is None
+    config, needs = blueprint.model.config, blueprint.chain.needs | blueprint.objective.needs
+    weights = config.linear_weights + config.hidden_size * config.vocab_size
+    scores = len({FIELDS[name].policy for name in needs & FIELDS.keys()})
+    passes = scores + (2 if config.lora else 3) * blueprint.num_iterations
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]
@@ -114,15 +117,14 @@ def count_work(opened: OpenRun) -> Hook:
             if name not in progress.reported:
                 progress.reported.add(name)
                 display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
-        flops = step_flops(opened.run, step.collected.rollouts, step.values)
+        flops = step_flops(weights, passes, samples, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 
     return hook
 
 
-def compare_goals(run: Setup, goals: Goals) -> Hook:
-    """Measures the samples of each goal."""
-    weights = {reward.name: reward.weight for reward in run.rewards}
+def compare_goals(goals: Goals, weights: Mapping[str, float]) -> Hook:
+    """Measures the samples of each goal. Args: weights: of the rewards."""
 
     def hook(step: StepEnd) -> StepEnd:
         rollouts, advantage = sharding.to_host((step.collected.rollouts, step.advantage))

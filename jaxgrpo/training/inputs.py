@@ -208,6 +208,11 @@ def load_answers(
                     'reference answer; leave it out, or take recipe = "dro_r3"'
                 )
         return None
+    if rollout.goals:
+        raise InputError(
+            "rollout.goals: a method that scores reference answers takes a completion for the "
+            "thought, and a goal is none; leave one of the two out"
+        )
     tokenizer, stored = pretrained.tokenizer, pretrained.model.config
     answers = read_answers(tokenizer, rows, prefix, stop_tokens, limit)
     prompts.check_tokens(rows, answers.forced, tokenizer, stored.vocab_size, "answer")

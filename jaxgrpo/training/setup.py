@@ -19,7 +19,6 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, TrainKeys
-from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream, Waiting
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.models import attention, decoder, sharding
@@ -268,11 +267,6 @@ def make_rollout_source(
     answers = inputs.load_answers(
         data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
     )
-    if answers is not None and rollout.goals:
-        raise InputError(
-            "rollout.goals: a method that scores reference answers takes a completion for the "
-            "thought, and a goal is none; leave one of the two out"
-        )
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), columns)
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
@@ -284,10 +278,8 @@ def make_rollout_source(
     reward = make_rewarder(
         policy, pretrained.tokenizer, rewards, rows, columns, answers, train.steps, seed
     )
-    prefix = None if goals is None else goals.tokens.shape[1]
-    room = refill.no_groups(geometry, names, columns, answers, prefix)
-    leftover = None if rollout.refill is None else room
-    waiting = Waiting(leftover, (room,) * rollout.staleness)
+    room = refill.no_groups(geometry, names, columns, answers, goals and goals.tokens.shape[1])
+    waiting = Waiting(room if rollout.refill else None, (room,) * rollout.staleness)
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
 
@@ -305,8 +297,7 @@ def build_method(
     Args:
       sampling: how it samples; None: as the tokenizer of the model says.
     """
-    mesh, model = pretrained.mesh, pretrained.model
-    rollout, train = config.rollout, config.train
+    mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
     geometry = _geometry(rollout, train, mesh)
     named = config.named_chain if advantage is None else advantage
@@ -314,9 +305,7 @@ def build_method(
     chain = methods.make_chain(config.loss, recipe)
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
-    if rollout.staleness:
-        loss = objective.surrogate, objective.proximal
-        methods.refuse_stale(chain, *loss, rollout.staleness, train.steps)
+    methods.refuse_stale(chain, objective, rollout.staleness, train.steps)
     optimizer = make_optimizer(
         trained(model, model.axes), updates=train.updates, **vars(config.optimizer)
     )

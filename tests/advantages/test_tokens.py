@@ -139,11 +139,11 @@ def test_entropies_of_planning_and_of_the_rest_and_of_the_grams_are_reported():
     grams = [[1, 2], [5], [3], [9] * 9]
     method = chain(sum_rewards(), to_tokens(), hicra(grams=grams, entropies=True))
     _, _, metrics = compute(method, rollouts, method.init(spec))
-    found = {name.split("/")[1]: float(metric.result()) for name, metric in metrics.items()}
-    assert found["planning_entropy"] == pytest.approx((1 + 2 + 4 + 8 + 16) / 5)
-    assert np.isnan(found["execution_entropy"])  # every token plans
+    measured = {name.split("/")[1]: float(metric.result()) for name, metric in metrics.items()}
+    assert measured["planning_entropy"] == pytest.approx((1 + 2 + 4 + 8 + 16) / 5)
+    assert np.isnan(measured["execution_entropy"])  # every token plans
     shares = np.array([2, 1]) / 3  # the masked 3 does not count, nor what is longer than a sample
-    assert found["semantic_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
+    assert measured["semantic_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
     assert hicra(grams=grams, entropies=True).needs == {"token_entropy"}
 
 

@@ -80,8 +80,8 @@ def test_sampler_and_trainer_are_under_the_same_goals_and_a_resumed_run_repeats_
     for line in lines:
         assert line["goals/7/share"] + line["goals/1/share"] == pytest.approx(1)
         assert line["goals/7/share"] > line["goals/1/share"]
-        both = [line[f"goals/{name}/share"] * line[f"goals/{name}/reward"] for name in ("7", "1")]
-        assert sum(both) == pytest.approx(line["reward"], abs=0.01)  # but for unscored samples
+        parts = [line[f"goals/{name}/share"] * line[f"goals/{name}/reward"] for name in ("7", "1")]
+        assert sum(parts) == pytest.approx(line["reward"], abs=0.01)  # but for unscored samples
     config = resumed.path / "config.toml"
     again = train(str(config), run={"dir": str(tmp_path / "again")})
     assert again.summary["parameter_hash"] == resumed.summary["parameter_hash"]
@@ -118,12 +118,12 @@ def test_rewards_and_rows_begin_behind_the_goal(tmp_path):
 def test_conditions_that_differ_make_groups_differ(tmp_path):
     """RC-GRPO's point: behind a first stage on good and bad answers with their goals, a group of
     one condition is flat and one of both is not. The first stage alone is the control."""
-    both = [
+    answers = [
         {"prompt": row["prompt"], "answer": goal + str(2 * n + wrong)}
         for n, row in enumerate(ROWS, start=1)
         for goal, wrong in (("+", 0), ("=", 1))
     ]
-    (tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     stage = {
         "data.path": str(tmp_path / "both.jsonl"),

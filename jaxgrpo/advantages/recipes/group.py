@@ -73,8 +73,8 @@ def avspo(
 
     >>> from jaxgrpo.advantages import evaluate
     >>> options = {"count": 1, "eps": 0.0, "ddof": 0}
-    >>> evaluate("avspo", [[1.0, 0.0], [1.0, 1.0]], options=options)[0].round(3).tolist()
-    [[1.0, -1.0], [0.707, 0.707]]
+    >>> evaluate("avspo", [[1.0, 0.0], [1.0, None]], options=options)[0].tolist()
+    [[1.0, -1.0], [1.0, 0.0]]
     """
     return sum_then("avspo", weights, normalise_with_virtual_rewards(count, top, eps, ddof))
 
@@ -87,7 +87,7 @@ def ttrl(
 ) -> AdvantageTransform:
     """Sum, then GRPO on the first samples of each group; the others only vote.
 
-    Use it with the reward `consensus` where there are no gold answers and the base is right more
+    Use it when there are no gold answers, with the reward `consensus`, and the base is right more
     often than not. The majority may be wrong: evaluate on other data that have them.
 
     Args:
