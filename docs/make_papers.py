@@ -8,32 +8,14 @@ It is read off the docstrings, which give their sources as "Source: DAPO, arXiv 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from docs.pages import FOLDER, arxiv_link, between, markdown, write
-from jaxgrpo.advantages.registry import parts, recipes
-from jaxgrpo.losses.registry import entropies, penalties, reductions, surrogates
-from jaxgrpo.rewards.registry import rewards
+from jaxgrpo.cli.methods import KINDS, papers
 
 PACKAGE = FOLDER.parent / "jaxgrpo"
 PAGE = FOLDER / "papers.md"
-
-KINDS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
-    "recipe": ("advantages.md#recipes", recipes),
-    "part of chains": ("api/advantages.md", parts),
-    "surrogate": ("losses.md#surrogates", surrogates),
-    "reduction": ("api/losses.md", reductions),
-    "penalty": ("losses.md#penalties", {**penalties, **entropies}),
-    "reward": ("rewards.md", rewards),
-}
-"""What a function may be -> the page about it, and all of its kind by name."""
-
-NUMBER = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
-BREAK = re.compile(r"[:;(](?: |$)|, |\. (?!GRPO|\d)|\((?=the)|\b(?:of|by|after|as|the|for) ")
-NAME = re.compile(r"[A-Z]|\w+-[A-Z]")
-"""How the paper is called stands between the last break and its number, and begins like this."""
 
 
 class Mention(NamedTuple):
@@ -58,11 +40,8 @@ def mentions() -> Iterator[Mention]:
 
 def sources(text: str, module: str, name: str) -> Iterator[Mention]:
     """The papers of a docstring on one line."""
-    begin = 0
-    for number in NUMBER.finditer(text):
-        label = BREAK.split(text[begin : number.start()].strip(" ,("))[-1].partition("'s ")[0]
-        yield Mention(number[1], label if NAME.match(label) else "", module, name)
-        begin = number.end()
+    for paper in papers(text):
+        yield Mention(paper.number, paper.label, module, name)
 
 
 def describe_kind(mention: Mention) -> tuple[str, str]:

@@ -253,6 +253,11 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--highest", "X", "what the metric cannot exceed, 1 by default", type=float),
         JSON,
     ),
+    "methods": (
+        "list what a config can name: recipes, parts, losses, rewards, prompt policies, scores",
+        "jaxgrpo.cli.methods:main",
+        JSON,
+    ),
     "export": (
         "write a step of a run as a Hugging Face folder",
         "jaxgrpo.cli.inference:export",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,12 @@ import numpy as np
 from jaxgrpo.config.keys import OTHER_FORMAT
 from jaxgrpo.evaluation.voting import auroc, brier, ece
 from jaxgrpo.rewards import stated_confidence
+
+SHARE = "eval/format/"
+"""What opens the names of formats in metrics.jsonl."""
+
+COLLAPSED = 0.9
+"""The share of one format from which on the others count as lost; ours."""
 
 Texts = Sequence[Sequence[str]]
 """[N][n] completions of N prompts"""
@@ -41,6 +48,30 @@ def find_format(text: str, formats: Mapping[str, str]) -> str:
     """
     fit = (name for name, pattern in formats.items() if re.search(pattern, text, re.DOTALL))
     return next(fit, OTHER_FORMAT)
+
+
+def find_collapse(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The first evaluation in which one format has COLLAPSED of the samples: its step and the
+    format; None: none has. A run that begins so has not collapsed.
+
+    Args:
+      lines: of metrics.jsonl.
+
+    Source: Echo Chamber, arXiv 2504.07912, where policies settle on one format of their base.
+
+    >>> find_collapse([{"step": 0, "eval/format/code": 0.6}, {"step": 9, "eval/format/code": 0.95}])
+    {'step': 9, 'format': 'code'}
+    """
+    for line in lines:
+        shares = {
+            name.removeprefix(SHARE): value
+            for name, value in line.items()
+            if name.startswith(SHARE) and not name.endswith("/accuracy") and value is not None
+        }
+        if shares and max(shares.values()) >= COLLAPSED:
+            name = max(shares, key=shares.__getitem__)
+            return {"step": line["step"], "format": name} if line["step"] else None
+    return None
 
 
 def format_metrics(

@@ -113,7 +113,7 @@ def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
     start, later = points[0][2], [point for point in points[1:] if point[0] > skip]
     if len(later) < FEWEST:
         raise InputError(
-            f"{run}: {len(later)} values of {metric} after the first and after --skip {skip}, and a "
+            f"{run}: {len(later)} values of {metric} after the first and --skip {skip}, and a "
             f"fit takes {FEWEST}: set eval.every lower, or take a metric of each step, --metric "
             "reward"
         )

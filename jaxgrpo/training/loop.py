@@ -23,6 +23,7 @@ from jaxgrpo.core.metrics import finalise, merge
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
+from jaxgrpo.evaluation.diversity import find_collapse
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
@@ -224,7 +225,10 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
         "time/tokens_per_second": speed,
     }
     if has_evaluation and process.is_main():
-        measured = list(filter(None, map(evaluation_metrics, read_metrics(folder.path))))
+        lines = read_metrics(folder.path)
+        if collapse := find_collapse(lines):
+            summary["format_collapse"] = collapse
+        measured = list(filter(None, map(evaluation_metrics, lines)))
         base = progress.base["metrics"] if progress.base else None
         summary |= {"base": base, "trained": measured[-1]}
     if progress.best:

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.diversity import distinct, find_format, format_metrics, stated_metrics
+from jaxgrpo.evaluation.diversity import (
+    distinct,
+    find_collapse,
+    find_format,
+    format_metrics,
+    stated_metrics,
+)
 
 FORMATS = {"code": r"```.*def", "tags": "<answer>", "number": r"^\d+$"}
 CODE, TAGS, NUMBER, NONE = "```\ndef f", "so <answer>7</answer>", "7", "seven"
@@ -88,3 +94,15 @@ def test_texts_without_a_confidence_have_no_calibration():
     assert stated_metrics([["7", "0.9"]], np.zeros((1, 2), bool), np.ones((1, 2), bool)) == {}
     unread = stated_metrics([stating("high")], np.zeros((1, 1), bool), np.ones((1, 1), bool))
     assert unread == {}
+
+
+def test_the_step_of_a_collapse_is_the_first_at_nine_tenths():
+    def line(step, code, box, **more):
+        shares = {"eval/format/code": code, "eval/format/box": box, "eval/format/other": None}
+        return {"step": step, "eval/format/box/accuracy": 0.99, **shares, **more}
+
+    history = [line(0, 0.6, 0.4), {"step": 1}, line(2, 0.3, 0.7), line(4, 0.1, 0.9), line(6, 0, 1)]
+    assert find_collapse(history) == {"step": 4, "format": "box"}
+    assert find_collapse(history[:3]) is None
+    assert find_collapse([{"step": 0}]) is None
+    assert find_collapse([line(0, 0.95, 0.05), *history[1:]]) is None  # the base wrote one format

@@ -76,7 +76,7 @@ def test_too_few_points_and_unknown_metrics_are_refused(tmp_path):
     write([{"step": step, "reward": 0.1, "flops": 2.0} for step in range(1, 9)])
     with pytest.raises(InputError, match="no metric 'rewrd': did you mean 'reward'"):
         fit.read_curve(str(tmp_path), "rewrd")
-    with pytest.raises(InputError, match="2 values of reward after the first and after --skip 6"):
+    with pytest.raises(InputError, match="2 values of reward after the first and --skip 6"):
         fit.read_curve(str(tmp_path), "reward", skip=6)
     read = fit.read_curve(str(tmp_path), "reward")
     assert read.compute.tolist() == [4, 6, 8, 10, 12, 14, 16]  # the first value is the start

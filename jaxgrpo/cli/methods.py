@@ -1,0 +1,111 @@
+"""`jaxgrpo methods`: everything that a config can name, with its source, needs and page.
+
+Sources are read off the docstrings, which give them as "Source: DAPO, arXiv 2503.14476".
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxgrpo.advantages.registry import parts, recipes
+from jaxgrpo.core.types import FIELDS, OF_ANSWERS
+from jaxgrpo.losses.registry import entropies, penalties, reductions, surrogates
+from jaxgrpo.rewards.registry import rewards
+from jaxgrpo.rollout.selection import policies
+from jaxgrpo.training.records.console import Document, show_whole, terminal_table
+
+KINDS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+    "recipe": ("advantages.md#recipes", recipes),
+    "part of chains": ("api/advantages.md", parts),
+    "surrogate": ("losses.md#surrogates", surrogates),
+    "reduction": ("api/losses.md", reductions),
+    "penalty": ("losses.md#penalties", {**penalties, **entropies}),
+    "reward": ("rewards.md", rewards),
+    "prompt policy": ("configuration.md#prompt-policies", policies),
+}
+"""What a function may be -> the page of docs/ about it, and all of its kind by name."""
+
+SCORE = "score"
+"""The kind of what a pass of a model gives: a part that needs it gets it."""
+
+NUMBER = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
+BREAK = re.compile(r"[:;(](?: |$)|, |\. (?!GRPO|\d)|\((?=the)|\b(?:of|by|after|as|the|for) ")
+NAME = re.compile(r"[A-Z]|\w+-[A-Z]")
+"""How the paper is called stands between the last break and its number, and begins like this."""
+
+
+class Paper(NamedTuple):
+    """A paper that a docstring names as a source."""
+
+    number: str  # of arXiv
+    label: str  # how it is called; "" where the number stands alone
+
+
+class Method(NamedTuple):
+    """Something that a config can name."""
+
+    name: str
+    kind: str
+    summary: str  # the first sentence of its docstring
+    sources: tuple[str, ...]  # numbers of arXiv; (): none is given, or the idea is ours
+    needs: tuple[str, ...] | None  # fields beside rewards; None: it depends on its options
+    page: str  # in docs/
+
+
+def papers(text: str) -> Iterator[Paper]:
+    """The papers of a docstring on one line, in order."""
+    begin = 0
+    for number in NUMBER.finditer(text):
+        label = BREAK.split(text[begin : number.start()].strip(" ,("))[-1].partition("'s ")[0]
+        yield Paper(number[1], label if NAME.match(label) else "")
+        begin = number.end()
+
+
+def one_line(factory: Callable[..., Any]) -> str:
+    """The docstring on one line."""
+    return " ".join((inspect.getdoc(factory) or "").split())
+
+
+def methods() -> Iterator[Method]:
+    """All of them, by kind and name."""
+    for kind, (page, factories) in KINDS.items():
+        for name, factory in sorted(factories.items()):
+            text = one_line(factory)
+            numbers = dict.fromkeys(paper.number for paper in papers(text))
+            summary = (inspect.getdoc(factory) or "").partition("\n\n")[0]
+            summary = " ".join(summary.split())
+            yield Method(name, kind, summary, tuple(numbers), _needs(factory), page)
+    for name, field in FIELDS.items():
+        summary = f"{field.quantity} of each token by the {field.policy} policy, {field.shape}"
+        yield Method(name, SCORE, summary, (), (), "advantages.md")
+    for name, summary in OF_ANSWERS.items():
+        yield Method(name, SCORE, summary, (), (), "data.md#reference-answers")
+
+
+def _needs(factory: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The fields that it reads with its default options; None where it has options without."""
+    if any(factory is reward for reward in rewards.values()):
+        return ()
+    try:
+        built = factory()
+    except (TypeError, ValueError):
+        return None
+    return tuple(sorted(getattr(built, "needs", ())))
+
+
+def main(as_json: bool = False) -> int | Document:
+    """The command: prints a table. Returns the exit code."""
+    entries = list(methods())
+    if as_json:
+        return Document({"methods": [entry._asdict() for entry in entries]})
+    rows = [["kind", "name", "arXiv", "needs", "what it does"]]
+    for entry in entries:
+        needs = "its options say" if entry.needs is None else ", ".join(entry.needs)
+        rows.append([entry.kind, entry.name, " ".join(entry.sources), needs, entry.summary])
+    show_whole(Console(highlight=False), terminal_table(rows))
+    return 0
