@@ -18,7 +18,7 @@ from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
 from jaxgrpo.core.errors import InputError, NotGiven, explaining_own_code, own_line
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
-from jaxgrpo.core.types import FIELDS, Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Rollouts, RolloutSpec, Signal
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
 """The steps of a chain under their unique names."""
@@ -173,10 +173,9 @@ def _rollout_shapes(
 
     real, whole_number, tokens = jnp.float32, jnp.int32, (samples, length)
     answers = {
-        "answer_logp": array(real, samples, length),
-        "answer_mask": array(jnp.bool_, length),
-        "masked_answer_logp": array(real, length),
-    }
+        name: array(real, *((samples, length) if "G" in field.shape else (length,)))
+        for name, field in OF_ANSWERS.items()
+    } | {"answer_mask": array(jnp.bool_, length)}
     model_fields: dict[str, Any] = {name: array(real, *tokens) for name in FIELDS} | answers
     data_fields: dict[str, Any] = {
         name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])

@@ -15,7 +15,7 @@ from jaxgrpo.advantages.stats import top_share
 from jaxgrpo.advantages.streams import add_stream, any_mask, stream
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Rollouts, Signal
+from jaxgrpo.core.types import SCORERS, Rollouts, Signal, answer_field
 
 LOWEST_LOGP = -30.0
 """Answer log-probs are cut here, in nats: one of -inf would own all variance."""
@@ -45,6 +45,7 @@ def reasoning_reflection(
     share: Scheduled = 0.1,
     masked_thought: bool = False,
     propagation: float | None = None,
+    scorer: str = "trainer",
 ) -> AdvantageTransform:
     """R3: adds the stream "r3", the weighted log-prob of a known answer after each thought.
 
@@ -70,11 +71,13 @@ def reasoning_reflection(
       propagation: gamma, per token, of c[j] = the sum over earlier k that weigh more than uniform
         of log P_k(j) (`log_propagation`): what the answer's own beginning gave away is not the
         thought's merit. None: c = 0. Costs J times the rest.
+      scorer: the policy that scores: "trainer"; "base", frozen; "reference", which is the base
+        until `reference.reset_every` makes it a lagged copy. Fields of the last two are called
+        base_answer_logp and so on.
 
     Fields: answer_logp [P, G, J], the answer forced after each sample's thought; answer_mask
-    [P, J]; masked_answer_logp [P, J]. In training a pass of the trained policy scores the data's
-    answers (`data.answer`), at the temperature of sampling; `data.answer_prefix` is between thought
-    and answer.
+    [P, J]; masked_answer_logp [P, J]. In training a pass scores the data's answers (`data.answer`),
+    at the temperature of sampling; `data.answer_prefix` is between thought and answer.
     Streams: [P, G] each -> and "r3".  Raises: InputError on unknown options and other shapes.
     Metrics: dropped, share of prompts that the filter took; spread, its mean over prompts.
     Source: DRO, arXiv 2506.13351. It does not give the form of the weights; "top" never takes a
@@ -85,7 +88,7 @@ def reasoning_reflection(
     >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
     [[-1.0, -3.0]]
     """
-    options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation)
+    options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation, scorer)
     return _transform(options)
 
 
@@ -148,6 +151,13 @@ class _Options(NamedTuple):
     share: Scheduled
     masked_thought: bool
     propagation: float | None
+    scorer: str
+
+    @property
+    def fields(self) -> tuple[str, str | None]:
+        """The fields of log-probs after and without a thought."""
+        masked = answer_field("masked_answer_logp", self.scorer) if self.masked_thought else None
+        return answer_field("answer_logp", self.scorer), masked
 
 
 def _transform(options: _Options) -> AdvantageTransform:
@@ -158,15 +168,15 @@ def _transform(options: _Options) -> AdvantageTransform:
     base.check(_NAME, tokens, lambda share: 0 < share <= 1, share=options.share)
     rate = "a rate above 0, or none at all"
     base.check(_NAME, rate, lambda gamma: gamma > 0, propagation=options.propagation)
-    masked = "masked_answer_logp" if options.masked_thought else None
-    needs = base.needed_fields("answer_logp", "answer_mask", masked)
+    base.check_choice(_NAME, SCORERS, scorer=options.scorer)
+    needs = base.needed_fields("answer_mask", *options.fields)
     step = add_stream(_NAME, "r3", partial(_r3, options), needs)
     compares = callable(options.drop) or options.drop > 0
     return step._replace(relative=True, compares_groups=compares)
 
 
 def _r3(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-    logp, baseline, tokens, scored = _read(streams, rollouts, options.masked_thought)
+    logp, baseline, tokens, scored = _read(streams, rollouts, *options.fields)
     scored_tokens = scored[..., None] & tokens[:, None]
     reference_sample = logp[jnp.arange(len(logp)), jnp.argmax(scored, axis=1)][:, None]
     variance = stats.cross_rollout_variance(logp, scored_tokens, reference_sample)[:, 0]
@@ -193,20 +203,20 @@ class _Answers(NamedTuple):
     scored: Array  # [P, G] bool
 
 
-def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answers:
+def _read(streams: Streams, rollouts: Rollouts, field: str, masked: str | None) -> _Answers:
     """The answer's log-probs, checked and made finite."""
     live_samples = any_mask(streams)
-    logp = stats.widen(base.read_field(_NAME, "answer_logp", rollouts))
+    logp = stats.widen(base.read_field(_NAME, field, rollouts))
     if logp.ndim != 3 or logp.shape[:2] != live_samples.shape:
         raise InputError(
-            f"{_NAME}: answer_logp has shape {logp.shape}, expected [P, G, J] with [P, G] ="
+            f"{_NAME}: {field} has shape {logp.shape}, expected [P, G, J] with [P, G] ="
             f" {live_samples.shape}: log-probs of the answer's tokens after each sample's thought"
         )
     expected = (logp.shape[0], logp.shape[2])
     tokens = base.read_field(_NAME, "answer_mask", rollouts, expected, "[P, J]").astype(bool)
     baseline = jnp.zeros(expected, logp.dtype)
-    if masked_thought:
-        baseline = base.read_field(_NAME, "masked_answer_logp", rollouts, expected, "[P, J]")
+    if masked is not None:
+        baseline = base.read_field(_NAME, masked, rollouts, expected, "[P, J]")
         baseline = baseline.astype(logp.dtype)
     has_logp, has_baseline = logp < jnp.inf, baseline < jnp.inf  # NaN is not
     scored = live_samples & ((has_logp & has_baseline[:, None]) | ~tokens[:, None]).all(-1)

@@ -20,7 +20,7 @@ from jaxgrpo.advantages import AdvantageTransform, chain, chains, registry, sum_
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Rollouts, Signal
+from jaxgrpo.core.types import Rollouts, Signal, answer_field
 from jaxgrpo.training.records.console import Document, terminal_table
 
 
@@ -48,6 +48,11 @@ FIELDS: dict[str, Field] = {
     "answer_logp": Field("[P, G, J]", float, "log-probs of the reference answer's tokens"),
     "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
     "masked_answer_logp": Field("[P, J]", float, "log-probs of the answer without reasoning"),
+    **{
+        answer_field(name, policy): Field(shape, float, f"{name} under the {policy} policy")
+        for name, shape in {"answer_logp": "[P, G, J]", "masked_answer_logp": "[P, J]"}.items()
+        for policy in ("reference", "base")
+    },
     "rubric": Field("[P, G]", float, "1 where the sample meets the rubric, else 0"),
     "classes": Field("[P, G]", float, "id of the kind of answer"),
     "tree": Field("[P, G]", int, "id of the tree that the sample is a leaf of"),

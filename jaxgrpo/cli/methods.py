@@ -83,7 +83,9 @@ def methods() -> Iterator[Method]:
     for name, field in FIELDS.items():
         summary = f"{field.quantity} of each token by the {field.policy} policy, {field.shape}"
         yield Method(name, SCORE, summary, (), (), "advantages.md")
-    for name, summary in OF_ANSWERS.items():
+    for name, field in OF_ANSWERS.items():
+        scorer = f" by the {field.policy} policy" if field.policy else ""
+        summary = f"{field.quantity} of the reference answer's tokens{scorer}, {field.shape}"
         yield Method(name, SCORE, summary, (), (), "data.md#reference-answers")
 
 

@@ -40,7 +40,6 @@ BuiltParts = dict[str, tuple[Part, Any]]
 SOURCE_OPTIONS = ("subset", "split", "revision")
 
 METRIC = keys.ReferenceKeys().reset_metric
-
 UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
 
@@ -296,13 +295,14 @@ def _resets(values: Values) -> Iterator[str]:
             "reference.reset_patience, the evaluations without a new best until a reset"
         )
     reset_keys = [f"reference.{name}" for name in names if values.get(f"reference.{name}")]
-    if not reset_keys or "loss.kl" not in values:
+    if not (reset_keys and "loss.kl" in values):
         return
     kl, recipe = values["loss.kl"], values.get("recipe") or ""
+    part = {"use": recipe} if isinstance(recipe, str) else recipe
     # A chain of one's own may read the reference: that is seen when the run is built.
-    recipe_name = recipe if isinstance(recipe, str) else recipe["use"]
-    has_own_chain = "advantage" in values or is_reference(recipe_name)
-    if (kl is None and not has_own_chain) or (kl and "target_validity" in kl):
+    own_chain = "advantage" in values or is_reference(part["use"])
+    may_read = own_chain or part.get("scorer") == "reference"
+    if "target_validity" in (kl or {}) or (kl is None and not may_read):
         why = "there is no reference" if kl is None else "target_validity measures from the base"
         yield (
             f"{reset_keys[0]}: {why}, so that nothing could be reset; take loss.kl = {{ use = "

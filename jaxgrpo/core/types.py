@@ -170,13 +170,30 @@ OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}
 reads besides the trained ones.
 """
 
-OF_ANSWERS: dict[str, str] = {
-    "answer_logp": "[P, G, J], log-probs of the reference answer's tokens after each thought",
-    "answer_mask": "[P, J], the tokens of that answer",
-    "masked_answer_logp": "[P, J], log-probs of that answer without a thought",
+SCORERS = ("trainer", "reference", "base")
+"""The policies that may score reference answers."""
+
+
+def answer_field(name: str, policy: str) -> str:
+    """The name of a field of reference answers that a policy scores: its own for the trainer's.
+
+    >>> answer_field("answer_logp", "trainer"), answer_field("answer_logp", "base")
+    ('answer_logp', 'base_answer_logp')
+    """
+    return name if policy == "trainer" else f"{policy}_{name}"
+
+
+OF_ANSWERS: dict[str, Field] = {
+    "answer_mask": Field("[P, J]", "", "tokens"),
+    **{
+        answer_field(name, policy): Field(shape, policy, "logp")
+        for name, shape in {"answer_logp": "[P, G, J]", "masked_answer_logp": "[P, J]"}.items()
+        for policy in SCORERS
+    },
 }
-"""Fields of the data's reference answers, for chains: the trained policy scores each answer behind
-the thoughts of its prompt's samples. See `rollout.answers` and `update.answers`.
+"""Fields of the data's reference answers, for chains: a policy scores the tokens of each answer
+behind the thoughts of its prompt's samples, and ("masked") without a thought. See `rollout.answers`
+and `update.answers`.
 """
 
 OF_SAMPLES: dict[str, str] = {

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, Sharding
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import FIELDS, Learner
+from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
@@ -117,7 +117,8 @@ def copied_policies(
 def method_policies(chain: AdvantageTransform, objective: Objective) -> list[str]:
     """The policies that a method reads beside the trained one: "reference", "base"."""
     needs = chain.needs | objective.needs
-    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    fields = FIELDS | OF_ANSWERS
+    scored = {fields[name].policy for name in needs & fields.keys()} - {"trainer", ""}
     return sorted(scored | objective.anchors)
 
 

@@ -1,14 +1,15 @@
 """The pass over reference answers: samples whose completions are thought, prefix and answer.
 
-The trained policy scores them like any samples, in micro-batches that share prompts:
+A policy scores them like any samples, in micro-batches that share prompts:
 
     answer_logp[p, g, j]      = log pi(y_j | prompt, thought g, prefix, y_<j)
     masked_answer_logp[p, j]  = log pi(y_j | prompt, prefix, y_<j), from one more sample per group,
                                 whose thought is empty
 
-pi is the policy before the update, at the temperature of sampling, as for `trainer_logp`.
+pi is the trained policy before the update, the base (frozen), or the reference, which lags behind
+with `reference.reset_every`; at the temperature of sampling, as for `trainer_logp`.
 
-Source: DRO, arXiv 2506.13351; of its three policies that score, the one that is trained.
+Source: DRO, arXiv 2506.13351, with its three policies that score.
 """
 
 from __future__ import annotations

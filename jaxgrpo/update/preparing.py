@@ -20,7 +20,16 @@ from jax.sharding import Mesh
 from jaxgrpo import advantages
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.metrics import Metrics, mean, merge
-from jaxgrpo.core.types import FIELDS, Learner, Params, Rollouts, Signal, TrainBatch
+from jaxgrpo.core.types import (
+    FIELDS,
+    OF_ANSWERS,
+    Learner,
+    Params,
+    Rollouts,
+    Signal,
+    TrainBatch,
+    answer_field,
+)
 from jaxgrpo.losses import Reduction
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
@@ -126,19 +135,22 @@ class Preparer:
         if names := needs & FIELDS.keys():
             geometry = self.blueprint.geometry
             fields |= self.score_samples(learner, names, rollouts, lengths, geometry)
-        if needs & {answers.ANSWER, answers.MASKED}:
-            fields |= self.score_answers(learner, rollouts)
+        scored = {OF_ANSWERS[name].policy for name in needs & OF_ANSWERS.keys()} - {""}
+        for policy in sorted(scored):
+            fields |= self.score_answers(learner, rollouts, policy)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
-    def score_answers(self, learner: Learner, rollouts: Rollouts) -> dict[str, Array]:
+    def score_answers(self, learner: Learner, rollouts: Rollouts, policy: str) -> dict[str, Array]:
         """The log-probs of the reference answers, in a pass over them and the thoughts."""
         blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
-        masked = answers.MASKED in blueprint.chain.needs
+        masked = answer_field(answers.MASKED, policy) in blueprint.chain.needs
         geometry = answers.answer_geometry(blueprint.geometry, longest, masked, blueprint.mesh)
         longer = self.behind_thoughts(rollouts, geometry)
         lengths = sharding.to_host(self.measure(longer))
-        scored = self.score_samples(learner, {"trainer_logp"}, longer, lengths, geometry)
-        return self.pick_answer_logp(scored["trainer_logp"], rollouts)
+        name = f"{policy}_logp"
+        scored = self.score_samples(learner, {name}, longer, lengths, geometry)
+        picked = self.pick_answer_logp(scored[name], rollouts)
+        return {answer_field(field, policy): value for field, value in picked.items()}
 
     def score_samples(
         self,

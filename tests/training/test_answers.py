@@ -139,3 +139,19 @@ def test_answers_for_which_the_model_has_no_positions_are_refused(tmp_path):
     run = setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
     assert run.collector.source.answers is not None
     assert (run.collector.source.answers.longest, run.collector.source.answers.num_cut) == (5, 8)
+
+
+@pytest.mark.full
+def test_a_frozen_a_lagged_and_the_trained_scorer_begin_alike_and_part(tmp_path):
+    lines = {}
+    for scorer in ("trainer", "base", "reference"):
+        changes = {**ALONE, "recipe": {**ALONE["recipe"], "scorer": scorer}, "train.steps": 4}
+        if scorer == "reference":
+            changes["reference"] = {"reset_every": 2}
+        loop.train(small_run.config(tmp_path / scorer, **changes))
+        lines[scorer] = [
+            line["reasoning_reflection/spread"] for line in small_run.metrics(tmp_path / scorer)
+        ]
+    assert lines["trainer"][0] == lines["base"][0] == lines["reference"][0]
+    assert lines["base"][1] == lines["reference"][1] != lines["trainer"][1]  # not reset yet
+    assert lines["base"][2] != lines["reference"][2]

@@ -17,6 +17,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.training import memory
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
 from jaxgrpo.update.forward import Blueprint
@@ -33,13 +34,15 @@ LENGTHS = [3, 1, 4, 2]
 THOUGHTS = np.array([[5, 0, 3, 1], [0, 0, 0, 0], [2, 5, 4, 3], [1, 1, 2, 0]], np.int32)
 
 
-def preparer(config=WIDE, masked=True, tokens=25, mesh=(1, 1, 1, 1), width=6, steps=5):
+def preparer(
+    config=WIDE, masked=True, tokens=25, mesh=(1, 1, 1, 1), width=6, steps=5, scorer="trainer"
+):
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     return Preparer(
         Blueprint(
             model=decoder.build(config, constrain=sharding.constrain(grid)),
-            chain=advantages.build("dro_r3", {"masked_thought": masked}),
+            chain=advantages.build("dro_r3", {"masked_thought": masked, "scorer": scorer}),
             objective=losses.Objective(losses.clip(), losses.token_mean()),
             optimizer=optax.sgd(0.1),
             geometry=Geometry(P, G, width, steps, sharding.num_bins(grid), tokens),
@@ -70,11 +73,14 @@ def full_rollouts(width=6, steps=5, seed=0):
     return jax.tree.map(jnp.asarray, dataclasses.replace(rollouts, **changes))
 
 
-def scored(prepare, rollouts, config=WIDE):
+def scored(prepare, rollouts, config=WIDE, scale=1.0):
+    """Args: scale: of the trained parameters over those of frozen policies."""
     blueprint = prepare.blueprint
     layout = sharding.param_shardings(blueprint.mesh, blueprint.model.axes, blueprint.model.shapes)
     params = jax.device_put(tiny.params(config), layout)
     learner = first_learner(blueprint, params, 8, ("reward",))
+    trainable = jax.tree.map(lambda leaf: scale * leaf, learner.trainable)
+    learner = dataclasses.replace(learner, trainable=trainable)
     rollouts = jax.tree.map(
         lambda leaf: sharding.put(
             leaf, sharding.named(blueprint.mesh, *("bins", None, None)[: leaf.ndim])
@@ -188,6 +194,21 @@ def test_the_pass_has_room_for_the_longest_answer_whatever_the_update_computes_a
     sizes = answers.answer_geometry(small, 7, True, mesh)
     assert sizes == Geometry(P, G + 1, 8, 16, 1, 24)
     assert answers.answer_geometry(small._replace(tokens=64), 8, False, mesh).tokens == 64
+
+
+@pytest.mark.parametrize("scorer", ["base", "reference"])
+def test_a_frozen_policy_scores_with_weights_of_its_own(scorer):
+    """A lagged one is the reference, which resets change. The trained policy is far from both."""
+    with jax.enable_x64(True):
+        rollouts = full_rollouts()
+        prepare = preparer(tokens=200, scorer=scorer)
+        assert memory.method_policies(prepare.blueprint.chain, prepare.blueprint.objective) == [
+            scorer
+        ]
+        values, expected = scored(prepare, rollouts, scale=1.5), plain(rollouts)
+    assert values.keys() == {f"{scorer}_{name}" for name in expected}
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[f"{scorer}_{name}"], value, atol=1e-9)
 
 
 def test_a_chain_without_a_baseline_adds_no_sample():

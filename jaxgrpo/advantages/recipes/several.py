@@ -303,6 +303,7 @@ def dro_r3(
     masked_thought: bool = False,
     eps: Scheduled = 1e-6,
     ddof: int = 1,
+    scorer: str = "trainer",
     weights: Weights | None = None,
 ) -> AdvantageTransform:
     """R3 as one more reward, its filter of queries, then the sum normalised within the group.
@@ -317,6 +318,7 @@ def dro_r3(
       drop: share of the batch's prompts that are masked for varying least.
       masked_thought: subtract masked_answer_logp, the answer's log-probs without a thought.
       eps, ddof: of the standard deviation.
+      scorer: "trainer", "base" (frozen) or "reference" (with reference.reset_every a lagged copy).
 
     Fields: answer_logp [P, G, J] and answer_mask [P, J] (`reasoning_reflection`), from the data's
     answers in training. R3 alone is `weights = {"correct": 0.0}`, where `correct` is only logged.
@@ -329,7 +331,7 @@ def dro_r3(
     [[1.0, -1.0]]
     """
     return chain(
-        reasoning_reflection(kind, drop=drop, masked_thought=masked_thought),
+        reasoning_reflection(kind, drop=drop, masked_thought=masked_thought, scorer=scorer),
         sum_rewards(**({} if weights is None else {"r3": 1.0, **weights})),
         subtract_group_mean(),
         divide_by_group_std(eps, ddof),
