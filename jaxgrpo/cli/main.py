@@ -249,8 +249,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("runs", "RUN", "run folders", nargs="+"),
         argument("--metric", "NAME", "of metrics.jsonl; eval/accuracy by default"),
         switch("--half", "fit the first half of the compute too, and compare with the rest"),
-        argument("--skip", "N", "steps to leave out at the beginning", type=int),
-        argument("--highest", "X", "what the metric cannot exceed, 1 by default", type=float),
+        argument("--skip", "N", "steps to leave out at the beginning, 0 by default", type=int),
+        argument("--highest", "X", "what the metric cannot exceed, 1.0 by default", type=float),
         JSON,
     ),
     "methods": (

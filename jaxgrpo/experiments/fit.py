@@ -71,8 +71,8 @@ class Outlook(NamedTuple):
     fit: Fit
     points: int  # that it was fitted on
     error: float  # mean absolute difference on the points behind
-    ends: float  # what it says of the last point
-    actual: float  # what that is
+    ends: float  # its value at the last point
+    actual: float  # that point
 
 
 def sigmoid(compute: Any, start: float, ceiling: Any, middle: Any, steepness: Any) -> np.ndarray:

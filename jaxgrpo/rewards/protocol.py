@@ -7,7 +7,8 @@ One call judges N completions; there is none for N = 0. Prompts, completions, th
 number of the group that each belongs to, and the columns are lists of N entries: what belongs to a
 prompt is repeated for each of its samples, which are all in one call.
 Prompts are texts, or lists of messages; then each completion is a list of one message. A reward,
-sync or async, names the keywords it wants and gets only those, or takes all of them by **kwargs.
+sync or async, names the keywords it wants and gets only those, or takes all of them by **kwargs,
+but for group_ids.
 It returns one number per completion; None or NaN: could not be scored.
 
     trainer_state              the progress of the run: TrainerState
@@ -48,6 +49,8 @@ Rewards = Sequence[RewardFunction | str] | Mapping[str, RewardFunction | str]
 """Functions, or names as a config may use them; a mapping names them."""
 
 LISTS = ("prompts", "completions", "completion_ids", "group_ids")
+BY_NAME = ("group_ids",)
+"""Keywords that only a reward which names them gets: TRL's trainer passes none of them."""
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
 """Keywords that every reward may ask for; no column may have these names."""
 
@@ -152,13 +155,14 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
 
 
 def accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords to pass: those it names, or all; never one that `bind` has fixed."""
+    """The keywords to pass: those it names, or all but BY_NAME; never one that `bind` has fixed."""
     named, takes_all = _parameters(function)
     fixed = function.keywords if isinstance(function, functools.partial) else {}
     return {
         keyword: values
         for keyword, values in arguments.items()
-        if (takes_all or keyword in named) and keyword not in fixed
+        if keyword in named or (takes_all and keyword not in BY_NAME)
+        if keyword not in fixed
     }
 
 

@@ -73,6 +73,15 @@ def test_a_reward_with_kwargs_gets_everything():
     assert received == {**everything, **COLUMNS}
 
 
+def test_a_reward_that_names_groups_gets_them():
+    def grouped(completions, group_ids):
+        return group_ids
+
+    assert call(grouped=grouped)["grouped"].tolist() == [0, 1, 2]
+    with pytest.raises(RewardError, match="column 'group_ids' has a name that rewards get"):
+        call_rewards({"grouped": grouped}, ["p"], ["c"], [[1]], {"group_ids": [7]})
+
+
 def test_no_completions_give_no_scores_and_no_call():
     scores, _ = call_rewards({"never": lambda completions: [1 / 0]}, [], [], [], {})
     assert scores["never"].shape == (0,)
