@@ -275,7 +275,7 @@ LINES = {
     "training": 6050,
     "planning": 1450,
     "experiments": 2480,
-    "cli": 2900,
+    "cli": 2950,
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
 

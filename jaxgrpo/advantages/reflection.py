@@ -71,25 +71,22 @@ def reasoning_reflection(
       propagation: gamma, per token, of c[j] = the sum over earlier k that weigh more than uniform
         of log P_k(j) (`log_propagation`): what the answer's own beginning gave away is not the
         thought's merit. None: c = 0. Costs J times the rest.
-      scorer: the policy that scores: "trainer"; "base", frozen; "reference", which is the base
-        until `reference.reset_every` makes it a lagged copy. Fields of the last two are called
-        base_answer_logp and so on.
+      scorer: "trainer"; "base", which is frozen (its fields are base_answer_logp, ...); or
+        "reference", the base until `reference.reset_every` makes it a lagged copy.
 
-    Fields: answer_logp [P, G, J], the answer forced after each sample's thought; answer_mask
-    [P, J]; masked_answer_logp [P, J]. In training a pass scores the data's answers (`data.answer`),
-    at the temperature of sampling; `data.answer_prefix` is between thought and answer.
+    Fields: answer_logp [P, G, J], the answer forced after each sample's thought; answer_mask and
+    masked_answer_logp [P, J]. In training a pass scores `data.answer` behind `data.answer_prefix`.
     Streams: [P, G] each -> and "r3".  Raises: InputError on unknown options and other shapes.
     Metrics: dropped, share of prompts that the filter took; spread, its mean over prompts.
-    Source: DRO, arXiv 2506.13351. It does not give the form of the weights; "top" never takes a
-    token of no variance, "var" and the share to drop are ours.
+    Source: DRO, arXiv 2506.13351, without the form of weights; "var" and what drops are ours.
 
     >>> from jaxgrpo.advantages import evaluate, sum_rewards
     >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
     >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
     [[-1.0, -3.0]]
     """
-    options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation, scorer)
-    return _transform(options)
+    more = masked_thought, propagation, scorer
+    return _transform(_Options(kind, drop, threshold, spread, share, *more))
 
 
 def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> AdvantageTransform:
