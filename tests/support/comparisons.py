@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import pytest
 import tables
 import tomli_w
+from jax.sharding import Mesh
 
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.models import sharding
@@ -21,7 +21,11 @@ RATES = (0.2, 0.3, 0.4, 0.45)  # below a half: greedily the base answers nothing
 @contextlib.contextmanager
 def one_device():
     """Many steps of almost no work: waiting for four devices would be most of the time."""
-    alone = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+    make_mesh = sharding.make_mesh
+
+    def alone(*sizes: int, devices: Any = None, **axes: int) -> Mesh:
+        return make_mesh(*sizes, devices=devices or jax.devices()[:1], **axes)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "make_mesh", alone)
         yield

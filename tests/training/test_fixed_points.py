@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import comparisons
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ import tables
 
 import jaxgrpo
 from jaxgrpo.data.tasks.base import character_tokenizer
-from jaxgrpo.models import sharding
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders
 
@@ -32,10 +32,9 @@ NEVER = -30.0  # the logit of every other token
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Many steps of almost no work: waiting for four devices would be most of the time."""
-    alone = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(sharding, "make_mesh", alone)
+def one_device():
+    with comparisons.one_device():
+        yield
 
 
 @functools.cache
