@@ -77,25 +77,23 @@ def is_due(number: int, interval: int) -> bool:
     return bool(interval) and number % interval == 0
 
 
-def step_flops(
-    weights: int, passes: int, samples: bool, rollouts: Rollouts, values: Mapping[str, float]
-) -> float:
+def step_flops(weights: int, passes: int, rollouts: Rollouts, values: Mapping[str, float]) -> float:
     """The operations of a step's matrix products, without scores of attention and recomputation.
 
         2 W (sampled tokens + prompts) + 2 W passes (live tokens + their prompts)
 
-    With `rollout.refill` sampled tokens and prompts are those of all rounds.
+    With `rollout.refill` sampled tokens and prompts are those of all rounds; a replay counts what
+    its samples have cost.
 
     Args:
       weights: W, of the layers' linear maps and of the head.
       passes: of scoring and of updates: an update is 3, 2 with adapters.
-      samples: whether the step sampled; a replay does not.
       values: metrics of the step.
     """
     masks = rollouts.prompt_mask, rollouts.token_mask
     prompts, tokens = (float(count) for count in sharding.to_host([mask.sum() for mask in masks]))
     rounds = values.get("refill/groups", len(rollouts.row)) / len(rollouts.row)
-    sampled = values["num_tokens"] + rounds * prompts if samples else 0.0
+    sampled = values["num_tokens"] + rounds * prompts
     live = values["live_tokens"] * tokens + values["live_groups"] * prompts
     return 2.0 * weights * (sampled + passes * live)
 
@@ -103,7 +101,7 @@ def step_flops(
 def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
-    blueprint, samples = opened.run.blueprint, opened.run.inputs.replay is None
+    blueprint = opened.run.blueprint
     config, needs = blueprint.model.config, blueprint.chain.needs | blueprint.objective.needs
     weights = config.linear_weights + config.hidden_size * config.vocab_size
     scores = len({FIELDS[name].policy for name in needs & FIELDS.keys()})
@@ -117,7 +115,7 @@ def count_work(opened: OpenRun) -> Hook:
             if name not in progress.reported:
                 progress.reported.add(name)
                 display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
-        flops = step_flops(weights, passes, samples, step.collected.rollouts, step.values)
+        flops = step_flops(weights, passes, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 
     return hook
