@@ -331,7 +331,7 @@ def _entropies(mask: Array, planning: Array, rollouts: Rollouts) -> Metrics:
 
 
 def _shuffled(planning: Array, mask: Array, seed: int, step: Array) -> Array:
-    """As many unmasked tokens of each sample [..., T], drawn anew in each step."""
+    """As many unmasked tokens of each sample [..., T], drawn at random in each step."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     order = jnp.where(mask, jax.random.uniform(key, mask.shape), jnp.inf)
     rank = jnp.argsort(jnp.argsort(order, axis=-1), axis=-1)

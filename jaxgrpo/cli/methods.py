@@ -51,7 +51,7 @@ class Method(NamedTuple):
 
     name: str
     kind: str
-    summary: str  # the first sentence of its docstring
+    summary: str  # the first paragraph of its docstring
     sources: tuple[str, ...]  # numbers of arXiv; (): none is given, or the idea is ours
     needs: tuple[str, ...] | None  # fields beside rewards; None: it depends on its options
     page: str  # in docs/
@@ -66,19 +66,13 @@ def papers(text: str) -> Iterator[Paper]:
         begin = number.end()
 
 
-def one_line(factory: Callable[..., Any]) -> str:
-    """The docstring on one line."""
-    return " ".join((inspect.getdoc(factory) or "").split())
-
-
 def methods() -> Iterator[Method]:
     """All of them, by kind and name."""
     for kind, (page, factories) in KINDS.items():
         for name, factory in sorted(factories.items()):
-            text = one_line(factory)
-            numbers = dict.fromkeys(paper.number for paper in papers(text))
-            summary = (inspect.getdoc(factory) or "").partition("\n\n")[0]
-            summary = " ".join(summary.split())
+            text = inspect.getdoc(factory) or ""
+            numbers = dict.fromkeys(paper.number for paper in papers(" ".join(text.split())))
+            summary = " ".join(text.partition("\n\n")[0].split())
             yield Method(name, kind, summary, tuple(numbers), _needs(factory), page)
     for name, field in FIELDS.items():
         summary = f"{field.quantity} of each token by the {field.policy} policy, {field.shape}"

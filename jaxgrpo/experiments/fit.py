@@ -28,7 +28,7 @@ from jaxgrpo.training.records.folder import is_number, read_metrics
 COMPUTE = "flops"
 METRIC = "eval/accuracy"
 FEWEST = 5
-"""Points: one more than the numbers that are fitted, so that there is something to be off by."""
+"""Points: two more than the numbers that are fitted, so that there is something to be off by."""
 STEEPNESS = 0.1, 10.0
 """The range of B; the paper's own values lie between 1.6 and 1.9."""
 BEYOND = 30.0
@@ -122,7 +122,7 @@ def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
 
 
 def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
-    """The sigmoid of least squares: from a grid of ceilings and middles, B for each, then all.
+    """The sigmoid of least squares, from the three best places of a grid over its range.
 
     Args:
       highest: what the metric cannot exceed.
@@ -156,7 +156,7 @@ def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
 def bootstrap(
     curve: Curve, fit: Fit, highest: float = 1.0, seed: int = 0
 ) -> dict[str, list[float]]:
-    """95% intervals of the fitted numbers: fits of the fit with its residuals drawn anew."""
+    """95% intervals of the fitted numbers: of fits to the curve with resampled residuals."""
     draw = np.random.default_rng(seed)
     line = fit.at(curve.compute)
     residuals = curve.value - line
@@ -171,7 +171,7 @@ def bootstrap(
 def foretell(curve: Curve, highest: float = 1.0) -> Outlook:
     """Fits the points of the first half of the compute, and compares with the others.
 
-    Raises: InputError where that half has too few points, or the other none.
+    Raises: InputError where that half has too few points.
     """
     first = curve.compute <= curve.compute[-1] / 2 * (1 + 1e-9)  # in spite of rounding
     if first.sum() < FEWEST:

@@ -408,13 +408,13 @@ def flipped(
                 f"rewards.{name} gave {odd[0]:g}, and flip = {flip:g} flips rewards that are "
                 "0 or 1: take flip out, or a reward of 0 and 1"
             )
-        flips = scored & (_draws(seed, name, step, ordinal, value.shape[1]) < flip)
+        flips = scored & (sample_draws(seed, name, step, ordinal, value.shape[1]) < flip)
         noisy[name] = np.where(flips, 1 - value, value).astype(value.dtype)
         metrics[f"rewards/{name}/flipped"] = (float(flips.sum()), max(1, int(scored.sum())))
     return noisy, log._replace(metrics=metrics)
 
 
-def _draws(seed: int, name: str, step: int, ordinal: np.ndarray, samples: int) -> np.ndarray:
+def sample_draws(seed: int, name: str, step: int, ordinal: np.ndarray, samples: int) -> np.ndarray:
     """Uniform numbers [P, G]; those of a prompt begin alike whatever the size of its group."""
     source = zlib.crc32(name.encode())
     seeds = ([seed, source, step, int(place)] for place in ordinal)

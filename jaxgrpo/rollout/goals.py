@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts, Rollouts, Stream
+from jaxgrpo.rewards.calling import sample_draws
 
 WHERE = "rollout.goals"
 
@@ -41,11 +42,7 @@ class Goals(NamedTuple):
 
     def draw(self, ordinal: Any, group_size: int) -> np.ndarray:
         """Which goal each sample has, [P, G] int: a draw from (seed, ordinal, sample) alone."""
-        words = [
-            np.random.Philox(key=np.array([self.seed, place], np.uint64)).random_raw(group_size)
-            for place in np.asarray(ordinal).tolist()
-        ]
-        uniform = np.array(words, np.uint64) / 2.0**64
+        uniform = sample_draws(self.seed, WHERE, 0, np.asarray(ordinal), group_size)
         goals = np.searchsorted(np.cumsum(self.shares), uniform, side="right")
         return np.minimum(goals, len(self.shares) - 1)  # in spite of rounding
 
