@@ -35,11 +35,11 @@ def test_every_process_gets_all_scores_and_all_that_was_logged(python, environme
     first, second = (text.splitlines()[-1] for text in (first_output, second_output))
     assert first == second
     scores, log = json.loads(first)
-    # Tokens count 0 1 2 3 4 5 6 0 1 ...; 0 is padding and cut where it ends a text.
-    texts = ["`ab", "cde", "f`a", "bcd", "ef", "abc", "def", "`ab"]
+    # Tokens count 0 1 2 3 4 5 6 0 1 ...; 0 was not sampled: no text begins or ends with it.
+    texts = ["ab", "cde", "f`a", "bcd", "ef", "abc", "def", "ab"]
     assert log["extra"]["text"] == texts
     # Process 1 judged the groups 1 and 3.
-    assert log["extra"]["second"] == [None, None, None, "bcd", None, None, "def", "`ab"]
+    assert log["extra"]["second"] == [None, None, None, "bcd", None, None, "def", "ab"]
     flat = [value for group in scores["lengths"] for value in group]
     assert flat == pytest.approx([len(text) + 0.1 for text in texts])
     breaks = [math.isnan(value) for group in scores["breaks"] for value in group]
