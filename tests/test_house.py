@@ -262,18 +262,18 @@ def test_no_package_has_the_name_of_a_public_function():
 
 
 LINES = {
-    "advantages": 3300,
+    "advantages": 3500,
     "losses": 950,
-    "core": 450,
+    "core": 480,
     "data": 1550,
     "models": 4650,
     "rewards": 1450,
     "rollout": 2300,
-    "update": 1600,
-    "config": 1700,
+    "update": 1750,
+    "config": 1780,
     "evaluation": 650,
-    "training": 6050,
-    "planning": 1450,
+    "training": 6200,
+    "planning": 1480,
     "experiments": 2480,
     "cli": 2950,
 }

@@ -47,6 +47,7 @@ from jaxgrpo.advantages.mismatch import (
 )
 from jaxgrpo.advantages.reflection import answer_length, reasoning_reflection
 from jaxgrpo.advantages.registry import build, evaluate
+from jaxgrpo.advantages.scored import score_mean, shape_by_effective_rank
 from jaxgrpo.advantages.streams import (
     combine,
     dvao,
@@ -123,7 +124,9 @@ __all__ = [
     "reasoning_reflection",
     "reward_to_go",
     "rubric_gate",
+    "score_mean",
     "sequence_rejection",
+    "shape_by_effective_rank",
     "shrink_rare_success",
     "sign",
     "spec_of",

@@ -18,7 +18,8 @@ from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
 from jaxgrpo.core.errors import InputError, NotGiven, explaining_own_code, own_line
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.scores import OF_ANSWERS, SCORES
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
 """The steps of a chain under their unique names."""
@@ -176,7 +177,7 @@ def _rollout_shapes(
         name: array(real, *((samples, length) if "G" in field.shape else (length,)))
         for name, field in OF_ANSWERS.items()
     } | {"answer_mask": array(jnp.bool_, length)}
-    model_fields: dict[str, Any] = {name: array(real, *tokens) for name in FIELDS} | answers
+    model_fields: dict[str, Any] = {name: array(real, *tokens) for name in SCORES} | answers
     data_fields: dict[str, Any] = {
         name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])
         for name, value in fields.items()

@@ -15,7 +15,8 @@ from jaxgrpo.advantages.stats import top_share
 from jaxgrpo.advantages.streams import add_stream, any_mask, stream
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import SCORERS, Rollouts, Signal, answer_field
+from jaxgrpo.core.scores import SCORERS, answer_field
+from jaxgrpo.core.types import Rollouts, Signal
 
 LOWEST_LOGP = -30.0
 """Answer log-probs are cut here, in nats: one of -inf would own all variance."""

@@ -21,6 +21,7 @@ from jaxgrpo.advantages import (
     masks,
     mismatch,
     reflection,
+    scored,
     streams,
     tokens,
     tracked,
@@ -58,7 +59,7 @@ def _factories(*modules: ModuleType) -> dict[str, Factory]:
 
 parts: dict[str, Factory] = _factories(
     *(streams, group, batch, masks, absolute, weights, tracked, reflection, filtered_model),
-    *(tokens, kl_return, mismatch, trees),
+    *(tokens, kl_return, mismatch, scored, trees),
 )
 recipes: dict[str, Factory] = _factories(group_recipes, several, peers)
 

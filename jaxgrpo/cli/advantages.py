@@ -20,7 +20,8 @@ from jaxgrpo.advantages import AdvantageTransform, chain, chains, registry, sum_
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Rollouts, Signal, answer_field
+from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
+from jaxgrpo.core.types import Rollouts, Signal
 from jaxgrpo.training.records.console import Document, terminal_table
 
 
@@ -32,26 +33,26 @@ class Field(NamedTuple):
     meaning: str
 
 
+def _of_answers(name: str) -> str:
+    behind = "without a thought" if "masked" in name else "behind each thought"
+    return f"log-probs of the reference answer's tokens {behind}"
+
+
 PER_TOKEN = "[P, G, T]"
 FIELDS: dict[str, Field] = {
     "truncated": Field("[P, G]", bool, "whether the length limit cut the sample"),
     "token_mask": Field(PER_TOKEN, bool, "whether the policy chose the token"),
     "completion_tokens": Field(PER_TOKEN, int, "the tokens"),
     "behavior_logp": Field(PER_TOKEN, float, "log-prob under the policy that sampled"),
-    "trainer_logp": Field(PER_TOKEN, float, "log-prob as the trainer computes it"),
-    "reference_logp": Field(PER_TOKEN, float, "log-prob under the reference policy"),
-    "base_logp": Field(PER_TOKEN, float, "log-prob under the original policy"),
-    "token_entropy": Field(PER_TOKEN, float, "entropy of the policy at the token"),
+    **{name: Field(score.shape, float, score_text(score)) for name, score in SCORES.items()},
     "token_value": Field(PER_TOKEN, float, "estimated return from the token on"),
     "planning": Field(PER_TOKEN, bool, "whether the token plans"),
     "token_depth": Field(PER_TOKEN, int, "depth of the tree's node that the token belongs to"),
-    "answer_logp": Field("[P, G, J]", float, "log-probs of the reference answer's tokens"),
     "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
-    "masked_answer_logp": Field("[P, J]", float, "log-probs of the answer without reasoning"),
     **{
-        answer_field(name, policy): Field(shape, float, f"{name} under the {policy} policy")
-        for name, shape in {"answer_logp": "[P, G, J]", "masked_answer_logp": "[P, J]"}.items()
-        for policy in ("reference", "base")
+        name: Field(score.shape, float, f"{_of_answers(name)}, by the {score.policy} policy")
+        for name, score in OF_ANSWERS.items()
+        if score.policy
     },
     "rubric": Field("[P, G]", float, "1 where the sample meets the rubric, else 0"),
     "classes": Field("[P, G]", float, "id of the kind of answer"),
@@ -61,7 +62,7 @@ FIELDS: dict[str, Field] = {
     "ordinal": Field("[P]", int, "place of the prompt in the run"),
     "step": Field("[]", int, "the training step"),
 }
-"""What parts read beside rewards. Those of `types.FIELDS` and `types.OF_ANSWERS` a run scores by
+"""What parts read beside rewards. Those of `types.SCORES` and `types.OF_ANSWERS` a run scores by
 itself."""
 
 

@@ -29,7 +29,7 @@ from jaxgrpo.cli.advantages import (
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import FIELDS, OF_PASS
+from jaxgrpo.core.scores import OF_PASS, SCORES
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
 from jaxgrpo.training.records.console import Document, terminal_table
 
@@ -192,7 +192,7 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
             hint = suggest(field, part.needs)
             raise InputError(f"--field {field}: {part.name} reads no such field: {hint}")
         user_values[field] = numbers[0]
-    defaults = {field: 0.0 if spec.quantity == "logp" else 1.0 for field, spec in FIELDS.items()}
+    defaults = {field: 0.0 if spec.quantity == "logp" else 1.0 for field, spec in SCORES.items()}
     defaults |= dict.fromkeys(OF_PASS, 1.0)
     values = {field: value for field, value in defaults.items() if field in part.needs}
     values |= user_values

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxgrpo.advantages.registry import parts, recipes
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS
+from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
 from jaxgrpo.losses.registry import entropies, penalties, reductions, surrogates
 from jaxgrpo.rewards.registry import rewards
 from jaxgrpo.rollout.selection import policies
@@ -74,8 +74,8 @@ def methods() -> Iterator[Method]:
             numbers = dict.fromkeys(paper.number for paper in papers(" ".join(text.split())))
             summary = " ".join(text.partition("\n\n")[0].split())
             yield Method(name, kind, summary, tuple(numbers), _needs(factory), page)
-    for name, field in FIELDS.items():
-        summary = f"{field.quantity} of each token by the {field.policy} policy, {field.shape}"
+    for name, field in SCORES.items():
+        summary = f"{score_text(field)}, {field.shape}"
         yield Method(name, SCORE, summary, (), (), "advantages.md")
     for name, field in OF_ANSWERS.items():
         scorer = f" by the {field.policy} policy" if field.policy else ""

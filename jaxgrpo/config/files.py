@@ -36,7 +36,7 @@ RESUMABLE = {
 }
 """Keys, and whole tables, that may change when a run is resumed, and why."""
 
-_INPUTS = ("model.path", "data.path", "data.path.path", "eval.data")
+_INPUTS = ("model.path", "data.path", "data.path.path", "eval.data", "scores.policy")
 """Paths that begin at the config's folder; the third is that of a list's entries."""
 _LOCAL = "lora.path"  # one that is no name on the hub
 _NAMES = ("use", "recipe")  # keys that may name own code
@@ -100,7 +100,8 @@ def from_dict(
         raise ConfigError(str(source or "config"), problems)
     sections = {name: reading.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
     method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
-    return Config(**sections, **method, rewards=values["rewards"], source=source)
+    lists = {name: values[name] for name in ("rewards", "scores")}
+    return Config(**sections, **method, **lists, source=source)
 
 
 def _wrong_texts(value: Any, where: str = "") -> Iterator[str]:

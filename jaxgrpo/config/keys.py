@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
+from jaxgrpo.core.scores import POLICIES, QUANTITIES, STRIDE
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX
@@ -183,6 +184,20 @@ class ReferenceKeys:
     reset_kl_above: float | None = key(None, above=0)  # nats per token, of a step's metric kl
     reset_patience: int = key(0, at_least=0)  # evaluations without a new best; 0: off
     reset_metric: str = key("eval/accuracy")  # which evaluation patience is about
+    ema_decay: float = key(0.99, at_least=0, at_most=1)  # of the policy "ema", the mean of what
+    # was trained: after each step, decay x itself + (1 - decay) x the trained policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreKeys:
+    """What a pass of a model over the samples gives, for parts and losses that name it."""
+
+    name: str = key()
+    policy: str = key("trainer")  # "trainer", "reference", "base", "ema", or a model as model.path
+    quantity: str = key("logp", choices=tuple(QUANTITIES))
+    prompt: str | None = key(None)  # a column of the data in the prompt's place; None: the prompt
+    temperature: float | None = key(None, above=0)  # None: that of sampling
+    stride: int = key(STRIDE, at_least=1)  # tokens between those with an effective rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,6 +330,7 @@ class Config:
     rewards: tuple[RewardKeys, ...] = key()
     recipe: str | Part | None = key(None)  # a chain by name; exactly one of these two is set
     advantage: tuple[Part, ...] | None = key(None)
+    scores: tuple[ScoreKeys, ...] = key(())  # beside those of every run
     loss: LossKeys
     reference: ReferenceKeys
     optimizer: OptimizerKeys
@@ -358,6 +374,11 @@ class Config:
         return [path for path in (self.model.path, self.lora.path) if path is not None]
 
     @property
+    def teachers(self) -> list[str]:
+        """The models that scores read beside the run's own."""
+        return sorted({entry.policy for entry in self.scores} - {*POLICIES})
+
+    @property
     def scorer_name(self) -> str:
         """What judges evaluations: eval.scorer, else the first reward."""
         return self.eval.scorer or (self.rewards[0].use if self.rewards else "")
@@ -386,7 +407,7 @@ def is_path(value: str, folder: Path) -> bool:
     A name of the form owner/name is a path if one is there; a model folder that is yet to be
     made is written ./owner/name.
     """
-    if value.startswith(PREFIX) or is_url(value):
+    if value.startswith(PREFIX) or is_url(value) or value in POLICIES:
         return False
     # Not Path's own methods: they raise on paths that are too long and on unknown homes.
     local = Path(value).suffix in FILES or os.path.exists(folder / os.path.expanduser(value))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxgrpo import advantages, losses
@@ -21,7 +22,8 @@ from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LARGEST, LossKeys, Part, RolloutKeys, part_options
 from jaxgrpo.core.errors import InputError, call, find, refusing
-from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
+from jaxgrpo.core.scores import OF_SAMPLES, SCORES, Score
+from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.prompts import name_row
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.losses import Objective, Penalty, Surrogate
@@ -97,10 +99,12 @@ def trace_chain(
     rewards: Sequence[Reward],
     num_rows: int,
     fields: Mapping[str, Any],
+    scores: Mapping[str, Score] = SCORES,
 ) -> None:
     """Runs the advantage of a run on shapes, as `make_objective` runs its loss.
 
     Args:
+      scores: that passes of models give; those of every run are known.
       fields: name -> array of what the data bring, [rows, ...] or [P, ...].
 
     Raises: InputError where own code fails, before anything is compiled.
@@ -113,7 +117,10 @@ def trace_chain(
         rewards=tuple(reward.name for reward in rewards),
         num_rows=num_rows,
     )
-    trace_shapes(chain, spec, fields)
+    shape = spec.num_prompts, spec.group_size, spec.max_completion_tokens
+    scored = jax.ShapeDtypeStruct(shape, np.float32)
+    added = dict.fromkeys(chain.needs & scores.keys() - SCORES.keys(), scored)
+    trace_shapes(chain, spec, {**fields, **added})
 
 
 def make_policy(
@@ -147,21 +154,25 @@ def build_reduction(part: Part, max_completion_tokens: int) -> losses.Reduction:
 
 
 def needed_columns(
-    needs: frozenset[str], rows: Sequence[Mapping[str, Any]], rewards: Sequence[Reward]
+    needs: frozenset[str],
+    rows: Sequence[Mapping[str, Any]],
+    rewards: Sequence[Reward],
+    scores: Collection[str] = tuple(SCORES),
 ) -> dict[str, np.ndarray]:
     """The data columns that a method reads as fields, as arrays [rows, ...].
 
     Args:
       needs: of the chain and the loss, without `OF_ANSWERS` of the chain.
+      scores: names of what passes of models give.
 
     Raises: InputError for a field that no pass, column or reward produces, and for a column that
     holds no numbers.
     """
-    names = needs - FIELDS.keys() - {reward.name for reward in rewards}
+    names = needs - {*scores} - {reward.name for reward in rewards}
     if missing := sorted(names - rows[0].keys()):
         raise InputError(
             f"the method needs {', '.join(missing)}, which nothing makes: passes of a model give "
-            f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
+            f"{', '.join(scores)}; the data have the columns {', '.join(sorted(rows[0]))}"
             f"{_sample_field_hint(missing)}"
         )
     return {name: _numbers(name, rows) for name in sorted(names)}

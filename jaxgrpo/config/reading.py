@@ -27,6 +27,7 @@ from jaxgrpo.config.keys import (
     Part,
     Range,
     RewardKeys,
+    ScoreKeys,
 )
 
 KINDS: dict[Any, str] = {
@@ -119,6 +120,10 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
         yield from _read_list("rewards", tables["rewards"], read_reward, values)
     else:
         yield 'rewards: missing; give at least one, rewards = [{ use = "..." }]'
+    values["scores"] = ()
+    if tables.get("scores"):
+        read_score = functools.partial(_read_entry, ScoreKeys)
+        yield from _read_list("scores", tables["scores"], read_score, values, holds="name")
     if "advantage" in tables:
         yield from _read_list("advantage", tables["advantage"], _read_part, values)
     if "recipe" in tables or "advantage" not in tables:

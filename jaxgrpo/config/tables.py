@@ -14,6 +14,7 @@ Floats = Literal["float32", "bfloat16"]
 CacheDtype = Literal["auto", "float32", "bfloat16"]
 Kernel = Literal["auto", "xla", "splash", "cudnn"]
 Remat = Literal["auto", "none", "attention", "dots", "full"]
+Quantity = Literal["logp", "entropy", "confidence", "effective_rank"]
 Schedule = Literal["constant", "linear", "cosine"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
 Input = Literal["rows", "template", "tokenizer", "prompts", "base", "code"]
@@ -86,6 +87,18 @@ class ReferenceTable(TypedDict, total=False):
     reset_kl_above: float
     reset_patience: int
     reset_metric: str
+    ema_decay: float
+
+
+class ScoreTable(TypedDict, total=False):
+    """What a pass of a model over the samples gives."""
+
+    name: str
+    policy: str
+    quantity: Quantity
+    prompt: str
+    temperature: float
+    stride: int
 
 
 class OptimizerTable(TypedDict, total=False):
@@ -201,6 +214,7 @@ class Overrides(TypedDict, total=False):
     tracking: TrackingTable
     run: RunTable
     recipe: str | Part
+    scores: Sequence[ScoreTable]
 
 
 class TrainOverrides(Overrides, total=False):

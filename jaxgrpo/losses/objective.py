@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
-from jaxgrpo.core.types import OF_PASS
+from jaxgrpo.core.scores import OF_PASS
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate

@@ -163,6 +163,11 @@ class ModelConfig:
         attention = self.hidden_size * self.head_dim * heads
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
+    @property
+    def product_weights(self) -> int:
+        """`linear_weights` and those of the output head."""
+        return self.linear_weights + self.hidden_size * self.vocab_size
+
     def holds_a(self, name: str) -> str:
         """The linear map with the A of an adapted one: itself, or the first that it is fused with.
 

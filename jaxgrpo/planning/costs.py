@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.chips import Chip
-from jaxgrpo.core.types import FIELDS
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
-from jaxgrpo.planning.programs import Run, sampler_params, scored
+from jaxgrpo.planning.programs import Run, sampler_params, scoring_passes
 from jaxgrpo.rollout.slots.capacity import Sizes, capacity, chunk_shape
 from jaxgrpo.training import memory
 from jaxgrpo.update import packing
@@ -139,7 +138,7 @@ def _training_work(run: Run) -> dict[str, Work]:
     forward = forward_flops(config, geometry.num_prompts, *sizes)
     head = config.hidden_size * config.vocab_size
     size = jnp.dtype(config.dtype).itemsize
-    weights = size * (config.linear_weights + head) / blueprint.mesh.shape["tensor"]
+    weights = size * config.product_weights / blueprint.mesh.shape["tensor"]
     passes = 2 if config.lora else 3
     micro = micro_batches(geometry)
     chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
@@ -155,11 +154,31 @@ def _training_work(run: Run) -> dict[str, Work]:
     loops = (micro, chunks)
     minibatches = train.minibatches  # which share the step's samples
     executed = (passes * forward + recomputed) / minibatches
-    scores = train.minibatches * len({FIELDS[name].policy for name in scored(run)})
     return {
-        "score": Work(scores, forward / minibatches, forward / minibatches, micro * weights, loops),
+        **_scoring_work(run, sizes, micro, loops),
         "update": Work(calls, passes * forward / minibatches, executed, read, loops),
     }
+
+
+def _scoring_work(
+    run: Run, sizes: tuple[int, int, int], micro: int, loops: tuple[int, ...]
+) -> dict[str, Work]:
+    """Of all passes that score, as calls of their mean: teachers may be of another size.
+
+    Args:
+      sizes: positions of a prompt, samples, positions of a completion.
+      micro: micro-batches of a pass, each of which reads the weights.
+    """
+    blueprint, minibatches = run.blueprint, run.config.train.minibatches
+    scored_by = [scoring_pass.policy for scoring_pass, _ in scoring_passes(run)]
+    flops, read = [], []
+    for policy in scored_by:
+        config = blueprint.model_of(policy).config
+        weights = jnp.dtype(config.dtype).itemsize * config.product_weights
+        flops.append(forward_flops(config, blueprint.geometry.num_prompts, *sizes) / minibatches)
+        read.append(micro * weights / blueprint.mesh.shape["tensor"])
+    calls, mean = minibatches * len(scored_by), lambda values: sum(values) / max(1, len(values))
+    return {"score": Work(calls, mean(flops), mean(flops), mean(read), loops)}
 
 
 def micro_batches(geometry: Geometry) -> int:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import LoraKeys, ModelKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import FIELDS, WEIGHTS, Learner
+from jaxgrpo.core.scores import Score, ScoringPass, passes
+from jaxgrpo.core.types import WEIGHTS, Learner
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
@@ -108,8 +109,12 @@ def abstract_learner(blueprint: Blueprint) -> Learner:
         trainable, frozen[WEIGHTS] = lora.split(params)
     master = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), trainable)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    policies = memory.method_policies(blueprint.chain, blueprint.objective)
-    copies = {name: jax.tree.map(copy.copy, trainable) for name in policies}
+    copies = {
+        name: jax.tree.map(copy.copy, master if name == "ema" else trainable)
+        for name in blueprint.policies
+    }
+    for path, teacher in blueprint.teachers.items():
+        copies[path] = placed(teacher.model.shapes, param_layout(teacher.model, blueprint.mesh))
     moments = jax.eval_shape(blueprint.optimizer.init, master)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     remembered = jax.eval_shape(blueprint.objective.init)
@@ -130,7 +135,7 @@ def placed(shapes: Any, layout: Any) -> Any:
 
 def program_names(run: Run, names: Collection[str] = NAMES) -> list[str]:
     """Those of `names` that a run has, in the order of a step."""
-    absent = ("sync",) * (not is_moved(run)) + ("score",) * (not scored(run))
+    absent = ("sync",) * (not is_moved(run)) + ("score",) * (not run.blueprint.scored)
     return [name for name in NAMES if name in names and name not in absent]
 
 
@@ -230,22 +235,26 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     yield compile_program(run, "decode", programs.decode, *decode_arguments, donated=state)
 
 
-def scored(run: Run) -> list[str]:
-    """The fields that passes of a model have to give."""
-    needs = run.blueprint.chain.needs | run.blueprint.objective.needs
-    return sorted(needs & FIELDS.keys())
+def scoring_passes(run: Run) -> list[tuple[ScoringPass, dict[str, Score]]]:
+    """The passes that give them, and what each gives."""
+    return [*passes(run.blueprint.scores, run.blueprint.scored)]
 
 
 def _score(run: Run) -> Program:
-    """The pass that gives the fields which the method reads."""
+    """The largest of the passes that give the fields which the method reads."""
     blueprint, learner = run.blueprint, run.learner
-    needs = scored(run)
-    policy = FIELDS[needs[0]].policy
-    entropy = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
+
+    def size(scoring_pass: ScoringPass) -> int:
+        params = params_of(learner, scoring_pass.policy)
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    scoring_pass, scores = max(scoring_passes(run), key=lambda entry: size(entry[0]))
     *_, batch = update_arguments(run)
     # What the chain reads is scored before there is anything else, what the loss reads after that.
-    early = blueprint.chain.needs & FIELDS.keys()
-    fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}
+    early = blueprint.chain.needs & blueprint.scores.keys()
+    names = blueprint.scored
+    fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - names}
     batch = dataclasses.replace(batch, fields=fields)
-    arguments = (params_of(learner, policy), batch, entropy, blueprint.geometry)
+    params = params_of(learner, scoring_pass.policy)
+    arguments = (params, batch, tuple(scores), blueprint.geometry)
     return compile_program(run, "score", run.steps.score, *arguments)

@@ -73,7 +73,11 @@ def row_facts(run_inputs: Inputs) -> dict[str, str]:
 
 
 def input_facts(
-    run_inputs: Inputs, chat_template: str, adapter_path: str | None, own_files: Iterable[Path]
+    run_inputs: Inputs,
+    chat_template: str,
+    adapter_path: str | None,
+    teachers: Iterable[str],
+    own_files: Iterable[Path],
 ) -> dict[str, Any]:
     """What a run reads and a later start of it has to read again: kind of INPUTS -> JSON value.
 
@@ -81,6 +85,7 @@ def input_facts(
 
     Args:
       chat_template, adapter_path: `data.chat_template` and `lora.path`.
+      teachers: paths of the models that scores read.
       own_files: files of own code that the config names.
     """
     folder, chat = run_inputs.pretrained.folder, run_inputs.chat
@@ -97,6 +102,8 @@ def input_facts(
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
         fields = json.loads((folder / name).read_text(encoding="utf-8"))
         tokenizer[name] = _json_checksum({**fields, "chat_template": None})
+    for path in teachers:
+        base |= {f"{path}/{name}": sums for name, sums in folders.fingerprint(path).items()}
     adapter = [] if adapter_path is None else adapters.adapter_files(adapter_path)
     facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
     facts |= {"base": {**base, **file_checksums(adapter)}, "code": file_checksums(own_files)}

@@ -16,7 +16,8 @@ from typing import Any
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import FIELDS, Learner, Params, Rollouts, Stream
+from jaxgrpo.core.scores import passes
+from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.goals import Goals, goal_metrics
@@ -77,35 +78,37 @@ def is_due(number: int, interval: int) -> bool:
     return bool(interval) and number % interval == 0
 
 
-def step_flops(weights: int, passes: int, rollouts: Rollouts, values: Mapping[str, float]) -> float:
+def step_flops(
+    sampled: int, trained: int, rollouts: Rollouts, values: Mapping[str, float]
+) -> float:
     """The operations of a step's matrix products, without scores of attention and recomputation.
 
-        2 W (sampled tokens + prompts) + 2 W passes (live tokens + their prompts)
+        2 W (sampled tokens + prompts) + 2 V (live tokens + their prompts)
 
     With `rollout.refill` sampled tokens and prompts are those of all rounds; a replay counts what
     its samples have cost.
 
     Args:
-      weights: W, of the layers' linear maps and of the head.
-      passes: of scoring and of updates: an update is 3, 2 with adapters.
+      sampled: W, the numbers in the layers' linear maps and the head.
+      trained: V, those of all passes of scoring, and 3 W for each update, 2 W with adapters.
       values: metrics of the step.
     """
     masks = rollouts.prompt_mask, rollouts.token_mask
     prompts, tokens = (float(count) for count in sharding.to_host([mask.sum() for mask in masks]))
     rounds = values.get("refill/groups", len(rollouts.row)) / len(rollouts.row)
-    sampled = values["num_tokens"] + rounds * prompts
+    drawn = values["num_tokens"] + rounds * prompts
     live = values["live_tokens"] * tokens + values["live_groups"] * prompts
-    return 2.0 * weights * (sampled + passes * live)
+    return 2.0 * (sampled * drawn + trained * live)
 
 
 def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
     blueprint = opened.run.blueprint
-    config, needs = blueprint.model.config, blueprint.chain.needs | blueprint.objective.needs
-    weights = config.linear_weights + config.hidden_size * config.vocab_size
-    scores = len({FIELDS[name].policy for name in needs & FIELDS.keys()})
-    passes = scores + (2 if config.lora else 3) * blueprint.num_iterations
+    config = blueprint.model.config
+    trained = (2 if config.lora else 3) * blueprint.num_iterations * config.product_weights
+    for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
+        trained += blueprint.model_of(scoring_pass.policy).config.product_weights
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]
@@ -115,7 +118,7 @@ def count_work(opened: OpenRun) -> Hook:
             if name not in progress.reported:
                 progress.reported.add(name)
                 display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
-        flops = step_flops(weights, passes, step.collected.rollouts, step.values)
+        flops = step_flops(config.product_weights, trained, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 
     return hook

@@ -16,7 +16,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, flat, to_tables
 from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys, RewardKeys, RolloutKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import OF_ANSWERS
+from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import Chat

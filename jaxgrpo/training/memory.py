@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner
+from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
@@ -60,7 +59,7 @@ class Memory(NamedTuple):
 
     parameters: int  # that are trained
     optimizer: int
-    copies: int  # of other policies that the method reads
+    copies: int  # of other policies and models that the method reads
     sampler: int  # working memory of decoding: weights as it reads them, logits, a layer's keys
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
@@ -103,7 +102,7 @@ def copied_policies(
     base that its evaluations measure the KL to, where no other holds it (`find_base`).
 
     Args:
-      policies: `method_policies` of the run.
+      policies: `Blueprint.policies`.
       measures_kl: whether evaluations measure the KL to the base.
       resets: whether the reference may become another policy than the base.
       has_fresh_adapters: whether the base is the weights under adapters.
@@ -112,14 +111,6 @@ def copied_policies(
     holds_base = bool({"base", *(() if resets else ("reference",))} & {*policies})
     holds_base = (holds_base or has_fresh_adapters) and not has_two_meshes
     return (*policies, *((EVAL_BASE,) if measures_kl and not holds_base else ()))
-
-
-def method_policies(chain: AdvantageTransform, objective: Objective) -> list[str]:
-    """The policies that a method reads beside the trained one: "reference", "base"."""
-    needs = chain.needs | objective.needs
-    fields = FIELDS | OF_ANSWERS
-    scored = {fields[name].policy for name in needs & fields.keys()} - {"trainer", ""}
-    return sorted(scored | objective.anchors)
 
 
 def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
@@ -135,10 +126,14 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     prompt_sizes = (geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens)
     decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
+    num_copies = len({*copies} - {EVAL_BASE, "ema"})
+    average = parameter_bytes if "ema" in copies else 0  # in the bits of what is trained
+    teachers = blueprint.teachers.values()
+    teacher_bytes = sum(parameters(teacher.model, blueprint.mesh) for teacher in teachers)
     return Memory(
         parameters=parameter_bytes,
         optimizer=optimizer,
-        copies=len({*copies} - {EVAL_BASE}) * copy_bytes + base,
+        copies=num_copies * copy_bytes + average + base + teacher_bytes,
         sampler=weights_to_sample(model, blueprint.mesh, blueprint.samples_on) + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - copy_bytes if model.config.lora else 0,

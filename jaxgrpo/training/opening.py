@@ -157,7 +157,7 @@ def set_up(
 
     def check(inputs: Inputs) -> None:
         fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(inputs))
-        named = config.data.chat_template, config.lora.path, config.own_files
+        named = (config.data.chat_template, config.lora.path, config.teachers, config.own_files)
         facts.update(fingerprints.input_facts(inputs, *named))
         if meta:
             pretrained = inputs.pretrained

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxgrpo.config.keys import LoraKeys, ModelKeys
+from jaxgrpo.config.keys import LoraKeys, ModelKeys, ReferenceKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, RolloutSpec, Stream
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora, sharding
 from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
 from jaxgrpo.models.hf import adapters, folders
-from jaxgrpo.training import memory
 from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
 
@@ -72,31 +72,62 @@ def adapters_line(model: Model) -> str:
 
 
 def first_learner(
-    blueprint: Blueprint, params: Params, num_rows: int, rewards: tuple[str, ...]
+    blueprint: Blueprint,
+    params: Params,
+    num_rows: int,
+    rewards: tuple[str, ...],
+    teachers: Mapping[str, Params] | None = None,
 ) -> Learner:
-    """The learner before the first step, laid out on the mesh."""
+    """The learner before the first step, laid out on the mesh.
+
+    Args:
+      teachers: path of each -> its parameters.
+    """
     replicated = sharding.replicated(blueprint.mesh)
     # Geometry and RolloutSpec begin with the same four sizes.
     spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
     trainable, frozen = params, {}
     if blueprint.model.config.lora is not None:
         trainable, frozen[WEIGHTS] = lora.split(params)
-    # A copy of its own, since the trainable parameters are donated.
+    # Copies of their own, since the trainable parameters are donated.
+    held_layout = trained_layout(blueprint.model, blueprint.mesh)
+    duplicate = lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree)  # noqa: E731
     copy = jax.jit(
-        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
-        out_shardings=trained_layout(blueprint.model, blueprint.mesh),
+        lambda tree: duplicate(as_computed(blueprint.model, tree)), out_shardings=held_layout
     )
+    average = jax.jit(duplicate, out_shardings=held_layout)
     put = lambda value: sharding.put(value, replicated)  # noqa: E731
     layout = opt_layout(blueprint.model, blueprint.mesh, blueprint.optimizer)
-    policies = memory.method_policies(blueprint.chain, blueprint.objective)
+    for name in blueprint.policies:
+        frozen[name] = (average if name == "ema" else copy)(trainable)
     return Learner(
         step=put(np.int32(0)),
         trainable=trainable,
-        frozen=frozen | {name: copy(trainable) for name in policies},
+        frozen={**frozen, **(teachers or {})},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=layout)(trainable),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         objective_state=jax.tree.map(put, blueprint.objective.init()),
     )
+
+
+def refuse_average(policies: Sequence[str], has_adapters: bool, keys: ReferenceKeys) -> None:
+    """Raises: InputError where the policy "ema" cannot be, or its decay acts on nothing.
+
+    Args:
+      policies: `Blueprint.policies`.
+    """
+    if "ema" not in policies:
+        if keys.ema_decay != ReferenceKeys().ema_decay:
+            raise InputError(
+                f"reference.ema_decay = {keys.ema_decay}: nothing in the run reads the policy "
+                '"ema" (a part that needs ema_logp does, and an entry of scores); leave it out'
+            )
+    elif has_adapters:
+        raise InputError(
+            'lora: the method reads the policy "ema", and a mean of adapters is no mean of '
+            "policies, since what they add is a product of two matrices: train all weights, or "
+            'take the policy "reference" with reference.reset_every, a lagged copy'
+        )
 
 
 class Saved(NamedTuple):
@@ -108,7 +139,7 @@ class Saved(NamedTuple):
 
 def to_save(learner: Learner, stream: Stream) -> Saved:
     """What a checkpoint holds of them."""
-    frozen = {name: params for name, params in learner.frozen.items() if name != WEIGHTS}
+    frozen = {name: params for name, params in learner.frozen.items() if name in POLICIES}
     return Saved(dataclasses.replace(learner, frozen=frozen), stream)
 
 
@@ -125,8 +156,8 @@ def save_copy_bytes(saved: Saved, every: int, steps: int) -> int:
 
 
 def with_weights(restored: Learner, first: Learner) -> Learner:
-    """A restored learner, and the weights of the one that the run began with."""
-    weights = {name: params for name, params in first.frozen.items() if name == WEIGHTS}
+    """A restored learner, with the weights and teachers of the one that the run began with."""
+    weights = {name: params for name, params in first.frozen.items() if name not in POLICIES}
     return dataclasses.replace(restored, frozen=restored.frozen | weights)
 
 

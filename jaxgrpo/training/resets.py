@@ -17,7 +17,6 @@ from jaxgrpo.config.keys import ReferenceKeys
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Learner, Params
 from jaxgrpo.losses import Objective
-from jaxgrpo.training.memory import method_policies
 from jaxgrpo.training.records.folder import evaluation_metrics
 from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
 from jaxgrpo.update.optimizer import fresh_moments
@@ -84,7 +83,7 @@ def make_resetter(keys: ReferenceKeys, evaluated_every: int, blueprint: Blueprin
     """
     if not may_reset(keys):
         return lambda learner, resets, number, values: (learner, resets)
-    if "reference" not in method_policies(blueprint.chain, blueprint.objective):
+    if "reference" not in blueprint.policies:
         raise InputError(
             "reference: nothing in the run reads the reference's log-probs, so that a reset would "
             "do nothing; add a KL to it, or leave reference.reset_... out"

@@ -18,8 +18,10 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import DataKeys, RolloutKeys, TrainKeys
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Learner, Rollouts, Stream, Waiting
+from jaxgrpo.config.keys import DataKeys, ReferenceKeys, RolloutKeys, ScoreKeys, TrainKeys
+from jaxgrpo.config.scoring import make_scores
+from jaxgrpo.core.scores import OF_ANSWERS, prompt_field
+from jaxgrpo.core.types import Learner, Rollouts, Stream, Waiting
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.rewards import Rewards
@@ -38,7 +40,7 @@ from jaxgrpo.rollout.judging import (
     step_progress,
 )
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import inputs, memory, parameters
+from jaxgrpo.training import inputs, memory, parameters, teachers
 from jaxgrpo.training.collecting import Collected, Collector
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
@@ -69,7 +71,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "inputs": _INPUT_KEYS,
     "engine": _SAMPLING_KEYS,
     "update": _UPDATE_KEYS,
-    "method": (*_UPDATE_KEYS, "recipe", "advantage", "rewards"),
+    "method": (*_UPDATE_KEYS, "recipe", "advantage", "rewards", "scores", "reference.ema_decay"),
     "evaluator": (*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards", "train.tokens_per_micro_batch"),
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
@@ -181,7 +183,8 @@ def _assemble(
     """The run of a method on its inputs. Its weights are read last."""
     pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
     memory.refuse_too_large(method.memory, pretrained.mesh)
-    keys, blueprint = (config.rollout, config.data, config.train), method.blueprint
+    keys = config.rollout, config.data, config.train, config.scores
+    blueprint = method.blueprint
     source = make_rollout_source(*keys, run_inputs, blueprint, method.engine, rewards)
     judge = make_judge(pretrained.tokenizer, rewards, rows)
     # Saved rollouts have ended all at once.
@@ -224,7 +227,8 @@ def _read_learner(
     model = pretrained.model
     layout = held_dtype(model), param_layout(model, blueprint.mesh)
     params = pretrained.read_params(seed, model, *layout)
-    return parameters.first_learner(blueprint, params, num_rows, names)
+    read = teachers.read_teachers(blueprint.teachers, blueprint.mesh)
+    return parameters.first_learner(blueprint, params, num_rows, names, read)
 
 
 def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
@@ -241,6 +245,7 @@ def make_rollout_source(
     rollout: RolloutKeys,
     data: DataKeys,
     train: TrainKeys,
+    scores: Sequence[ScoreKeys],
     run_inputs: Inputs,
     blueprint: Blueprint,
     engine: SlotEngine,
@@ -257,18 +262,22 @@ def make_rollout_source(
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
     prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
     rows, mixture, seed = prompts.rows, prompts.mixture, train.seed
+    trace = functools.partial(methods.trace_chain, rollout, blueprint.chain, rewards, len(rows))
+    trace = functools.partial(trace, scores=blueprint.scores)
     if run_inputs.replay:
-        needs = needs - FIELDS.keys() - set(names)
+        needs = needs - blueprint.scores.keys() - set(names)
+        needs |= {prompt_field(entry.prompt) for entry in scores if entry.prompt is not None}
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         source = rollout_source_from_files(run_inputs.replay, names, needs)
-        fields = run_inputs.replay.load(0).fields
-        methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), fields)
+        trace(run_inputs.replay.load(0).fields)
         return source
     answers = inputs.load_answers(
         data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
     )
-    columns = methods.needed_columns(needs, rows, rewards)
-    methods.trace_chain(rollout, blueprint.chain, rewards, len(rows), columns)
+    columns = methods.needed_columns(needs, rows, rewards, blueprint.scores)
+    longest = geometry.max_completion_tokens
+    columns |= teachers.prompt_columns(scores, run_inputs, blueprint.model_of, longest)
+    trace(columns)
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
     select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
@@ -278,8 +287,10 @@ def make_rollout_source(
     reward = make_rewarder(
         policy, pretrained.tokenizer, rewards, rows, columns, answers, train.steps, seed
     )
-    room = refill.no_groups(geometry, names, columns, answers, goals and goals.tokens.shape[1])
-    waiting = Waiting(room if rollout.refill else None, (room,) * rollout.staleness)
+    prefix = goals and goals.tokens.shape[1]
+    room = functools.partial(refill.no_groups, geometry, names, columns, answers, prefix)
+    ahead = tuple(room() for _ in range(rollout.staleness))
+    waiting = Waiting(room() if rollout.refill else None, ahead)
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
 
@@ -304,8 +315,10 @@ def build_method(
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
+    teachers.refuse_unread(config.scores, chain.needs | objective.needs)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     methods.refuse_stale(chain, objective, rollout.staleness, train.steps)
+    scores = make_scores(config.scores)
     optimizer = make_optimizer(
         trained(model, model.axes), updates=train.updates, **vars(config.optimizer)
     )
@@ -323,17 +336,36 @@ def build_method(
         num_iterations=train.num_iterations,
         on_no_live_sample=train.on_no_live_sample,
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
+        scores=scores,
+        teachers=teachers.find_teachers(scores, pretrained, config.model.attention, geometry),
+        ema_decay=config.reference.ema_decay,
     )
-    copies = memory.copied_policies(
-        memory.method_policies(chain, objective),
-        measures_kl=config.measures_kl_to_base,
-        resets=may_reset(config.reference),
-        has_fresh_adapters=pretrained.has_fresh_adapters,
-        has_two_meshes=blueprint.has_two_meshes,
-    )
+    policies = blueprint.policies, pretrained, config.reference
+    kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
+    copies = _copies(*policies, measures_kl=kl, has_two_meshes=two_meshes)
     remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
     fits_tokens = train.tokens_per_micro_batch is None
     return _fit_to_devices(blueprint, pretrained, copies, remat if fits_tokens else None, share)
+
+
+def _copies(
+    policies: Sequence[str],
+    pretrained: Pretrained,
+    reference: ReferenceKeys,
+    *,
+    measures_kl: bool,
+    has_two_meshes: bool,
+) -> tuple[str, ...]:
+    """`memory.copied_policies` of a run whose method reads `policies`."""
+    has_adapters = pretrained.model.config.lora is not None
+    parameters.refuse_average(policies, has_adapters, reference)
+    return memory.copied_policies(
+        policies,
+        measures_kl=measures_kl,
+        resets=may_reset(reference),
+        has_fresh_adapters=pretrained.has_fresh_adapters,
+        has_two_meshes=has_two_meshes,
+    )
 
 
 def _fit_to_devices(

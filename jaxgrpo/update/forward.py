@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
@@ -22,6 +23,7 @@ from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.update import spectrum
 from jaxgrpo.update.moments import map_params
 from jaxgrpo.update.packing import Geometry
 
@@ -45,6 +47,9 @@ class Blueprint(NamedTuple):
     """The beginning of the chain that says which groups are live, without what loss.kl and
     loss.mismatch add; None: all of it"""
     on_no_live_sample: str = "step"  # of the optimizer with a gradient of 0; "skip": the schedule's
+    scores: Mapping[str, Score] = SCORES  # that chain and objective may need
+    teachers: Mapping[str, Teacher] = {}  # path -> a model that scores read
+    ema_decay: float = 0.99  # of the policy "ema", where something reads it
 
     @property
     def samples_on(self) -> Mesh:
@@ -61,6 +66,38 @@ class Blueprint(NamedTuple):
         # Greedy sampling has no distribution: its ratios are those of the model itself.
         temperature = self.sampling.temperature or 1.0
         return Pass(self.model, self.mesh, self.geometry.tokens, temperature, self.kernel)
+
+    @property
+    def scored(self) -> frozenset[str]:
+        """The fields that passes of models have to give."""
+        return (self.chain.needs | self.objective.needs) & self.scores.keys()
+
+    @property
+    def policies(self) -> list[str]:
+        """What the method reads beside the trained policy, of `scores.POLICIES`."""
+        names = {self.scores[name].policy for name in self.scored}
+        names |= {OF_ANSWERS[name].policy for name in self.chain.needs & OF_ANSWERS.keys()}
+        return sorted((names & {*POLICIES} - {"trainer"}) | self.objective.anchors)
+
+    def model_of(self, policy: str) -> Model:
+        """The model of a policy, or of a teacher by its path."""
+        teacher = self.teachers.get(policy)
+        return self.model if teacher is None else teacher.model
+
+    def score_pass(self, score: Score) -> Pass:
+        """What a pass that gives a score is computed with."""
+        settings = self.passes
+        if teacher := self.teachers.get(score.policy):
+            settings = settings._replace(model=teacher.model, kernel=teacher.kernel)
+        temperature = settings.temperature if score.temperature is None else score.temperature
+        return settings._replace(temperature=temperature)
+
+
+class Teacher(NamedTuple):
+    """A model other than the run's own, of the same tokenizer, that is not trained."""
+
+    model: Model
+    kernel: Kernel = XLA
 
 
 class Pass(NamedTuple):
@@ -111,6 +148,36 @@ def forward(
             temperature=temperature,
         )
     return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
+
+
+def score(
+    settings: Pass, params: Params, micro: TrainBatch, scores: Mapping[str, Score]
+) -> dict[str, Array]:
+    """The scores of a micro-batch by one pass, [D, R, Q] each, 0 at padding; no gradient."""
+    model, mesh, size, temperature, kernel = settings
+    flat = flatten(micro, size)
+    hidden = hidden_states(model, params, micro, flat, kernel)
+    quantities = {score.quantity for score in scores.values()}
+    head, values = output_head(model, mesh, params), {}
+    if quantities & {"logp", "entropy"}:
+        values["logp"], values["entropy"] = token_logprobs(
+            head,
+            hidden,
+            flat.targets,
+            temperature=temperature,
+            entropy="value" if "entropy" in quantities else "none",
+            count=flat.count,
+        )
+    if "confidence" in quantities:
+        unembed = functools.partial(head.unembed, head.as_read(head.weights))
+        values["confidence"] = logprobs.token_confidence(unembed, hidden, temperature=temperature)
+    rows, fields = functools.partial(in_rows, micro, flat), {}
+    for name, wanted in scores.items():
+        if wanted.quantity == "effective_rank":
+            fields[name] = spectrum.ranks_along(mesh, rows(hidden), micro.segment, wanted.stride)
+        else:
+            fields[name] = rows(values[wanted.quantity])
+    return fields
 
 
 def loss_of_tokens(
@@ -293,9 +360,9 @@ def flatten_rows(flat: Flat, values: Array) -> Array:
 
 
 def in_rows(micro: TrainBatch, flat: Flat, values: Array) -> Array:
-    """Values [D, N] of the flat tokens as rows [D, R, Q]; 0 at padding."""
+    """Values [D, N, ...] of the flat tokens as rows [D, R, Q, ...]; 0 at padding."""
     place = flat.place[:, : micro.segment[0].size]
-    return moved(values, place, flat.origin).reshape(micro.segment.shape)
+    return moved(values, place, flat.origin).reshape(*micro.segment.shape, *values.shape[2:])
 
 
 @custom_vjp()
@@ -351,9 +418,9 @@ def full_params(params: Params, frozen: Mapping[str, Params]) -> Params:
 
 
 def params_of(learner: Learner, name: str = "trainer") -> Params:
-    """The parameters of one of a learner's policies, as the model takes them."""
+    """The parameters of one of a learner's policies, or of a teacher, as its model takes them."""
     policy = learner.trainable if name == "trainer" else learner.frozen[name]
-    return full_params(policy, learner.frozen)
+    return full_params(policy, learner.frozen) if name in POLICIES else policy
 
 
 def read_by_update(learner: Learner, anchors: Collection[str]) -> dict[str, Params]:

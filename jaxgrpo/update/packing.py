@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics
-from jaxgrpo.core.types import OF_PASS, Rollouts, TrainBatch
+from jaxgrpo.core.scores import OF_PASS
+from jaxgrpo.core.types import Rollouts, TrainBatch
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 

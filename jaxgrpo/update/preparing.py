@@ -20,23 +20,21 @@ from jax.sharding import Mesh
 from jaxgrpo import advantages
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.metrics import Metrics, mean, merge
-from jaxgrpo.core.types import (
-    FIELDS,
+from jaxgrpo.core.scores import (
     OF_ANSWERS,
-    Learner,
-    Params,
-    Rollouts,
-    Signal,
-    TrainBatch,
+    SCORES,
+    Score,
     answer_field,
+    passes,
+    prompt_field,
 )
+from jaxgrpo.core.types import Learner, Params, Rollouts, Signal, TrainBatch
 from jaxgrpo.losses import Reduction
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
-from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
-from jaxgrpo.update.forward import Blueprint, Pass, forward, micro_batch, params_of
+from jaxgrpo.update.forward import Blueprint, Pass, micro_batch, params_of, score
 
 ANCHORS = ("base_logp", "reference_logp")
 """Fields that show, if a method asks for them, how far the policy has moved."""
@@ -68,8 +66,9 @@ class Preparer:
         self.sample_shape: tuple[int, int, int] = shape
         objective = blueprint.objective
         penalizes_all = bool(objective.penalties) and objective.penalties_on == "all"
-        score = functools.partial(_score, blueprint.passes)
+        score = functools.partial(_score, blueprint.scores, blueprint.score_pass)
         self.score: Jitted = jax.jit(score, static_argnums=(2, 3))
+        self.behind_prompt: Jitted = jax.jit(_behind_prompt, static_argnums=1)
         judged = blueprint.chain, penalizes_all, blueprint.reward_weights
         draws = blueprint.sampling.temperature > 0
         judge = functools.partial(_judge, *judged, draws, blueprint.mesh)
@@ -99,6 +98,7 @@ class Preparer:
         live = sharding.to_host(live)
         plans, batches = [], []
         planned = live if compact else np.ones_like(live)
+        rollouts = self.with_prompted_fields(learner, rollouts, planned)
         for prompts, plan in _plans(lengths, planned, geometry):
             metrics = merge(metrics, packing.work(plan, lengths, geometry))
             batches.append(self.assemble(learner, rollouts, judged, prompts, plan))
@@ -110,7 +110,7 @@ class Preparer:
                 mask = rollouts.token_mask & bool(live.all() or not compact)
                 rows = [batch.fields[name] for batch in batches]
                 anchor_logp = self.rows_to_samples(rows, plans, rollouts.token_mask)
-                drift = self.drift(rollouts.behavior_logp, anchor_logp, mask, FIELDS[name].policy)
+                drift = self.drift(rollouts.behavior_logp, anchor_logp, mask, SCORES[name].policy)
                 metrics = merge(metrics, drift)
         updates = _in_order(batches, self.blueprint.num_iterations)
         return learner, Prepared(updates, per_sample, live, metrics)
@@ -131,13 +131,51 @@ class Preparer:
         needs: frozenset[str],
     ) -> Rollouts:
         """The rollouts with what a chain needs, scored on every sample."""
-        fields = {}
-        if names := needs & FIELDS.keys():
-            geometry = self.blueprint.geometry
-            fields |= self.score_samples(learner, names, rollouts, lengths, geometry)
+        scores, geometry = self.blueprint.scores, self.blueprint.geometry
+        names = needs & scores.keys()
+        prompted = {name for name in names if scores[name].prompt is not None}
+        fields = self.score_samples(learner, names - prompted, rollouts, lengths, geometry)
+        rollouts = self.score_prompted(learner, prompted, rollouts)
         scored = {OF_ANSWERS[name].policy for name in needs & OF_ANSWERS.keys()} - {""}
         for policy in sorted(scored):
             fields |= self.score_answers(learner, rollouts, policy)
+        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def with_prompted_fields(
+        self, learner: Learner, rollouts: Rollouts, live: np.ndarray
+    ) -> Rollouts:
+        """The rollouts with what only the loss reads behind another prompt, on live samples.
+
+        Such scores are no quantities of a batch, whose rows follow the samples' own prompts.
+        """
+        scores = self.blueprint.scores
+        names = self.blueprint.objective.needs & scores.keys() - rollouts.fields.keys()
+        prompted = {name for name in names if scores[name].prompt is not None}
+        return self.score_prompted(learner, prompted, rollouts, live)
+
+    def score_prompted(
+        self,
+        learner: Learner,
+        names: Collection[str],
+        rollouts: Rollouts,
+        live: np.ndarray | None = None,
+    ) -> Rollouts:
+        """The rollouts with the named fields, of samples that stand behind another prompt.
+
+        Args:
+          live: [P, G], the samples that are scored; None: all.
+        """
+        by_prompt: dict[str, list[str]] = {}
+        for name in sorted(names):
+            by_prompt.setdefault(str(self.blueprint.scores[name].prompt), []).append(name)
+        fields, mesh, geometry = {}, self.blueprint.mesh, self.blueprint.geometry
+        for column, group in by_prompt.items():
+            moved = self.behind_prompt(rollouts, column)
+            wide = geometry._replace(max_prompt_tokens=moved.prompt_tokens.shape[1])
+            least = sharding.rounded_up(mesh, wide.widest, "sequence")
+            wide = wide._replace(tokens=max(geometry.tokens, least))
+            lengths = sharding.to_host(self.measure(moved))
+            fields |= self.score_samples(learner, group, moved, lengths, wide, live)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
     def score_answers(self, learner: Learner, rollouts: Rollouts, policy: str) -> dict[str, Array]:
@@ -159,11 +197,15 @@ class Preparer:
         rollouts: Rollouts,
         lengths: packing.Lengths,
         geometry: packing.Geometry,
+        live: np.ndarray | None = None,
     ) -> dict[str, Array]:
-        """The named fields [P, G, T] of every sample."""
+        """The named fields [P, G, T] of every sample, or of those that are live, 0 of others."""
+        if not names:
+            return {}
         mask, plans, scored = rollouts.token_mask, [], []
         zero = jnp.zeros(mask.shape, jnp.float32)
-        for _, plan in _plans(lengths, np.ones(mask.shape[:2], bool), geometry):
+        live = np.ones(mask.shape[:2], bool) if live is None else live
+        for _, plan in _plans(lengths, live, geometry):
             batch = self.gather(rollouts, plan, zero, zero, mask, {})
             scored.append(self.score_fields(learner, names, batch, geometry))
             plans.append(plan)
@@ -200,7 +242,7 @@ class Preparer:
         fields["behavior_logp"] = rollouts.behavior_logp
         fields["sampled_now"] = self.per_token(rollouts.policy_version == learner.step)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
-        names = (needs & FIELDS.keys()) - fields.keys()
+        names = (needs & self.blueprint.scores.keys()) - fields.keys()
         late = self.score_fields(learner, names, batch, self.blueprint.geometry)
         batch = dataclasses.replace(batch, fields={**batch.fields, **late})
         if self.blueprint.objective.proximal == "trainer":
@@ -214,19 +256,11 @@ class Preparer:
         batch: TrainBatch,
         geometry: packing.Geometry,
     ) -> dict[str, Array]:
-        """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+        """The named fields [K, D, R, Q], by as few passes as give them."""
         fields: dict[str, Array] = {}
-        for policy in sorted({FIELDS[name].policy for name in names}):
-            params = params_of(learner, policy)
-            policy_fields = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
-            entropy_mode = (
-                "value"
-                if "entropy" in {field.quantity for field in policy_fields.values()}
-                else "none"
-            )
-            logp, entropy = self.score(params, batch, entropy_mode, geometry)
-            values = {"logp": logp, "entropy": entropy}
-            fields |= {name: values[field.quantity] for name, field in policy_fields.items()}
+        for scoring_pass, scores in passes(self.blueprint.scores, names):
+            params = params_of(learner, scoring_pass.policy)
+            fields |= self.score(params, batch, tuple(scores), geometry)
         return fields
 
     def per_token(self, value: Array) -> Array:
@@ -253,22 +287,31 @@ def _plans(
         yield prompts, packing.plan(lengths, live & member[:, None], geometry)
 
 
+def _behind_prompt(rollouts: Rollouts, column: str) -> Rollouts:
+    """The samples behind another prompt, whose tokens are in `scores.prompt_field(column)`."""
+    tokens = rollouts.fields[prompt_field(column)]
+    real = tokens >= 0
+    prompt: Any = {"prompt_tokens": jnp.where(real, tokens, 0), "prompt_mask": real}
+    return dataclasses.replace(rollouts, **prompt, fields={})
+
+
 def _score(
-    settings: Pass,
+    known: Mapping[str, Score],
+    pass_of: Callable[[Score], Pass],
     params: Params,
     batch: TrainBatch,
-    entropy: Entropy,
+    names: tuple[str, ...],
     geometry: packing.Geometry,
-) -> tuple[Array, Array | None]:
-    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
-    settings = settings._replace(tokens=geometry.tokens)
+) -> dict[str, Array]:
+    """The named scores, of one pass, [K, D, R, Q]; 0 in micro-batches that are not live."""
+    scores = {name: known[name] for name in names}
+    settings = pass_of(scores[names[0]])._replace(tokens=geometry.tokens)
     first = jnp.int32(0)
 
     # Jitted so that it is traced once, for its shapes and for the loop.
     @functools.partial(jax.jit, inline=True)
-    def values(index: Array) -> tuple[Array, Array | None]:
-        logp, fields = forward(settings, params, micro_batch(batch, index), entropy)
-        return logp, fields.get("policy_entropy")
+    def values(index: Array) -> dict[str, Array]:
+        return score(settings, params, micro_batch(batch, index), scores)
 
     def body(index: Array, carry: Any) -> Any:
         return jax.tree.map(
@@ -392,6 +435,6 @@ def _rollout_metrics(
     for name in ANCHORS:
         if name in rollouts.fields:
             pair = (rollouts.behavior_logp, rollouts.fields[name])
-            metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
+            metrics |= diagnostics.drift_metrics(*pair, tokens, SCORES[name].policy)
     metrics |= diagnostics.group_metrics(summed_rewards, weights)
     return metrics | diagnostics.reward_metrics(rollouts.rewards)

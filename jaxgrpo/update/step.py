@@ -101,11 +101,13 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     parts = blueprint.passes, blueprint.objective, blueprint.optimizer
     skips = blueprint.on_no_live_sample == "skip"
     program = share("update", lambda: _update_program(*parts, rounding, skips))
-    preparer = Preparer(blueprint)
+    preparer, follow = Preparer(blueprint), None
+    if "ema" in blueprint.policies:
+        follow = _follower(blueprint.ema_decay, trained_layout(blueprint.model, blueprint.mesh))
     return Steps(
         prepare=preparer.prepare,
         live_groups=preparer.live_groups,
-        update=functools.partial(_update, program, blueprint.objective.anchors),
+        update=functools.partial(_update, program, follow, blueprint.objective.anchors),
         sync=_syncer(blueprint.model, blueprint.mesh, blueprint.samples_on),
         score=preparer.score,
         update_program=program,
@@ -145,8 +147,24 @@ def _copied(donated: Params, params: Params) -> Params:
 _merge = jax.jit(merge)
 
 
+def _follower(decay: float, layout: Any) -> Callable[[Params, Params], Params]:
+    """(mean of what was trained, trained parameters) -> the mean after a step. It is overwritten.
+
+    mean <- decay x mean + (1 - decay) x trained
+    """
+
+    def follow(average: Params, trainable: Params) -> Params:
+        return jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average, trainable)
+
+    return jax.jit(follow, donate_argnums=0, out_shardings=layout)
+
+
 def _update(
-    program: Any, anchors: frozenset[str], learner: Learner, batches: Sequence[TrainBatch]
+    program: Any,
+    follow: Callable[[Params, Params], Params] | None,
+    anchors: frozenset[str],
+    learner: Learner,
+    batches: Sequence[TrainBatch],
 ) -> tuple[Learner, Metrics]:
     """All updates of a step, which is counted once; metrics are merged over them."""
     frozen = read_by_update(learner, anchors)
@@ -155,6 +173,9 @@ def _update(
         *changing, metrics = program(*changing, frozen, batch)
         measured.append(metrics)
     trainable, opt_state, objective_state = changing
+    if follow is not None:
+        average = follow(learner.frozen["ema"], trainable)
+        learner = dataclasses.replace(learner, frozen={**learner.frozen, "ema": average})
     learner = dataclasses.replace(
         learner,
         step=learner.step + 1,

@@ -18,7 +18,7 @@ from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.reflection import LOWEST_LOGP, log_propagation
 from jaxgrpo.config.methods import needed_columns
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import OF_ANSWERS
+from jaxgrpo.core.scores import OF_ANSWERS
 
 P, G, J = 6, 4, 5
 ZEROS = np.zeros((P, G))

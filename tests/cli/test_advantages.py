@@ -167,12 +167,12 @@ def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, user_fil
     message = output(capsys, f"{user_file}:judged", "--rewards", "1,0", code=2)
     assert "judged needs more than rewards:" in message
     assert (
-        "  answer_logp [P, G, J], log-probs of the reference answer's tokens:"
-        " --field answer_logp='[[...], ...]'" in message
+        "  answer_logp [P, G, J], log-probs of the reference answer's tokens behind each thought, "
+        "by the trainer policy: --field answer_logp='[[...], ...]'" in message
     )
     assert "  doubt: a reward, or a column of the data: --field doubt=0.5,1,0,0" in message
     # What is given for each token says nothing without the tokens.
-    assert "  base_logp [P, G, T], log-prob under the original policy" in message
+    assert "  base_logp [P, G, T], log-prob of each token, by the base policy" in message
     assert "  token_mask [P, G, T]" in message
     message = output(capsys, "to_tokens", "--rewards", "1,0", code=2)
     assert "--lengths 3,2,4,1 (tokens of each sample)" in message

@@ -8,14 +8,14 @@ import json
 from jaxgrpo.advantages.registry import recipes
 from jaxgrpo.cli import methods
 from jaxgrpo.cli.main import main
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS
+from jaxgrpo.core.scores import OF_ANSWERS, SCORES
 
 
 def test_everything_is_listed_once_and_has_a_page(repository):
     entries = list(methods.methods())
     counts = collections.Counter(entry.kind for entry in entries)
     expected = {kind: len(factories) for kind, (_, factories) in methods.KINDS.items()}
-    assert counts == {**expected, "score": len(FIELDS) + len(OF_ANSWERS)}
+    assert counts == {**expected, "score": len(SCORES) + len(OF_ANSWERS)}
     assert len({(entry.kind, entry.name) for entry in entries}) == len(entries)
     for entry in entries:
         assert entry.summary, entry.name

@@ -89,7 +89,7 @@ def test_a_run_counts_its_operations_and_the_command_fits_them(tmp_path, capsys)
     changes = {"train.steps": 7, "rollout.refill": {"factor": 2.0}, "lora.rank": 4}
     run = train(small_run.config(tmp_path / "r", **changes))
     config = folders.read_config(small_run.base())
-    weights = config.linear_weights + config.hidden_size * config.vocab_size
+    weights = config.product_weights
     lines = small_run.metrics(run.path)
     for line in lines:
         prompts = 6 * line["refill/groups"]  # "12+34=" has 6 tokens at the most

@@ -123,7 +123,7 @@ def called(real: setup.Setup, learner: Learner) -> dict[str, tuple[Any, ...]]:
     preparer.score = noting("score", preparer.score)
     learner, prepared = real.prepare(learner, rollouts)
     program = noting("update", real.steps.update_program)
-    step._update(program, real.blueprint.objective.anchors, learner, prepared.batches)
+    step._update(program, None, real.blueprint.objective.anchors, learner, prepared.batches)
     return calls
 
 
@@ -186,10 +186,10 @@ def test_what_is_donated_is_written_over_and_scoring_is_there_where_it_is_needed
 
 
 def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has():
-    assert programs.scored(planned.run()) == []
-    assert programs.scored(planned.run(loss={"kl": {"use": "k2", "beta": 0.1}})) == [
+    assert not planned.run().blueprint.scored
+    assert planned.run(loss={"kl": {"use": "k2", "beta": 0.1}}).blueprint.scored == {
         "reference_logp"
-    ]
+    }
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
 def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     changes = {**LORA, "model.dtype": "bfloat16"}
     run = setup(small_run.config(tmp_path / "run", **changes))
-    policies = memory.method_policies(run.blueprint.chain, run.blueprint.objective)
+    policies = run.blueprint.policies
     assert policies == ["reference"]
     counted = memory.count(run.blueprint, policies)
 

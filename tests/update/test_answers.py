@@ -17,7 +17,6 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.training import memory
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
 from jaxgrpo.update.forward import Blueprint
@@ -202,9 +201,7 @@ def test_a_frozen_policy_scores_with_weights_of_its_own(scorer):
     with jax.enable_x64(True):
         rollouts = full_rollouts()
         prepare = preparer(tokens=200, scorer=scorer)
-        assert memory.method_policies(prepare.blueprint.chain, prepare.blueprint.objective) == [
-            scorer
-        ]
+        assert prepare.blueprint.policies == [scorer]
         values, expected = scored(prepare, rollouts, scale=1.5), plain(rollouts)
     assert values.keys() == {f"{scorer}_{name}" for name in expected}
     for name, value in expected.items():

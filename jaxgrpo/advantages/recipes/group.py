@@ -21,6 +21,7 @@ from jaxgrpo.advantages.group import (
     subtract_leave_one_out_mean,
 )
 from jaxgrpo.advantages.masks import keep_samples, mask_zero_variance
+from jaxgrpo.advantages.scored import shape_by_effective_rank
 from jaxgrpo.advantages.streams import Weights, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.core.errors import InputError
@@ -77,6 +78,37 @@ def avspo(
     [[1.0, -1.0], [1.0, 0.0]]
     """
     return sum_then("avspo", weights, normalise_with_virtual_rewards(count, top, eps, ddof))
+
+
+def rank_learning(
+    kappa: float = 2.0,
+    scale: Scheduled = 1.0,
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, then GRPO; a bonus where a sample's hidden states spread more, or faster, than of late.
+
+        a[p, g] + min(max(aux, 0), |a[p, g]| / kappa),   aux from the effective rank along a sample
+
+    Use it when a policy's samples become alike in form before they become right. The stride of the
+    ranks, 40 tokens, is set by [[scores]] with name and quantity "effective_rank"; a sample needs
+    three strides for all that is measured.
+
+    Args:
+      kappa, scale: as of the part `shape_by_effective_rank`.
+      eps, ddof: as of `grpo`.
+
+    Source: VERL (Velocity-Exploiting Rank-Learning), arXiv 2509.23808.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"effective_rank": [[[1.0], [1.0]]], "token_mask": [[[1], [1]]]}
+    >>> options = {"eps": 0.0, "ddof": 0}
+    >>> evaluate("rank_learning", [[1.0, 0.0]], options=options, **fields)[0].tolist()
+    [[1.0, -1.0]]
+    """
+    normalised = subtract_group_mean(), divide_by_group_std(eps, ddof)
+    return sum_then("rank_learning", weights, *normalised, shape_by_effective_rank(kappa, scale))
 
 
 def ttrl(

@@ -19,7 +19,8 @@ from rich.console import Console
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import flat, to_tables
 from jaxgrpo.core.errors import ConfigError, InputError, refusing
-from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Params
+from jaxgrpo.core.scores import OF_ANSWERS, SCORES
+from jaxgrpo.core.types import Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import numbers, report, results
@@ -144,7 +145,7 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             recipe = methods.make_recipe(config.named_chain, rewards, refills)
             chain = methods.make_chain(loss, recipe)
             reward_names = {reward.name for reward in rewards}
-            names = chain.needs - FIELDS.keys() - OF_ANSWERS.keys() - reward_names
+            names = chain.needs - SCORES.keys() - OF_ANSWERS.keys() - reward_names
             rows = load_rows(config.data)[0] if names else []
             columns = methods.needed_columns(names, rows, rewards) if names else {}
             methods.trace_chain(rollout, chain, rewards, len(rows) or 1, columns)

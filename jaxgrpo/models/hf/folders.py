@@ -342,28 +342,32 @@ def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
 
 
 def find_folder(
-    path: str | os.PathLike[str], revision: str | None = None, with_weights: bool = True
+    path: str | os.PathLike[str],
+    revision: str | None = None,
+    with_weights: bool = True,
+    key: str = "model.path",
 ) -> Path:
     """The local folder of a model: `path` itself, or files copied from the hub or a bucket.
 
     Args:
       revision: of the hub: a branch, tag or commit.
       with_weights: fetch the weights too.
+      key: of a config, that names it, for messages.
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
     patterns = sources.model_files(with_weights)
-    folder = storage.local(path, "model.path", patterns)
+    folder = storage.local(path, key, patterns)
     if os.path.isdir(folder):
         return folder
     if str(path).endswith(".gguf") and os.path.isfile(path):
         raise InputError(
-            f"model.path = {str(path)!r} is a GGUF file: jaxgrpo import {path} OUT writes a folder "
+            f"{key} = {str(path)!r} is a GGUF file: jaxgrpo import {path} OUT writes a folder "
             "from it; give that one"
         )
     if not isinstance(path, str) or not sources.is_name(path):
         raise InputError(
-            f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
+            f"{key} = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
             "or a name on the hub, owner/name"
         )
     return sources.fetch_model(path, revision, with_weights)

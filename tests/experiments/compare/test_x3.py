@@ -90,8 +90,8 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     blueprint, _, _, steps = setup.build_method(
         config, base, inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     )
-    counted = memory.count(blueprint, memory.method_policies(blueprint.chain, blueprint.objective))
-    assert (counted.copies, memory.method_policies(blueprint.chain, blueprint.objective)) == (0, [])
+    counted = memory.count(blueprint, blueprint.policies)
+    assert (counted.copies, blueprint.policies) == (0, [])
     adapters, weights = lora.split(
         _placed(base.model.shapes, param_layout(blueprint.model, blueprint.mesh))
     )

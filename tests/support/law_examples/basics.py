@@ -46,6 +46,7 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         "sum_rewards": [(adv.sum_rewards(correct=1.0, style=0.2),), (adv.sum_rewards(),)],
         "per_reward": [(adv.per_reward(normalise), adv.sum_rewards())],
         "stream": [(adv.stream("length", _length), adv.sum_rewards())],
+        "score_mean": [(adv.score_mean("token_confidence", name="sure"), adv.sum_rewards())],
         "subtract_group_mean": [(adv.sum_rewards(), adv.subtract_group_mean())],
         "divide_by_group_std": [
             (adv.sum_rewards(), adv.divide_by_group_std()),

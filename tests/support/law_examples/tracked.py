@@ -20,6 +20,10 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
             (success, adv.subtract_tracked_success()),
             (success, adv.subtract_tracked_success(drift="difficulty", initial="difficulty")),
         ],
+        "shape_by_effective_rank": [
+            (adv.sum_rewards(), adv.subtract_group_mean(), adv.shape_by_effective_rank()),
+            (adv.sum_rewards(), adv.to_tokens(), adv.shape_by_effective_rank(3.0, decay=0.0)),
+        ],
         "mask_difficulty_band": [
             (success, adv.mask_difficulty_band(keep=0.9), adv.subtract_group_mean())
         ],
@@ -29,5 +33,6 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
 def recipes() -> dict[str, list[Any]]:
     return {
         "ema": [adv.build("ema", {"weights": BINARY})],
+        "rank_learning": [adv.build("rank_learning", {"weights": BINARY})],
         "spo": [adv.build("spo", {"weights": BINARY})],
     }

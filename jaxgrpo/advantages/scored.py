@@ -1,0 +1,193 @@
+"""Parts that read scores of the samples' tokens: what passes of models say of them.
+
+Scores are `core.scores.SCORES` and those of the table `[[scores]]` of a config.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams
+from jaxgrpo.advantages.streams import add_stream, any_mask
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+
+_SHAPE = "shape_by_effective_rank"
+_MEASURED = ("rank", "velocity", "acceleration")
+_LARGEST = 5.0
+"""Relative deviations of a rank are cut here, as in github.com/hf618/VERL."""
+
+
+def score_mean(
+    score: str = "token_entropy", sign: float = 1.0, name: str | None = None
+) -> AdvantageTransform:
+    """Adds a stream: the mean of a score over the tokens of each sample, as a reward.
+
+        r[p, g] = sign * mean_t score[p, g, t]     over the tokens that the policy chose
+
+    With token_confidence it rewards what the policy is sure of, with token_entropy and sign -1
+    low entropy; with the log-probs of a model, text that the model finds likely. With weight 0 in
+    the sum it is only logged. What a policy says of itself can be climbed without getting better:
+    look at an evaluation.
+
+    Args:
+      score: the field [P, G, T], by its name in `[[scores]]` or of every run.
+      sign: 1 or -1, or any factor.
+      name: of the stream; None: that of the score.
+
+    Streams: [P, G] each -> and the new one.  Raises: InputError where the name is taken.
+    Metrics: mean, over the samples that it scores; those without a token or with a score that is
+    not finite are masked.
+    Source: confidence, Intuitor, arXiv 2505.19590 (there over all tokens, not the likeliest 20);
+      entropy, RENT, arXiv 2505.22660.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> fields = {"token_entropy": [[[2.0, 1.0], [0.5, 9.0]]], "token_mask": [[[1, 1], [1, 0]]]}
+    >>> steps = [score_mean(sign=-1.0), sum_rewards()]
+    >>> evaluate(steps, [[0.0, 0.0]], **fields)[0].tolist()
+    [[-1.5, -0.5]]
+    """
+
+    def make(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        tokens = base.read("score_mean", rollouts, "token_mask").astype(bool)
+        value = stats.widen(
+            base.read_field("score_mean", score, rollouts, tokens.shape, "[P, G, T]")
+        )
+        count = tokens.sum(-1).astype(value.dtype)
+        average = sign * jnp.where(tokens, value, 0).sum(-1) / jnp.maximum(count, 1)
+        like = next(iter(streams.values())).value
+        signal = base.finite(average.astype(like.dtype), any_mask(streams) & (count > 0))
+        return signal, {"mean": mean(signal.value, signal.mask)}
+
+    needs = base.needed_fields(score)
+    return add_stream("score_mean", name or score, make, needs)
+
+
+def shape_by_effective_rank(
+    kappa: float = 2.0,
+    scale: Scheduled = 1.0,
+    gain: float = 1.5,
+    decay: float = 0.3,
+    score: str = "effective_rank",
+) -> AdvantageTransform:
+    """Adds to each advantage a share of its size, where a sample's hidden states spread more, or
+    spread faster, than of late.
+
+        m_1, m_2, ... = the effective rank up to each stride of the sample, and up to its end
+        d_j  = m_j - mean_(k < j) m_k        rank = m at the end, velocity = mean_j d_j,
+                                             acceleration = mean_j (d_j - d_(j-1))
+        x'   = clip((x - u) / |u|, -5, 5),   u the running mean of x over earlier batches
+        b    = sigmoid(gain acceleration')
+        aux  = scale (b tanh(rank') + (1 - b) tanh(velocity'))
+        a[p, g] + min(max(aux, 0), |a[p, g]| / kappa)
+
+    The bonus is never negative, of failures too: their advantage comes nearer to 0, and never
+    changes its sign (kappa >= 1). Flat groups stay at 0. In the first batch, which has no u, there
+    is none. A sample with too few strides for a velocity or an acceleration counts 0 for x'.
+
+    Args:
+      kappa: at least 1; the bonus is at most |a| / kappa.
+      scale: of the bonus; a number or a function of the step. 0 only measures.
+      gain: of the acceleration in the share b of the rank.
+      decay: u <- decay u + (1 - decay) x; 0 keeps the last batch's.
+      score: the field [P, G, T] with the rank at each stride and at the end of a sample, 0 at the
+        other tokens; its stride is that of the score.
+
+    Signal: [P, G] or [P, G, T], mask unchanged.  State: the running means, and how many batches.
+    Metrics: rank, velocity, acceleration, their means; bonus, its mean over unmasked samples.
+    Source: VERL (Velocity-Exploiting Rank-Learning), arXiv 2509.23808, with kappa, gain and decay
+      of github.com/hf618/VERL. There scale falls as rewards rise, u begins at 0, and what has no
+      velocity counts as velocity 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"effective_rank": [[[1.0, 2.0], [1.0, 1.0]]], "token_mask": [[[1, 1], [1, 1]]]}
+    >>> evaluate(shape_by_effective_rank(), [[1.0, -1.0]], **fields)[0].tolist()  # the first batch
+    [[1.0, -1.0]]
+    """
+    base.check(_SHAPE, "a number from 1 on", lambda value: value >= 1, kappa=kappa)
+    base.check(_SHAPE, "a share in [0, 1)", lambda value: 0 <= value < 1, decay=decay)
+    base.check_at_least(_SHAPE, 0, scale=scale)
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        return {"means": jnp.zeros(3), "batches": jnp.zeros((), jnp.int32)}
+
+    shaper = _Shaper(kappa, scale, gain, decay, score)
+    return AdvantageTransform(_SHAPE, init, shaper.update, frozenset({score}))
+
+
+class _Shaper(NamedTuple):
+    """The options of `shape_by_effective_rank`, and its update."""
+
+    kappa: float
+    scale: Scheduled
+    gain: float
+    decay: float
+    score: str
+
+    def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        mask, value, has_means = signal.mask, stats.widen(signal.value), state["batches"] > 0
+        alive = mask if mask.ndim == 2 else mask.any(-1)
+        tokens = base.read(_SHAPE, rollouts, "token_mask").astype(bool) & alive[..., None]
+        ranks = base.read_field(_SHAPE, self.score, rollouts, tokens.shape, "[P, G, T]")
+        measured = _movement(jnp.where(tokens, stats.widen(ranks), 0))
+        batch = jnp.stack([*map(_mean, measured.value, measured.known)])
+        old = state["means"].astype(batch.dtype)
+        bonus = base.at_step(self.scale, rollouts, batch.dtype) * _bonus(measured, old, self.gain)
+        bonus = jnp.where(has_means, jnp.maximum(bonus, 0), 0)
+        bonus = bonus if value.ndim == 2 else bonus[..., None]
+        added = jnp.minimum(bonus, jnp.abs(value) / self.kappa)
+        means = jnp.where(has_means, self.decay * old + (1 - self.decay) * batch, batch)
+        new_state = {"means": means.astype(state["means"].dtype), "batches": state["batches"] + 1}
+        sizes = zip(_MEASURED, measured.value, measured.known, strict=True)
+        metrics: Metrics = {name: mean(x, known) for name, x, known in sizes}
+        metrics["bonus"] = mean(added, mask)
+        return base.with_value(signal, value + added), new_state, metrics
+
+
+class _Movement(NamedTuple):
+    """Rank, velocity and acceleration of samples."""
+
+    value: Array  # [3, P, G]
+    known: Array  # [3, P, G] bool
+
+
+def _movement(ranks: Array) -> _Movement:
+    """Of the ranks [P, G, T] at some tokens, 0 at the others."""
+    is_point, dtype = ranks > 0, ranks.dtype
+    number = jnp.cumsum(is_point, -1, dtype=jnp.int32)
+    count = number[..., -1]
+
+    def divided(total: Array, divisor: Array) -> Array:
+        return total / jnp.maximum(divisor, 1).astype(dtype)
+
+    def at(values: Array, place: Array | int) -> Array:
+        return jnp.where(is_point & (number == place), values, 0).sum(-1)
+
+    earlier = divided(jnp.cumsum(ranks, -1) - ranks, number - 1)
+    change = jnp.where(is_point & (number > 1), ranks - earlier, 0)
+    last = count[..., None]
+    velocity = divided(change.sum(-1), count - 1)
+    # The differences add up to that of the last and the first.
+    acceleration = divided(at(change, last) - at(change, 2), count - 2)
+    known = jnp.stack([count >= least for least in (1, 2, 3)])
+    return _Movement(jnp.stack([at(ranks, last), velocity, acceleration]), known)
+
+
+def _bonus(measured: _Movement, means: Array, gain: float) -> Array:
+    """Before scale and limits, [P, G]."""
+    means = means.astype(measured.value.dtype)[:, None, None]
+    size = jnp.where(means == 0, 1, jnp.abs(means))
+    relative = jnp.clip((measured.value - means) / size, -_LARGEST, _LARGEST)
+    rank, velocity, acceleration = jnp.where(measured.known & (means != 0), relative, 0)
+    share = jax.nn.sigmoid(gain * acceleration)
+    return share * jnp.tanh(rank) + (1 - share) * jnp.tanh(velocity)
+
+
+def _mean(values: Array, mask: Array) -> Array:
+    """Of all samples of a batch that have one, [], 0 where none has."""
+    return jnp.where(mask, values, 0).sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)

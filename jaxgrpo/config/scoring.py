@@ -1,0 +1,61 @@
+"""The scores that a config adds: what its entries must fulfil, and how passes know them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from jaxgrpo.config.keys import ScoreKeys
+from jaxgrpo.config.reading import Values, show
+from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, OF_SAMPLES, SCORES, STRIDE, Score
+
+TAKEN = {"behavior_logp", "sampled_now", *OF_ANSWERS, *OF_PASS, *OF_SAMPLES}
+"""Fields that are no scores."""
+
+
+def make_scores(entries: Sequence[ScoreKeys]) -> dict[str, Score]:
+    """The scores that a method of a run may need: those of every run, and the config's."""
+    return SCORES | {entry.name: _score(entry) for entry in entries}
+
+
+def check(values: Values) -> Iterator[str]:
+    """Names that stand twice or mean something else, and keys that nothing reads."""
+    entries: Sequence[ScoreKeys] = values.get("scores", ())
+    titles = {reward.title for reward in values.get("rewards", ())}
+    names = [entry.name for entry in entries]
+    for index, entry in enumerate(entries):
+        where = f"scores[{index}]"
+        if problem := _name_problem(entry.name, names[:index], titles):
+            yield f"{where}.name = {show(entry.name)}: {problem}"
+        if entry.name in SCORES and _score(entry)._replace(stride=STRIDE) != (
+            SCORES[entry.name]._replace(stride=STRIDE)
+        ):
+            built_in = SCORES[entry.name]
+            yield (
+                f'{where}.name = "{entry.name}": it is built in, the {built_in.quantity} by the '
+                f"{built_in.policy} policy, and only its stride may be set: take another name"
+            )
+        if entry.quantity != "effective_rank" and entry.stride != STRIDE:
+            yield (
+                f'{where}.stride = {entry.stride}: only quantity = "effective_rank" reads it, and '
+                f'this is "{entry.quantity}": leave it out'
+            )
+
+
+def _score(entry: ScoreKeys) -> Score:
+    return Score(
+        "[P, G, T]", entry.policy, entry.quantity, entry.prompt, entry.temperature, entry.stride
+    )
+
+
+def _name_problem(name: str, earlier: Sequence[str], rewards: set[str]) -> str:
+    """What is wrong with the name of a score; "" if nothing."""
+    if not re.fullmatch(r"\w+", name):
+        return 'expected letters, digits and "_", as "teacher_logp"'
+    if name in earlier:
+        return "it stands twice; give each a name of its own"
+    if name in rewards:
+        return "a reward has this name; give the score another"
+    if name in TAKEN:
+        return "this is another field of a method; take another name"
+    return ""

@@ -1,0 +1,133 @@
+"""Scores: what passes of models over tokens that exist give, by the names that methods need.
+
+A score is (policy, prompt, temperature, quantity). A pass runs only where a part's `needs` asks for
+one of its scores, and gives all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+POLICIES = ("trainer", "reference", "base", "ema")
+"""Policies of a run: the trained one before the update; the base until `reference.reset_every`
+makes it a lagged copy; the base; the mean of what was trained. Any other name is a model's."""
+
+QUANTITIES = {
+    "logp": "log-prob of each token",
+    "entropy": "entropy of the distribution of each token",
+    "confidence": "minus the mean log-prob of the likeliest tokens in each token's place",
+    "effective_rank": "effective rank of the hidden states up to each `stride`-th token",
+}
+"""Quantity -> what it is, [P, G, T] each."""
+
+
+STRIDE = 40
+"""Tokens between those with an effective rank, as in github.com/hf618/VERL."""
+
+
+class Score(NamedTuple):
+    """What a pass of a model gives for a name in `needs`."""
+
+    shape: str
+    policy: str  # of POLICIES, or the path of a model
+    quantity: str  # of QUANTITIES
+    prompt: str | None = None  # the column that stands in the place of the prompt; None: none
+    temperature: float | None = None  # None: that of sampling
+    stride: int = STRIDE  # tokens between those with an effective rank
+
+
+class ScoringPass(NamedTuple):
+    """A pass over samples: whose parameters, behind which prompt, at which temperature."""
+
+    policy: str
+    prompt: str | None
+    temperature: float | None
+
+
+SCORES: dict[str, Score] = {
+    "trainer_logp": Score("[P, G, T]", "trainer", "logp"),
+    "token_entropy": Score("[P, G, T]", "trainer", "entropy"),
+    "token_confidence": Score("[P, G, T]", "trainer", "confidence"),
+    "effective_rank": Score("[P, G, T]", "trainer", "effective_rank"),
+    "reference_logp": Score("[P, G, T]", "reference", "logp"),
+    "base_logp": Score("[P, G, T]", "base", "logp"),
+    "ema_logp": Score("[P, G, T]", "ema", "logp"),
+}
+"""Fields that passes of a model produce in every run. A config adds its own, `[[scores]]`. Any
+other need is a column of the data or a reward."""
+
+
+def score_text(score: Score) -> str:
+    """What a score of every run is, in a few words."""
+    return f"{QUANTITIES[score.quantity]}, by the {score.policy} policy"
+
+
+def passes(
+    scores: Mapping[str, Score], names: Collection[str]
+) -> Iterator[tuple[ScoringPass, dict[str, Score]]]:
+    """The passes that give the named scores, in the same order in every process."""
+    by_pass: dict[ScoringPass, dict[str, Score]] = {}
+    for name in sorted(names):
+        score = scores[name]
+        key = ScoringPass(score.policy, score.prompt, score.temperature)
+        by_pass.setdefault(key, {})[name] = score
+    yield from by_pass.items()
+
+
+def models(scores: Mapping[str, Score], names: Collection[str]) -> list[str]:
+    """The paths of the models, other than the run's own, that the named scores read."""
+    return sorted({scores[name].policy for name in names & scores.keys()} - {*POLICIES})
+
+
+def prompt_field(column: str) -> str:
+    """The field [P, S'] int32 that holds the tokens of another prompt, -1 behind the last.
+
+    >>> prompt_field("hinted")
+    'prompt:hinted'
+    """
+    return f"prompt:{column}"
+
+
+OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}
+"""What a penalty may need of the update's own pass, with its gradient -> whose parameters that
+reads besides the trained ones.
+"""
+
+SCORERS = ("trainer", "reference", "base")
+"""The policies that may score reference answers."""
+
+
+def answer_field(name: str, policy: str) -> str:
+    """The name of a field of reference answers that a policy scores: its own for the trainer's.
+
+    >>> answer_field("answer_logp", "trainer"), answer_field("answer_logp", "base")
+    ('answer_logp', 'base_answer_logp')
+    """
+    return name if policy == "trainer" else f"{policy}_{name}"
+
+
+OF_ANSWERS: dict[str, Score] = {
+    "answer_mask": Score("[P, J]", "", "tokens"),
+    **{
+        answer_field(name, policy): Score(shape, policy, "logp")
+        for name, shape in {"answer_logp": "[P, G, J]", "masked_answer_logp": "[P, J]"}.items()
+        for policy in SCORERS
+    },
+}
+"""Fields of the data's reference answers, for chains: a policy scores the tokens of each answer
+behind the thoughts of its prompt's samples, and ("masked") without a thought. See `rollout.answers`
+and `update.answers`.
+"""
+
+OF_SAMPLES: dict[str, str] = {
+    "answer_tokens": "[P, G], tokens of each sample's own answer",
+    "tree": "[P, G], the tree that each sample is a leaf of",
+    "ancestors": "[P, G, D], the nodes on each sample's path",
+    "token_depth": "[P, G, T], which of these nodes a token belongs to",
+    "token_value": "[P, G, T], a critic's estimate at each token",
+}
+"""Fields that go with the samples or the policy, and that no pass of training makes yet.
+
+Who runs a chain on rollouts of their own (`advantages.compute`, `advantages.evaluate`) brings them.
+"""

@@ -1,0 +1,144 @@
+"""Models that scores read beside the run's own: of the same tokenizer, of any size, not trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxgrpo.config.keys import ScoreKeys
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.scores import SCORES, Score, models, prompt_field
+from jaxgrpo.core.types import Params
+from jaxgrpo.data import prompts
+from jaxgrpo.models import attention, decoder, sequences, sharding
+from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.hf import folders
+from jaxgrpo.training.inputs import Inputs
+from jaxgrpo.training.pretrained import Pretrained
+from jaxgrpo.update.forward import Teacher, param_layout
+from jaxgrpo.update.packing import Geometry
+
+KEY = "scores.policy"
+"""The key that names a model, for messages."""
+
+
+def find_teachers(
+    scores: Mapping[str, Score], pretrained: Pretrained, kernel: str, geometry: Geometry
+) -> dict[str, Teacher]:
+    """Path -> each model that scores of a run read beside its own; see `find_teacher`."""
+    paths = models(scores, scores.keys())
+    return {path: find_teacher(path, pretrained, kernel, geometry) for path in paths}
+
+
+def find_teacher(path: str, pretrained: Pretrained, kernel: str, geometry: Geometry) -> Teacher:
+    """The model of a folder, or of a name on the hub, beside a run's own, without weights.
+
+    Args:
+      pretrained: the run's own; without a tokenizer for a plan, which uses no network.
+      kernel: `model.attention`.
+
+    Raises: InputError where there is none, its tokens are others, or it has too few positions.
+    """
+    if pretrained.tokenizer is None and not Path(path).expanduser().is_dir():
+        raise InputError(f'{KEY} = "{path}": no folder here, and a plan uses no network: fetch it')
+    folder = folders.find_folder(path, None, False, KEY)
+    if pretrained.tokenizer is not None:
+        _refuse_other_tokens(path, folder, pretrained)
+    mesh, dtype = pretrained.mesh, pretrained.model.config.dtype
+    config = dataclasses.replace(folders.read_config(folder), dtype=dtype)
+    check_positions(path, config, geometry.max_prompt_tokens, geometry.max_completion_tokens)
+    model = decoder.build(config, constrain=sharding.constrain(mesh))
+    row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
+    platform = mesh.devices.flat[0].platform
+    return Teacher(model, attention.choose_kernel(kernel, platform, config, row=row, mesh=mesh))
+
+
+def check_positions(path: str, config: ModelConfig, prompt: int, completion: int) -> None:
+    """Raises: InputError where a model that scores has no positions for so many tokens."""
+    label = f'{KEY} = "{path}": a prompt of {prompt} tokens and a completion of {completion}'
+    total = prompt + completion
+    if total > config.max_positions:
+        raise InputError(
+            f"{label} are {total} tokens, but the config.json of the model says "
+            f"max_position_embeddings = {config.max_positions}: make one of them shorter"
+        )
+    sequences.check_length(config, total, label, "make one of them shorter")
+
+
+def _refuse_other_tokens(path: str, folder: Path, pretrained: Pretrained) -> None:
+    """Raises: InputError where a token has another id, or is no token there."""
+    theirs, ours = folders.read_tokenizer(folder).get_vocab(), pretrained.tokenizer.get_vocab()
+    all_texts = theirs.keys() | ours.keys()
+    different = sorted(text for text in all_texts if theirs.get(text) != ours.get(text))
+    if different:
+        shown = ", ".join(map(repr, different[:3]))
+        raise InputError(
+            f'{KEY} = "{path}": its tokenizer is another than that of model.path = '
+            f"{pretrained.path}: {len(different)} of {len(all_texts)} tokens differ, as {shown}. A "
+            "score is of the tokens that were sampled, so take a model with the same tokenizer"
+        )
+
+
+def read_teachers(teachers: Mapping[str, Teacher], mesh: Mesh) -> dict[str, Params]:
+    """The weights of each, in its dtype, over the mesh."""
+    return {
+        path: folders.read_params(
+            folders.find_folder(path, key=KEY), model, None, param_layout(model, mesh)
+        )
+        for path, (model, _) in teachers.items()
+    }
+
+
+def prompt_columns(
+    entries: Sequence[ScoreKeys],
+    run_inputs: Inputs,
+    model_of: Callable[[str], Model],
+    max_completion_tokens: int,
+) -> dict[str, np.ndarray]:
+    """The tokens of the prompts that scores put in the place of the rows' own, by
+    `scores.prompt_field`: int32 [rows, S'], -1 behind the last.
+
+    Args:
+      model_of: the model that scores, by the policy of an entry.
+
+    Raises: InputError where a column is not there, a prompt of it cannot be written out, or the
+      model that scores has no positions for the longest.
+    """
+    columns: dict[str, np.ndarray] = {}
+    rows, chat, mesh = run_inputs.prompts.rows, run_inputs.chat, run_inputs.pretrained.mesh
+    for index, entry in enumerate(entries):
+        if entry.prompt is None:
+            continue
+        where = f'scores[{index}].prompt = "{entry.prompt}"'
+        if entry.prompt not in rows[0]:
+            there = ", ".join(sorted(rows[0]))
+            raise InputError(f"{where}: the data have no such column; they have {there}")
+        try:
+            encoded = prompts.encode([{**row, "prompt": row[entry.prompt]} for row in rows], chat)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        longest = max(map(len, encoded))
+        config = model_of(entry.policy).config
+        check_positions(entry.policy, config, longest, max_completion_tokens)
+        width = sharding.rounded_up(mesh, longest, "sequence")
+        tokens = np.full((len(rows), width), -1, np.int32)
+        for place, ids in enumerate(encoded):
+            tokens[place, : len(ids)] = ids
+        columns[prompt_field(entry.prompt)] = tokens
+    return columns
+
+
+def refuse_unread(entries: Sequence[ScoreKeys], needs: frozenset[str]) -> None:
+    """Raises: InputError for a score that no part of the method reads."""
+    unread = [entry.name for entry in entries if entry.name not in needs]
+    if unread:
+        read = ", ".join(sorted(needs & SCORES.keys())) or "none"
+        raise InputError(
+            f"scores: no part of the method and no loss reads {', '.join(unread)} (of the scores "
+            f'it reads {read}): name it in a part, as {{ use = "score_mean", score = '
+            f'"{unread[0]}" }}, or leave it out'
+        )
