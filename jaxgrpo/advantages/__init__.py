@@ -45,7 +45,11 @@ from jaxgrpo.advantages.mismatch import (
     sequence_rejection,
     truncated_importance,
 )
-from jaxgrpo.advantages.reflection import answer_length, reasoning_reflection
+from jaxgrpo.advantages.reflection import (
+    add_information_gain,
+    answer_length,
+    reasoning_reflection,
+)
 from jaxgrpo.advantages.registry import build, evaluate
 from jaxgrpo.advantages.scored import score_mean, shape_by_effective_rank
 from jaxgrpo.advantages.streams import (
@@ -80,6 +84,7 @@ from jaxgrpo.advantages.weights import (
 
 __all__ = [
     "AdvantageTransform",
+    "add_information_gain",
     "add_kl_return",
     "add_kl_return_for_validity",
     "alpha_dpg",

@@ -176,7 +176,9 @@ def _rollout_shapes(
     answers = {
         name: array(real, *((samples, length) if "G" in field.shape else (length,)))
         for name, field in OF_ANSWERS.items()
-    } | {"answer_mask": array(jnp.bool_, length)}
+    }
+    answers["answer_mask"] = array(jnp.bool_, length)
+    answers["thought_tokens"] = array(whole_number, samples)
     model_fields: dict[str, Any] = {name: array(real, *tokens) for name in SCORES} | answers
     data_fields: dict[str, Any] = {
         name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])

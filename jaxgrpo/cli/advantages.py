@@ -35,6 +35,8 @@ class Field(NamedTuple):
 
 def _of_answers(name: str) -> str:
     behind = "without a thought" if "masked" in name else "behind each thought"
+    if "cut" in name:
+        behind = "together, behind 0 to all parts of each thought"
     return f"log-probs of the reference answer's tokens {behind}"
 
 
@@ -49,6 +51,7 @@ FIELDS: dict[str, Field] = {
     "planning": Field(PER_TOKEN, bool, "whether the token plans"),
     "token_depth": Field(PER_TOKEN, int, "depth of the tree's node that the token belongs to"),
     "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
+    "thought_tokens": Field("[P, G]", int, "tokens of each sample that are its thought"),
     **{
         name: Field(score.shape, float, f"{_of_answers(name)}, by the {score.policy} policy")
         for name, score in OF_ANSWERS.items()

@@ -158,6 +158,7 @@ class DataKeys:
     answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
     answer_prefix: str = key("", may_be_empty=True)  # text between thought and reference answer
     max_answer_tokens: int | None = key(None, at_least=1)  # of it that are scored; None: all
+    answer_cuts: int = key(4, at_least=1)  # parts of a thought behind which it is scored
     system: str | None = key(None)  # text of a system message in front of every prompt
     chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
     chat_template_kwargs: Mapping[str, Any] = key({})  # variables of the template

@@ -65,6 +65,7 @@ class DataTable(TypedDict, total=False):
     answer: str
     answer_prefix: str
     max_answer_tokens: int
+    answer_cuts: int
     system: str
     chat_template: str
     chat_template_kwargs: Mapping[str, Any]

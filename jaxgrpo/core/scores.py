@@ -109,15 +109,21 @@ def answer_field(name: str, policy: str) -> str:
 
 OF_ANSWERS: dict[str, Score] = {
     "answer_mask": Score("[P, J]", "", "tokens"),
+    "thought_tokens": Score("[P, G]", "", "tokens"),
     **{
         answer_field(name, policy): Score(shape, policy, "logp")
-        for name, shape in {"answer_logp": "[P, G, J]", "masked_answer_logp": "[P, J]"}.items()
+        for name, shape in {
+            "answer_logp": "[P, G, J]",
+            "masked_answer_logp": "[P, J]",
+            "cut_answer_logp": "[P, G, K]",
+        }.items()
         for policy in SCORERS
     },
 }
 """Fields of the data's reference answers, for chains: a policy scores the tokens of each answer
-behind the thoughts of its prompt's samples, and ("masked") without a thought. See `rollout.answers`
-and `update.answers`.
+behind the thoughts of its prompt's samples, ("masked") without a thought, and ("cut") all of them
+together behind 0, 1, ..., all of the `data.answer_cuts` parts of each thought, K one more. See
+`rollout.answers` and `update.answers`.
 """
 
 OF_SAMPLES: dict[str, str] = {

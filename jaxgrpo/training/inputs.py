@@ -40,6 +40,7 @@ from jaxgrpo.training.pretrained import Pretrained, check_length, find_model, ma
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts
 from jaxgrpo.training.replay import Replay, SavedRollouts, decisive_keys, read_files
+from jaxgrpo.update.answers import CUT
 
 SHOWN = 80  # characters of an answer
 
@@ -200,6 +201,11 @@ def load_answers(
     thought, or a key about answers is given and nothing reads it.
     """
     prefix, limit = keys.answer_prefix, keys.max_answer_tokens
+    if keys.answer_cuts != DataKeys().answer_cuts and not any(CUT in name for name in needs):
+        raise InputError(
+            f"data.answer_cuts = {keys.answer_cuts}: nothing reads it, since no part of the method "
+            f'needs {CUT}; leave it out, or take recipe = "l2t"'
+        )
     if not needs & OF_ANSWERS.keys():
         for name, value in {"answer_prefix": prefix, "max_answer_tokens": limit}.items():
             if value:

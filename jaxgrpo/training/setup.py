@@ -67,11 +67,15 @@ _LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat")
 _COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
 _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")
 _UPDATE_KEYS = (*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS)
+_METHOD_KEYS = (
+    *("recipe", "advantage", "rewards", "scores"),
+    *("reference.ema_decay", "data.answer_cuts"),
+)
 DEPENDS: dict[str, tuple[str, ...]] = {
     "inputs": _INPUT_KEYS,
     "engine": _SAMPLING_KEYS,
     "update": _UPDATE_KEYS,
-    "method": (*_UPDATE_KEYS, "recipe", "advantage", "rewards", "scores", "reference.ema_decay"),
+    "method": (*_UPDATE_KEYS, *_METHOD_KEYS),
     "evaluator": (*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards", "train.tokens_per_micro_batch"),
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
@@ -275,8 +279,7 @@ def make_rollout_source(
         data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
     )
     columns = methods.needed_columns(needs, rows, rewards, blueprint.scores)
-    longest = geometry.max_completion_tokens
-    columns |= teachers.prompt_columns(scores, run_inputs, blueprint.model_of, longest)
+    columns |= teachers.prompt_columns(scores, rollout, run_inputs, blueprint.model_of)
     trace(columns)
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
@@ -289,10 +292,15 @@ def make_rollout_source(
     )
     prefix = goals and goals.tokens.shape[1]
     room = functools.partial(refill.no_groups, geometry, names, columns, answers, prefix)
-    ahead = tuple(room() for _ in range(rollout.staleness))
-    waiting = Waiting(room() if rollout.refill else None, ahead)
+    waiting = _first_waiting(rollout, room)
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
+
+
+def _first_waiting(rollout: RolloutKeys, room: Callable[[], Rollouts]) -> Waiting:
+    """What waits when a run begins: nothing, with room for what will."""
+    ahead = tuple(room() for _ in range(rollout.staleness))
+    return Waiting(room() if rollout.refill else None, ahead)
 
 
 def build_method(
@@ -338,14 +346,13 @@ def build_method(
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
         scores=scores,
         teachers=teachers.find_teachers(scores, pretrained, config.model.attention, geometry),
+        answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,
     )
     policies = blueprint.policies, pretrained, config.reference
     kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
     copies = _copies(*policies, measures_kl=kl, has_two_meshes=two_meshes)
-    remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
-    fits_tokens = train.tokens_per_micro_batch is None
-    return _fit_to_devices(blueprint, pretrained, copies, remat if fits_tokens else None, share)
+    return _fit_to_devices(blueprint, pretrained, copies, train, share)
 
 
 def _copies(
@@ -372,18 +379,19 @@ def _fit_to_devices(
     blueprint: Blueprint,
     pretrained: Pretrained,
     copies: Sequence[str],
-    remat: decoder.Remat | None,
+    train: TrainKeys,
     share: step.Share,
 ) -> Method:
     """The method with as many slots, and tokens of a micro-batch, as fit beside what a run keeps.
 
     Args:
       copies: `memory.copied_policies` of the run.
-      remat: None where the config says how many tokens a micro-batch has.
+      train: the config's, which may say how many tokens a micro-batch has.
     """
     mesh, geometry = blueprint.mesh, blueprint.geometry
     persistent = memory.count(blueprint, copies).persistent
-    if remat is not None:
+    if train.tokens_per_micro_batch is None:
+        remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
         sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent, remat
         blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes))
     parts = pretrained, blueprint.sampling, blueprint.samples_on, geometry, persistent

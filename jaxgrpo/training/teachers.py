@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxgrpo.config.keys import ScoreKeys
+from jaxgrpo.config.keys import RolloutKeys, ScoreKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import SCORES, Score, models, prompt_field
 from jaxgrpo.core.types import Params
@@ -95,9 +95,9 @@ def read_teachers(teachers: Mapping[str, Teacher], mesh: Mesh) -> dict[str, Para
 
 def prompt_columns(
     entries: Sequence[ScoreKeys],
+    rollout: RolloutKeys,
     run_inputs: Inputs,
     model_of: Callable[[str], Model],
-    max_completion_tokens: int,
 ) -> dict[str, np.ndarray]:
     """The tokens of the prompts that scores put in the place of the rows' own, by
     `scores.prompt_field`: int32 [rows, S'], -1 behind the last.
@@ -123,7 +123,7 @@ def prompt_columns(
             raise InputError(f"{where}: {error}") from error
         longest = max(map(len, encoded))
         config = model_of(entry.policy).config
-        check_positions(entry.policy, config, longest, max_completion_tokens)
+        check_positions(entry.policy, config, longest, rollout.max_completion_tokens)
         width = sharding.rounded_up(mesh, longest, "sequence")
         tokens = np.full((len(rows), width), -1, np.int32)
         for place, ids in enumerate(encoded):

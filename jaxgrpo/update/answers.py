@@ -5,6 +5,8 @@ A policy scores them like any samples, in micro-batches that share prompts:
     answer_logp[p, g, j]      = log pi(y_j | prompt, thought g, prefix, y_<j)
     masked_answer_logp[p, j]  = log pi(y_j | prompt, prefix, y_<j), from one more sample per group,
                                 whose thought is empty
+    cut_answer_logp[p, g, k]  = sum_j log pi(y_j | prompt, first k of K parts of thought g, prefix,
+                                y_<j), k = 0 to K, from K samples for each; the parts are equal
 
 pi is the trained policy before the update, the base (frozen), or the reference, which lags behind
 with `reference.reset_every`; at the temperature of sampling, as for `trainer_logp`.
@@ -25,36 +27,49 @@ from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.update.packing import Geometry
 
-ANSWER, MASKED = "answer_logp", "masked_answer_logp"
+ANSWER, MASKED, CUT = "answer_logp", "masked_answer_logp", "cut_answer_logp"
 
 
-def answer_geometry(geometry: Geometry, longest: int, masked: bool, mesh: Mesh) -> Geometry:
+def answer_geometry(
+    geometry: Geometry, longest: int, cuts: int, masked: bool, mesh: Mesh
+) -> Geometry:
     """The sizes of the pass: those of the update, with room for an answer behind a thought.
 
     A micro-batch has the update's tokens, or those of the longest sample if they are more.
 
     Args:
       longest: L, the tokens of the longest prefix and answer.
+      cuts: K, the parts of a thought behind each of which the answer is scored; 1: all of it.
       masked: whether groups have the sample without a thought.
     """
     steps = geometry.max_completion_tokens + longest
     steps = sharding.rounded_up(mesh, steps, "sequence")
-    longer = geometry._replace(group_size=geometry.group_size + masked, max_completion_tokens=steps)
+    samples = geometry.group_size * cuts + masked
+    longer = geometry._replace(group_size=samples, max_completion_tokens=steps)
     least = sharding.rounded_up(mesh, longer.widest, "sequence")
     return longer._replace(tokens=max(geometry.tokens, least))
 
 
-def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
+def cut_tokens(thought: Array, cuts: int) -> Array:
+    """The tokens of the first 1, ..., K parts of thoughts [P, G], [P, G, K]: equal parts, where
+    that leaves a rest the earlier ones are longer."""
+    return jnp.stack([-(-thought * k // cuts) for k in range(1, cuts + 1)], axis=-1)
+
+
+def behind_thoughts(rollouts: Rollouts, geometry: Geometry, cuts: int = 1) -> Rollouts:
     """Samples of thought, prefix and answer: prompts, tokens and token mask; the rest is empty.
 
-    The mask is True at all their tokens, so that lengths count them. Where `geometry` has a sample
-    more per group than the rollouts, it is the one without a thought.
+    Those of each sample's K parts of a thought are side by side. The mask is True at all their
+    tokens, so that lengths count them. Where `geometry` has a sample more per group, it is the one
+    without a thought.
     """
     forced, thought = rollouts.fields[FORCED], rollouts.fields[THOUGHT]
-    _, samples, steps = rollouts.completion_tokens.shape
-    extra = geometry.group_size - samples, geometry.max_completion_tokens - steps
-    thought = jnp.pad(thought, ((0, 0), (0, extra[0])))
-    completions = jnp.pad(rollouts.completion_tokens, ((0, 0), (0, extra[0]), (0, extra[1])))
+    groups, samples, steps = rollouts.completion_tokens.shape
+    extra = geometry.group_size - samples * cuts, geometry.max_completion_tokens - steps
+    parts = cut_tokens(thought, cuts).reshape(groups, samples * cuts)
+    completions = jnp.repeat(rollouts.completion_tokens, cuts, axis=1)
+    thought = jnp.pad(parts, ((0, 0), (0, extra[0])))
+    completions = jnp.pad(completions, ((0, 0), (0, extra[0]), (0, extra[1])))
     offset = jnp.arange(geometry.max_completion_tokens) - thought[..., None]
     forced_index = jnp.clip(offset, 0, forced.shape[1] - 1)
     answer_tokens = jnp.take_along_axis(forced[:, None], forced_index, axis=2)
@@ -72,27 +87,36 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
     )
 
 
-def pick_answer_logp(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
+def pick_answer_logp(logp: Array, rollouts: Rollouts, cuts: int = 1) -> dict[str, Array]:
     """The answers' log-probs among those [P, G', T'] of `behind_thoughts`; 0 where no token is.
 
-    Samples of a group with the same thought have those of the first of them, bit for bit: what
-    rounding makes of other places in a micro-batch is no difference between samples.
+    Samples of a group with the same thought, or the same part of one, have those of the first of
+    them, bit for bit: what rounding makes of other places in a micro-batch is no difference between
+    samples.
     """
     forced, thought, mask = (rollouts.fields[name] for name in (FORCED, THOUGHT, MASK))
-    samples = thought.shape[1]
-    thought = jnp.pad(thought, ((0, 0), (0, logp.shape[1] - samples)))
+    groups, samples = thought.shape
+    parts = cut_tokens(thought, cuts)
+    flat = jnp.pad(parts.reshape(groups, -1), ((0, 0), (0, logp.shape[1] - samples * cuts)))
     tokens = (forced >= 0).sum(-1, dtype=jnp.int32)  # [P]
     prefix_tokens = tokens - mask.sum(-1, dtype=jnp.int32)
-    place = (thought + prefix_tokens[:, None])[..., None] + jnp.arange(mask.shape[1])
+    place = (flat + prefix_tokens[:, None])[..., None] + jnp.arange(mask.shape[1])
     answer_logp = jnp.take_along_axis(logp, jnp.minimum(place, logp.shape[2] - 1), axis=2)
     answer_logp = jnp.where(mask[:, None], answer_logp, 0)
-    without_thought = {MASKED: answer_logp[:, samples]} if logp.shape[1] > samples else {}
-    first = _first_alike(rollouts)[..., None]
-    return {ANSWER: jnp.take_along_axis(answer_logp, first, axis=1), **without_thought}
+    behind = answer_logp[:, : samples * cuts].reshape(groups, samples, cuts, -1)
+    first = jnp.stack(
+        [_first_alike(rollouts.completion_tokens, parts[..., k]) for k in range(cuts)], axis=2
+    )
+    behind = jnp.take_along_axis(behind, first[..., None], axis=1)
+    if logp.shape[1] == samples * cuts:
+        return {ANSWER: behind[:, :, -1]}
+    without = answer_logp[:, -1]
+    start = jnp.broadcast_to(without.sum(-1)[:, None, None], (groups, samples, 1))
+    at_cuts = jnp.concatenate([start, behind.sum(-1)], axis=-1)
+    return {ANSWER: behind[:, :, -1], MASKED: without, CUT: at_cuts}
 
 
-def _first_alike(rollouts: Rollouts) -> Array:
-    """[P, G]: the first sample of the group that has the same thought."""
-    tokens, thought = rollouts.completion_tokens, rollouts.fields[THOUGHT]
-    thoughts = jnp.where(jnp.arange(tokens.shape[2]) < thought[..., None], tokens, -1)
-    return jnp.argmax((thoughts[:, :, None] == thoughts[:, None]).all(-1), axis=2)
+def _first_alike(tokens: Array, length: Array) -> Array:
+    """[P, G]: the first sample of the group that begins with the same tokens, so many of each."""
+    begins = jnp.where(jnp.arange(tokens.shape[2]) < length[..., None], tokens, -1)
+    return jnp.argmax((begins[:, :, None] == begins[:, None]).all(-1), axis=2)

@@ -49,6 +49,7 @@ class Blueprint(NamedTuple):
     on_no_live_sample: str = "step"  # of the optimizer with a gradient of 0; "skip": the schedule's
     scores: Mapping[str, Score] = SCORES  # that chain and objective may need
     teachers: Mapping[str, Teacher] = {}  # path -> a model that scores read
+    answer_cuts: int = 4  # parts of a thought behind which a reference answer is scored
     ema_decay: float = 0.99  # of the policy "ema", where something reads it
 
     @property

@@ -83,8 +83,8 @@ class Preparer:
         self.scatter: Jitted = jax.jit(packing.scatter)
         self.measure: Jitted = jax.jit(packing.measure_lengths)
         self.drift: Jitted = jax.jit(diagnostics.drift_metrics, static_argnums=3)
-        self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=1)
-        self.pick_answer_logp: Jitted = jax.jit(answers.pick_answer_logp)
+        self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=(1, 2))
+        self.pick_answer_logp: Jitted = jax.jit(answers.pick_answer_logp, static_argnums=2)
 
     def prepare(self, learner: Learner, rollouts: Rollouts) -> tuple[Learner, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
@@ -181,14 +181,19 @@ class Preparer:
     def score_answers(self, learner: Learner, rollouts: Rollouts, policy: str) -> dict[str, Array]:
         """The log-probs of the reference answers, in a pass over them and the thoughts."""
         blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
-        masked = answer_field(answers.MASKED, policy) in blueprint.chain.needs
-        geometry = answers.answer_geometry(blueprint.geometry, longest, masked, blueprint.mesh)
-        longer = self.behind_thoughts(rollouts, geometry)
+        needs = blueprint.chain.needs
+        is_cut = answer_field(answers.CUT, policy) in needs
+        masked = is_cut or answer_field(answers.MASKED, policy) in needs
+        cuts = blueprint.answer_cuts if is_cut else 1
+        sizes = blueprint.geometry, longest, cuts, masked
+        geometry = answers.answer_geometry(*sizes, blueprint.mesh)
+        longer = self.behind_thoughts(rollouts, geometry, cuts)
         lengths = sharding.to_host(self.measure(longer))
         name = f"{policy}_logp"
         scored = self.score_samples(learner, {name}, longer, lengths, geometry)
-        picked = self.pick_answer_logp(scored[name], rollouts)
-        return {answer_field(field, policy): value for field, value in picked.items()}
+        picked = self.pick_answer_logp(scored[name], rollouts, cuts)
+        fields = {answer_field(field, policy): value for field, value in picked.items()}
+        return {name: value for name, value in fields.items() if name in needs}
 
     def score_samples(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -345,3 +346,55 @@ def test_a_prompt_whose_masked_thought_is_not_known_is_not_scored():
     value, mask = reflect(logp, tokens, masked=masked, drop=0.0)
     assert np.isfinite(value).all()
     assert mask.any(1).tolist() == [False, True, True]
+
+
+def by_loop(reward, logp, thought, token_mask, alpha, beta, clip):
+    """`add_information_gain`, sample by sample."""
+    cuts, length = logp.shape[2] - 1, token_mask.shape[2]
+    worth = np.full((*reward.shape, cuts), np.nan)
+    part_of = np.full(token_mask.shape, -1)
+    for p, g in np.ndindex(*reward.shape):
+        ends = [math.ceil(thought[p, g] * k / cuts) for k in range(cuts + 1)]
+        for k in range(cuts):
+            part_of[p, g, ends[k] : ends[k + 1]] = k
+            if ends[k + 1] > ends[k]:
+                gain = np.clip(logp[p, g, k + 1] - logp[p, g, k], -clip, clip)
+                worth[p, g, k] = gain - beta * (ends[k + 1] - ends[k]) / length
+    value = np.where(token_mask, reward[..., None], 0.0)
+    for p, g, t in np.ndindex(*token_mask.shape):
+        k = part_of[p, g, t]
+        if token_mask[p, g, t] and k >= 0:
+            value[p, g, t] += alpha * (worth[p, g, k] - np.nanmean(worth[p, :, k]))
+    return value
+
+
+def test_gains_of_parts_are_added_as_a_loop_over_tokens_does():
+    random = np.random.default_rng(4)
+    lengths = random.integers(1, 8, (3, 4))
+    token_mask = np.arange(7) < lengths[..., None]
+    thought = random.integers(0, lengths + 1)
+    logp, reward = -random.exponential(3, (3, 4, 4)), random.normal(size=(3, 4))
+    options = {"alpha": 0.5, "beta": 2.0, "clip": 1.5}
+    value, mask = adv.evaluate(
+        adv.add_information_gain(**options),
+        reward,
+        cut_answer_logp=logp,
+        thought_tokens=thought,
+        token_mask=token_mask,
+    )
+    expected = by_loop(reward, logp, thought, token_mask, **options)
+    np.testing.assert_allclose(value, expected, atol=1e-5)
+    np.testing.assert_array_equal(mask, token_mask)
+
+
+def test_a_sample_with_a_nan_gets_no_gain_and_gives_none():
+    fields = {
+        "cut_answer_logp": [[[-3.0, -2.0], [-3.0, -1.0], [np.nan, -1.0]]],
+        "thought_tokens": [[1, 1, 1]],
+        "token_mask": [[[1], [1], [1]]],
+    }
+    value, _ = adv.evaluate(adv.add_information_gain(), [[0.0, 0.0, 5.0]], **fields)
+    assert value[0, :, 0].tolist() == [-0.5, 0.5, 5.0]
+    fields["cut_answer_logp"] = [[[1.0], [1.0], [1.0]]]
+    with pytest.raises(InputError, match=r"expected \[P, G, K \+ 1\]"):
+        adv.evaluate(adv.add_information_gain(), [[0.0, 0.0, 5.0]], **fields)

@@ -10,6 +10,7 @@ import by_hand
 import jax
 import numpy as np
 import pytest
+import resuming
 import small_run
 
 from jaxgrpo.cli.main import main
@@ -31,6 +32,21 @@ ALONE = {
 def three(completions, **columns):
     """The second sample of each group of four is right; the first group is not scored."""
     return [None if place < 4 else float(place % 4 == 1) for place in range(len(completions))]
+
+
+def test_parts_of_thoughts_train_from_the_command_line_and_are_resumed(tmp_path):
+    changes = {"recipe": {"use": "l2t", "beta": 0.1}, "data.answer_prefix": " "}
+    changes |= {"data.answer_cuts": 2, "checkpoint.every": 1}
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "whole", **changes)
+    assert main(["train", str(file)]) == 0
+    for line in small_run.metrics(tmp_path / "whole"):
+        assert math.isfinite(line["add_information_gain/gain"])
+        assert line["live_samples"] > 0.5  # flat groups have a signal too
+    again = resuming.died_and_resumed(small_run.config(tmp_path / "again", **changes), 2)
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert again.summary["parameter_hash"] == summary["parameter_hash"]
+    with pytest.raises(InputError, match="answer_cuts = 2: nothing reads it"):
+        setup(small_run.config(tmp_path, **{"data.answer_cuts": 2}))
 
 
 @pytest.mark.full

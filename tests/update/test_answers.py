@@ -34,14 +34,24 @@ THOUGHTS = np.array([[5, 0, 3, 1], [0, 0, 0, 0], [2, 5, 4, 3], [1, 1, 2, 0]], np
 
 
 def preparer(
-    config=WIDE, masked=True, tokens=25, mesh=(1, 1, 1, 1), width=6, steps=5, scorer="trainer"
+    config=WIDE,
+    masked=True,
+    tokens=25,
+    mesh=(1, 1, 1, 1),
+    width=6,
+    steps=5,
+    scorer="trainer",
+    recipe=None,
+    cuts=4,
 ):
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     return Preparer(
         Blueprint(
             model=decoder.build(config, constrain=sharding.constrain(grid)),
-            chain=advantages.build("dro_r3", {"masked_thought": masked, "scorer": scorer}),
+            chain=recipe
+            or advantages.build("dro_r3", {"masked_thought": masked, "scorer": scorer}),
+            answer_cuts=cuts,
             objective=losses.Objective(losses.clip(), losses.token_mean()),
             optimizer=optax.sgd(0.1),
             geometry=Geometry(P, G, width, steps, sharding.num_bins(grid), tokens),
@@ -147,6 +157,35 @@ def test_answers_are_scored_as_in_one_plain_pass_per_sample(tokens):
     )
 
 
+def behind_parts(rollouts, cuts, config=WIDE):
+    """The answers' log-probs behind 0 to all parts of each thought, by one plain pass for each."""
+    logps = np.zeros((P, G, cuts + 1))
+    for p, g, part in np.ndindex(P, G, cuts + 1):
+        prompt = np.asarray(rollouts.prompt_tokens[p])[np.asarray(rollouts.prompt_mask[p])]
+        forced = np.asarray(rollouts.fields[FORCED][p])
+        thought = rollouts.completion_tokens[p, g, : -(-THOUGHTS[p, g] * part // cuts)]
+        sequence = [*prompt.tolist(), *np.asarray(thought).tolist(), *forced[forced >= 0].tolist()]
+        logps[p, g, part] = alone(config, *map(int, sequence))[-LENGTHS[p] :].sum()
+    return logps
+
+
+@pytest.mark.parametrize(("cuts", "mesh"), [(1, (1, 1, 1, 1)), (3, (2, 2, 1, 1))])
+def test_answers_behind_parts_of_thoughts_are_those_of_one_plain_pass_for_each(cuts, mesh):
+    chain = advantages.build("l2t")
+    with jax.enable_x64(True):
+        rollouts = full_rollouts()
+        got = scored(preparer(recipe=chain, cuts=cuts, mesh=mesh, tokens=40), rollouts)
+        both = scored(preparer(tokens=200), rollouts)
+        want = behind_parts(rollouts, cuts)
+    assert got.keys() == {"cut_answer_logp"}
+    np.testing.assert_allclose(got["cut_answer_logp"], want, atol=1e-9, rtol=0)
+    # The gains of all parts add up to what R3 says of the whole thought.
+    told = both["answer_logp"].sum(-1) - both["masked_answer_logp"].sum(-1)[:, None]
+    gains = np.diff(got["cut_answer_logp"], axis=-1)
+    np.testing.assert_allclose(gains.sum(-1), told, atol=1e-9)
+    assert np.ptp(gains[0]) > 0.1
+
+
 def answer_mask(rollouts):
     return np.broadcast_to(np.asarray(rollouts.fields[MASK])[:, None], (P, G, max(LENGTHS)))
 
@@ -167,7 +206,7 @@ def test_equal_thoughts_of_a_group_have_the_answers_log_probs_of_the_first_bit_f
     tokens = rollouts.completion_tokens.at[3, 1, 0].set(rollouts.completion_tokens[3, 0, 0])
     rollouts = dataclasses.replace(rollouts, completion_tokens=tokens)
     longest = rollouts.fields[FORCED].shape[1]
-    geometry = answers.answer_geometry(sizes.geometry, longest, True, sizes.mesh)
+    geometry = answers.answer_geometry(sizes.geometry, longest, 1, True, sizes.mesh)
     shape = answers.behind_thoughts(rollouts, geometry).token_mask.shape
     noise = np.random.default_rng(5).normal(size=shape).astype(np.float32)
     answer_logp = np.asarray(answers.pick_answer_logp(jnp.asarray(noise), rollouts)[answers.ANSWER])
@@ -190,9 +229,9 @@ def test_meshes_of_four_devices_score_the_same():
 def test_the_pass_has_room_for_the_longest_answer_whatever_the_update_computes_at_a_time():
     mesh = sharding.make_mesh(context=4)
     small = Geometry(P, G, 8, 8, 1, 16)
-    sizes = answers.answer_geometry(small, 7, True, mesh)
+    sizes = answers.answer_geometry(small, 7, 1, True, mesh)
     assert sizes == Geometry(P, G + 1, 8, 16, 1, 24)
-    assert answers.answer_geometry(small._replace(tokens=64), 8, False, mesh).tokens == 64
+    assert answers.answer_geometry(small._replace(tokens=64), 8, 1, False, mesh).tokens == 64
 
 
 @pytest.mark.parametrize("scorer", ["base", "reference"])

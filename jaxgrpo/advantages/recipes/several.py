@@ -15,7 +15,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.batch import whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
-from jaxgrpo.advantages.reflection import reasoning_reflection
+from jaxgrpo.advantages.reflection import add_information_gain, reasoning_reflection
 from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
@@ -295,6 +295,43 @@ def spo(
         # An exact 0 is a reward equal to its estimate here, and no flat group.
         whiten_batch(eps, ddof=0, eps_in="std", keep="nothing"),
     )
+
+
+def l2t(
+    alpha: Scheduled = 1.0,
+    beta: Scheduled = 0.0,
+    clip: float = 10.0,
+    scorer: str = "trainer",
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, then GRPO; each part of a thought earns what it tells of the known answer.
+
+        a[p, g, t] = (r - mean_g r) / (std_g r + eps) + alpha (u[p, g, k(t)] - mean_g u)
+        u = log pi(answer | k parts of the thought) - log pi(answer | k - 1 parts) - beta its length
+
+    Use it when the data have an answer to each prompt, and a reward for the whole says too little
+    about which part of a long thought helped. It costs a pass over `data.answer_cuts` + 1 answers
+    for each sample.
+
+    Args:
+      alpha, beta, clip, scorer: as of the part `add_information_gain`.
+      eps, ddof: as of `grpo`.
+
+    Fields: cut_answer_logp, thought_tokens: in training from the data's `data.answer`.
+    Source: L2T, arXiv 2505.10425, with the length in the place of its bound on parameters.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"cut_answer_logp": [[[-3.0, 0.0], [-3.0, -3.0]]], "thought_tokens": [[1, 1]]}
+    >>> options = {"eps": 0.0, "ddof": 0}
+    >>> fields["token_mask"] = [[[True], [True]]]
+    >>> evaluate("l2t", [[1.0, 0.0]], options=options, **fields)[0].tolist()
+    [[[2.5], [-2.5]]]
+    """
+    normalised = subtract_group_mean(), divide_by_group_std(eps, ddof)
+    gain = add_information_gain(alpha, beta, clip, scorer)
+    return sum_then("l2t", weights, *normalised, gain)
 
 
 def dro_r3(

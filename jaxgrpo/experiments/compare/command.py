@@ -18,8 +18,9 @@ from rich.console import Console
 
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import flat, to_tables
+from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.core.errors import ConfigError, InputError, refusing
-from jaxgrpo.core.scores import OF_ANSWERS, SCORES
+from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.core.types import Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
@@ -145,10 +146,11 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             recipe = methods.make_recipe(config.named_chain, rewards, refills)
             chain = methods.make_chain(loss, recipe)
             reward_names = {reward.name for reward in rewards}
-            names = chain.needs - SCORES.keys() - OF_ANSWERS.keys() - reward_names
+            scores = make_scores(config.scores)
+            names = chain.needs - scores.keys() - OF_ANSWERS.keys() - reward_names
             rows = load_rows(config.data)[0] if names else []
-            columns = methods.needed_columns(names, rows, rewards) if names else {}
-            methods.trace_chain(rollout, chain, rewards, len(rows) or 1, columns)
+            columns = methods.needed_columns(names, rows, rewards, scores) if names else {}
+            methods.trace_chain(rollout, chain, rewards, len(rows) or 1, columns, scores)
             methods.make_policy(rollout.prompts, rewards)
             methods.make_objective(loss, longest)
         except InputError as error:

@@ -17,6 +17,10 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
                 adv.sum_rewards(r3=1.0, **dict.fromkeys(BINARY, 0.0)),
             ),
         ],
+        "add_information_gain": [
+            (adv.sum_rewards(), adv.subtract_group_mean(), adv.add_information_gain(0.5, 0.1, 1.0)),
+            (adv.sum_rewards(), adv.to_tokens(), adv.add_information_gain(beta=0.2)),
+        ],
         "answer_length": [(adv.answer_length(field="classes"), adv.sum_rewards())],
         "alpha_dpg": [
             (adv.sum_rewards(), adv.alpha_dpg(threshold=0.5, z="running")),
@@ -30,6 +34,7 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
 def recipes() -> dict[str, list[Any]]:
     return {
         "dro_r3": [adv.build("dro_r3", {"weights": {"correct": 0.2, "style": 0.0, "r3": 1.0}})],
+        "l2t": [adv.build("l2t", {"weights": BINARY, "beta": 0.5})],
         "alpha_dpg": [adv.build("alpha_dpg", {"weights": BINARY})],
         "f_dpg": [adv.build("f_dpg", {"threshold": 0.5})],
     }
