@@ -202,6 +202,18 @@ class ScoreKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperienceKeys:
+    """Right samples of earlier steps that are trained on again."""
+
+    share: float = key(0.0, at_least=0, at_most=0.9)  # of a step's prompts; 0: none
+    start: float = key(0.35, at_least=0, at_most=1)  # success rate of a step, from which on
+    size: int = key(1024, at_least=1)  # samples that are kept
+    per_row: int = key(4, at_least=1)  # of them of one row
+    reward: str | None = key(None)  # which says what is right; None: the weighted sum
+    success: float = key(0.5)  # its lowest value that is right
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerKeys:
     use: str = key("adamw")  # any factory of optax; other entries of the table are its options
     learning_rate: float = key(at_least=0)
@@ -231,6 +243,7 @@ class RolloutKeys:
     overlap_rewards: bool = key(True)  # those that are per_sample judge groups as they end
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
+    interrupt: Mapping[str, Any] | None = key(None)  # { after = 1000, text = "So " }: forced then
     refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }, groups generated at most
     goals: Mapping[str, float] | None = key(None)  # text that samples begin with -> its share
     staleness: int = key(0, at_least=0)  # steps between the policy that samples and the trained one
@@ -334,6 +347,7 @@ class Config:
     scores: tuple[ScoreKeys, ...] = key(())  # beside those of every run
     loss: LossKeys
     reference: ReferenceKeys
+    experience: ExperienceKeys
     optimizer: OptimizerKeys
     rollout: RolloutKeys
     train: TrainKeys

@@ -246,22 +246,25 @@ def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proxi
         raise InputError(f"{step}: {WEIGHED_TWICE}")
 
 
-def refuse_stale(
-    chain: AdvantageTransform, objective: Objective, staleness: int, steps: int
-) -> None:
-    """Raises InputError if nothing weighs samples of older parameters by how likely they are now,
-    and if all samples of a run are of its first parameters."""
-    if not staleness:
-        return
-    if staleness >= steps - 1:
+def refuse_all_stale(staleness: int, steps: int) -> None:
+    """Raises: InputError if all samples of a run are of its first parameters."""
+    if staleness and staleness >= steps - 1:
         raise InputError(
             f"rollout.staleness = {staleness}: each of train.steps = {steps} steps would train on "
             "samples of the first parameters; set it lower"
         )
+
+
+def refuse_stale(chain: AdvantageTransform, objective: Objective, where: str) -> None:
+    """Raises InputError if nothing weighs samples of older parameters by how likely they are now.
+
+    Args:
+      where: the key that brings such samples, and its value.
+    """
     surrogate, proximal = objective.surrogate, objective.proximal
     if not chain.importance and not (surrogate.weighs and proximal == "behavior"):
         raise InputError(
-            f"rollout.staleness = {staleness}: {surrogate.name} with loss.proximal = "
+            f"{where}: {surrogate.name} with loss.proximal = "
             f"{json.dumps(proximal)} takes samples of older parameters for samples of the newest; "
             'take a surrogate with a ratio, as { use = "clip" }, with loss.proximal = "behavior", '
             'or weights, as loss.mismatch = { use = "truncated_importance" }'

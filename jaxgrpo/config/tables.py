@@ -91,6 +91,15 @@ class ReferenceTable(TypedDict, total=False):
     ema_decay: float
 
 
+class ExperienceTable(TypedDict, total=False):
+    share: float
+    start: float
+    size: int
+    per_row: int
+    reward: str
+    success: float
+
+
 class ScoreTable(TypedDict, total=False):
     """What a pass of a model over the samples gives."""
 
@@ -130,6 +139,7 @@ class RolloutTable(TypedDict, total=False):
     overlap_rewards: bool
     segment_tokens: int
     prompts: Part
+    interrupt: Mapping[str, Any]
     refill: Mapping[str, float]
     goals: Mapping[str, float]
     staleness: int
@@ -205,6 +215,7 @@ class Overrides(TypedDict, total=False):
     lora: LoraTable
     loss: LossTable
     reference: ReferenceTable
+    experience: ExperienceTable
     optimizer: OptimizerTable | Part
     rollout: RolloutTable
     train: TrainTable

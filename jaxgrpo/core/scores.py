@@ -132,8 +132,9 @@ OF_SAMPLES: dict[str, str] = {
     "ancestors": "[P, G, D], the nodes on each sample's path",
     "token_depth": "[P, G, T], which of these nodes a token belongs to",
     "token_value": "[P, G, T], a critic's estimate at each token",
+    "replayed": "[P, G], the samples of earlier steps, which experience.share brings",
 }
-"""Fields that go with the samples or the policy, and that no pass of training makes yet.
+"""Fields that go with the samples or the policy, and that no pass of training makes.
 
 Who runs a chain on rollouts of their own (`advantages.compute`, `advantages.evaluate`) brings them.
 """

@@ -117,8 +117,22 @@ class Learner:
     """name of a penalty -> what it remembers, as the coefficient of `adaptive_entropy`"""
 
 
+class Experience(NamedTuple):
+    """Right samples of earlier steps, [n] each, and what is known of the rows of the data."""
+
+    row: np.ndarray  # [n] int32, of the data; -1: the place is empty
+    step: np.ndarray  # [n] int32, in which it was drawn
+    tokens: np.ndarray  # [n, T] int32
+    logp: np.ndarray  # [n, T] float32, of the distribution drawn from
+    length: np.ndarray  # [n] int32, tokens
+    version: np.ndarray  # [n] int32, as policy_version
+    successes: np.ndarray  # [rows] int32, right samples of the row's latest group; -1: none yet
+    started: np.ndarray  # [] bool, whether steps take any
+    count: np.ndarray  # [] int32, prompts taken so far
+
+
 class Waiting(NamedTuple):
-    """Rollouts that were generated and not trained on yet, as host arrays.
+    """Rollouts that were generated and not trained on yet, or will be again, as host arrays.
 
     Their shapes do not change during a run. A place without a group has the ordinal -1.
     """
@@ -128,6 +142,8 @@ class Waiting(NamedTuple):
     `rollout.refill`"""
     ahead: tuple[Rollouts, ...] = ()
     """the next steps' rollouts, the next one's first: as many as `rollout.staleness`"""
+    experience: Experience | None = None
+    """right samples of earlier steps; None without `experience.share`"""
 
 
 @register

@@ -60,7 +60,7 @@ class Fit(NamedTuple):
     steepness: float  # B
     undetermined: tuple[str, ...] = ()  # of NAMES: at a bound of its range, or free
 
-    def at(self, compute: np.ndarray) -> np.ndarray:
+    def at(self, compute: Any) -> Any:
         """R(C)."""
         return sigmoid(compute, *self[:4])
 
@@ -75,7 +75,7 @@ class Outlook(NamedTuple):
     actual: float  # that point
 
 
-def sigmoid(compute: Any, start: float, ceiling: Any, middle: Any, steepness: Any) -> np.ndarray:
+def sigmoid(compute: Any, start: float, ceiling: Any, middle: Any, steepness: Any) -> Any:
     """R(C) as the module says.
 
     >>> float(sigmoid(100.0, 0.2, 0.8, 100.0, 1.7))

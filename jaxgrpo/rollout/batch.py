@@ -50,6 +50,9 @@ class Batch:
         self._truncated = np.zeros(shape[:2], bool)
         self._version = np.zeros(shape[:2], np.int32)
         self._missing = np.full(count, group_size)
+        self._interruption = settings.interruption
+        self._under_way: dict[tuple[int, int], Request] = {}
+        self._more: list[Request] = []
         self._places: dict[int, list[int]] = {}
         for place, ordinal in enumerate(self.prompts.ordinal.tolist()):
             self._places.setdefault(ordinal, []).append(place)
@@ -69,37 +72,72 @@ class Batch:
             prompt = prompts.prompt_tokens[place][prompts.prompt_mask[place]]
             for sample in range(group_size):
                 prefix = self._prefix(place, sample)
-                requests.append(
-                    Request(
-                        ordinal=ordinal,
-                        sample=sample,
-                        tokens=np.concatenate([prompt, prefix]) if len(prefix) else prompt,
-                        offset=len(prefix),
-                        limit=longest - len(prefix),
-                        key=keys[place, sample],
-                        is_greedy=sample >= group_size - greedy,
-                    )
+                request = Request(
+                    ordinal=ordinal,
+                    sample=sample,
+                    tokens=np.concatenate([prompt, prefix]) if len(prefix) else prompt,
+                    offset=len(prefix),
+                    limit=self._limit(len(prefix), longest),
+                    key=keys[place, sample],
+                    is_greedy=sample >= group_size - greedy,
                 )
+                self._under_way[ordinal, sample] = request
+                requests.append(request)
         return requests
+
+    def more_requests(self) -> list[Request]:
+        """Turns that samples go on with, of those added since the last call: interrupted ones."""
+        more, self._more = self._more, []
+        return more
+
+    def _limit(self, offset: int, longest: int) -> int:
+        """The new tokens of a turn that begins behind `offset` tokens of its sample."""
+        interruption = self._interruption
+        is_first = interruption is not None and offset < interruption.after
+        return (interruption.after if is_first and interruption else longest) - offset
+
+    def _go_on(self, turn: Turn) -> Request | None:
+        """The request behind the text that interrupts a sample; None: it has ended."""
+        request, interruption = self._under_way[turn.ordinal, turn.sample], self._interruption
+        end = request.offset + len(turn.tokens)
+        if interruption is None or turn.reason != "length" or end != interruption.after:
+            return None
+        text = np.asarray(interruption.text, np.int32)
+        longest = self.tokens.shape[-1]
+        return request._replace(
+            tokens=np.concatenate([request.tokens, turn.tokens, text]),
+            offset=interruption.end,
+            limit=longest - interruption.end,
+        )
 
     def add(self, turns: Sequence[Turn]) -> np.ndarray:
         """Writes turns. Returns: the places of the groups that are complete with them, [n] int."""
         complete: list[int] = []
         for turn in turns:
+            request, more = self._under_way[turn.ordinal, turn.sample], self._go_on(turn)
             for place in self._places[turn.ordinal]:
-                at, begin = (place, turn.sample), len(self._prefix(place, turn.sample))
-                drawn = slice(begin, begin + len(turn.tokens))
-                self.tokens[at][:begin] = self._prefix(place, turn.sample)
-                self.tokens[at][drawn], self._logp[at][drawn] = turn.tokens, turn.logp
-                self.mask[at][drawn] = True
-                if self._untempered is not None:
-                    self._untempered[at][drawn] = turn.untempered_logp
-                self._truncated[at] = turn.reason not in COMPLETE
-                self._version[at] = turn.version[0]
-                self._missing[place] -= 1
-                if not self._missing[place]:
-                    complete.append(place)
+                self._write((place, turn.sample), request, turn)
+                if more is None:
+                    self._missing[place] -= 1
+                    if not self._missing[place]:
+                        complete.append(place)
+            if more is not None:
+                self._under_way[turn.ordinal, turn.sample] = more
+                self._more.append(more)
         return np.asarray(complete, int)
+
+    def _write(self, at: tuple[int, int], request: Request, turn: Turn) -> None:
+        """Writes a turn, and what its sample was before it."""
+        begin = request.offset
+        drawn = slice(begin, begin + len(turn.tokens))
+        if not self.mask[at].any():
+            self._version[at] = turn.version[0]
+        self.tokens[at][:begin] = request.tokens[len(request.tokens) - begin :]
+        self.tokens[at][drawn], self._logp[at][drawn] = turn.tokens, turn.logp
+        self.mask[at][drawn] = True
+        if self._untempered is not None:
+            self._untempered[at][drawn] = turn.untempered_logp
+        self._truncated[at] = turn.reason not in COMPLETE
 
     def rollouts(self) -> Rollouts:
         """The batch as rollouts without rewards, host arrays.
@@ -192,8 +230,10 @@ def _ended(
                 raise RuntimeError(
                     f"the engine has nothing under way, and {missing} turns are missing"
                 )
-            missing -= len(turns)
             places = batch.add(turns)
+            if more := batch.more_requests():
+                engine.submit(more)
+            missing += len(more) - len(turns)
             if missing and len(places):
                 yield Groups(places, batch.tokens[places], batch.mask[places])
     finally:

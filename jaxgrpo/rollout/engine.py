@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.stopping import EarlyStop, Interruption, StopStrings
 
 Reason = Literal["end", "length", "string", "confidence"]
 """What ended a turn: a token that ends samples, the limit, a stop string, too little confidence"""
@@ -38,6 +38,7 @@ class SamplingSettings(NamedTuple):
     untempered: bool = False  # give log-probs of the model itself too, at temperature 1
     stop_strings: StopStrings | None = None
     early_stop: EarlyStop | None = None
+    interruption: Interruption | None = None  # asked for by who makes requests: an engine has turns
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
 
     @property

@@ -52,7 +52,7 @@ class Goals(NamedTuple):
 
 
 def make_goals(
-    shares: Mapping[str, float] | None, tokenizer: Any, max_completion_tokens: int, seed: int
+    shares: Mapping[str, Any] | None, tokenizer: Any, max_completion_tokens: int, seed: int
 ) -> Goals | None:
     """The goals of a config: text -> share; None: none.
 

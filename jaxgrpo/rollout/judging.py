@@ -29,13 +29,15 @@ from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, Traine
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.batch import Drawing, Groups, in_background
+from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.goals import Goals
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 SMALLEST = 4096  # bytes of a value that processes exchange
 
-Select = Callable[[Stream, int], tuple[Stream, Prompts]]
-"""(stream, finished steps) -> (stream, prompts of the next step as host arrays)"""
+Select = Callable[..., tuple[Stream, Prompts]]
+"""(stream, finished steps, number=None) -> (stream, prompts of the next step as host arrays), as
+many as a step has or `number`"""
 
 
 class RolloutSource(NamedTuple):
@@ -49,6 +51,7 @@ class RolloutSource(NamedTuple):
     waiting: Waiting  # of the first stream
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
     goals: Goals | None = None  # that samples begin with
+    experiencer: Experiencer | None = None  # where right samples of earlier steps come again
 
 
 def put_prompts(mesh: Mesh, tree: Any) -> Any:
@@ -77,9 +80,10 @@ def make_selector(
       seed: of the run, which orders the rows.
     """
 
-    def select(stream: Stream, step: int) -> tuple[Stream, Prompts]:
-        selection = policy.select(stream.prompt_policy_state, int(stream.cursor), num_prompts)
-        ordinals = _checked_ordinals(policy.name, selection, num_prompts)
+    def select(stream: Stream, step: int, number: int | None = None) -> tuple[Stream, Prompts]:
+        count = num_prompts if number is None else number
+        selection = policy.select(stream.prompt_policy_state, int(stream.cursor), count)
+        ordinals = _checked_ordinals(policy.name, selection, count)
         rows = row_of(ordinals, len(encoded), seed, mixture)
         prompts = pad_prompts([encoded[row] for row in rows], width, ordinals, rows, step)
         cursor = np.asarray(ordinals.max() + 1, np.int32)

@@ -184,7 +184,7 @@ def no_positive_resampling(
     if not 0 < threshold <= 1:
         raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
 
-    judge = _Judge("no_positive_resampling", decay, reward, success, weights, mixture)
+    judge = SuccessJudge("no_positive_resampling", decay, reward, success, weights, mixture)
     return _thinned(judge, lambda rate, n: _reinstated(~(rate >= threshold), rate, n))
 
 
@@ -216,7 +216,9 @@ def difficulty_band(
         beyond = np.maximum(low - rate, rate - high)
         return _reinstated(~(beyond > 0), beyond, n)
 
-    return _thinned(_Judge("difficulty_band", decay, reward, success, weights, mixture), chance)
+    return _thinned(
+        SuccessJudge("difficulty_band", decay, reward, success, weights, mixture), chance
+    )
 
 
 def spo_priority(
@@ -252,7 +254,7 @@ def spo_priority(
         return weight / weight.max()
 
     return _thinned(
-        _Judge("spo_priority", decay, reward, success, weights, mixture), chance, unknown=0.5
+        SuccessJudge("spo_priority", decay, reward, success, weights, mixture), chance, unknown=0.5
     )
 
 
@@ -329,7 +331,7 @@ def build_policy(
     return policy
 
 
-class _Judge(NamedTuple):
+class SuccessJudge(NamedTuple):
     """How a policy measures success, and how long it remembers."""
 
     name: str
@@ -337,17 +339,22 @@ class _Judge(NamedTuple):
     reward: str | None
     success: float
     weights: Weights | None
-    mixture: Mixture | None
+    mixture: Mixture | None = None
 
     def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
         """The success rate of each group, float64 [P]; NaN if no sample was scored."""
+        won, scored = self.wins(rewards)
+        number = scored.sum(1)
+        return np.where(number > 0, won.sum(1) / np.maximum(number, 1), np.nan)
+
+    def wins(self, rewards: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each sample succeeded, and whether it was scored, bool [P, G]."""
         wide = {name: np.asarray(value, np.float64) for name, value in rewards.items()}
         value = self._value({name: np.where(np.isfinite(x), x, np.nan) for name, x in wide.items()})
         scored = ~np.isnan(value)
         # In float32, as rewards come: 0.9 reaches a threshold of 0.9.
-        won = scored & (np.where(scored, value, 0).astype(np.float32) >= np.float32(self.success))
-        number = scored.sum(1)
-        return np.where(number > 0, won.sum(1) / np.maximum(number, 1), np.nan)
+        reached = np.where(scored, value, 0).astype(np.float32) >= np.float32(self.success)
+        return scored & reached, scored
 
     def _value(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
         if self.reward is not None:
@@ -362,7 +369,7 @@ class _Judge(NamedTuple):
 
 
 def _thinned(
-    judge: _Judge, chance: Callable[[np.ndarray, int], np.ndarray], unknown: float = np.nan
+    judge: SuccessJudge, chance: Callable[[np.ndarray, int], np.ndarray], unknown: float = np.nan
 ) -> PromptPolicy:
     """A policy that remembers rates and takes the stream's ordinals by the chance of their rows.
 

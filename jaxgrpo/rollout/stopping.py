@@ -1,11 +1,14 @@
-"""What ends a sample beside an end token: strings in its text, and confidence that has gone."""
+"""What ends a sample beside an end token: strings in its text, confidence that has gone; and text
+that interrupts it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxgrpo.core.errors import InputError
 
 MARGIN = 4  # tokens decoded in front, since the first of a text may be written without its space
 
@@ -60,3 +63,42 @@ class EarlyStop(NamedTuple):
     confidence: float  # nats
     window: int = 2048  # tokens
     tokens: int = 20  # the likeliest, of whose log-probs the confidence is the mean
+
+
+class Interruption(NamedTuple):
+    """Text that is forced into a sample that has not ended after so many tokens; then it goes on.
+
+    It is no choice of the policy: its tokens have token_mask False.
+    Source: ScaleRL, arXiv 2510.13786, which ends thoughts so in place of a penalty on length.
+    """
+
+    after: int  # tokens of the sample
+    text: tuple[int, ...]  # tokens
+
+    @property
+    def end(self) -> int:
+        """The tokens of a sample with its text."""
+        return self.after + len(self.text)
+
+
+def make_interruption(
+    given: Mapping[str, Any] | None, tokenizer: Any, max_completion_tokens: int
+) -> Interruption | None:
+    """The interruption that `rollout.interrupt` describes; None: none.
+
+    Raises: InputError where it is no number of tokens and a text, or leaves no token to draw.
+    """
+    if given is None:
+        return None
+    where = f"rollout.interrupt = {dict(given)!r}"
+    expected = "{ after = 1000, text = 'So the answer is ' }"
+    after, text = given.get("after"), given.get("text")
+    if given.keys() != {"after", "text"} or type(after) is not int or not isinstance(text, str):
+        raise InputError(f"{where}: expected {expected}, a number of tokens and a text")
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if after < 1 or not ids or after + len(ids) >= max_completion_tokens:
+        raise InputError(
+            f"{where}: {after} tokens and {len(ids)} of the text, expected 1 or more of each, and "
+            f"fewer than rollout.max_completion_tokens = {max_completion_tokens} together"
+        )
+    return Interruption(after, ids)

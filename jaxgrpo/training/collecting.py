@@ -23,6 +23,7 @@ from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.judging import (
     Judge,
     Judged,
@@ -64,6 +65,7 @@ class Collector:
     """judges groups that have ended while others are drawn; None: none"""
     max_rounds: int | None  # of `rollout.refill`; None: groups are not replaced
     staleness: int = 0  # of `rollout.staleness`
+    interrupted_after: int | None = None  # tokens; None: samples are not interrupted
 
     def collect(
         self,
@@ -103,6 +105,9 @@ class Collector:
         if self.staleness:  # the log is of rollouts that a later step trains on
             reward_log = reward_log._replace(columns={})
             metrics["sampling/staleness"] = self._staleness(rollouts, version)
+        if self.interrupted_after is not None:
+            behind = rollouts.token_mask[..., self.interrupted_after :]
+            metrics["sampling/interrupted"] = mean(jnp.asarray(behind.any(-1)))
         rollouts = put_prompts(self.mesh, rollouts)
         if self.mixture is not None:
             row = sharding.to_host(rollouts.row)
@@ -136,10 +141,30 @@ class Collector:
             with phase("reward"):
                 return self.source.reward(stream, rollouts, early)
 
+        if self.source.experiencer is not None:
+            return self._with_experience(self.source.experiencer, params, version, stream, phase)
         if self.max_rounds is None:
             return *generate(stream), {}
         judge = self._judge_live(live_groups, phase)
         return refill.fill(stream, generate, judge, self.max_rounds)
+
+    def _with_experience(
+        self,
+        experiencer: Experiencer,
+        params: Params,
+        version: int,
+        stream: Stream,
+        phase: Phase,
+    ) -> tuple[Stream, Rollouts, RewardLog, Metrics]:
+        """As `_generate`, some of whose groups hold a right sample of an earlier step."""
+        with phase("sample"):
+            stream, prompts = experiencer.select(self.source.select, stream, version)
+            rollouts, _ = self._sample(params, prompts, stream.key)
+            rollouts = experiencer.mix(params, stream, sharding.to_host(rollouts))
+        with phase("reward"):
+            stream, rollouts, log = self.source.reward(stream, rollouts)
+        stream, metrics = experiencer.observe(stream, sharding.to_host(rollouts))
+        return stream, rollouts, log, metrics
 
     def _judge_live(
         self, live_groups: LiveGroups | None, phase: Phase

@@ -21,7 +21,7 @@ from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.weights import IN_A_COPY
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.goals import Goals, make_goals
-from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings, make_interruption
 from jaxgrpo.training import parameters
 
 
@@ -179,12 +179,11 @@ def sampling_settings(rollout: RolloutKeys, pretrained: Pretrained) -> SamplingS
     pad, strings = tokenizer.pad_token_id, rollout.stop_strings
     if pad is None or pad >= size:
         pad = ends[0]
-    return make_sampling_settings(
-        rollout,
-        ends,
-        pad,
-        StopStrings(tokenizer, strings) if strings else None,
+    longest = rollout.max_completion_tokens
+    settings = make_sampling_settings(
+        rollout, ends, pad, StopStrings(tokenizer, strings) if strings else None
     )
+    return settings._replace(interruption=make_interruption(rollout.interrupt, tokenizer, longest))
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:

@@ -158,6 +158,7 @@ def _refuse_sampling_keys(rollout: RolloutKeys) -> None:
         "refill": "no flat group can be replaced",
         "staleness": "each step trains on its own file",
         "goals": "its samples begin as they were drawn",
+        "interrupt": "no sample is interrupted",
     }
     for name, reason in reasons.items():
         if getattr(rollout, name):

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,35 +17,32 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import DataKeys, ReferenceKeys, RolloutKeys, ScoreKeys, TrainKeys
+from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.config.scoring import make_scores
-from jaxgrpo.core.scores import OF_ANSWERS, prompt_field
-from jaxgrpo.core.types import Learner, Rollouts, Stream, Waiting
+from jaxgrpo.core.types import Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
-from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.goals import with_goals
+from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.judging import (
-    RolloutSource,
     make_judge,
-    make_rewarder,
-    make_selector,
     step_progress,
 )
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, teachers
 from jaxgrpo.training.collecting import Collected, Collector
+from jaxgrpo.training.experience import with_experience
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
-from jaxgrpo.training.pretrained import Pretrained, run_goals, sampling_settings
-from jaxgrpo.training.replay import SavedRollouts, rollout_source_from_files
+from jaxgrpo.training.pretrained import Pretrained, sampling_settings
+from jaxgrpo.training.replay import SavedRollouts
 from jaxgrpo.training.resets import may_reset
+from jaxgrpo.training.rollout_source import first_stream, make_rollout_source
 from jaxgrpo.update import packing, step
 from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, trained
 from jaxgrpo.update.optimizer import make_optimizer
@@ -189,11 +185,16 @@ def _assemble(
     memory.refuse_too_large(method.memory, pretrained.mesh)
     keys = config.rollout, config.data, config.train, config.scores
     blueprint = method.blueprint
-    source = make_rollout_source(*keys, run_inputs, blueprint, method.engine, rewards)
+    has_experience = config.experience.share > 0
+    brought = {REPLAYED} if has_experience else ()
+    source = make_rollout_source(*keys, run_inputs, blueprint, method.engine, rewards, brought)
+    again = config.experience, config.rollout, run_inputs, rewards, config.train.seed
+    source = with_experience(source, *again, blueprint.samples_on)
     judge = make_judge(pretrained.tokenizer, rewards, rows)
-    # Saved rollouts have ended all at once.
-    judges_early = config.rollout.overlap_rewards and judge.per_sample and not run_inputs.replay
-    refilling = config.rollout.refill
+    # Saved rollouts have ended all at once, and groups with experience are mixed first.
+    waits = bool(run_inputs.replay) or has_experience
+    judges_early = config.rollout.overlap_rewards and judge.per_sample and not waits
+    refilling, interruption = config.rollout.refill, blueprint.sampling.interruption
     collector = Collector(
         source=source,
         mesh=blueprint.mesh,
@@ -205,6 +206,7 @@ def _assemble(
         early_judge=judge if judges_early else None,
         max_rounds=refill.max_rounds(refilling["factor"]) if refilling else None,
         staleness=config.rollout.staleness,
+        interrupted_after=interruption and interruption.after,
     )
     start = config.train.seed, pretrained, len(rows), rewards
     read = functools.partial(_read_learner, *start)
@@ -235,74 +237,6 @@ def _read_learner(
     return parameters.first_learner(blueprint, params, num_rows, names, read)
 
 
-def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
-    """The stream before the first step."""
-    return Stream(
-        cursor=np.zeros((), np.int32),
-        key=np.asarray(jax.random.key_data(jax.random.key(seed))),
-        prompt_policy_state=source.policy.init(num_rows, seed),
-        waiting=source.waiting,
-    )
-
-
-def make_rollout_source(
-    rollout: RolloutKeys,
-    data: DataKeys,
-    train: TrainKeys,
-    scores: Sequence[ScoreKeys],
-    run_inputs: Inputs,
-    blueprint: Blueprint,
-    engine: SlotEngine,
-    rewards: Sequence[Reward],
-) -> RolloutSource:
-    """The prompt policy with the engine and rewards; or the files of a replay.
-
-    Raises: InputError where the method reads a field that nothing brings, and where files have
-      other rewards than the run.
-    """
-    names, geometry = tuple(reward.name for reward in rewards), blueprint.geometry
-    # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
-    scored = blueprint.chain.needs & OF_ANSWERS.keys()
-    needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
-    prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
-    rows, mixture, seed = prompts.rows, prompts.mixture, train.seed
-    trace = functools.partial(methods.trace_chain, rollout, blueprint.chain, rewards, len(rows))
-    trace = functools.partial(trace, scores=blueprint.scores)
-    if run_inputs.replay:
-        needs = needs - blueprint.scores.keys() - set(names)
-        needs |= {prompt_field(entry.prompt) for entry in scores if entry.prompt is not None}
-        needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        source = rollout_source_from_files(run_inputs.replay, names, needs)
-        trace(run_inputs.replay.load(0).fields)
-        return source
-    answers = inputs.load_answers(
-        data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
-    )
-    columns = methods.needed_columns(needs, rows, rewards, blueprint.scores)
-    columns |= teachers.prompt_columns(scores, rollout, run_inputs, blueprint.model_of)
-    trace(columns)
-    policy = methods.make_policy(rollout.prompts, rewards, mixture)
-    sizes = geometry.num_prompts, geometry.max_prompt_tokens
-    select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
-    goals = run_goals(rollout, pretrained.tokenizer, seed)
-    if goals is not None:
-        select = with_goals(select, goals, geometry.group_size)
-    reward = make_rewarder(
-        policy, pretrained.tokenizer, rewards, rows, columns, answers, train.steps, seed
-    )
-    prefix = goals and goals.tokens.shape[1]
-    room = functools.partial(refill.no_groups, geometry, names, columns, answers, prefix)
-    waiting = _first_waiting(rollout, room)
-    draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
-    return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
-
-
-def _first_waiting(rollout: RolloutKeys, room: Callable[[], Rollouts]) -> Waiting:
-    """What waits when a run begins: nothing, with room for what will."""
-    ahead = tuple(room() for _ in range(rollout.staleness))
-    return Waiting(room() if rollout.refill else None, ahead)
-
-
 def build_method(
     config: Config,
     pretrained: Pretrained,
@@ -325,11 +259,10 @@ def build_method(
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
     teachers.refuse_unread(config.scores, chain.needs | objective.needs)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
-    methods.refuse_stale(chain, objective, rollout.staleness, train.steps)
-    scores = make_scores(config.scores)
-    optimizer = make_optimizer(
-        trained(model, model.axes), updates=train.updates, **vars(config.optimizer)
-    )
+    methods.refuse_all_stale(rollout.staleness, train.steps)
+    _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
+    scores, axes = make_scores(config.scores), trained(model, model.axes)
+    optimizer = make_optimizer(axes, updates=train.updates, **vars(config.optimizer))
     blueprint = Blueprint(
         model=model,
         chain=chain,
@@ -353,6 +286,15 @@ def build_method(
     kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
     copies = _copies(*policies, measures_kl=kl, has_two_meshes=two_meshes)
     return _fit_to_devices(blueprint, pretrained, copies, train, share)
+
+
+def _refuse_stale(
+    chain: AdvantageTransform, objective: Objective, staleness: int, share: float
+) -> None:
+    """Args: staleness, share: `rollout.staleness` and `experience.share`."""
+    for name, value in {"rollout.staleness": staleness, "experience.share": share}.items():
+        if value:
+            methods.refuse_stale(chain, objective, f"{name} = {value:g}")
 
 
 def _copies(

@@ -46,10 +46,14 @@ def find_teacher(path: str, pretrained: Pretrained, kernel: str, geometry: Geome
     if pretrained.tokenizer is None and not Path(path).expanduser().is_dir():
         raise InputError(f'{KEY} = "{path}": no folder here, and a plan uses no network: fetch it')
     folder = folders.find_folder(path, None, False, KEY)
-    if pretrained.tokenizer is not None:
-        _refuse_other_tokens(path, folder, pretrained)
     mesh, dtype = pretrained.mesh, pretrained.model.config.dtype
     config = dataclasses.replace(folders.read_config(folder), dtype=dtype)
+    if pretrained.tokenizer is not None:
+        _refuse_other_tokens(path, folder, pretrained)
+        tokenizer, size = pretrained.tokenizer, config.vocab_size
+        ends = folders.read_end_tokens(folder, tokenizer, size)
+        without_text = folders.tokens_without_text(tokenizer, ends, size)
+        config = dataclasses.replace(config, without_text=without_text)
     check_positions(path, config, geometry.max_prompt_tokens, geometry.max_completion_tokens)
     model = decoder.build(config, constrain=sharding.constrain(mesh))
     row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)

@@ -71,7 +71,7 @@ class Blueprint(NamedTuple):
     @property
     def scored(self) -> frozenset[str]:
         """The fields that passes of models have to give."""
-        return (self.chain.needs | self.objective.needs) & self.scores.keys()
+        return frozenset((self.chain.needs | self.objective.needs) & self.scores.keys())
 
     @property
     def policies(self) -> list[str]:

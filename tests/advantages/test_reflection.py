@@ -374,15 +374,15 @@ def test_gains_of_parts_are_added_as_a_loop_over_tokens_does():
     token_mask = np.arange(7) < lengths[..., None]
     thought = random.integers(0, lengths + 1)
     logp, reward = -random.exponential(3, (3, 4, 4)), random.normal(size=(3, 4))
-    options = {"alpha": 0.5, "beta": 2.0, "clip": 1.5}
+    alpha, beta, clip = 0.5, 2.0, 1.5
     value, mask = adv.evaluate(
-        adv.add_information_gain(**options),
+        adv.add_information_gain(alpha, beta, clip),
         reward,
         cut_answer_logp=logp,
         thought_tokens=thought,
         token_mask=token_mask,
     )
-    expected = by_loop(reward, logp, thought, token_mask, **options)
+    expected = by_loop(reward, logp, thought, token_mask, alpha, beta, clip)
     np.testing.assert_allclose(value, expected, atol=1e-5)
     np.testing.assert_array_equal(mask, token_mask)
 

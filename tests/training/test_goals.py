@@ -109,7 +109,7 @@ def test_rewards_and_rows_begin_behind_the_goal(tmp_path):
         assert rollouts.completion_tokens[place][:begin].tolist() == prefix[place][:begin].tolist()
         assert not rollouts.token_mask[place][:begin].any()
         sampled = rollouts.completion_tokens[place][rollouts.token_mask[place]]
-        (text,) = decode_texts(run.inputs.pretrained.tokenizer, [sampled])
+        (text,) = decode_texts(run.inputs.pretrained.tokenizer, [sampled.tolist()])
         assert (text, tuple(sampled.tolist())) in judged
     assert len(judged) == 32
 

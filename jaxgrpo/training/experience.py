@@ -1,0 +1,118 @@
+"""The experience of a run: right samples of earlier steps, built from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys
+from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.core.types import Params, Rollouts
+from jaxgrpo.evaluation.rescoring import make_rescorer
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.experience import Experiencer, Rank, no_experience
+from jaxgrpo.rollout.judging import RolloutSource, put_prompts
+from jaxgrpo.rollout.selection import SuccessJudge
+from jaxgrpo.training.inputs import Inputs
+
+EXCLUDES = {
+    "refill": "a group is judged by what replaces it",
+    "staleness": "what is right now is known too late",
+    "goals": "a kept sample would begin with another text",
+    "early_stop": "a sample that was stopped is none of the policy's",
+}
+"""Keys of `rollout` that experience does not go with, and why."""
+
+
+def refuse(keys: ExperienceKeys, rollout: RolloutKeys, rewards: Sequence[Reward]) -> None:
+    """Raises: InputError where a run cannot have experience, or keys act on none."""
+    if not keys.share:
+        unread = [
+            name
+            for name, default in vars(ExperienceKeys()).items()
+            if getattr(keys, name) != default
+        ]
+        if unread:
+            raise InputError(
+                f"experience.{unread[0]} = {getattr(keys, unread[0])!r}: nothing reads it without "
+                "experience.share; set that, as 0.5, or leave it out"
+            )
+        return
+    where = f"experience.share = {keys.share:g}"
+    for name, reason in EXCLUDES.items():
+        if getattr(rollout, name):
+            raise InputError(f"{where}: with rollout.{name} {reason}; leave one of the two out")
+    if rollout.group_size < 2:
+        raise InputError(f"{where}: a group of one has no other sample; set rollout.group_size")
+    if int(keys.share * rollout.prompts_per_step) < 1:
+        raise InputError(
+            f"{where}: of rollout.prompts_per_step = {rollout.prompts_per_step} that is no whole "
+            f"prompt; set it to {1 / rollout.prompts_per_step:g} or more"
+        )
+    names = [reward.name for reward in rewards]
+    if keys.reward is not None and keys.reward not in names:
+        hint = suggest(keys.reward, names)
+        raise InputError(f"experience.reward = {keys.reward!r} is none of the rewards: {hint}")
+
+
+def with_experience(
+    source: RolloutSource,
+    keys: ExperienceKeys,
+    rollout: RolloutKeys,
+    run_inputs: Inputs,
+    rewards: Sequence[Reward],
+    seed: int,
+    mesh: Mesh,
+) -> RolloutSource:
+    """The source of a run that trains on right samples of earlier steps again; without
+    `experience.share` the one that it is given.
+
+    Args:
+      seed, mesh: `train.seed`, and the mesh that the run samples on.
+
+    Raises: InputError as `refuse`, and where saved rollouts are replayed.
+    """
+    refuse(keys, rollout, rewards)
+    if not keys.share:
+        return source
+    if run_inputs.replay:
+        raise InputError(
+            f"experience.share = {keys.share:g}: a replay trains on what its files hold; leave it "
+            "out"
+        )
+    prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
+    weights = {reward.name: reward.weight for reward in rewards}
+    experiencer = Experiencer(
+        share=keys.share,
+        start=keys.start,
+        per_row=keys.per_row,
+        judge=SuccessJudge("experience", 0.0, keys.reward, keys.success, weights),
+        encoded=prompts.encoded,
+        num_prompts=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        seed=seed,
+        rank=make_rank(pretrained.model_on(mesh), mesh, rollout.temperature),
+    )
+    room = no_experience(keys.size, rollout.max_completion_tokens, len(prompts.rows))
+    return source._replace(
+        experiencer=experiencer, waiting=source.waiting._replace(experience=room)
+    )
+
+
+def make_rank(model: Model, mesh: Mesh, temperature: float) -> Rank:
+    """Log-probs of samples under what `sync` gave, by the pass of evaluations.
+
+    Args:
+      model, mesh: that sample.
+    """
+    rescore = make_rescorer(model, mesh, temperature=temperature, logp=True)
+    assert rescore is not None
+
+    def rank(params: Params, rollouts: Rollouts) -> Any:
+        return sharding.to_host(rescore(params, put_prompts(mesh, rollouts))["logp"])
+
+    return rank

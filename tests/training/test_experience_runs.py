@@ -1,0 +1,110 @@
+"""Runs with `experience.share`: what comes again, what it is trained by, and how it is resumed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import resuming
+import small_run
+
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.training import loop
+from jaxgrpo.training.records import rollout_files
+from jaxgrpo.training.setup import setup
+
+pytestmark = pytest.mark.slow
+
+EXGRPO = {
+    "recipe": "dr_grpo",
+    "loss.surrogate": {"use": "by_sample", "field": "replayed", "otherwise": "on_policy"},
+    "loss.reduction": {"use": "constant"},
+    "data.path": "task:arithmetic:train",
+    "experience.share": 0.5,
+    "experience.start": 0.0,
+    "experience.reward": "digits",
+    "experience.success": 0.9,
+    "experience.size": 64,
+    "train.steps": 4,
+    "checkpoint.every": 1,
+    "run.samples_every": 1,
+    "run.rollouts_every": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return loop.train(small_run.config(tmp_path_factory.mktemp("experience") / "r", **EXGRPO))
+
+
+def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(whole):
+    seen, replays = {}, 0
+    for file in sorted((whole.path / "rollouts").glob("*.safetensors")):
+        rollouts = rollout_files.load(file)
+        replayed = np.asarray(rollouts.fields["replayed"])
+        fresh = {}
+        for place in np.ndindex(*replayed.shape):
+            mask = rollouts.token_mask[place]
+            key = int(rollouts.row[place[0]]), rollouts.completion_tokens[place][mask].tobytes()
+            logp = rollouts.behavior_logp[place][mask]
+            if replayed[place]:
+                replays += 1
+                assert place[1] == replayed.shape[1] - 1
+                assert rollouts.rewards["digits"][place] >= 0.9
+                np.testing.assert_array_equal(seen[key], logp)
+            else:
+                fresh[key] = logp
+        seen |= fresh
+    assert replays > 0
+    lines = small_run.metrics(whole.path)
+    assert lines[0]["experience/groups"] == 0
+    assert lines[-1]["experience/groups"] == 0.5
+    assert lines[-1]["experience/age"] >= 1
+    assert lines[-1]["experience/rows"] > 0
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(whole, tmp_path):
+    again = resuming.died_and_resumed(small_run.config(tmp_path / "r", **EXGRPO), step=3)
+    assert again.summary["parameter_hash"] == whole.summary["parameter_hash"]
+    resuming.assert_same_bits(again.stream.waiting, whole.stream.waiting)
+
+
+def test_without_experience_yet_a_run_is_that_of_its_fresh_samples(tmp_path):
+    # No sample is ever right, so that nothing is kept.
+    none = {**EXGRPO, "experience.success": 9.0, "train.steps": 2}
+    plain = {name: value for name, value in none.items() if not name.startswith("experience")}
+    plain["loss.surrogate"] = {"use": "on_policy"}
+    first = loop.train(small_run.config(tmp_path / "none", **none))
+    second = loop.train(small_run.config(tmp_path / "plain", **plain))
+    assert first.summary["parameter_hash"] == second.summary["parameter_hash"]
+
+
+def test_the_command_trains_with_experience(tmp_path):
+    changes = {**EXGRPO, "train.steps": 1}
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+    assert main(["train", str(file)]) == 0
+    assert small_run.metrics(tmp_path / "r")[0]["experience/samples"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.refill": {"factor": 2.0}}, "with rollout.refill a group is judged by"),
+        ({"rollout.staleness": 1}, "with rollout.staleness what is right now"),
+        ({"rollout.goals": {"7": 1.0}}, "with rollout.goals a kept sample"),
+        ({"experience.share": 0.1}, "that is no whole prompt; set it to 0.125 or more"),
+        ({"experience.reward": "digit"}, "is none of the rewards: did you mean 'digits'"),
+        ({"loss.surrogate": {"use": "reinforce"}}, "takes samples of older parameters for samples"),
+        ({"experience.share": 0.0, "loss.surrogate": {"use": "clip"}}, "nothing reads it without"),
+        ({"experience.share": 0.0}, "which experience.share brings"),
+    ],
+)
+def test_what_cannot_have_experience_is_refused(tmp_path, changes, message):
+    with pytest.raises(InputError) as caught:
+        setup(small_run.config(tmp_path, **{**EXGRPO, **changes}))
+    assert message in str(caught.value)
+
+
+def test_a_share_of_all_prompts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"experience.share = 1.0: expected 0 to 0.9"):
+        small_run.config(tmp_path, **{**EXGRPO, "experience.share": 1.0})
