@@ -8,8 +8,8 @@ A sample is a leaf; its tokens lie on the nodes of its path. The fields, by thei
 
 Ids mean nothing but "the same node", within one prompt and depth. Masked leaves leave every node.
 
-The sampler of training grows no trees. So rollouts of your own bring these fields: to
-`advantages.compute`, or to `advantages.evaluate` as arrays; `jaxgrpo train` refuses the parts.
+A run whose config sets `tree.branch` grows such samples (`rollout.trees`). Rollouts of your own
+bring the fields to `advantages.compute`, or to `advantages.evaluate` as arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tree_normalise(
       eps: added to the standard deviations, in units of reward; a number or a function of the step.
       ddof: 0 divides the variances by n, 1 by n - 1.
       std: False subtracts the two means only.
-      field: ids of the trees, [P, G]; rollouts of your own bring them.
+      field: ids of the trees, [P, G]; `tree.branch` brings them.
 
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: flat_trees, the share of leaves whose tree says nothing.
@@ -94,7 +94,7 @@ def tree_process(
     Args:
       global_weight, local_weight: of the two differences; numbers or functions of the step.
       leaf_power: leaves(n) is raised to it: 0.5 is the paper's root, 0 leaves it out.
-      ancestors, token_depth: names of the fields; rollouts of your own bring them.
+      ancestors, token_depth: names of the fields; `tree.branch` brings them.
 
     Signal: [P, G] -> [P, G, T], mask = that of the leaf on its token_mask. Tokens of a depth that
     their leaf does not have get 0.  Raises: InputError on values that are already [P, G, T].
@@ -136,7 +136,7 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
 
     Args:
       weighting: "average" or "size", in which nodes near the root weigh more.
-      ancestors: name of the field; rollouts of your own bring it.
+      ancestors: name of the field; `tree.branch` brings it.
 
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: subgroups, the mean number of depths that were averaged.
@@ -175,8 +175,8 @@ def token_share_weights(
 
     A token of a common prefix stands in every leaf below it and is trained on in each; with this
     step each token that was sampled counts once. The mask, and so the denominator of the loss, is
-    unchanged. A token whose depth its leaf does not have is its own. Rollouts of your own bring the
-    two fields.
+    unchanged. A token whose depth its leaf does not have is its own. `tree.branch` brings the two
+    fields.
 
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put to_tokens()
     before it.  Metrics: weight, the mean: sampled tokens over tokens trained on.

@@ -214,6 +214,18 @@ class ExperienceKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeKeys:
+    """Samples of a prompt that begin with tokens of others."""
+
+    branch: str | None = key(None, choices=("uniform", "surprise", "segment"))  # None: none do
+    trees: int = key(2, at_least=1)  # chains that are drawn first
+    nodes: int = key(2, at_least=1)  # that each tree branches at, in each round
+    continuations: int = key(1, at_least=1)  # of each of them
+    rounds: int = key(1, at_least=0)
+    segment: int = key(16, at_least=1)  # tokens between nodes; not of "surprise"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerKeys:
     use: str = key("adamw")  # any factory of optax; other entries of the table are its options
     learning_rate: float = key(at_least=0)
@@ -348,6 +360,7 @@ class Config:
     loss: LossKeys
     reference: ReferenceKeys
     experience: ExperienceKeys
+    tree: TreeKeys
     optimizer: OptimizerKeys
     rollout: RolloutKeys
     train: TrainKeys

@@ -210,8 +210,8 @@ def _sample_field_hint(missing: Sequence[str]) -> str:
     if not fields:
         return ""
     return (
-        f". Training has no pass yet that makes {'; '.join(fields)}: run the chain on rollouts of "
-        "your own that bring them, by jaxgrpo.advantages.compute (rollouts.fields) or evaluate"
+        f". No pass makes {'; '.join(fields)}; what no key of a config brings comes with rollouts "
+        "of your own, by jaxgrpo.advantages.compute (rollouts.fields) or evaluate"
     )
 
 

@@ -15,6 +15,7 @@ CacheDtype = Literal["auto", "float32", "bfloat16"]
 Kernel = Literal["auto", "xla", "splash", "cudnn"]
 Remat = Literal["auto", "none", "attention", "dots", "full"]
 Quantity = Literal["logp", "entropy", "confidence", "effective_rank"]
+Branching = Literal["uniform", "surprise", "segment"]
 Schedule = Literal["constant", "linear", "cosine"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
 Input = Literal["rows", "template", "tokenizer", "prompts", "base", "code"]
@@ -98,6 +99,15 @@ class ExperienceTable(TypedDict, total=False):
     per_row: int
     reward: str
     success: float
+
+
+class TreeTable(TypedDict, total=False):
+    branch: Branching
+    trees: int
+    nodes: int
+    continuations: int
+    rounds: int
+    segment: int
 
 
 class ScoreTable(TypedDict, total=False):
@@ -216,6 +226,7 @@ class Overrides(TypedDict, total=False):
     loss: LossTable
     reference: ReferenceTable
     experience: ExperienceTable
+    tree: TreeTable
     optimizer: OptimizerTable | Part
     rollout: RolloutTable
     train: TrainTable

@@ -128,13 +128,13 @@ together behind 0, 1, ..., all of the `data.answer_cuts` parts of each thought, 
 
 OF_SAMPLES: dict[str, str] = {
     "answer_tokens": "[P, G], tokens of each sample's own answer",
-    "tree": "[P, G], the tree that each sample is a leaf of",
-    "ancestors": "[P, G, D], the nodes on each sample's path",
-    "token_depth": "[P, G, T], which of these nodes a token belongs to",
+    "tree": "[P, G], the tree that each sample is a leaf of (set tree.branch)",
+    "ancestors": "[P, G, D], the nodes on each sample's path (set tree.branch)",
+    "token_depth": "[P, G, T], which of these nodes a token belongs to (set tree.branch)",
     "token_value": "[P, G, T], a critic's estimate at each token",
-    "replayed": "[P, G], the samples of earlier steps, which experience.share brings",
+    "replayed": "[P, G], which samples are of earlier steps (set experience.share)",
 }
-"""Fields that go with the samples or the policy, and that no pass of training makes.
+"""Fields that go with the samples or the policy, and that no pass makes.
 
 Who runs a chain on rollouts of their own (`advantages.compute`, `advantages.evaluate`) brings them.
 """

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +20,9 @@ from jax.typing import ArrayLike
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
+from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.engine import COMPLETE, Engine, Request, SamplingSettings, Turn
+from jaxgrpo.rollout.trees import Branch, Trees
 
 Item = TypeVar("Item")
 
@@ -34,11 +37,18 @@ class Batch:
     Args:
       prompts: with `forced_prefix`, samples begin with tokens that are given.
       settings: of the engine.
+      grown: where samples grow as the leaves of trees.
 
     Raises: InputError where `forced_prefix` does not fit.
     """
 
-    def __init__(self, prompts: Prompts, group_size: int, settings: SamplingSettings):
+    def __init__(
+        self,
+        prompts: Prompts,
+        group_size: int,
+        settings: SamplingSettings,
+        grown: Trees | None = None,
+    ):
         self.prompts: Any = sharding.to_host(prompts)
         count, longest = len(self.prompts.ordinal), settings.max_completion_tokens
         shape = count, group_size, longest
@@ -53,6 +63,11 @@ class Batch:
         self._interruption = settings.interruption
         self._under_way: dict[tuple[int, int], Request] = {}
         self._more: list[Request] = []
+        self._begun: set[tuple[int, int]] = set()
+        self._trees = grown
+        self._grown: dict[int, list[Branch]] = {}  # ordinal -> its samples so far
+        self._running: Counter[int] = Counter()  # ordinal -> those that have not ended
+        self._rounds: Counter[int] = Counter()
         self._places: dict[int, list[int]] = {}
         for place, ordinal in enumerate(self.prompts.ordinal.tolist()):
             self._places.setdefault(ordinal, []).append(place)
@@ -65,25 +80,78 @@ class Batch:
           purpose: folded into the key: evaluation never repeats training's draws.
           greedy: of each group so many, the last ones, take the likeliest tokens.
         """
-        prompts, (_, group_size, longest) = self.prompts, self.tokens.shape
-        keys = np.asarray(_sample_keys(key, purpose, prompts.step, prompts.ordinal, group_size))
+        prompts, (_, group_size, _) = self.prompts, self.tokens.shape
+        self._seed = [int(word) for word in np.asarray(key).ravel()] + [purpose]
+        self._keys = np.asarray(
+            _sample_keys(key, purpose, prompts.step, prompts.ordinal, group_size)
+        )
+        self._greedy = group_size - greedy
         requests = []
         for ordinal, (place, *_) in self._places.items():
-            prompt = prompts.prompt_tokens[place][prompts.prompt_mask[place]]
+            if self._trees is not None:
+                requests += self._grow(ordinal, trees.first_branches(self._trees))
+                continue
             for sample in range(group_size):
                 prefix = self._prefix(place, sample)
-                request = Request(
-                    ordinal=ordinal,
-                    sample=sample,
-                    tokens=np.concatenate([prompt, prefix]) if len(prefix) else prompt,
-                    offset=len(prefix),
-                    limit=self._limit(len(prefix), longest),
-                    key=keys[place, sample],
-                    is_greedy=sample >= group_size - greedy,
-                )
-                self._under_way[ordinal, sample] = request
-                requests.append(request)
+                requests.append(self._request(ordinal, sample, prefix))
         return requests
+
+    def _request(self, ordinal: int, sample: int, prefix: np.ndarray) -> Request:
+        """The first request of a sample that begins with some tokens."""
+        place = self._places[ordinal][0]
+        prompt = self.prompts.prompt_tokens[place][self.prompts.prompt_mask[place]]
+        request = Request(
+            ordinal=ordinal,
+            sample=sample,
+            tokens=np.concatenate([prompt, prefix]) if len(prefix) else prompt,
+            offset=len(prefix),
+            limit=self._limit(len(prefix), self.tokens.shape[-1]),
+            key=self._keys[place, sample],
+            is_greedy=sample >= self._greedy,
+        )
+        self._under_way[ordinal, sample] = request
+        return request
+
+    def _grow(self, ordinal: int, branches: Sequence[Branch]) -> list[Request]:
+        """The requests of branches, whose samples get the tokens that are another's."""
+        self._grown.setdefault(ordinal, []).extend(branches)
+        self._running[ordinal] += len(branches)
+        arrays = [self.tokens, self.mask, self._logp]
+        arrays += [] if self._untempered is None else [self._untempered]
+        requests = []
+        for branch in branches:
+            for place in self._places[ordinal] if branch.cut else ():
+                for array in arrays:
+                    start = array[place, branch.parent, : branch.cut]
+                    array[place, branch.sample, : branch.cut] = start
+            place = self._places[ordinal][0]
+            prefix = self.tokens[place, branch.parent, : branch.cut].copy()
+            requests.append(self._request(ordinal, branch.sample, prefix))
+        return requests
+
+    def _leaves(self, ordinal: int) -> list[trees.Leaf]:
+        """The samples of a prompt, all of which have ended."""
+        place = self._places[ordinal][0]
+        return [
+            trees.Leaf(
+                branch.tree,
+                branch.parent,
+                branch.cut,
+                self._logp[place, branch.sample][self.mask[place, branch.sample]],
+            )
+            for branch in self._grown[ordinal]
+        ]
+
+    def _branch(self, ordinal: int) -> None:
+        """Takes note that a sample has ended; what grows next, if it was the last of its round."""
+        self._running[ordinal] -= 1
+        if self._trees is None or self._running[ordinal]:
+            return
+        self._rounds[ordinal] += 1
+        random = np.random.default_rng([*self._seed, ordinal, self._rounds[ordinal]])
+        leaves = self._leaves(ordinal)
+        branches = trees.next_branches(self._trees, leaves, self._rounds[ordinal], random)
+        self._more += self._grow(ordinal, branches)
 
     def more_requests(self) -> list[Request]:
         """Turns that samples go on with, of those added since the last call: interrupted ones."""
@@ -124,13 +192,16 @@ class Batch:
             if more is not None:
                 self._under_way[turn.ordinal, turn.sample] = more
                 self._more.append(more)
+            elif self._trees is not None:
+                self._branch(turn.ordinal)
         return np.asarray(complete, int)
 
     def _write(self, at: tuple[int, int], request: Request, turn: Turn) -> None:
         """Writes a turn, and what its sample was before it."""
         begin = request.offset
         drawn = slice(begin, begin + len(turn.tokens))
-        if not self.mask[at].any():
+        if at not in self._begun:
+            self._begun.add(at)
             self._version[at] = turn.version[0]
         self.tokens[at][:begin] = request.tokens[len(request.tokens) - begin :]
         self.tokens[at][drawn], self._logp[at][drawn] = turn.tokens, turn.logp
@@ -154,9 +225,20 @@ class Batch:
             "rewards": {},
             "truncated": self._truncated,
             "policy_version": self._version,
-            "fields": {} if raw is None else {"untempered_logp": raw},
+            "fields": ({} if raw is None else {"untempered_logp": raw}) | self._tree_fields(),
         }
         return Rollouts(**vars(self.prompts), **values)
+
+    def _tree_fields(self) -> dict[str, np.ndarray]:
+        """What `trees.fields` says of all groups."""
+        if self._trees is None:
+            return {}
+        steps, by_ordinal = self.tokens.shape[-1], {}
+        for ordinal in self._places:
+            by_ordinal[ordinal] = trees.fields(self._trees, self._leaves(ordinal), steps)
+        groups = [by_ordinal[ordinal] for ordinal in self.prompts.ordinal.tolist()]
+        names = (trees.TREE, trees.ANCESTORS, trees.DEPTH)
+        return dict(zip(names, map(np.stack, zip(*groups, strict=True)), strict=True))
 
     def _prefix(self, place: int, sample: int) -> np.ndarray:
         """The tokens that a sample begins with."""
@@ -207,12 +289,13 @@ def draw(
     *,
     purpose: int = 0,
     greedy: int = 0,
+    grown: Trees | None = None,
 ) -> Drawing:
     """Completions of every prompt, `group_size` of each.
 
-    Args: as of `Batch` and `Batch.requests`.
+    Args: as of `Batch` and `Batch.requests`; `grown` is its `trees`.
     """
-    batch = Batch(prompts, group_size, engine.settings)
+    batch = Batch(prompts, group_size, engine.settings, grown)
     requests = batch.requests(key, purpose, greedy)
     return Drawing(_ended(engine, params, batch, requests), batch.rollouts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.goals import with_goals
 from jaxgrpo.rollout.judging import RolloutSource, make_rewarder, make_selector
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.trees import Trees
 from jaxgrpo.training import inputs, teachers
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.pretrained import run_goals
@@ -46,10 +47,11 @@ def make_rollout_source(
     blueprint: Blueprint,
     engine: SlotEngine,
     rewards: Sequence[Reward],
-    brought: Collection[str] = (),
+    grown: Trees | None = None,
+    brought: Mapping[str, Any] = {},
 ) -> RolloutSource:
-    """The prompt policy with the engine and rewards; or the files of a replay. The collector adds
-    the fields `brought`, [P, G].
+    """The prompt policy with the engine and rewards; or the files of a replay. Drawing and the
+    collector add the fields `brought`, whose shapes these are.
 
     Raises: InputError where the method reads a field that nothing brings, and where files have
       other rewards than the run.
@@ -70,9 +72,9 @@ def make_rollout_source(
     answers = inputs.load_answers(
         data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
     )
-    columns = methods.needed_columns(needs - {*brought}, rows, rewards, blueprint.scores)
+    columns = methods.needed_columns(needs - brought.keys(), rows, rewards, blueprint.scores)
     columns |= teachers.prompt_columns(scores, rollout, run_inputs, blueprint.model_of)
-    trace(columns)
+    trace({**columns, **brought})
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
     select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
@@ -85,7 +87,7 @@ def make_rollout_source(
     prefix = goals and goals.tokens.shape[1]
     room = functools.partial(refill.no_groups, geometry, names, columns, answers, prefix)
     waiting = _first_waiting(rollout, room)
-    draw_groups = functools.partial(draw, engine, group_size=geometry.group_size)
+    draw_groups = functools.partial(draw, engine, group_size=geometry.group_size, grown=grown)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
 
 

@@ -28,7 +28,6 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.judging import (
     make_judge,
     step_progress,
@@ -37,6 +36,7 @@ from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, teachers
 from jaxgrpo.training.collecting import Collected, Collector
 from jaxgrpo.training.experience import with_experience
+from jaxgrpo.training.growing import brought_fields, make_trees
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import Pretrained, sampling_settings
@@ -186,8 +186,10 @@ def _assemble(
     keys = config.rollout, config.data, config.train, config.scores
     blueprint = method.blueprint
     has_experience = config.experience.share > 0
-    brought = {REPLAYED} if has_experience else ()
-    source = make_rollout_source(*keys, run_inputs, blueprint, method.engine, rewards, brought)
+    grown = make_trees(config.tree, config.rollout, config.experience)
+    brought = brought_fields(grown, config.rollout, config.experience.share)
+    built = run_inputs, blueprint, method.engine, rewards
+    source = make_rollout_source(*keys, *built, grown, brought)
     again = config.experience, config.rollout, run_inputs, rewards, config.train.seed
     source = with_experience(source, *again, blueprint.samples_on)
     judge = make_judge(pretrained.tokenizer, rewards, rows)

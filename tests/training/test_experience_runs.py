@@ -96,7 +96,7 @@ def test_the_command_trains_with_experience(tmp_path):
         ({"experience.reward": "digit"}, "is none of the rewards: did you mean 'digits'"),
         ({"loss.surrogate": {"use": "reinforce"}}, "takes samples of older parameters for samples"),
         ({"experience.share": 0.0, "loss.surrogate": {"use": "clip"}}, "nothing reads it without"),
-        ({"experience.share": 0.0}, "which experience.share brings"),
+        ({"experience.share": 0.0}, "(set experience.share)"),
     ],
 )
 def test_what_cannot_have_experience_is_refused(tmp_path, changes, message):

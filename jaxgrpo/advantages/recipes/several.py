@@ -174,7 +174,7 @@ def tree_grpo(
     Use it when samples are leaves of trees with shared beginnings, and one value per leaf is
     enough.
 
-    Needs the field `tree`, the ids of the trees [P, G], which rollouts of your own bring.
+    Needs the field `tree`, the ids of the trees [P, G]: in a run set `tree.branch`.
 
     Args:
       eps, ddof: as of the part `tree_normalise`.
@@ -195,8 +195,7 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
 
     Use it when samples are leaves of a tree and each branch should earn its own credit.
 
-    Needs the fields `ancestors` [P, G, D] and `token_depth` [P, G, T], which rollouts of your own
-    bring.
+    Needs the fields `ancestors` [P, G, D] and `token_depth` [P, G, T]: in a run set `tree.branch`.
 
     Args:
       leaf_power: as of the part `tree_process`.
@@ -217,7 +216,7 @@ def tree_po(weighting: str = "average", weights: Weights | None = None) -> Advan
 
     Use it when a tree branches at segments, and each subtree should judge its own leaves.
 
-    Needs the field `ancestors` [P, G, D], which rollouts of your own bring. Whitened over the
+    Needs the field `ancestors` [P, G, D]: in a run set `tree.branch`. Whitened over the
     tokens of the batch, as in the paper; groups that are 0 throughout stay so, which the paper does
     not say.
 
