@@ -184,13 +184,16 @@ class _Gain(NamedTuple):
         alive = signal.mask.any(-1)
         logp = stats.widen(base.read_field(_GAIN, self.field, rollouts))
         thought = base.read_field(_GAIN, "thought_tokens", rollouts, alive.shape, "[P, G]")
-        gains = _gains(logp, thought.astype(jnp.int32), alive, self.clip)
+        thought = thought.astype(jnp.int32)
+        gains = _gains(logp, thought, alive, self.clip)
         length, dtype = signal.value.shape[-1], logp.dtype
         cost = base.at_step(self.beta, rollouts, dtype) * gains.tokens.astype(dtype) / length
         worth = jnp.where(gains.mask, gains.value - cost, 0)
-        centred = jnp.where(gains.mask, worth - stats.mean(worth, gains.mask), 0)
-        added = jnp.take_along_axis(centred, _part_of(gains.tokens, length), axis=-1)
-        within = jnp.arange(length)[None, None] < thought[..., None]
+        group = stats.summary(worth, gains.mask)
+        # Exactly 0 where all are equal, whose mean is rounded.
+        centred = jnp.where(gains.mask & ~group.flat, group.centred(worth), 0)
+        added = jnp.take_along_axis(centred, _part_indices(gains.tokens, length), axis=-1)
+        within = jnp.arange(length, dtype=thought.dtype)[None, None] < thought[..., None]
         weight = base.at_step(self.alpha, rollouts, dtype)
         added = jnp.where(signal.mask & within, weight * added, 0)
         value = stats.widen(signal.value)
@@ -203,7 +206,7 @@ class _Gains(NamedTuple):
     value: Array  # clipped, in nats
     tokens: Array  # of each part
     mask: Array  # bool: the part has a token, and its sample is scored
-    whole: Array  # [P, G], of the whole thought, not clipped
+    total: Array  # [P, G], of the whole thought, not clipped
 
 
 def _gains(logp: Array, thought: Array, alive: Array, clip: float) -> _Gains:
@@ -224,7 +227,7 @@ def _gains(logp: Array, thought: Array, alive: Array, clip: float) -> _Gains:
     return _Gains(value, tokens, mask, jnp.where(mask, change, 0).sum(-1))
 
 
-def _part_of(tokens: Array, length: int) -> Array:
+def _part_indices(tokens: Array, length: int) -> Array:
     """The part that each of `length` tokens is in, [P, G, T]; the last one behind the thought."""
     ends = jnp.cumsum(tokens, -1, dtype=jnp.int32)
     behind = jnp.arange(length, dtype=jnp.int32)[None, None, :, None] >= ends[..., None, :]
@@ -234,9 +237,9 @@ def _part_of(tokens: Array, length: int) -> Array:
 def _gain_metrics(gains: _Gains) -> Metrics:
     has_thought = gains.mask.any(-1)
     first = jnp.where(gains.mask[..., 0], gains.value[..., 0], 0)
-    share = first / jnp.where(gains.whole == 0, 1, gains.whole)
-    told = has_thought & (gains.whole != 0)
-    return {"gain": mean(gains.whole, has_thought), "first": mean(share, told)}
+    share = first / jnp.where(gains.total == 0, 1, gains.total)
+    has_gain = has_thought & (gains.total != 0)
+    return {"gain": mean(gains.total, has_thought), "first": mean(share, has_gain)}
 
 
 def log_propagation(logp: Array, distance: Array, gamma: float) -> Array:

@@ -32,7 +32,7 @@ def score_mean(
 
     With token_confidence it rewards what the policy is sure of, with token_entropy and sign -1
     low entropy; with the log-probs of a model, text that the model finds likely. With weight 0 in
-    the sum it is only logged. What a policy says of itself can be climbed without getting better:
+    the sum it is only logged. A policy's opinion of itself can be climbed without getting better:
     look at an evaluation.
 
     Args:
@@ -135,7 +135,7 @@ class _Shaper(NamedTuple):
         tokens = base.read(_SHAPE, rollouts, "token_mask").astype(bool) & alive[..., None]
         ranks = base.read_field(_SHAPE, self.score, rollouts, tokens.shape, "[P, G, T]")
         measured = _movement(jnp.where(tokens, stats.widen(ranks), 0))
-        batch = jnp.stack([*map(_mean, measured.value, measured.known)])
+        batch = jnp.stack([*map(_mean, measured.value, measured.measurable)])
         old = state["means"].astype(batch.dtype)
         bonus = base.at_step(self.scale, rollouts, batch.dtype) * _bonus(measured, old, self.gain)
         bonus = jnp.where(has_means, jnp.maximum(bonus, 0), 0)
@@ -143,8 +143,8 @@ class _Shaper(NamedTuple):
         added = jnp.minimum(bonus, jnp.abs(value) / self.kappa)
         means = jnp.where(has_means, self.decay * old + (1 - self.decay) * batch, batch)
         new_state = {"means": means.astype(state["means"].dtype), "batches": state["batches"] + 1}
-        sizes = zip(_MEASURED, measured.value, measured.known, strict=True)
-        metrics: Metrics = {name: mean(x, known) for name, x, known in sizes}
+        sizes = zip(_MEASURED, measured.value, measured.measurable, strict=True)
+        metrics: Metrics = {name: mean(x, measurable) for name, x, measurable in sizes}
         metrics["bonus"] = mean(added, mask)
         return base.with_value(signal, value + added), new_state, metrics
 
@@ -153,7 +153,7 @@ class _Movement(NamedTuple):
     """Rank, velocity and acceleration of samples."""
 
     value: Array  # [3, P, G]
-    known: Array  # [3, P, G] bool
+    measurable: Array  # [3, P, G] bool
 
 
 def _movement(ranks: Array) -> _Movement:
@@ -174,8 +174,8 @@ def _movement(ranks: Array) -> _Movement:
     velocity = divided(change.sum(-1), count - 1)
     # The differences add up to that of the last and the first.
     acceleration = divided(at(change, last) - at(change, 2), count - 2)
-    known = jnp.stack([count >= least for least in (1, 2, 3)])
-    return _Movement(jnp.stack([at(ranks, last), velocity, acceleration]), known)
+    measurable = jnp.stack([count >= least for least in (1, 2, 3)])
+    return _Movement(jnp.stack([at(ranks, last), velocity, acceleration]), measurable)
 
 
 def _bonus(measured: _Movement, means: Array, gain: float) -> Array:
@@ -183,7 +183,7 @@ def _bonus(measured: _Movement, means: Array, gain: float) -> Array:
     means = means.astype(measured.value.dtype)[:, None, None]
     size = jnp.where(means == 0, 1, jnp.abs(means))
     relative = jnp.clip((measured.value - means) / size, -_LARGEST, _LARGEST)
-    rank, velocity, acceleration = jnp.where(measured.known & (means != 0), relative, 0)
+    rank, velocity, acceleration = jnp.where(measured.measurable & (means != 0), relative, 0)
     share = jax.nn.sigmoid(gain * acceleration)
     return share * jnp.tanh(rank) + (1 - share) * jnp.tanh(velocity)
 

@@ -33,7 +33,7 @@ class Field(NamedTuple):
     meaning: str
 
 
-def _of_answers(name: str) -> str:
+def _answer_text(name: str) -> str:
     behind = "without a thought" if "masked" in name else "behind each thought"
     if "cut" in name:
         behind = "together, behind 0 to all parts of each thought"
@@ -53,7 +53,7 @@ FIELDS: dict[str, Field] = {
     "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
     "thought_tokens": Field("[P, G]", int, "tokens of each sample that are its thought"),
     **{
-        name: Field(score.shape, float, f"{_of_answers(name)}, by the {score.policy} policy")
+        name: Field(score.shape, float, f"{_answer_text(name)}, by the {score.policy} policy")
         for name, score in OF_ANSWERS.items()
         if score.policy
     },

@@ -22,6 +22,7 @@ from jaxgrpo.config.keys import SECTIONS, Config, config_folder, is_path
 from jaxgrpo.config.own_code import named_file, python_name
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, no_text, suggest
+from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.rewards import callable_name
@@ -175,7 +176,8 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [absolute(entry, folder, where) for entry in value]
-    is_input = where in _INPUTS and is_path(str(value), folder)
+    is_policy = where == "scores.policy" and value in POLICIES
+    is_input = where in _INPUTS and not is_policy and is_path(str(value), folder)
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_input |= where == _LOCAL and not is_url(str(value))
     names_code = where.rpartition(".")[2] in _NAMES or where in _CODE

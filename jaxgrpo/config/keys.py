@@ -196,7 +196,7 @@ class ScoreKeys:
     name: str = key()
     policy: str = key("trainer")  # "trainer", "reference", "base", "ema", or a model as model.path
     quantity: str = key("logp", choices=tuple(QUANTITIES))
-    prompt: str | None = key(None)  # a column of the data in the prompt's place; None: the prompt
+    prompt: str | None = key(None)  # a column of the data that replaces the prompt; None: none
     temperature: float | None = key(None, above=0)  # None: that of sampling
     stride: int = key(STRIDE, at_least=1)  # tokens between those with an effective rank
 
@@ -435,7 +435,7 @@ def is_path(value: str, folder: Path) -> bool:
     A name of the form owner/name is a path if one is there; a model folder that is yet to be
     made is written ./owner/name.
     """
-    if value.startswith(PREFIX) or is_url(value) or value in POLICIES:
+    if value.startswith(PREFIX) or is_url(value):
         return False
     # Not Path's own methods: they raise on paths that are too long and on unknown homes.
     local = Path(value).suffix in FILES or os.path.exists(folder / os.path.expanduser(value))

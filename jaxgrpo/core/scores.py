@@ -32,7 +32,7 @@ class Score(NamedTuple):
     shape: str
     policy: str  # of POLICIES, or the path of a model
     quantity: str  # of QUANTITIES
-    prompt: str | None = None  # the column that stands in the place of the prompt; None: none
+    prompt: str | None = None  # the column that replaces the prompt; None: none
     temperature: float | None = None  # None: that of sampling
     stride: int = STRIDE  # tokens between those with an effective rank
 

@@ -173,7 +173,7 @@ def _scoring_work(
     scored_by = [scoring_pass.policy for scoring_pass, _ in scoring_passes(run)]
     flops, read = [], []
     for policy in scored_by:
-        config = blueprint.model_of(policy).config
+        config = blueprint.policy_model(policy).config
         weights = jnp.dtype(config.dtype).itemsize * config.product_weights
         flops.append(forward_flops(config, blueprint.geometry.num_prompts, *sizes) / minibatches)
         read.append(micro * weights / blueprint.mesh.shape["tensor"])

@@ -230,7 +230,7 @@ class Batch:
         return Rollouts(**vars(self.prompts), **values)
 
     def _tree_fields(self) -> dict[str, np.ndarray]:
-        """What `trees.fields` says of all groups."""
+        """What `trees.fields` gives for all groups."""
         if self._trees is None:
             return {}
         steps, by_ordinal = self.tokens.shape[-1], {}

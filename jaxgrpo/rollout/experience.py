@@ -1,8 +1,8 @@
 """Experience: right samples of earlier steps, one of which stands in some groups of a step.
 
 A step takes so many of its prompts from the rows that have been met and are neither solved nor
-hopeless. G samples of each are drawn; one of those that were right before takes the place of the
-last. The group is judged as any other, so its mean is that of the mixed group.
+hopeless. G samples of each are drawn; one of those that were right before replaces the last. The
+group is judged as any other, so its mean is that of the mixed group.
 
     bucket N     rows whose latest group had N right samples, 0 < N < n of n drawn
     p(bucket)    proportional to exp(-(N - G / 2)^2 / 2), over buckets with a row; rows uniformly
@@ -58,17 +58,17 @@ def choose_rows(
 ) -> np.ndarray:
     """At most `number` different rows, by their buckets, int32.
 
-    >>> kept = no_experience(4, 1, 3)._replace(row=np.array([0, 2, 2, -1]))
-    >>> kept = kept._replace(successes=np.array([1, 1, 4]))
-    >>> choose_rows(kept, 2, 4, np.random.default_rng(0)).tolist()  # row 2 is solved
+    >>> experience = no_experience(4, 1, 3)._replace(row=np.array([0, 2, 2, -1]))
+    >>> experience = experience._replace(successes=np.array([1, 1, 4]))
+    >>> choose_rows(experience, 2, 4, np.random.default_rng(0)).tolist()  # row 2 is solved
     [0]
     """
-    kept = np.unique(experience.row[experience.row >= 0])
-    successes = experience.successes[kept]
-    rows = dict(zip(kept.tolist(), successes.tolist(), strict=True))
+    all_rows = np.unique(experience.row[experience.row >= 0])
+    successes = experience.successes[all_rows]
+    rows = dict(zip(all_rows.tolist(), successes.tolist(), strict=True))
     rows = {row: count for row, count in rows.items() if 0 < count < group_size}
-    chosen: list[int] = []
-    while rows and len(chosen) < number:
+    rows_drawn: list[int] = []
+    while rows and len(rows_drawn) < number:
         counts = np.array([*rows.values()])
         buckets, sizes = np.unique(counts, return_counts=True)
         weights = np.exp(-((buckets - group_size / 2) ** 2) / 2)
@@ -76,9 +76,9 @@ def choose_rows(
         # By a draw in [0, 1): what NumPy makes of one may change, the draw may not.
         place = int(np.searchsorted(np.cumsum(share), random.random() * share.sum(), "right"))
         row = [*rows][min(place, len(counts) - 1)]
-        chosen.append(row)
+        rows_drawn.append(row)
         del rows[row]
-    return np.array(chosen, np.int32)
+    return np.array(rows_drawn, np.int32)
 
 
 def keep(
@@ -116,11 +116,11 @@ def keep(
 
 
 def _slot(rows: np.ndarray, steps: np.ndarray, row: int, per_row: int) -> int:
-    """Where a sample of a row goes: in the place of its oldest, an empty one, or the oldest of all;
-    of samples of one step, the first kept."""
-    own, empty = np.flatnonzero(rows == row), np.flatnonzero(rows < 0)
-    if len(own) >= per_row:
-        return int(own[np.argmin(steps[own])])
+    """Where a sample of a row goes: over the row's oldest, into an empty place, or over the oldest
+    of all; of samples of one step, over the first."""
+    same_row, empty = np.flatnonzero(rows == row), np.flatnonzero(rows < 0)
+    if len(same_row) >= per_row:
+        return int(same_row[np.argmin(steps[same_row])])
     return int(empty[0]) if len(empty) else int(np.argmin(steps))
 
 
@@ -145,7 +145,10 @@ class Experiencer(NamedTuple):
         Args:
           fresh: (stream, step, number) -> (stream, prompts)
         """
-        experience, random = _of(stream), np.random.default_rng([self.seed, step, FIRST_ORDINAL])
+        experience, random = (
+            _experience(stream),
+            np.random.default_rng([self.seed, step, FIRST_ORDINAL]),
+        )
         number = int(self.share * self.num_prompts) if experience.started else 0
         rows = choose_rows(experience, number, self.group_size, random)
         stream, prompts = fresh(stream, step, self.num_prompts - len(rows))
@@ -158,13 +161,13 @@ class Experiencer(NamedTuple):
             name: np.concatenate([getattr(prompts, name), getattr(again, name)])
             for name in ("prompt_tokens", "prompt_mask", "ordinal", "row")
         }
-        taken = np.asarray(experience.count + len(rows), np.int32)
-        stream = _with(stream, experience._replace(count=taken))
+        count = np.asarray(experience.count + len(rows), np.int32)
+        stream = _with(stream, experience._replace(count=count))
         return stream, dataclasses.replace(prompts, **arrays)
 
     def mix(self, params: Params, stream: Stream, rollouts: Rollouts) -> Rollouts:
         """The rollouts with a sample of experience as the last of each group of experience."""
-        experience = _of(stream)
+        experience = _experience(stream)
         replayed = np.zeros(np.shape(rollouts.truncated), bool)
         places = np.flatnonzero(np.asarray(rollouts.ordinal) >= FIRST_ORDINAL)
         names = ("completion_tokens", "token_mask", "behavior_logp", "truncated", "policy_version")
@@ -183,18 +186,18 @@ class Experiencer(NamedTuple):
 
     def observe(self, stream: Stream, rollouts: Rollouts) -> tuple[Stream, Metrics]:
         """The stream after a step's rollouts were judged, and what to log."""
-        experience, rewards = _of(stream), dict(rollouts.rewards)
+        experience, rewards = _experience(stream), dict(rollouts.rewards)
         right, scored = self.judge.wins({n: np.asarray(value) for n, value in rewards.items()})
         replayed = np.asarray(rollouts.fields[REPLAYED], bool)
         after = keep(experience, rollouts, right, scored, self.per_row)
         fresh = scored & ~replayed
         rate = (right & fresh).sum() / max(1, fresh.sum())
         after = after._replace(started=np.asarray(bool(after.started) or rate >= self.start))
-        held = after.row >= 0
+        filled = after.row >= 0
         age = int(rollouts.step) - np.asarray(rollouts.policy_version)[replayed]
         metrics: Metrics = {
-            "experience/samples": mean(jnp.float32(held.sum())),
-            "experience/rows": mean(jnp.float32(len(np.unique(after.row[held])))),
+            "experience/samples": mean(jnp.float32(filled.sum())),
+            "experience/rows": mean(jnp.float32(len(np.unique(after.row[filled])))),
             "experience/groups": mean(jnp.float32(replayed.any(1).mean())),
             "experience/age": mean(jnp.asarray(age, jnp.float32)),
         }
@@ -207,15 +210,15 @@ class Experiencer(NamedTuple):
         groups, steps = len(rollouts.row), rollouts.token_mask.shape[-1]
         slots = np.full((groups, self.per_row), -1)
         for place in places.tolist():
-            own = np.flatnonzero(experience.row == rollouts.row[place])
-            slots[place, : len(own)] = own
-        there, kept = slots >= 0, np.maximum(slots, 0)
-        length = np.where(there, experience.length[kept], 0)
+            same_row = np.flatnonzero(experience.row == rollouts.row[place])
+            slots[place, : len(same_row)] = same_row
+        is_slot, sources = slots >= 0, np.maximum(slots, 0)
+        length = np.where(is_slot, experience.length[sources], 0)
         mask = np.arange(steps) < length[..., None]
         zeros = np.zeros(slots.shape, np.int32)
         candidates: Any = dataclasses.replace(
             rollouts,
-            completion_tokens=np.where(mask, experience.tokens[kept], 0),
+            completion_tokens=np.where(mask, experience.tokens[sources], 0),
             token_mask=mask,
             behavior_logp=np.zeros(mask.shape, np.float32),
             truncated=zeros.astype(bool),
@@ -224,11 +227,11 @@ class Experiencer(NamedTuple):
             fields={},
         )
         logp = np.asarray(self.rank(params, candidates)).sum(-1) / np.maximum(length, 1)
-        best = np.where(there, logp, -np.inf).argmax(1)
+        best = np.where(is_slot, logp, -np.inf).argmax(1)
         return [int(slots[place, best[place]]) for place in places]
 
 
-def _of(stream: Stream) -> Experience:
+def _experience(stream: Stream) -> Experience:
     experience = stream.waiting.experience
     assert experience is not None
     return experience

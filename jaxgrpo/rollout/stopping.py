@@ -82,18 +82,18 @@ class Interruption(NamedTuple):
 
 
 def make_interruption(
-    given: Mapping[str, Any] | None, tokenizer: Any, max_completion_tokens: int
+    keys: Mapping[str, Any] | None, tokenizer: Any, max_completion_tokens: int
 ) -> Interruption | None:
     """The interruption that `rollout.interrupt` describes; None: none.
 
     Raises: InputError where it is no number of tokens and a text, or leaves no token to draw.
     """
-    if given is None:
+    if keys is None:
         return None
-    where = f"rollout.interrupt = {dict(given)!r}"
+    where = f"rollout.interrupt = {dict(keys)!r}"
     expected = "{ after = 1000, text = 'So the answer is ' }"
-    after, text = given.get("after"), given.get("text")
-    if given.keys() != {"after", "text"} or type(after) is not int or not isinstance(text, str):
+    after, text = keys.get("after"), keys.get("text")
+    if keys.keys() != {"after", "text"} or type(after) is not int or not isinstance(text, str):
         raise InputError(f"{where}: expected {expected}, a number of tokens and a text")
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if after < 1 or not ids or after + len(ids) >= max_completion_tokens:

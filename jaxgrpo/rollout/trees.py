@@ -123,23 +123,23 @@ def _points(
     trees: Trees, leaves: Sequence[Leaf], tree: int, number: int, random: np.random.Generator
 ) -> list[tuple[int, int]]:
     """(leaf, tokens) behind which a tree branches in a round."""
-    own = [(sample, leaf) for sample, leaf in enumerate(leaves) if leaf.tree == tree]
+    in_tree = [(sample, leaf) for sample, leaf in enumerate(leaves) if leaf.tree == tree]
     if trees.branch == "segment":
         cut = number * trees.segment
-        return [(sample, cut) for sample, leaf in own if leaf.length > cut]
+        return [(sample, cut) for sample, leaf in in_tree if leaf.length > cut]
     if trees.branch == "uniform":
-        nodes = [(own[0][0], 0)]
-        for sample, leaf in own:
+        nodes = [(in_tree[0][0], 0)]
+        for sample, leaf in in_tree:
             steps = range(trees.segment, leaf.length, trees.segment)
             nodes += [(sample, cut) for cut in steps if cut > leaf.cut]
         return [nodes[int(random.random() * len(nodes))] for _ in range(trees.nodes)]
     tokens = [
         (float(leaf.logp[place]), sample, place)
-        for sample, leaf in own
+        for sample, leaf in in_tree
         for place in range(leaf.cut, leaf.length)
     ]
     points = [(sample, place) for _, sample, place in sorted(tokens)[: trees.nodes]]
-    return points + [(own[0][0], 0)] * (trees.nodes - len(points))
+    return points + [(in_tree[0][0], 0)] * (trees.nodes - len(points))
 
 
 def fields(

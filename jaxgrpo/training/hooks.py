@@ -108,7 +108,7 @@ def count_work(opened: OpenRun) -> Hook:
     config = blueprint.model.config
     trained = (2 if config.lora else 3) * blueprint.num_iterations * config.product_weights
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
-        trained += blueprint.model_of(scoring_pass.policy).config.product_weights
+        trained += blueprint.policy_model(scoring_pass.policy).config.product_weights
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]

@@ -50,8 +50,8 @@ def make_rollout_source(
     grown: Trees | None = None,
     brought: Mapping[str, Any] = {},
 ) -> RolloutSource:
-    """The prompt policy with the engine and rewards; or the files of a replay. Drawing and the
-    collector add the fields `brought`, whose shapes these are.
+    """The prompt policy with the engine and rewards, or the files of a replay. `brought` holds the
+    shapes of fields that drawing and the collector add.
 
     Raises: InputError where the method reads a field that nothing brings, and where files have
       other rewards than the run.
@@ -73,7 +73,7 @@ def make_rollout_source(
         data, rollout, pretrained, blueprint.chain.needs, blueprint.sampling.stop_tokens, rows
     )
     columns = methods.needed_columns(needs - brought.keys(), rows, rewards, blueprint.scores)
-    columns |= teachers.prompt_columns(scores, rollout, run_inputs, blueprint.model_of)
+    columns |= teachers.prompt_columns(scores, rollout, run_inputs, blueprint.policy_model)
     trace({**columns, **brought})
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
@@ -84,9 +84,8 @@ def make_rollout_source(
     reward = make_rewarder(
         policy, pretrained.tokenizer, rewards, rows, columns, answers, train.steps, seed
     )
-    prefix = goals and goals.tokens.shape[1]
-    room = functools.partial(refill.no_groups, geometry, names, columns, answers, prefix)
-    waiting = _first_waiting(rollout, room)
+    sizes = geometry, names, columns, answers, goals and goals.tokens.shape[1]
+    waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size, grown=grown)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
 

@@ -101,13 +101,13 @@ def prompt_columns(
     entries: Sequence[ScoreKeys],
     rollout: RolloutKeys,
     run_inputs: Inputs,
-    model_of: Callable[[str], Model],
+    policy_model: Callable[[str], Model],
 ) -> dict[str, np.ndarray]:
-    """The tokens of the prompts that scores put in the place of the rows' own, by
+    """The tokens of the prompts that replace the rows' own for scores, by
     `scores.prompt_field`: int32 [rows, S'], -1 behind the last.
 
     Args:
-      model_of: the model that scores, by the policy of an entry.
+      policy_model: the model that scores, by the policy of an entry.
 
     Raises: InputError where a column is not there, a prompt of it cannot be written out, or the
       model that scores has no positions for the longest.
@@ -119,14 +119,14 @@ def prompt_columns(
             continue
         where = f'scores[{index}].prompt = "{entry.prompt}"'
         if entry.prompt not in rows[0]:
-            there = ", ".join(sorted(rows[0]))
-            raise InputError(f"{where}: the data have no such column; they have {there}")
+            columns_text = ", ".join(sorted(rows[0]))
+            raise InputError(f"{where}: the data have no such column; they have {columns_text}")
         try:
             encoded = prompts.encode([{**row, "prompt": row[entry.prompt]} for row in rows], chat)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         longest = max(map(len, encoded))
-        config = model_of(entry.policy).config
+        config = policy_model(entry.policy).config
         check_positions(entry.policy, config, longest, rollout.max_completion_tokens)
         width = sharding.rounded_up(mesh, longest, "sequence")
         tokens = np.full((len(rows), width), -1, np.int32)

@@ -80,7 +80,7 @@ class Blueprint(NamedTuple):
         names |= {OF_ANSWERS[name].policy for name in self.chain.needs & OF_ANSWERS.keys()}
         return sorted((names & {*POLICIES} - {"trainer"}) | self.objective.anchors)
 
-    def model_of(self, policy: str) -> Model:
+    def policy_model(self, policy: str) -> Model:
         """The model of a policy, or of a teacher by its path."""
         teacher = self.teachers.get(policy)
         return self.model if teacher is None else teacher.model
@@ -173,11 +173,11 @@ def score(
         unembed = functools.partial(head.unembed, head.as_read(head.weights))
         values["confidence"] = logprobs.token_confidence(unembed, hidden, temperature=temperature)
     rows, fields = functools.partial(in_rows, micro, flat), {}
-    for name, wanted in scores.items():
-        if wanted.quantity == "effective_rank":
-            fields[name] = spectrum.ranks_along(mesh, rows(hidden), micro.segment, wanted.stride)
+    for name, entry in scores.items():
+        if entry.quantity == "effective_rank":
+            fields[name] = spectrum.ranks_along(mesh, rows(hidden), micro.segment, entry.stride)
         else:
-            fields[name] = rows(values[wanted.quantity])
+            fields[name] = rows(values[entry.quantity])
     return fields
 
 

@@ -160,7 +160,7 @@ class Preparer:
         rollouts: Rollouts,
         live: np.ndarray | None = None,
     ) -> Rollouts:
-        """The rollouts with the named fields, of samples that stand behind another prompt.
+        """The rollouts with the named fields, of samples with another prompt before them.
 
         Args:
           live: [P, G], the samples that are scored; None: all.
@@ -301,16 +301,16 @@ def _behind_prompt(rollouts: Rollouts, column: str) -> Rollouts:
 
 
 def _score(
-    known: Mapping[str, Score],
-    pass_of: Callable[[Score], Pass],
+    all_scores: Mapping[str, Score],
+    find_pass: Callable[[Score], Pass],
     params: Params,
     batch: TrainBatch,
     names: tuple[str, ...],
     geometry: packing.Geometry,
 ) -> dict[str, Array]:
     """The named scores, of one pass, [K, D, R, Q]; 0 in micro-batches that are not live."""
-    scores = {name: known[name] for name in names}
-    settings = pass_of(scores[names[0]])._replace(tokens=geometry.tokens)
+    scores = {name: all_scores[name] for name in names}
+    settings = find_pass(scores[names[0]])._replace(tokens=geometry.tokens)
     first = jnp.int32(0)
 
     # Jitted so that it is traced once, for its shapes and for the loop.

@@ -76,12 +76,12 @@ def test_ranks_shape_advantages_as_a_loop_over_the_samples_does():
     transform = chain(sum_rewards(), part)
     state, values = None, []
     for batch in batches:
-        made = rollouts(*batch)
-        state = transform.init(adv.spec_of(made)) if state is None else state
-        signal, state, metrics = adv.compute(transform, made, state)
+        batch_rollouts = rollouts(*batch)
+        state = transform.init(adv.spec_of(batch_rollouts)) if state is None else state
+        signal, state, metrics = adv.compute(transform, batch_rollouts, state)
         values.append(np.asarray(signal.value))
-    for actual, known in zip(values, oracle(batches, 3.0, 2.0, 0.25), strict=True):
-        np.testing.assert_allclose(actual, known, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(values, oracle(batches, 3.0, 2.0, 0.25), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     assert (values[0] == batches[0][2].astype(np.float32)).all()  # there is no mean yet
     assert any((actual != batch[2]).any() for actual, batch in zip(values, batches, strict=True))
     assert {"rank", "velocity", "acceleration", "bonus"} == {

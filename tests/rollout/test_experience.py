@@ -1,4 +1,4 @@
-"""Experience: which rows come again, which samples are kept, and what stands in a group."""
+"""Experience: which rows come again, which samples are experience, and what stands in a group."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ def buckets(counts, group_size):
 
 def test_rows_come_again_as_often_as_their_buckets_say():
     counts = np.array([1, 2, 2, 4, 5, 7, 8, 0, 3, 3])
-    kept = no_experience(20, STEPS, len(counts))
-    kept = kept._replace(row=np.arange(20, dtype=np.int32) % 10, successes=counts)
+    experience = no_experience(20, STEPS, len(counts))
+    experience = experience._replace(row=np.arange(20, dtype=np.int32) % 10, successes=counts)
     random, number = np.random.default_rng(0), 20_000
-    drawn = np.array([int(choose_rows(kept, 1, G, random)[0]) for _ in range(number)])
+    drawn = np.array([int(choose_rows(experience, 1, G, random)[0]) for _ in range(number)])
     expected = buckets(counts, G)
     assert {*drawn.tolist()} == expected.keys()  # neither the solved row nor the hopeless one
     observed = np.array([(drawn == row).sum() for row in expected])
-    known = number * np.array([*expected.values()])
-    assert ((observed - known) ** 2 / known).sum() < 20.1  # chi-square, 8 - 1 degrees, p = .005
-    several = choose_rows(kept, 99, G, random)
+    frequencies = number * np.array([*expected.values()])
+    assert (
+        (observed - frequencies) ** 2 / frequencies
+    ).sum() < 20.1  # chi-square, 8 - 1 degrees, p = .005
+    several = choose_rows(experience, 99, G, random)
     assert sorted(several.tolist()) == sorted(expected)  # each once
-    nothing = kept._replace(row=np.full(20, -1, np.int32))
+    nothing = experience._replace(row=np.full(20, -1, np.int32))
     assert choose_rows(nothing, 3, G, random).tolist() == []
 
 
@@ -76,17 +78,17 @@ def after(experience, rollouts, per_row=2):
 def test_right_samples_are_kept_with_what_they_were_drawn_by_and_solved_rows_leave():
     empty = no_experience(5, STEPS, ROWS)
     first = judged([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]], [4, 5, 6])
-    kept = after(empty, first)
-    assert kept.row.tolist() == [4, 4, -1, -1, -1]
-    assert kept.successes[[4, 5, 6, 7]].tolist() == [2, 0, 4, -1]
+    experience = after(empty, first)
+    assert experience.row.tolist() == [4, 4, -1, -1, -1]
+    assert experience.successes[[4, 5, 6, 7]].tolist() == [2, 0, 4, -1]
     for slot, sample in enumerate((0, 2)):
         mask = np.asarray(first.token_mask)[0, sample]
-        assert kept.length[slot] == mask.sum()
+        assert experience.length[slot] == mask.sum()
         tokens, logp = first.completion_tokens[0, sample], first.behavior_logp[0, sample]
-        np.testing.assert_array_equal(kept.tokens[slot][mask], np.asarray(tokens)[mask])
-        np.testing.assert_array_equal(kept.logp[slot][mask], np.asarray(logp)[mask])
+        np.testing.assert_array_equal(experience.tokens[slot][mask], np.asarray(tokens)[mask])
+        np.testing.assert_array_equal(experience.logp[slot][mask], np.asarray(logp)[mask])
     assert (empty.row == -1).all()  # what was given stays
-    solved = after(kept, judged([[1, 1, 1, 1]], [4], step=1))
+    solved = after(experience, judged([[1, 1, 1, 1]], [4], step=1))
     assert solved.row.tolist() == [-1] * 5
     back = after(solved, judged([[0, 1, 0, 0]], [4], step=2))
     assert back.row.tolist() == [4, -1, -1, -1, -1]
@@ -97,22 +99,25 @@ def test_only_fresh_scored_whole_samples_count():
     rollouts = judged(
         [[1, 1, 1, 0], [1, 0, np.nan, 1]], [0, 1], replayed=[(0, 3)], truncated=[(1, 0)]
     )
-    kept = after(no_experience(5, STEPS, ROWS), rollouts, per_row=4)
-    assert kept.successes[[0, 1]].tolist() == [3, 2]  # row 0 is solved by its three fresh ones
-    assert kept.row.tolist() == [1, -1, -1, -1, -1]  # the other right one was cut
+    experience = after(no_experience(5, STEPS, ROWS), rollouts, per_row=4)
+    assert experience.successes[[0, 1]].tolist() == [
+        3,
+        2,
+    ]  # row 0 is solved by its three fresh ones
+    assert experience.row.tolist() == [1, -1, -1, -1, -1]  # the other right one was cut
     unscored = judged([[np.nan] * 4], [1], step=1)
-    assert after(kept, unscored).row.tolist() == kept.row.tolist()
+    assert after(experience, unscored).row.tolist() == experience.row.tolist()
 
 
 def test_the_oldest_samples_make_room():
-    kept = no_experience(3, STEPS, ROWS)
-    kept = after(kept, judged([[1, 0], [1, 0]], [0, 1], step=1), per_row=2)
-    kept = after(kept, judged([[1, 0]], [0], step=2), per_row=2)
-    assert kept.row.tolist() == [0, 1, 0]
-    kept = after(kept, judged([[1, 0]], [0], step=3), per_row=2)  # its own oldest
-    assert (kept.row.tolist(), kept.step.tolist()) == ([0, 1, 0], [3, 1, 2])
-    kept = after(kept, judged([[1, 0]], [2], step=4), per_row=2)  # the oldest of all
-    assert (kept.row.tolist(), kept.step.tolist()) == ([0, 2, 0], [3, 4, 2])
+    experience = no_experience(3, STEPS, ROWS)
+    experience = after(experience, judged([[1, 0], [1, 0]], [0, 1], step=1), per_row=2)
+    experience = after(experience, judged([[1, 0]], [0], step=2), per_row=2)
+    assert experience.row.tolist() == [0, 1, 0]
+    experience = after(experience, judged([[1, 0]], [0], step=3), per_row=2)  # its same_row oldest
+    assert (experience.row.tolist(), experience.step.tolist()) == ([0, 1, 0], [3, 1, 2])
+    experience = after(experience, judged([[1, 0]], [2], step=4), per_row=2)  # the oldest of all
+    assert (experience.row.tolist(), experience.step.tolist()) == ([0, 2, 0], [3, 4, 2])
 
 
 def experiencer(rank, share=0.5, start=0.35, per_row=2):
@@ -121,7 +126,7 @@ def experiencer(rank, share=0.5, start=0.35, per_row=2):
     return Experiencer(share, start, per_row, judge, encoded, 4, 4, 0, rank)
 
 
-def stream_of(experience):
+def make_stream(experience):
     zero = np.zeros((), np.int32)
     return Stream(
         cursor=zero, key=zero, prompt_policy_state={}, waiting=Waiting(None, (), experience)
@@ -151,9 +156,9 @@ def test_the_likeliest_kept_sample_is_the_last_of_its_group():
         return np.where(mask, -first.astype(float), 0)  # the smaller its first token
 
     again = experiencer(rank)
-    kept = after(no_experience(6, STEPS, ROWS), judged([[1, 0, 1, 0], [0, 1, 0, 0]], [9, 3]))
-    kept = kept._replace(started=np.asarray(True))
-    stream, prompts = again.select(fresh, stream_of(kept), 1)
+    experience = after(no_experience(6, STEPS, ROWS), judged([[1, 0, 1, 0], [0, 1, 0, 0]], [9, 3]))
+    experience = experience._replace(started=np.asarray(True))
+    stream, prompts = again.select(fresh, make_stream(experience), 1)
     assert prompts.ordinal.tolist() == [0, 1, FIRST_ORDINAL, FIRST_ORDINAL + 1]
     assert sorted(prompts.row.tolist()[2:]) == [3, 9]
     assert int(stream.cursor) == 2
@@ -164,12 +169,12 @@ def test_the_likeliest_kept_sample_is_the_last_of_its_group():
     assert replayed.sum() == 2
     assert replayed[2:, -1].all()
     for place in (2, 3):
-        own = np.flatnonzero(kept.row == prompts.row[place])
-        best = own[np.argmin(kept.tokens[own, 0])]
+        same_row = np.flatnonzero(experience.row == prompts.row[place])
+        best = same_row[np.argmin(experience.tokens[same_row, 0])]
         mask = np.asarray(mixed.token_mask)[place, -1]
-        assert mask.sum() == kept.length[best]
-        np.testing.assert_array_equal(mixed.completion_tokens[place, -1], kept.tokens[best])
-        np.testing.assert_array_equal(mixed.behavior_logp[place, -1], kept.logp[best])
+        assert mask.sum() == experience.length[best]
+        np.testing.assert_array_equal(mixed.completion_tokens[place, -1], experience.tokens[best])
+        np.testing.assert_array_equal(mixed.behavior_logp[place, -1], experience.logp[best])
     for name in ("completion_tokens", "token_mask", "behavior_logp"):
         np.testing.assert_array_equal(getattr(mixed, name)[:2], getattr(drawn, name)[:2])
         np.testing.assert_array_equal(getattr(mixed, name)[2:, :3], getattr(drawn, name)[2:, :3])
@@ -179,7 +184,7 @@ def test_the_likeliest_kept_sample_is_the_last_of_its_group():
 
 def test_without_experience_a_step_is_that_of_the_stream():
     again = experiencer(lambda params, rollouts: pytest.fail("there is nothing to rank"))
-    empty = stream_of(no_experience(6, STEPS, ROWS)._replace(started=np.asarray(True)))
+    empty = make_stream(no_experience(6, STEPS, ROWS)._replace(started=np.asarray(True)))
     plain_stream, plain_prompts = fresh(empty, 0, 4)
     stream, prompts = again.select(fresh, empty, 0)
     assert stream.cursor == plain_stream.cursor
@@ -192,7 +197,7 @@ def test_without_experience_a_step_is_that_of_the_stream():
 
 def test_experience_begins_once_a_step_is_good_enough_and_does_not_end():
     again = experiencer(lambda params, rollouts: np.zeros(rollouts.token_mask.shape), start=0.5)
-    stream = stream_of(no_experience(6, STEPS, ROWS))
+    stream = make_stream(no_experience(6, STEPS, ROWS))
     states = []
     for step, rewards in enumerate(([[1, 0, 0, 0]], [[1, 0, 1, 0]], [[0, 0, 0, 0]])):
         stream, metrics = again.observe(stream, judged(rewards, [step], step=step))

@@ -22,15 +22,15 @@ def grow(trees, seed=0, lengths=None):
         for branch in branches:
             length = LONGEST if lengths is None else lengths
             length = int(random.integers(branch.cut + 1, length + 1))
-            own = -random.exponential(size=length - branch.cut)
+            new_logp = -random.exponential(size=length - branch.cut)
             words = random.integers(0, 10**9, length - branch.cut)
             start = slice(0, branch.cut)
-            before = leaves[branch.parent].logp[start] if branch.cut else own[:0]
-            said = tokens[branch.parent][start] if branch.cut else words[:0]
+            before = leaves[branch.parent].logp[start] if branch.cut else new_logp[:0]
+            first_words = tokens[branch.parent][start] if branch.cut else words[:0]
             leaves.append(
-                Leaf(branch.tree, branch.parent, branch.cut, np.concatenate([before, own]))
+                Leaf(branch.tree, branch.parent, branch.cut, np.concatenate([before, new_logp]))
             )
-            tokens.append(np.concatenate([said, words]))
+            tokens.append(np.concatenate([first_words, words]))
             assert branch.sample == len(leaves) - 1
         number += 1
         branches = next_branches(trees, leaves, number, np.random.default_rng([seed, number]))
@@ -70,10 +70,10 @@ def test_leaves_are_as_many_as_the_group_and_share_what_their_nodes_say(trees, s
     assert all(len(words) == 1 for words in places.values())
     below = collections.Counter(node for path in ancestors for node in path if node > 0)
     for sample, leaf in enumerate(leaves):  # leaves share a node as far as they share tokens
-        for other in range(sample):
-            same = tokens[sample][: leaf.length] == np.resize(tokens[other], leaf.length)
-            common = int(np.argmin(np.append(same[: leaves[other].length], False)))
-            shared = {*ancestors[sample][1:]} & {*ancestors[other][1:]} - {-1}
+        for earlier in range(sample):
+            same = tokens[sample][: leaf.length] == np.resize(tokens[earlier], leaf.length)
+            common = int(np.argmin(np.append(same[: leaves[earlier].length], False)))
+            shared = {*ancestors[sample][1:]} & {*ancestors[earlier][1:]} - {-1}
             assert bool(shared) == (common > 0)
     assert below
 

@@ -153,7 +153,9 @@ def scored(family_run: Run, alone: bool) -> np.ndarray:
     rollouts, weight, plan = packed(family_run, alone)
     batch = family_run.preparer.gather(rollouts, plan, weight, weight, rollouts.token_mask, {})
     geometry = family_run.blueprint.geometry
-    logp, _ = family_run.preparer.score(family_run.learner.trainable, batch, "none", geometry)
+    names = ("trainer_logp",)
+    scores = family_run.preparer.score(family_run.learner.trainable, batch, names, geometry)
+    logp = scores["trainer_logp"]
     return sharding.to_host(family_run.preparer.scatter(logp, plan, rollouts.token_mask))
 
 

@@ -33,13 +33,13 @@ EXGRPO = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def run(tmp_path_factory):
     return loop.train(small_run.config(tmp_path_factory.mktemp("experience") / "r", **EXGRPO))
 
 
-def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(whole):
-    seen, replays = {}, 0
-    for file in sorted((whole.path / "rollouts").glob("*.safetensors")):
+def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(run):
+    logps, replays = {}, 0
+    for file in sorted((run.path / "rollouts").glob("*.safetensors")):
         rollouts = rollout_files.load(file)
         replayed = np.asarray(rollouts.fields["replayed"])
         fresh = {}
@@ -51,22 +51,22 @@ def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(who
                 replays += 1
                 assert place[1] == replayed.shape[1] - 1
                 assert rollouts.rewards["digits"][place] >= 0.9
-                np.testing.assert_array_equal(seen[key], logp)
+                np.testing.assert_array_equal(logps[key], logp)
             else:
                 fresh[key] = logp
-        seen |= fresh
+        logps |= fresh
     assert replays > 0
-    lines = small_run.metrics(whole.path)
+    lines = small_run.metrics(run.path)
     assert lines[0]["experience/groups"] == 0
     assert lines[-1]["experience/groups"] == 0.5
     assert lines[-1]["experience/age"] >= 1
     assert lines[-1]["experience/rows"] > 0
 
 
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(whole, tmp_path):
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(run, tmp_path):
     again = resuming.died_and_resumed(small_run.config(tmp_path / "r", **EXGRPO), step=3)
-    assert again.summary["parameter_hash"] == whole.summary["parameter_hash"]
-    resuming.assert_same_bits(again.stream.waiting, whole.stream.waiting)
+    assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
+    resuming.assert_same_bits(again.stream.waiting, run.stream.waiting)
 
 
 def test_without_experience_yet_a_run_is_that_of_its_fresh_samples(tmp_path):

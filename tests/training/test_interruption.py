@@ -78,8 +78,8 @@ def test_rewards_and_rows_hold_the_text_and_a_resumed_run_ends_as_another(runs, 
         expected = sum(c.isdigit() for c in row["completion"]) / len(row["completion"])
         assert row["rewards"]["digits"] == pytest.approx(expected)
     changes = {"train.steps": 3, "rollout.interrupt": {"after": AFTER, "text": TEXT}}
-    whole = loop.train(small_run.config(tmp_path / "whole", **changes))
-    assert whole.summary["parameter_hash"] == run.summary["parameter_hash"]
+    uninterrupted_run = loop.train(small_run.config(tmp_path / "uninterrupted_run", **changes))
+    assert uninterrupted_run.summary["parameter_hash"] == run.summary["parameter_hash"]
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,14 @@ def last_params(run):
 def test_a_teacher_of_another_size_trains_a_run_and_is_in_no_checkpoint(tmp_path):
     scores = [{"name": "teacher_logp", "policy": teacher()}]
     changes = {"scores": scores, "advantage": [*GRPO, TEACHER], "checkpoint.every": 1}
-    whole = loop.train(small_run.config(tmp_path / "whole", **changes))
-    logged = small_run.metrics(tmp_path / "whole")
+    run = loop.train(small_run.config(tmp_path / "run", **changes))
+    logged = small_run.metrics(tmp_path / "run")
     assert all(np.isfinite(row["add_kl_return/kl"]) for row in logged), logged[0]
     assert logged[0]["add_kl_return/kl"] > 0.1  # the teacher is another model
-    assert teacher() in whole.learner.frozen
-    assert teacher() not in to_save(whole.learner, whole.stream).learner.frozen
+    assert teacher() in run.learner.frozen
+    assert teacher() not in to_save(run.learner, run.stream).learner.frozen
     again = died_and_resumed(small_run.config(tmp_path / "again", **changes), 2)
-    assert_same_bits(last_params(whole), last_params(again))
+    assert_same_bits(last_params(run), last_params(again))
 
 
 def test_its_own_model_as_teacher_says_what_the_trainer_says(tmp_path):
@@ -65,19 +65,19 @@ def test_its_own_model_as_teacher_says_what_the_trainer_says(tmp_path):
 
 def test_the_mean_of_the_policies_follows_the_trained_one_and_is_resumed(tmp_path):
     changes = {"advantage": [*GRPO, EMA], "reference.ema_decay": 0.25, "checkpoint.every": 1}
-    config = small_run.config(tmp_path / "whole", **changes)
+    config = small_run.config(tmp_path / "run", **changes)
     first = sharding.to_host(setup(config).learner.trainable)
-    whole = loop.train(config)
+    run = loop.train(config)
     again = died_and_resumed(small_run.config(tmp_path / "again", **changes), 2)
-    average = sharding.to_host(whole.learner.frozen["ema"])
+    average = sharding.to_host(run.learner.frozen["ema"])
     assert_same_bits(average, sharding.to_host(again.learner.frozen["ema"]))
-    assert_same_bits(last_params(whole), last_params(again))
+    assert_same_bits(last_params(run), last_params(again))
     for mean, start, end in zip(
-        *map(jax.tree.leaves, (average, first, last_params(whole))), strict=True
+        *map(jax.tree.leaves, (average, first, last_params(run))), strict=True
     ):
         assert mean.dtype == np.float32
-        between = np.abs(mean - end).max() <= np.abs(start - end).max()
-        assert between
+        is_between = np.abs(mean - end).max() <= np.abs(start - end).max()
+        assert is_between
     moved = [
         np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (average, first)), strict=True)
     ]
@@ -109,13 +109,13 @@ def test_a_score_behind_another_prompt_and_ranks_are_resumed(tmp_path):
         "advantage": [*GRPO, HINTED, {"use": "shape_by_effective_rank"}],
         "checkpoint.every": 1,
     }
-    whole = loop.train(small_run.config(tmp_path / "whole", **changes))
-    logged = small_run.metrics(tmp_path / "whole")
+    run = loop.train(small_run.config(tmp_path / "run", **changes))
+    logged = small_run.metrics(tmp_path / "run")
     assert all(row["shape_by_effective_rank/rank"] >= 1 for row in logged)
     assert logged[0]["add_kl_return/kl"] > 0  # a hint changes what is likely
     again = died_and_resumed(small_run.config(tmp_path / "again", **changes), 2)
-    assert_same_bits(last_params(whole), last_params(again))
-    state = whole.learner.advantage_state["shape_by_effective_rank"]
+    assert_same_bits(last_params(run), last_params(again))
+    state = run.learner.advantage_state["shape_by_effective_rank"]
     assert int(state["batches"]) == 3
 
 

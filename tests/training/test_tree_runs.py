@@ -36,12 +36,12 @@ TOKENS = [
 )
 def test_leaves_are_scored_as_alone_and_a_resumed_run_repeats_itself(branch, method, tmp_path):
     changes = {**TREE, **method, "tree.branch": branch}
-    whole = loop.train(small_run.config(tmp_path / "whole", **changes))
-    for line in small_run.metrics(tmp_path / "whole"):
+    run = loop.train(small_run.config(tmp_path / "run", **changes))
+    for line in small_run.metrics(tmp_path / "run"):
         # The trainer scores each leaf by itself: what it shares was drawn as it stands there.
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
         assert line["grad_norm"] > 0
-    rollouts = rollout_files.load(tmp_path / "whole" / "rollouts" / "00000001.safetensors")
+    rollouts = rollout_files.load(tmp_path / "run" / "rollouts" / "00000001.safetensors")
     mask, tokens = np.asarray(rollouts.token_mask), np.asarray(rollouts.completion_tokens)
     path, depth = rollouts.fields["ancestors"], rollouts.fields["token_depth"]
     shared = 0
@@ -54,7 +54,7 @@ def test_leaves_are_scored_as_alone_and_a_resumed_run_repeats_itself(branch, met
         shared += same.sum() > 1
     assert shared > 0
     again = resuming.died_and_resumed(small_run.config(tmp_path / "again", **changes), 2)
-    assert again.summary["parameter_hash"] == whole.summary["parameter_hash"]
+    assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
 
 
 def test_trees_of_one_leaf_are_the_plain_samples(tmp_path):

@@ -175,14 +175,14 @@ def test_answers_behind_parts_of_thoughts_are_those_of_one_plain_pass_for_each(c
     with jax.enable_x64(True):
         rollouts = full_rollouts()
         got = scored(preparer(recipe=chain, cuts=cuts, mesh=mesh, tokens=40), rollouts)
-        both = scored(preparer(tokens=200), rollouts)
+        ends = scored(preparer(tokens=200), rollouts)
         want = behind_parts(rollouts, cuts)
     assert got.keys() == {"cut_answer_logp"}
     np.testing.assert_allclose(got["cut_answer_logp"], want, atol=1e-9, rtol=0)
     # The gains of all parts add up to what R3 says of the whole thought.
-    told = both["answer_logp"].sum(-1) - both["masked_answer_logp"].sum(-1)[:, None]
+    total = ends["answer_logp"].sum(-1) - ends["masked_answer_logp"].sum(-1)[:, None]
     gains = np.diff(got["cut_answer_logp"], axis=-1)
-    np.testing.assert_allclose(gains.sum(-1), told, atol=1e-9)
+    np.testing.assert_allclose(gains.sum(-1), total, atol=1e-9)
     assert np.ptp(gains[0]) > 0.1
 
 

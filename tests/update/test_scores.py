@@ -81,8 +81,8 @@ def begin(prepare):
         path: sharding.param_shardings(prepare.blueprint.mesh, model.axes, model.shapes)
         for path, model in ((None, prepare.blueprint.model), (TEACHER, decoder.build(LARGER)))
     }
-    own, teacher = (jax.device_put(weights(path), layouts[path]) for path in layouts)
-    return first_learner(prepare.blueprint, own, 8, ("reward",), {TEACHER: teacher})
+    params, teacher = (jax.device_put(weights(path), layouts[path]) for path in layouts)
+    return first_learner(prepare.blueprint, params, 8, ("reward",), {TEACHER: teacher})
 
 
 def placed(prepare, rollouts):
@@ -127,14 +127,14 @@ def expected(rollouts, hints):
     """All added fields by plain passes."""
     fields = {name: np.zeros((P, G, STEPS)) for name in ADDED}
     for p in range(P):
-        own = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
+        prompt = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
         for g in range(G):
             completion = rollouts.completion_tokens[p, g][rollouts.token_mask[p, g]]
             count = slice(len(completion))
-            _, logp, entropy = plain(LARGER, own, completion, 0.8)
+            _, logp, entropy = plain(LARGER, prompt, completion, 0.8)
             fields["teacher_logp"][p, g, count] = logp
             fields["teacher_entropy"][p, g, count] = entropy
-            hidden, logp, _ = plain(WIDE, own, completion, 0.5)
+            hidden, logp, _ = plain(WIDE, prompt, completion, 0.5)
             fields["cold_logp"][p, g, count] = logp
             hint = hints[p][hints[p] >= 0]
             fields["hinted_logp"][p, g, count] = plain(WIDE, hint, completion, 0.8)[1]
@@ -176,8 +176,9 @@ def test_what_only_the_loss_reads_is_scored_on_live_samples():
     (batch,) = prepared.batches
     for name in names:
         values = np.asarray(batch.fields[name])[np.asarray(batch.mask)]
-        known = np.where(rollouts.token_mask & live[..., None], expected_fields[name], 0)
-        np.testing.assert_allclose(np.sort(values), np.sort(known[known != 0]), atol=1e-9)
+        plain_values = np.where(rollouts.token_mask & live[..., None], expected_fields[name], 0)
+        plain_values = np.sort(plain_values[plain_values != 0])
+        np.testing.assert_allclose(np.sort(values), plain_values, atol=1e-9)
 
 
 def test_effective_ranks_are_those_of_their_closed_forms():

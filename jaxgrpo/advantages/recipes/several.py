@@ -319,7 +319,7 @@ def l2t(
       eps, ddof: as of `grpo`.
 
     Fields: cut_answer_logp, thought_tokens: in training from the data's `data.answer`.
-    Source: L2T, arXiv 2505.10425, with the length in the place of its bound on parameters.
+    Source: L2T, arXiv 2505.10425, with the length where it has a bound on parameters.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"cut_answer_logp": [[[-3.0, 0.0], [-3.0, -3.0]]], "thought_tokens": [[1, 1]]}

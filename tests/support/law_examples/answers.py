@@ -19,7 +19,12 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "add_information_gain": [
             (adv.sum_rewards(), adv.subtract_group_mean(), adv.add_information_gain(0.5, 0.1, 1.0)),
-            (adv.sum_rewards(), adv.to_tokens(), adv.add_information_gain(beta=0.2)),
+            (
+                adv.sum_rewards(),
+                adv.subtract_group_mean(),
+                adv.to_tokens(),
+                adv.add_information_gain(beta=0.2),
+            ),
         ],
         "answer_length": [(adv.answer_length(field="classes"), adv.sum_rewards())],
         "alpha_dpg": [
