@@ -272,7 +272,8 @@ def prompt_metrics(
     if policy.chance is None:
         return {}
     logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
-    if before.waiting.leftover is None:  # every step has taken n
+    waiting = before.waiting
+    if waiting.leftover is None and waiting.experience is None:  # every step has taken n
         logged["prompts/skipped"] = int(after.cursor) - steps * n
     return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 

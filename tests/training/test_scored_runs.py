@@ -56,6 +56,15 @@ def test_a_teacher_of_another_size_trains_a_run_and_is_in_no_checkpoint(tmp_path
     assert_same_bits(last_params(run), last_params(again))
 
 
+def test_a_teacher_is_in_the_memory_that_a_run_counts(tmp_path):
+    scores = [{"name": "teacher_logp", "policy": teacher()}]
+    run = setup(small_run.config(tmp_path, scores=scores, advantage=[*GRPO, TEACHER]))
+    weights = jax.tree.leaves(run.learner.frozen[teacher()])
+    assert run.memory.copies == sum(leaf.addressable_shards[0].data.nbytes for leaf in weights)
+    average = setup(small_run.config(tmp_path, advantage=[*GRPO, EMA])).memory
+    assert average.copies == average.parameters
+
+
 def test_its_own_model_as_teacher_says_what_the_trainer_says(tmp_path):
     scores = [{"name": "teacher_logp", "policy": small_run.base()}]
     changes = {"scores": scores, "advantage": [*GRPO, TEACHER], "train.steps": 1}
