@@ -217,7 +217,7 @@ def _gains(logp: Array, thought: Array, alive: Array, clip: float) -> _Gains:
             f" {alive.shape}: the answer's log-prob behind 0, 1, ..., K parts of each thought"
         )
     cuts = logp.shape[2] - 1
-    ends = jnp.stack([-(-thought * k // cuts) for k in range(cuts + 1)], axis=-1)
+    ends = part_ends(thought, cuts)
     tokens = ends[..., 1:] - ends[..., :-1]
     scored = alive & ~jnp.isnan(logp).any(-1)
     finite = jnp.maximum(jnp.where(scored[..., None], logp, 0), LOWEST_TOTAL)
@@ -225,6 +225,12 @@ def _gains(logp: Array, thought: Array, alive: Array, clip: float) -> _Gains:
     mask = scored[..., None] & (tokens > 0)
     value = jnp.where(mask, jnp.clip(change, -clip, clip), 0)
     return _Gains(value, tokens, mask, jnp.where(mask, change, 0).sum(-1))
+
+
+def part_ends(thought: Array, cuts: int) -> Array:
+    """The tokens of the first 0, 1, ..., K parts of thoughts [P, G], [P, G, K + 1]: equal parts,
+    where that leaves a rest the earlier ones are longer."""
+    return jnp.stack([-(-thought * k // cuts) for k in range(cuts + 1)], axis=-1)
 
 
 def _part_indices(tokens: Array, length: int) -> Array:

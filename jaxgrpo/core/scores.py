@@ -75,11 +75,6 @@ def passes(
     yield from by_pass.items()
 
 
-def models(scores: Mapping[str, Score], names: Collection[str]) -> list[str]:
-    """The paths of the models, other than the run's own, that the named scores read."""
-    return sorted({scores[name].policy for name in names & scores.keys()} - {*POLICIES})
-
-
 def prompt_field(column: str) -> str:
     """The field [P, S'] int32 that holds the tokens of another prompt, -1 behind the last.
 

@@ -1,8 +1,8 @@
 """Experience: right samples of earlier steps, one of which stands in some groups of a step.
 
-A step takes so many of its prompts from the rows that have been met and are neither solved nor
-hopeless. G samples of each are drawn; one of those that were right before replaces the last. The
-group is judged as any other, so its mean is that of the mixed group.
+A share of a step's prompts are rows that were sampled before, whose samples were neither all right
+nor all wrong. G samples of each are drawn; one of those that were right before replaces the last.
+The group is judged as any other, so its mean is that of the mixed group.
 
     bucket N     rows whose latest group had N right samples, 0 < N < n of n drawn
     p(bucket)    proportional to exp(-(N - G / 2)^2 / 2), over buckets with a row; rows uniformly

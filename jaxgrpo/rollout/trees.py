@@ -1,8 +1,8 @@
 """Trees: samples of a prompt that begin with tokens of others, which are drawn once.
 
 M chains are drawn first. Then branches grow, round by round: a branch takes the tokens of a leaf up
-to a point and draws the rest anew, as a further sample of the group. There are three ways to choose
-the points:
+to a point and draws the rest itself, as a further sample of the group. There are three ways to
+choose the points:
 
     uniform    each round takes so many nodes of each tree, uniformly with replacement. Nodes are
                the root and every `segment`-th token. (Tree-GRPO)

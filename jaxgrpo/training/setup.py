@@ -28,10 +28,7 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.judging import (
-    make_judge,
-    step_progress,
-)
+from jaxgrpo.rollout.judging import make_judge, step_progress
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, teachers
 from jaxgrpo.training.collecting import Collected, Collector
@@ -263,7 +260,8 @@ def build_method(
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     methods.refuse_all_stale(rollout.staleness, train.steps)
     _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
-    scores, axes = make_scores(config.scores), trained(model, model.axes)
+    teaching = config.teachers, pretrained, config.model.attention, geometry
+    axes = trained(model, model.axes)
     optimizer = make_optimizer(axes, updates=train.updates, **vars(config.optimizer))
     blueprint = Blueprint(
         model=model,
@@ -279,8 +277,8 @@ def build_method(
         num_iterations=train.num_iterations,
         on_no_live_sample=train.on_no_live_sample,
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
-        scores=scores,
-        teachers=teachers.find_teachers(scores, pretrained, config.model.attention, geometry),
+        scores=make_scores(config.scores),
+        teachers=teachers.find_teachers(*teaching),
         answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,
     )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.config.keys import RolloutKeys, ScoreKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import SCORES, Score, models, prompt_field
+from jaxgrpo.core.scores import SCORES, prompt_field
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import prompts
 from jaxgrpo.models import attention, decoder, sequences, sharding
@@ -27,10 +27,9 @@ KEY = "scores.policy"
 
 
 def find_teachers(
-    scores: Mapping[str, Score], pretrained: Pretrained, kernel: str, geometry: Geometry
+    paths: Sequence[str], pretrained: Pretrained, kernel: str, geometry: Geometry
 ) -> dict[str, Teacher]:
     """Path -> each model that scores of a run read beside its own; see `find_teacher`."""
-    paths = models(scores, scores.keys())
     return {path: find_teacher(path, pretrained, kernel, geometry) for path in paths}
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxgrpo.advantages.reflection import part_ends
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
@@ -50,12 +51,6 @@ def answer_geometry(
     return longer._replace(tokens=max(geometry.tokens, least))
 
 
-def cut_tokens(thought: Array, cuts: int) -> Array:
-    """The tokens of the first 1, ..., K parts of thoughts [P, G], [P, G, K]: equal parts, where
-    that leaves a rest the earlier ones are longer."""
-    return jnp.stack([-(-thought * k // cuts) for k in range(1, cuts + 1)], axis=-1)
-
-
 def behind_thoughts(rollouts: Rollouts, geometry: Geometry, cuts: int = 1) -> Rollouts:
     """Samples of thought, prefix and answer: prompts, tokens and token mask; the rest is empty.
 
@@ -66,7 +61,7 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry, cuts: int = 1) -> Ro
     forced, thought = rollouts.fields[FORCED], rollouts.fields[THOUGHT]
     groups, samples, steps = rollouts.completion_tokens.shape
     extra = geometry.group_size - samples * cuts, geometry.max_completion_tokens - steps
-    parts = cut_tokens(thought, cuts).reshape(groups, samples * cuts)
+    parts = part_ends(thought, cuts)[..., 1:].reshape(groups, samples * cuts)
     completions = jnp.repeat(rollouts.completion_tokens, cuts, axis=1)
     thought = jnp.pad(parts, ((0, 0), (0, extra[0])))
     completions = jnp.pad(completions, ((0, 0), (0, extra[0]), (0, extra[1])))
@@ -96,7 +91,7 @@ def pick_answer_logp(logp: Array, rollouts: Rollouts, cuts: int = 1) -> dict[str
     """
     forced, thought, mask = (rollouts.fields[name] for name in (FORCED, THOUGHT, MASK))
     groups, samples = thought.shape
-    parts = cut_tokens(thought, cuts)
+    parts = part_ends(thought, cuts)[..., 1:]
     flat = jnp.pad(parts.reshape(groups, -1), ((0, 0), (0, logp.shape[1] - samples * cuts)))
     tokens = (forced >= 0).sum(-1, dtype=jnp.int32)  # [P]
     prefix_tokens = tokens - mask.sum(-1, dtype=jnp.int32)
@@ -117,6 +112,10 @@ def pick_answer_logp(logp: Array, rollouts: Rollouts, cuts: int = 1) -> dict[str
 
 
 def _first_alike(tokens: Array, length: Array) -> Array:
-    """[P, G]: the first sample of the group that begins with the same tokens, so many of each."""
+    """[P, G]: the first sample of the group with the same first tokens.
+
+    Args:
+      length: [P, G], how many tokens of each sample count.
+    """
     begins = jnp.where(jnp.arange(tokens.shape[2]) < length[..., None], tokens, -1)
     return jnp.argmax((begins[:, :, None] == begins[:, None]).all(-1), axis=2)

@@ -171,7 +171,10 @@ def score(
         )
     if "confidence" in quantities:
         unembed = functools.partial(head.unembed, head.as_read(head.weights))
-        values["confidence"] = logprobs.token_confidence(unembed, hidden, temperature=temperature)
+        number = min(logprobs.LIKELIEST, model.config.num_drawable)
+        values["confidence"] = logprobs.token_confidence(
+            unembed, hidden, k=number, temperature=temperature
+        )
     rows, fields = functools.partial(in_rows, micro, flat), {}
     for name, entry in scores.items():
         if entry.quantity == "effective_rank":
