@@ -21,7 +21,7 @@ from jax import Array
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
-from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.data.tasks.base import Task, character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.attention import causal
@@ -62,7 +62,7 @@ class Corpus(NamedTuple):
 
 def make_base(
     out: str | Path,
-    task: str = "arithmetic",
+    task: str | Task = "arithmetic",
     *,
     family: str = "qwen3",
     seed: int = 0,
@@ -80,6 +80,7 @@ def make_base(
 
     Args:
       out: the folder to write; made where it does not exist.
+      task: a generated one's name, or one of your own.
       seed: of the initial weights and of the draws from the corpus.
       steps: None: 800, or 1600 where queries and keys are not normed (docs/quickstart.md).
       batch: texts per step.
@@ -94,7 +95,7 @@ def make_base(
     for name, value in {"steps": steps, "batch": batch}.items():
         if value is not None and value < 1:
             raise InputError(f"make-base: {name} = {value}: give 1 or more")
-    generated = tasks.find(task)
+    generated = tasks.find(task) if isinstance(task, str) else task
     folders.refuse_unless_ours(Path(out))
     tokenizer = character_tokenizer(generated.alphabet)
     corpus = encode(generated.corpus(), tokenizer)
@@ -103,7 +104,7 @@ def make_base(
     model = decoder.build(config, remat="none")
     params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
     folders.save_model(model, params, out, tokenizer=tokenizer)
-    return {"path": str(out), "task": task, "seed": seed, "steps": steps} | {
+    return {"path": str(out), "task": generated.name, "seed": seed, "steps": steps} | {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "loss": float(losses[-max(1, steps // 10) :].mean()),
         "loss_floor": entropy(corpus),
