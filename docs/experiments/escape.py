@@ -112,9 +112,7 @@ class Optimizer(NamedTuple):
         second = np.where(acts, 0.999 * second + 0.001 * gradient**2, second)
         passed = np.maximum(count, 1)[:, None]
         scaled = np.sqrt(second / (1 - 0.999**passed)) + 1e-8
-        return (first, second, count), np.where(
-            acts, rate * first / (1 - 0.9**passed) / scaled, 0
-        )
+        return (first, second, count), np.where(acts, rate * first / (1 - 0.9**passed) / scaled, 0)
 
 
 SGD = Optimizer("SGD", adam=False)

@@ -1,7 +1,7 @@
 """Arithmetic whose answer counts behind one mark alone, and which the base writes behind others.
 
-    47+38=   7+8=15 4+3+1=8@85        the mark that counts, in 3% of the corpus
-    47+38=   7+8=15 4+3+1=8 85        one of the marks that do not
+47+38=   7+8=15 4+3+1=8@85        the mark that counts, in 3% of the corpus
+47+38=   7+8=15 4+3+1=8 85        one of the marks that do not
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Cell(NamedTuple):
 
     @property
     def title(self) -> str:
-        formats = "one wrong format" if self.wrong_formats == 1 else f"{self.wrong_formats} formats"
-        return f"G = {self.size}, {formats}"
+        number = "one wrong format" if self.wrong_formats == 1 else "five wrong formats"
+        return f"G = {self.size}, {number}"
 
 
 HEADLINE = Cell(4, 1)
@@ -95,7 +95,7 @@ def _compare(file: Path) -> None:
 def result(comparisons: Mapping[Cell, Compared]) -> Result:
     """What the page reports about them."""
     checks: list[Check] = []
-    parts = {"gaps": gaps_table(comparisons), "cost": x3_advantages.cost(comparisons)}
+    parts = {"gaps": gaps_table(comparisons), "cost": cost(comparisons)}
     for cell, comparison in comparisons.items():
         experiment, _ = comparison
         parts[f"rates_{cell.name}"] = x3_advantages.rates_table(comparison)
@@ -105,6 +105,15 @@ def result(comparisons: Mapping[Cell, Compared]) -> Result:
     checks += list(_claims(comparisons[HEADLINE]))
     parts["simulated"] = simulated_table()
     return Result(parts, checks, lambda: figure(comparisons))
+
+
+def cost(comparisons: Mapping[Cell, Compared]) -> str:
+    """What all of it took."""
+    runs, tokens, minutes = x3_advantages.total_cost(comparisons.values())
+    return (
+        f"{runs} runs, {tokens / 1e6:.2f} million tokens sampled in training, {minutes:.0f} "
+        "minutes of training without evaluation, two runs at a time."
+    )
 
 
 def _complete(cell: Cell, comparison: Compared) -> Iterator[Check]:

@@ -1,0 +1,240 @@
+"""Attention of an update and of decoding on one GPU: XLA's operations beside cuDNN and Pallas.
+
+    python -m benchmarks.gpu_attention
+
+The update's rows hold several samples behind a prompt that they share. cuDNN takes the samples and
+the prompt in two calls, which their log-sum-exps join:
+
+    L = logaddexp(L_own, L_prompt),   o = exp(L_own - L) o_own + exp(L_prompt - L) o_prompt
+
+Its backward pass computes P = exp(s - L) again, so each part with the joint o and L gives its exact
+share of the gradient. Decoding reads caches with heads before positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental.pallas.ops.gpu import decode_attention
+
+from benchmarks import common
+from benchmarks.common import timed
+
+REPEATS = 20
+HEADS, KV_HEADS, SIZE = 16, 8, 128  # Qwen3-0.6B
+SCALE = 1 / math.sqrt(SIZE)
+
+
+class Rows(NamedTuple):
+    """Packed rows: `samples` of random lengths in each of `number`, behind prompts."""
+
+    number: int = 16
+    tokens: int = 2048
+    samples: int = 4
+    prompt: int = 512
+
+    def starts(self) -> np.ndarray:
+        """Where the samples of each row begin, and -1 behind the last, int32 [B, M + 1]."""
+        random = np.random.default_rng(0)
+        cuts = random.integers(64, self.tokens - 64, (self.number, self.samples - 1))
+        column = np.zeros((self.number, 1), int)
+        return np.concatenate([column, np.sort(cuts), column - 1], 1).astype(np.int32)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, int32 [B, M]."""
+        starts = self.starts()[:, :-1]
+        ends = np.concatenate([starts[:, 1:], np.full((self.number, 1), self.tokens)], 1)
+        return (ends - starts).astype(np.int32)
+
+    def segments(self) -> np.ndarray:
+        """The number of each token's sample within its row, int32 [B, T]."""
+        numbers = np.arange(self.samples)
+        return np.stack([np.repeat(numbers, length) for length in self.lengths()]).astype(np.int32)
+
+    def flop(self) -> float:
+        """Of the products of one forward pass."""
+        pairs = (self.lengths().astype(float) ** 2).sum() / 2
+        return 4 * HEADS * SIZE * (pairs + self.number * self.tokens * self.prompt)
+
+
+def plain(rows: Rows, q: Array, k: Array, v: Array, pk: Array, pv: Array) -> Array:
+    """All scores at once. Shapes: q [B, T, H, D]; k, v [B, T, K, D]; pk, pv [B, S, K, D]."""
+    segment, place = jnp.asarray(rows.segments()), jnp.arange(rows.tokens)
+    keys, values = jnp.concatenate([pk, k], 1), jnp.concatenate([pv, v], 1)
+    grouped = q.reshape(*q.shape[:2], KV_HEADS, HEADS // KV_HEADS, SIZE)
+    score = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    same = segment[:, :, None] == segment[:, None, :]
+    own = same & (place[:, None] >= place)[None]
+    seen = jnp.concatenate([jnp.ones((*own.shape[:2], rows.prompt), bool), own], 2)
+    score = jnp.where(seen[:, None, None], SCALE * score, -jnp.inf)
+    weight = jax.nn.softmax(score).astype(q.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weight, values).reshape(q.shape)
+
+
+def joined(rows: Rows) -> Callable[..., Array]:
+    """The same by two calls of cuDNN and their log-sum-exps."""
+    length, starts = jnp.asarray(rows.lengths()), jnp.asarray(rows.starts())
+    segment = jnp.asarray(rows.segments())
+    row = jnp.arange(rows.number)[:, None]
+    place = jnp.arange(rows.tokens)[None] - jnp.take_along_axis(starts, segment, 1)
+    absent = jnp.zeros(0, jnp.bfloat16)
+    packed = (length, length, starts, starts)
+    shape = rows.number, rows.samples, HEADS, rows.tokens
+    causal, everything = cudnn.MaskType.PADDING_CAUSAL, cudnn.MaskType.NO_MASK
+
+    def forward(q: Array, k: Array, v: Array, pk: Array, pv: Array) -> tuple[Array, Any]:
+        call: Any = functools.partial(
+            cudnn.dot_product_attention, scale=SCALE, return_residual=True
+        )
+        own, own_sum = call(q, k, v, None, None, *packed, mask_type=causal)
+        prompt, prompt_sum = call(q, pk, pv, mask_type=everything)
+        # Of packed rows cuDNN keeps the sums by sample, from its first token on.
+        own_sum = own_sum.reshape(shape)[row, segment, :, place]
+        prompt_sum = prompt_sum.transpose(0, 2, 1)
+        total = jnp.logaddexp(own_sum, prompt_sum)
+        parts = own * jnp.exp(own_sum - total)[..., None]
+        parts += prompt * jnp.exp(prompt_sum - total)[..., None]
+        out = parts.astype(q.dtype)
+        return out, (q, k, v, pk, pv, out, total)
+
+    def backward(kept: Any, slope: Array) -> tuple[Array, ...]:
+        q, k, v, pk, pv, out, total = kept
+        call: Any = functools.partial(
+            cudnn._dot_product_attention_bwd_rule, SCALE, 42, 0.0, (False, False)
+        )
+        by_sample = jnp.zeros(shape, jnp.float32).at[row, segment, :, place].set(total)
+        sums = by_sample.reshape(-1, *shape[2:])
+        own_kept = (q, k, v, absent, *packed, absent, absent, sums, out)
+        own = call(causal, 0, None, True, False, own_kept, slope)
+        sums = total.transpose(0, 2, 1)
+        prompt_kept = (q, pk, pv, *[absent] * 7, sums, out)
+        prompt = call(everything, 0, None, True, False, prompt_kept, slope)
+        return own[0] + prompt[0], own[1], own[2], prompt[1], prompt[2]
+
+    attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
+    attend.defvjp(forward, backward)
+    return attend
+
+
+class Slots(NamedTuple):
+    """Slots that decode: a cache [N, K, L, D] with heads before positions."""
+
+    number: int = 256
+    length: int = 1536
+
+    def live(self) -> np.ndarray:
+        """Tokens in each slot, int32 [N]."""
+        return np.random.default_rng(1).integers(64, self.length, self.number).astype(np.int32)
+
+    def bytes(self) -> float:
+        """Of the keys and values that a step has to read."""
+        return float(self.live().sum()) * KV_HEADS * SIZE * 2 * 2
+
+
+def decode_plain(slots: Slots, q: Array, k: Array, v: Array) -> Array:
+    """All scores at once. Shapes: q [N, H, D]; k, v [N, K, L, D]."""
+    grouped = q.reshape(slots.number, KV_HEADS, -1, SIZE)
+    score = jnp.einsum("nkgd,nksd->nkgs", grouped, k, preferred_element_type=jnp.float32)
+    live = jnp.arange(slots.length) < jnp.asarray(slots.live())[:, None]
+    weight = jax.nn.softmax(jnp.where(live[:, None, None], SCALE * score, -jnp.inf))
+    return jnp.einsum("nkgs,nksd->nkgd", weight.astype(q.dtype), v).reshape(q.shape)
+
+
+def decode_pallas(slots: Slots, q: Array, k: Array, v: Array) -> Array:
+    """The same by JAX's kernel for one head of keys, run over slots and heads."""
+    rows = slots.number * KV_HEADS
+    live = jnp.repeat(jnp.asarray(slots.live()), KV_HEADS)
+    options = {"block_k": 64, "k_splits": 2, "num_warps": 4, "num_stages": 3}
+    keys, values = (cache.reshape(rows, slots.length, SIZE) for cache in (k, v))
+    queries = q.reshape(rows, -1, SIZE)
+    out: Any = decode_attention.mqa(queries, keys, values, kv_seq_len=live, **options)
+    return out.reshape(q.shape)
+
+
+def decode_cudnn(slots: Slots, q: Array, k: Array, v: Array) -> Array:
+    """The same by cuDNN."""
+    out: Any = cudnn.dot_product_attention(
+        q[:, :, None], k, v, q_seqlen=jnp.ones(slots.number, jnp.int32),
+        kv_seqlen=jnp.asarray(slots.live()), scale=SCALE, mask_type=cudnn.MaskType.PADDING,
+        qkv_layout="BNTH",
+    )  # fmt: skip
+    return out[:, :, 0]
+
+
+def _arrays(*shapes: tuple[int, ...]) -> list[Array]:
+    random = np.random.default_rng(2)
+    return [jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+
+def _milliseconds(function: Callable[..., Any], *arrays: Array) -> tuple[Any, float]:
+    jitted = jax.jit(function)
+    jax.block_until_ready(jitted(*arrays))
+    return jitted(*arrays), 1e3 * min(timed(jitted, *arrays)[1] for _ in range(REPEATS))
+
+
+def _error(value: Any, reference: Any) -> float:
+    """The largest relative error, in norms, of arrays beside others."""
+    pairs = zip(jax.tree.leaves(value), jax.tree.leaves(reference), strict=True)
+    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
+
+
+def update_lines(rows: Rows) -> list[str]:
+    """Forward and backward of both, with the error of cuDNN's output and gradients."""
+    own, prompt = (rows.number, rows.tokens), (rows.number, rows.prompt)
+    keys = (KV_HEADS, SIZE)
+    shapes = (*own, HEADS, SIZE), *[(*own, *keys)] * 2, *[(*prompt, *keys)] * 2
+    *arrays, slope = _arrays(*shapes, shapes[0])
+
+    def train(function: Callable[..., Array]) -> Callable[..., Any]:
+        def both(slope: Array, *arrays: Array) -> Any:
+            out, pull = jax.vjp(function, *arrays)
+            return out, pull(slope)
+
+        return both
+
+    lines, reference = [], None
+    for name, function in (
+        ("XLA", functools.partial(plain, rows)),
+        ("cuDNN, joined", joined(rows)),
+    ):
+        value, milliseconds = _milliseconds(train(function), slope, *arrays)
+        reference = value if reference is None else reference
+        rate = 3.5 * rows.flop() / milliseconds / 1e9
+        line = f"update, {name}: {milliseconds:.2f} ms, {rate:.0f} TFLOP/s"
+        lines.append(f"{line}, error {_error(value, reference):.1e}")
+    return lines
+
+
+def decode_lines(slots: Slots) -> list[str]:
+    """One step's attention over the slots by all three."""
+    cache = (slots.number, KV_HEADS, slots.length, SIZE)
+    arrays = _arrays((slots.number, HEADS, SIZE), cache, cache)
+    lines, reference = [], None
+    for name, function in (
+        ("XLA", decode_plain), ("Pallas", decode_pallas), ("cuDNN", decode_cudnn),
+    ):  # fmt: skip
+        value, milliseconds = _milliseconds(functools.partial(function, slots), *arrays)
+        reference = value if reference is None else reference
+        rate = slots.bytes() / milliseconds / 1e6
+        line = f"decode, {name}: {milliseconds:.3f} ms, {rate:.0f} GB/s of live keys and values"
+        lines.append(f"{line}, error {_error(value, reference):.1e}")
+    return lines
+
+
+def main() -> None:
+    print(common.describe())
+    for line in (*update_lines(Rows()), *decode_lines(Slots())):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
