@@ -133,7 +133,7 @@ def panels(number: int, width: float, height: float, **options: Any) -> tuple[Fi
     """
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, number, **options)
-    for each in axes:
+    for each in np.ravel(axes):
         each.grid(alpha=0.3)
     return figure, axes
 
