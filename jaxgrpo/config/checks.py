@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import difflib
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX, tasks
 from jaxgrpo.rollout.selection import build_policy
-from jaxgrpo.rollout.stopping import EarlyStop
+from jaxgrpo.rollout.stopping import early_stop_problems
 from jaxgrpo.update.optimizer import make_optimizer
 
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
@@ -269,21 +268,9 @@ def _sampling(values: Values) -> Iterator[str]:
 
 
 def _early_stop(values: Values) -> Iterator[str]:
-    early_stop = values.get("rollout.early_stop")
-    if early_stop is None:
-        return
-    where = f"rollout.early_stop = {show(early_stop)}"
-    expected = "expected { confidence = 8.0, window = 2048, tokens = 20 }, of which the last two "
-    expected += "may be left out"
-    if unknown := sorted(early_stop.keys() - set(EarlyStop._fields)):
-        yield f"rollout.early_stop.{unknown[0]}: unknown key; {expected}"
-    elif type(early_stop.get("confidence")) not in (int, float) or not math.isfinite(
-        early_stop["confidence"]
-    ):
-        yield f"{where}: {expected}; confidence is a finite number of nats"
-    for name in ("window", "tokens"):
-        if name in early_stop and (type(early_stop[name]) is not int or early_stop[name] < 1):
-            yield f"{where}: {expected}; {name} is a whole number of 1 or more"
+    if (early_stop := values.get("rollout.early_stop")) is not None:
+        where = f"rollout.early_stop = {show(early_stop)}"
+        yield from early_stop_problems(where, early_stop, values.get("rollout.group_size"))
 
 
 def _resets(values: Values) -> Iterator[str]:

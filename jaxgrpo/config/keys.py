@@ -248,7 +248,7 @@ class RolloutKeys:
     min_p: float = key(0.0, at_least=0)  # and of at least this share of the likeliest's probability
     min_completion_tokens: int = key(0, at_least=0)  # no end token is drawn before
     stop_strings: tuple[str, ...] = key(())  # a sample ends with the token that completes one
-    early_stop: Mapping[str, float] | None = key(None)  # { confidence = 8.0 }: as EarlyStop
+    early_stop: Mapping[str, float] | None = key(None)  # { percentile = 10 }: as EarlyStop
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
     kv_cache_dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))  # "auto": that of
     # the model

@@ -7,7 +7,7 @@ import functools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,6 +57,8 @@ class Batch:
         self.mask: np.ndarray = np.zeros(shape, bool)
         self._logp = np.zeros(shape, np.float32)
         self._untempered = np.zeros(shape, np.float32) if settings.untempered else None
+        stop = self._stop = settings.early_stop
+        self._confidence = None if stop is None else np.zeros(shape, np.float32)
         self._truncated = np.zeros(shape[:2], bool)
         self._version = np.zeros(shape[:2], np.int32)
         self._missing = np.full(count, group_size)
@@ -66,11 +68,15 @@ class Batch:
         self._begun: set[tuple[int, int]] = set()
         self._trees = grown
         self._grown: dict[int, list[Branch]] = {}  # ordinal -> its samples so far
-        self._running: Counter[int] = Counter()  # ordinal -> those that have not ended
+        self._running: Counter[int] = Counter()  # ordinal -> samples that have not ended
         self._rounds: Counter[int] = Counter()
         self._places: dict[int, list[int]] = {}
         for place, ordinal in enumerate(self.prompts.ordinal.tolist()):
             self._places.setdefault(ordinal, []).append(place)
+        has_warmup = stop is not None and stop.percentile is not None
+        self._first = min(stop.warmup, group_size) if stop and has_warmup else group_size
+        fixed = -np.inf if stop is None or stop.confidence is None else stop.confidence
+        self._thresholds = dict.fromkeys(self._places, fixed)
 
     def requests(self, key: ArrayLike, purpose: int = 0, greedy: int = 0) -> list[Request]:
         """What is asked of an engine.
@@ -80,21 +86,24 @@ class Batch:
           purpose: folded into the key: evaluation never repeats training's draws.
           greedy: of each group so many, the last ones, take the likeliest tokens.
         """
-        prompts, (_, group_size, _) = self.prompts, self.tokens.shape
+        prompts, group_size = self.prompts, self.tokens.shape[1]
         self._seed = [int(word) for word in np.asarray(key).ravel()] + [purpose]
         self._keys = np.asarray(
             _sample_keys(key, purpose, prompts.step, prompts.ordinal, group_size)
         )
         self._greedy = group_size - greedy
         requests = []
-        for ordinal, (place, *_) in self._places.items():
+        for ordinal in self._places:
             if self._trees is not None:
                 requests += self._grow(ordinal, trees.first_branches(self._trees))
-                continue
-            for sample in range(group_size):
-                prefix = self._prefix(place, sample)
-                requests.append(self._request(ordinal, sample, prefix))
+            else:
+                requests += self._requests(ordinal, range(self._first))
         return requests
+
+    def _requests(self, ordinal: int, samples: Iterable[int]) -> list[Request]:
+        """The first requests of samples that each begin by themselves."""
+        place = self._places[ordinal][0]
+        return [self._request(ordinal, sample, self._prefix(place, sample)) for sample in samples]
 
     def _request(self, ordinal: int, sample: int, prefix: np.ndarray) -> Request:
         """The first request of a sample that begins with some tokens."""
@@ -108,14 +117,17 @@ class Batch:
             limit=self._limit(len(prefix), self.tokens.shape[-1]),
             key=self._keys[place, sample],
             is_greedy=sample >= self._greedy,
+            threshold=self._thresholds[ordinal],
         )
+        if request.is_greedy and self._first < self.tokens.shape[1]:
+            request = request._replace(threshold=-np.inf)
         self._under_way[ordinal, sample] = request
+        self._running[ordinal] += 1
         return request
 
     def _grow(self, ordinal: int, branches: Sequence[Branch]) -> list[Request]:
         """The requests of branches, whose samples get the tokens that are another's."""
         self._grown.setdefault(ordinal, []).extend(branches)
-        self._running[ordinal] += len(branches)
         arrays = [self.tokens, self.mask, self._logp]
         arrays += [] if self._untempered is None else [self._untempered]
         requests = []
@@ -142,19 +154,25 @@ class Batch:
             for branch in self._grown[ordinal]
         ]
 
-    def _branch(self, ordinal: int) -> None:
-        """Takes note that a sample has ended; what grows next, if it was the last of its round."""
-        self._running[ordinal] -= 1
-        if self._trees is None or self._running[ordinal]:
-            return
-        self._rounds[ordinal] += 1
-        random = np.random.default_rng([*self._seed, ordinal, self._rounds[ordinal]])
-        leaves = self._leaves(ordinal)
-        branches = trees.next_branches(self._trees, leaves, self._rounds[ordinal], random)
-        self._more += self._grow(ordinal, branches)
+    def _next_round(self, ordinal: int) -> list[Request]:
+        """What a prompt asks for once all samples that it has asked for have ended."""
+        number = self._rounds[ordinal] = self._rounds[ordinal] + 1
+        if self._trees is not None:
+            random = np.random.default_rng([*self._seed, ordinal, number])
+            leaves = self._leaves(ordinal)
+            return self._grow(ordinal, trees.next_branches(self._trees, leaves, number, random))
+        rest = range(self._first, self.tokens.shape[1])
+        if number > 1 or not rest or self._stop is None or self._confidence is None:
+            return []
+        at = self._places[ordinal][0], slice(self._first)
+        confidence, mask = self._confidence[at], self.mask[at]
+        drawn = [values[is_drawn] for values, is_drawn in zip(confidence, mask, strict=True)]
+        self._thresholds[ordinal] = self._stop.threshold(drawn)
+        return self._requests(ordinal, rest)
 
     def more_requests(self) -> list[Request]:
-        """Turns that samples go on with, of those added since the last call: interrupted ones."""
+        """What the turns added since the last call lead to: further turns of interrupted samples,
+        and the next samples of prompts whose first ones have ended."""
         more, self._more = self._more, []
         return more
 
@@ -192,8 +210,10 @@ class Batch:
             if more is not None:
                 self._under_way[turn.ordinal, turn.sample] = more
                 self._more.append(more)
-            elif self._trees is not None:
-                self._branch(turn.ordinal)
+                continue
+            self._running[turn.ordinal] -= 1
+            if not self._running[turn.ordinal]:
+                self._more += self._next_round(turn.ordinal)
         return np.asarray(complete, int)
 
     def _write(self, at: tuple[int, int], request: Request, turn: Turn) -> None:
@@ -208,6 +228,8 @@ class Batch:
         self.mask[at][drawn] = True
         if self._untempered is not None:
             self._untempered[at][drawn] = turn.untempered_logp
+        if self._confidence is not None:
+            self._confidence[at][drawn] = turn.confidence
         self._truncated[at] = turn.reason not in COMPLETE
 
     def rollouts(self) -> Rollouts:

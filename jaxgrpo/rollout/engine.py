@@ -57,6 +57,7 @@ class Request(NamedTuple):
     limit: int  # new tokens at most, 1 or more
     key: np.ndarray  # [2] uint32; the sample's token n is drawn with fold_in(key, n)
     is_greedy: bool = False  # it takes the likeliest tokens
+    threshold: float = -np.inf  # nats; less confidence than that ends it, as `EarlyStop` says
 
 
 class Turn(NamedTuple):
@@ -69,6 +70,7 @@ class Turn(NamedTuple):
     version: np.ndarray  # [n] int32, of the parameters that drew each token
     reason: Reason
     untempered_logp: np.ndarray | None = None  # of the model itself, where the engine gives it
+    confidence: np.ndarray | None = None  # [n] nats, of each token; with `early_stop` alone
 
 
 @runtime_checkable

@@ -3,7 +3,8 @@ that interrupts it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,14 +56,76 @@ class EarlyStop(NamedTuple):
     temperature of sampling. A sample shorter than the window goes on; one that is ended here has no
     end token and counts as truncated.
 
+        W[t] < s,   s = confidence,   or for each prompt
+                    s = percentile of min W over the first `warmup` samples, which are not ended
+
+    W[t] is the mean of the window of drawn tokens that ends with t. With a percentile greedy
+    samples are not ended: their confidence is that of another temperature.
+
     Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: windows of 2048 tokens, the 20 likeliest
-      tokens. There the threshold is a percentile of the least window's confidence in 16 samples of
-      the same prompt that are drawn first; here it is given.
+      tokens, 16 first samples; percentile 10 for its top 90%, 90 for its top 10%.
     """
 
-    confidence: float  # nats
+    confidence: float | None = None  # nats
     window: int = 2048  # tokens
     tokens: int = 20  # the likeliest, of whose log-probs the confidence is the mean
+    percentile: float | None = None  # instead of `confidence`; above 0 and below 100
+    warmup: int = 16  # samples of each prompt
+
+    def threshold(self, confidences: Sequence[np.ndarray]) -> float:
+        """s [nats] of a prompt, from the confidences [n] of the tokens of its first samples.
+
+        A sample shorter than the window has one window, of all its tokens. The percentile is
+        lowered by `ROUNDING`.
+        """
+        assert self.percentile is not None
+        least = []
+        for confidence in confidences:
+            window = min(self.window, len(confidence))
+            sums = np.cumsum(np.append(0.0, confidence))
+            least.append((sums[window:] - sums[:-window]).min() / window)
+        return float(np.percentile(least, self.percentile)) * (1 - ROUNDING)
+
+
+ROUNDING = 1e-4
+"""Share of a threshold, so that rounding does not end a sample equal to one that was drawn first"""
+
+
+def early_stop_problems(
+    where: str, keys: Mapping[str, Any], group_size: int | None
+) -> Iterator[str]:
+    """What is wrong with `rollout.early_stop`, which `where` shows.
+
+    Args:
+      group_size: of the config, where it is right.
+    """
+    expected = (
+        "expected { confidence = 8.0 } or { percentile = 10, warmup = 16 }, either with window = "
+        "2048 and tokens = 20, which may be left out, as warmup may"
+    )
+    if unknown := sorted(keys.keys() - set(EarlyStop._fields)):
+        yield f"rollout.early_stop.{unknown[0]}: unknown key; {expected}"
+    elif ("confidence" in keys) == ("percentile" in keys):
+        yield f"{where}: {expected}; one of confidence and percentile is needed, and not both"
+    elif "warmup" in keys and "percentile" not in keys:
+        yield f"{where}: {expected}; nothing reads warmup without percentile"
+    allowed = {"confidence": (-math.inf, math.inf), "percentile": (0, 100)}
+    texts = {"confidence": "a finite number of nats", "percentile": "above 0 and below 100"}
+    for name, (low, high) in allowed.items():
+        value = keys.get(name, 1)
+        if type(value) not in (int, float) or not low < value < high:
+            yield f"{where}: {expected}; {name} is {texts[name]}"
+    counts = {name: keys.get(name, 1) for name in ("window", "tokens", "warmup")}
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            yield f"{where}: {expected}; {name} is a whole number of 1 or more"
+    warmup = keys.get("warmup", EarlyStop().warmup)
+    is_right = "percentile" in keys and type(warmup) is int
+    if is_right and group_size is not None and warmup >= group_size:
+        yield (
+            f"{where}: {warmup} samples are drawn first, and rollout.group_size = {group_size} "
+            "leaves none that could be ended; set warmup lower"
+        )
 
 
 class Interruption(NamedTuple):

@@ -66,6 +66,7 @@ class Collector:
     max_rounds: int | None  # of `rollout.refill`; None: groups are not replaced
     staleness: int = 0  # of `rollout.staleness`
     interrupted_after: int | None = None  # tokens; None: samples are not interrupted
+    stops_early: bool = False  # whether too little confidence ends samples
 
     def collect(
         self,
@@ -108,6 +109,9 @@ class Collector:
         if self.interrupted_after is not None:
             behind = rollouts.token_mask[..., self.interrupted_after :]
             metrics["sampling/interrupted"] = mean(jnp.asarray(behind.any(-1)))
+        if self.stops_early:
+            is_short = ~rollouts.token_mask[..., -1]
+            metrics["sampling/stopped"] = mean(jnp.asarray(rollouts.truncated & is_short))
         rollouts = put_prompts(self.mesh, rollouts)
         if self.mixture is not None:
             row = sharding.to_host(rollouts.row)

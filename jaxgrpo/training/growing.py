@@ -40,6 +40,11 @@ def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys)
     for name, reason in EXCLUDES.items():
         if getattr(rollout, name):
             raise InputError(f"{where}: with rollout.{name} {reason}; leave one of the two out")
+    if "percentile" in (rollout.early_stop or {}):
+        raise InputError(
+            f"{where}: chains are the first samples of a prompt, so rollout.early_stop.percentile "
+            "can choose none; set rollout.early_stop.confidence"
+        )
     if experience.share:
         raise InputError(f"{where}: a sample of experience is no leaf; leave one of the two out")
     longest = rollout.max_completion_tokens

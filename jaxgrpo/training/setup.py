@@ -206,6 +206,7 @@ def _assemble(
         max_rounds=refill.max_rounds(refilling["factor"]) if refilling else None,
         staleness=config.rollout.staleness,
         interrupted_after=interruption and interruption.after,
+        stops_early=config.rollout.early_stop is not None,
     )
     start = config.train.seed, pretrained, len(rows), rewards
     read = functools.partial(_read_learner, *start)

@@ -90,6 +90,7 @@ def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
         offset=None,
         limit=None,
         greedy=None,
+        threshold=zeros[..., 0] if settings.early_stop else None,
         tokens=jnp.full_like(zeros, settings.pad_token, jnp.int32),
         logp=zeros,
         untempered=zeros if settings.untempered else None,
@@ -110,6 +111,9 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         mask = is_new.reshape(*is_new.shape, *[1] * (old.ndim - 2))
         return jnp.where(mask, jnp.asarray(value, old.dtype), old)
 
+    def refreshed(value: Any, old: Array | None) -> Array | None:
+        return None if old is None else at_new(value, old)
+
     def optional(value: Any, old: Array | None, default: Any) -> Array | None:
         """None as long as all have the default."""
         if value is None and old is None:
@@ -127,10 +131,11 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         offset=optional(offset, samples.offset, jnp.int32(0)),
         limit=optional(entries.limit, samples.limit, jnp.int32(longest)),
         greedy=optional(entries.greedy, samples.greedy, False),
+        threshold=refreshed(entries.threshold, samples.threshold),
         tokens=at_new(tokens, samples.tokens),
         logp=at_new(0, samples.logp),
-        untempered=None if samples.untempered is None else at_new(0, samples.untempered),
-        confidence=None if samples.confidence is None else at_new(0, samples.confidence),
+        untempered=refreshed(0, samples.untempered),
+        confidence=refreshed(0, samples.confidence),
         length=at_new(0, samples.length),
         stopped=at_new(False, samples.stopped),
         ended=at_new(False, samples.ended),
@@ -398,7 +403,8 @@ def _sum_confidence(
     if state.samples.offset is not None:
         number -= take(state.samples.offset, state.sample)
     mean = (confidence_sum - confidence_up_to(state.index - stop.window)) / stop.window
-    return confidence_sum, (number >= stop.window) & (mean < stop.confidence)
+    threshold = take(state.samples.threshold, state.sample)
+    return confidence_sum, (number >= stop.window) & (mean < threshold)
 
 
 def _temperature(settings: SamplingSettings, state: DecodeState) -> Array | float:
@@ -437,7 +443,8 @@ def finals(parts: Parts, group: int, samples: Samples, places: Array) -> Finals:
         return parts.constrain(groups, (None,) * groups.ndim)
 
     values = Finals(
-        samples.tokens, samples.logp, samples.untempered, samples.length, samples.stopped
+        *(samples.tokens, samples.logp, samples.untempered, samples.confidence),
+        *(samples.length, samples.stopped),
     )
     return jax.tree.map(take_groups, values)
 

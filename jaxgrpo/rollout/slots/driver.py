@@ -37,7 +37,9 @@ class SlotEngine:
 
     Requests that are submitted when nothing is under way open a session, whose sizes follow from
     them: as many places as they have prompts, for groups as large as their largest. Later ones take
-    places that fall free; once the slots of a session have become fewer they wait for the next.
+    places that fall free; once the slots of a session have become fewer they wait for the next. It
+    has the places of the first since `load`, and none smaller, so that no size is compiled for what
+    happens to wait.
 
     Args:
       mesh: that parameters are laid out on; None: one device.
@@ -61,6 +63,7 @@ class SlotEngine:
         self.compiled: shrinking.Compiled = {}
         self.slot_steps: Array | int = 0  # of the last session: decoding steps times slots
         self._batches: Counter[int] = Counter()
+        self._largest: tuple[int, int] = 0, 0  # since `load`: places of a session, and samples
         self._params: Params | None = None
         self._version = 0
         self._waiting: list[Group] = []
@@ -86,6 +89,7 @@ class SlotEngine:
         if self._waiting or self._session is not None:
             raise ValueError("load while turns are under way: poll until all have ended")
         self._params, self._version = self.programs.split(params), version
+        self._largest = 0, 0
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As `Engine.submit`."""
@@ -117,10 +121,12 @@ class SlotEngine:
 
     def _open(self, params: Params) -> _Session:
         groups, self._waiting = self._waiting, []
-        largest = max(len(group.requests) for group in groups)
+        places, largest = self._largest
+        places, largest = places or len(groups), max(largest, *(len(g.requests) for g in groups))
+        self._largest = places, largest
         bins = 1 if self.mesh is None else sharding.num_bins(self.mesh)
-        slots = self.slots_for(-(-len(groups) // bins) * bins, largest)
-        sizes = Sizes.for_prompts(slots, bins, len(groups), largest, self.width)
+        slots = self.slots_for(-(-places // bins) * bins, largest)
+        sizes = Sizes.for_prompts(slots, bins, places, largest, self.width)
         slot_sizes = Shrinking(
             self.programs, sizes, lambda size: self._choose(size, largest), self.compiled
         )
@@ -132,6 +138,8 @@ class SlotEngine:
         """The smaller sizes that pay."""
         devices = jax.devices() if self.mesh is None else self.mesh.devices.flat
         # Elsewhere a step takes as long as it takes to read the weights, and runs are long.
+        # The samples of a prompt may come in parts.
+        group = min((size for size in self._batches if size >= group), default=group)
         batches = self._batches[group] if devices[0].platform == "cpu" else 0
         below = shrinking.sizes_below(size)
         if not batches or not below:

@@ -24,6 +24,7 @@ class Samples:
     offset: Array | None  # [D, M] int32, tokens that are given and not drawn; None: 0
     limit: Array | None  # [D, M] int32, tokens at most, with those that are given; None: T
     greedy: Array | None  # [D, M] bool: takes the likeliest tokens; None: none does
+    threshold: Array | None  # [D, M] float32, nats; less confidence ends it; None: no `early_stop`
     tokens: Array  # [D, M, T] int32; from the beginning on those that are given
     logp: Array  # [D, M, T] float32
     untempered: Array | None  # [D, M, T] float32
@@ -73,6 +74,7 @@ class Entries(NamedTuple):
     is_new: np.ndarray  # [D, P] bool
     last: np.ndarray  # [D, P] int32, the last token of the prompt
     keys: np.ndarray  # [D, M, 2] uint32
+    threshold: np.ndarray  # [D, M] float32, as of `Samples`, which may have none
     limit: np.ndarray | None  # [D, M] int32, as of `Samples`; 0: there is no sample
     greedy: np.ndarray | None  # [D, M] bool, as of `Samples`
     prefix: np.ndarray | None
@@ -93,5 +95,6 @@ class Finals(NamedTuple):
     tokens: Array  # [n, G, T]
     logp: Array  # [n, G, T]
     untempered: Array | None  # [n, G, T]
+    confidence: Array | None  # [n, G, T], summed as in `Samples`
     length: Array  # [n, G], tokens, those that were given among them
     stopped: Array  # [n, G]

@@ -169,7 +169,7 @@ class Table:
         places, samples = (sizes.bins, sizes.prompts), (sizes.bins, sizes.prompts * sizes.group)
         is_new, last = np.zeros(places, bool), np.zeros(places, np.int32)
         keys, limit = np.zeros((*samples, 2), np.uint32), np.zeros(samples, np.int32)
-        greedy = np.zeros(samples, bool)
+        greedy, threshold = np.zeros(samples, bool), np.zeros(samples, np.float32)
         longest_prefix = max(request.offset for group in new.values() for request in group.requests)
         # Powers of two, so that few sizes are compiled.
         width = 1 << (longest_prefix - 1).bit_length() if longest_prefix else 0
@@ -179,6 +179,7 @@ class Table:
             for sample, request in enumerate(group.requests, place[1] * sizes.group):
                 at = place[0], sample
                 keys[at], greedy[at] = request.key, request.is_greedy
+                threshold[at] = request.threshold
                 limit[at] = request.offset + request.limit
                 prefix[at][: request.offset] = request.tokens[len(group.prompt) :]
         has_limit = (limit[np.repeat(is_new, sizes.group, axis=1)] != longest).any()
@@ -186,6 +187,7 @@ class Table:
             is_new,
             last,
             keys,
+            threshold,
             limit if has_limit else None,
             greedy if greedy.any() else None,
             prefix if width else None,
@@ -213,7 +215,7 @@ def make_turns(
             if not arrays.stopped[at]:
                 is_full = length >= request.offset + request.limit
                 reason = "length" if is_full else "confidence"
-            raw = arrays.untempered
+            raw, sums = arrays.untempered, arrays.confidence
             turns.append(
                 Turn(
                     request.ordinal,
@@ -223,6 +225,7 @@ def make_turns(
                     np.full(max(0, length - request.offset), version, np.int32),
                     reason,
                     None if raw is None else raw[at][new],
+                    None if sums is None else np.diff(sums[at][new], prepend=np.float32(0)),
                 )
             )
     return turns
