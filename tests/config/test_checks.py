@@ -151,7 +151,20 @@ def test_a_refill_that_makes_no_sense_is_refused(overrides, message):
     [
         (('rollout.stop_strings="END"',), 'stop_strings = "END": expected a list of texts, ["'),
         (('rollout.stop_strings=["a", ""]',), "none of them empty"),
-        (("rollout.early_stop={window=3}",), "confidence is a finite number of nats"),
+        (("rollout.early_stop={window=3}",), "one of confidence and percentile is needed"),
+        (("rollout.early_stop={confidence=8, percentile=10, warmup=2}",), "needed, and not both"),
+        (("rollout.early_stop={confidence=8, warmup=2}",), "nothing reads warmup without percent"),
+        (("rollout.early_stop={percentile=0, warmup=2}",), "percentile is above 0 and below 100"),
+        (("rollout.early_stop={percentile=100, warmup=2}",), "percentile is above 0 and below 100"),
+        (("rollout.early_stop={percentile=10, warmup=0}",), "warmup is a whole number of 1 or"),
+        (
+            ("rollout.early_stop={percentile=10, warmup=4}", "rollout.group_size=4"),
+            "4 samples are drawn first, and rollout.group_size = 4 leaves none",
+        ),
+        (
+            ("rollout.early_stop={percentile=10}", "rollout.group_size=16"),
+            "16 samples are drawn first, and rollout.group_size = 16 leaves none",
+        ),
         (("rollout.early_stop={confidence=inf}",), "confidence is a finite number of nats"),
         (("rollout.early_stop={confidence=8, k=20}",), "early_stop.k: unknown key"),
         (("rollout.early_stop={confidence=8, window=0}",), "window is a whole number of 1 or"),
