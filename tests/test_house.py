@@ -268,7 +268,7 @@ LINES = {
     "data": 1550,
     "models": 4650,
     "rewards": 1450,
-    "rollout": 2700,
+    "rollout": 2780,
     "update": 1750,
     "config": 1800,
     "evaluation": 650,
