@@ -18,15 +18,17 @@ from jaxgrpo.rollout.stopping import ROUNDING, EarlyStop, Interruption
 
 KEY = jax.random.key_data(jax.random.key(3))
 PROMPTS, GROUP, STEPS, WIDTH, TEMPERATURE = 9, 8, 12, 6, 0.8
-STOP = EarlyStop(window=4, tokens=5, percentile=60, warmup=3)
+PERCENTILE = 60.0
+STOP = EarlyStop(window=4, tokens=5, percentile=PERCENTILE, warmup=3)
 TEXT = Interruption(7, (5, 6))
 
 
 @functools.cache
 def engine(mesh=None, **changes):
     settings = SamplingSettings(STEPS, TEMPERATURE, (tiny.END,), tiny.PAD, 4)
-    constrain = {} if mesh is None else {"constrain": sharding.constrain(mesh)}
-    model = decoder.build(tiny.UNIFORM, **constrain)
+    model = tiny.model()
+    if mesh is not None:
+        model = decoder.build(tiny.UNIFORM, constrain=sharding.constrain(mesh))
     return SlotEngine(model, settings._replace(**changes), mesh, width=WIDTH)
 
 
@@ -58,7 +60,7 @@ def expected_lengths(plain, turns=((0, STEPS),)):
     for prompt in range(PROMPTS):
         first = [confidence[prompt, g][mask[prompt, g]] for g in range(STOP.warmup)]
         least = [windows(c).min() if len(c) >= STOP.window else c.mean() for c in first]
-        threshold = np.percentile(least, STOP.percentile) * (1 - ROUNDING)
+        threshold = np.percentile(least, PERCENTILE) * (1 - ROUNDING)
         for sample in range(STOP.warmup, GROUP - 1):  # the last one is greedy
             before = 0
             for begin, end in turns:
