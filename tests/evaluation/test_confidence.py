@@ -65,7 +65,7 @@ def test_with_ten_tokens_that_can_be_drawn_the_confidence_is_of_these_ten(logits
     np.testing.assert_allclose(likeliest_confidence(ten, 20), expected, rtol=1e-12)
     padded = np.concatenate([ten, np.full((BINS, LENGTH, 6), -np.inf)], axis=-1)
     np.testing.assert_allclose(likeliest_confidence(padded, 10), expected, rtol=1e-12)
-    # Tokens without any probability are among 20: those who call it ask for as many as can be drawn.
+    # Among 20 are tokens without any probability: a caller asks for as many as can be drawn.
     assert (likeliest_confidence(padded, 20) == np.inf).all()
 
 
