@@ -22,7 +22,7 @@ from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rollout import refill
+from jaxgrpo.rollout import refill, trees
 from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.judging import (
     Judge,
@@ -108,6 +108,11 @@ class Collector:
         if self.interrupted_after is not None:
             behind = rollouts.token_mask[..., self.interrupted_after :]
             metrics["sampling/interrupted"] = mean(jnp.asarray(behind.any(-1)))
+        if trees.ANCESTORS in rollouts.fields:
+            names = trees.ANCESTORS, trees.DEPTH
+            nodes = [np.asarray(rollouts.fields[name]) for name in names]
+            drawn = trees.count_drawn(*nodes, np.asarray(rollouts.token_mask))
+            metrics["num_tokens"] = mean(jnp.float32(drawn))
         rollouts = put_prompts(self.mesh, rollouts)
         if self.mixture is not None:
             row = sharding.to_host(rollouts.row)
