@@ -109,9 +109,9 @@ class Collector:
             behind = rollouts.token_mask[..., self.interrupted_after :]
             metrics["sampling/interrupted"] = mean(jnp.asarray(behind.any(-1)))
         if trees.ANCESTORS in rollouts.fields:
-            names = trees.ANCESTORS, trees.DEPTH
-            nodes = [np.asarray(rollouts.fields[name]) for name in names]
-            drawn = trees.count_drawn(*nodes, np.asarray(rollouts.token_mask))
+            arrays = [rollouts.fields[name] for name in (trees.ANCESTORS, trees.DEPTH)]
+            ancestors, depth, mask = map(np.asarray, (*arrays, rollouts.token_mask))
+            drawn = trees.count_drawn(ancestors, depth, mask)
             metrics["num_tokens"] = mean(jnp.float32(drawn))
         rollouts = put_prompts(self.mesh, rollouts)
         if self.mixture is not None:
