@@ -81,7 +81,7 @@ NOT_REPRODUCED = {
     "2602.03025": "calls of tools in several turns: such tools",
     "2602.04879": TASKS,
     "2602.10693": TASKS,
-    "2605.07689": "73.8 against 28.4 on GSM8K with 9B; X3 trains a small model",
+    "2605.07689": "73.8 against 28.4 on GSM8K with 9B; X3 and X3b train small models",
     "2605.21125": TASKS,
     "2605.25604": TASKS,
     "2605.28388": "shortcuts that hard problems teach large models",
