@@ -1,14 +1,19 @@
-"""Computes the table of docs/papers.md: which part comes from which paper.
+"""Computes the table of docs/papers.md: which part comes from which paper, and what holds it.
 
     python -m docs.make_papers     (make docs)
 
-It is read off the docstrings, which give their sources as "Source: DAPO, arXiv 2503.14476".
+Papers are read off the docstrings, which give their sources as "Source: DAPO, arXiv 2503.14476".
+The test is the file that names most of what comes from the paper, the experiments are the pages
+that give it as their source. What is not reproduced is in the table below.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from docs.pages import FOLDER, arxiv_link, between, markdown, write
@@ -16,6 +21,93 @@ from jaxgrpo.cli.methods import KINDS, papers
 
 PACKAGE = FOLDER.parent / "jaxgrpo"
 PAGE = FOLDER / "papers.md"
+TESTS = FOLDER.parent / "tests"
+
+TASKS = "what it gains in training: its tasks, and models of its size"
+NOT_REPRODUCED = {
+    "1506.02438": "learning to walk: a simulator, and a critic, which is not trained here",
+    "1707.06347": "scores in games and locomotion: environments with many turns",
+    "1904.09751": "ratings of texts by people",
+    "1909.08593": "texts that people prefer: their ratings, and a reward model",
+    "1912.09729": "the game that it plays",
+    "2005.12729": "its ablations of PPO in locomotion: simulators",
+    "2110.14168": "its verifiers: a second model that is trained to judge",
+    "2206.00761": TASKS,
+    "2302.08215": TASKS,
+    "2402.03300": "its scores in mathematics: pretraining of 7B on 120B tokens",
+    "2402.14740": TASKS,
+    "2407.01082": "ratings of creative texts",
+    "2501.03262": TASKS,
+    "2501.12948": "reasoning that emerges in a model of 671B",
+    "2502.12272": TASKS,
+    "2503.14476": "its score in AIME with 32B",
+    "2503.19595": "pass@k gained in training; X2 has its expected gradient",
+    "2503.20783": "its score in AIME with 7B; X2 has its expected gradient",
+    "2504.07912": "the format that wins after pretraining on mixtures: bases pretrained on them",
+    "2504.14945": "its gains from a stronger model's solutions: such solutions",
+    "2504.16084": "its gains in AIME without labels: models that are right now and then",
+    "2505.07291": "training by volunteers' machines",
+    "2505.10425": "its savings of tokens in long thoughts",
+    "2505.15201": "pass@k gained in training; X2 has its expected gradient",
+    "2505.19590": TASKS,
+    "2505.22312": "its scores in mathematics and code with 7B and 32B",
+    "2505.22660": TASKS,
+    "2505.23585": TASKS,
+    "2505.24864": "2,000 steps of several tasks with 1.5B",
+    "2506.02355": "its gains in theorem proving: a prover",
+    "2506.11902": "its gains in mathematics; X8 has its noise",
+    "2506.13351": "its gains in long answers: models with long thoughts, and judges",
+    "2506.13585": "its speed against DAPO with a model of 456B",
+    "2507.16806": "its calibration in questions of several hops; rlcr shows it on a small task",
+    "2507.18071": "stable training of a mixture of experts: experts",
+    "2507.20673": TASKS,
+    "2508.08221": TASKS,
+    "2508.15260": "its savings with long thoughts: windows of 2,048 tokens",
+    "2508.17445": "its savings of hours on accelerators; X8 has its noise",
+    "2509.02534": "diversity as a classifier sees it: that classifier",
+    "2509.03646": "its gains in AIME: plans in the thoughts of large models",
+    "2509.13232": "its majority votes in mathematics with 8B",
+    "2509.19128": "its speed: sampling and training at the same time",
+    "2509.21240": "its gains in questions of several hops: a search tool; X8 has its noise",
+    "2509.23808": TASKS,
+    "2510.02245": TASKS,
+    "2510.13786": "curves over 100,000 hours of accelerators; the config scale_rl has its method",
+    "2511.20347": TASKS,
+    "2512.02556": "the model of 671B",
+    "2512.05962": "coverage in Lean with 7B: a prover; X4 has it on an enumerated toy",
+    "2601.05242": TASKS,
+    "2601.22582": TASKS,
+    "2602.02710": "its gains in training; X2 has its expected gradient",
+    "2602.03025": "calls of tools in several turns: such tools",
+    "2602.04879": TASKS,
+    "2602.10693": TASKS,
+    "2605.07689": "73.8 against 28.4 on GSM8K with 9B; X3 and X3b train small models",
+    "2605.21125": TASKS,
+    "2605.25604": TASKS,
+    "2605.28388": "shortcuts that hard problems teach large models",
+}
+"""Paper -> the headline that is not reproduced here, or what it would need."""
+
+FORMULAS = {
+    *("2104.09864", "2106.09685", "2107.03374", "2205.14135", "2306.15595", "2309.00071"),
+    *("2312.03732", "2402.13753", "2407.21783", "2605.02375"),
+}
+"""Papers whose formulas are all that is taken; tests compare them with transformers, with a plain
+computation, or in X4 with an enumeration."""
+
+
+OF_ALL_PARTS = re.compile(
+    r"test_(laws|names|english|chain|numerics|invariances|building|methods|own_programs|live_groups)"
+)
+"""Test files that name many parts and hold the oracle of none."""
+
+TESTED = {
+    "2402.03300": "`tests/advantages/test_closed_forms.py`",
+    "2205.14135": "`tests/models/test_kernels.py`",
+    "2509.19128": "`tests/training/test_staleness.py`",
+    "2510.13786": "`tests/training/test_scale_rl.py`",
+}
+"""Paper -> its test, where that calls what comes from the paper by other names."""
 
 
 class Mention(NamedTuple):
@@ -69,8 +161,58 @@ def table(all_mentions: list[Mention]) -> str:
             by_kind.setdefault(kind, []).append(f"`{name}`")
         order = sorted(by_kind, key=lambda kind: kind == "")
         cells = [f"{kind} {', '.join(dict.fromkeys(by_kind[kind]))}".strip() for kind in order]
-        rows.append((arxiv_link(number), labels or "–", "; ".join(cells)))
-    return markdown(("paper", "called", "what comes from it"), rows)
+        test = TESTED.get(number) or find_test(paper_mentions)
+        holds = test, find_experiments(number)
+        lacks = NOT_REPRODUCED.get(number, "")
+        rows.append((arxiv_link(number), labels or "–", "; ".join(cells), *holds, lacks))
+    header = ("paper", "called", "what comes from it", "test", "experiment", "not reproduced")
+    return markdown(header, rows)
+
+
+@functools.cache
+def test_words() -> dict[Path, list[str]]:
+    """The words of every test file that holds oracles."""
+    return {
+        file: re.findall(r"\w+", file.read_text())
+        for file in sorted(TESTS.rglob("test_*.py"))
+        if not OF_ALL_PARTS.fullmatch(file.stem)
+    }
+
+
+def find_test(paper_mentions: list[Mention]) -> str:
+    """The test file of the same package that names most of what comes from a paper.
+
+    A module that no config names has its file where the file is called as it is.
+    """
+    names, modules, packages = set[str](), set[str](), set[str]()
+    for mention in paper_mentions:
+        kind, name = describe_kind(mention)
+        packages.add(mention.module.split(".")[1])
+        names.add(name.rpartition(".")[2])
+        modules |= set() if kind else {*mention.module.split(".")[2:]}
+
+    def rank(file: Path) -> tuple[int, bool, bool, int]:
+        words = test_words()[file]
+        in_package = file.relative_to(TESTS).parts[0] in packages
+        is_of_module = in_package and any(module in file.stem for module in modules)
+        distinct = len(names.intersection(words))
+        return distinct + 2 * is_of_module, in_package, is_of_module, sum(w in names for w in words)
+
+    best = max(test_words(), key=rank)
+    return f"`{best.relative_to(TESTS.parent)}`"
+
+
+def find_experiments(number: str) -> str:
+    """Links to the pages of experiments that give a paper as a source."""
+    pages = sorted(
+        (FOLDER / "experiments").glob("x*.md"),
+        key=lambda page: int(re.findall(r"\d+", page.stem)[0]),
+    )
+    return ", ".join(
+        f"[{page.stem.partition('_')[0].capitalize()}](experiments/{page.name})"
+        for page in pages
+        if number in page.read_text()
+    )
 
 
 def page() -> str:

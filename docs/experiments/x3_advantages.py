@@ -38,14 +38,16 @@ class Compared(NamedTuple):
 
 
 def find() -> dict[int, Compared]:
-    """Group size -> its comparison. Makes the base, and takes the runs, that are missing."""
+    """Group size -> its comparison."""
+    return {size: find_comparison(f"x3_g{size}") for size in SIZES}
+
+
+def find_comparison(name: str) -> Compared:
+    """A shipped comparison. Makes the base, and takes the runs, that are missing."""
     if not (BASE / "config.json").exists():
         make_base.make_base(BASE)
-    comparisons = {}
-    for size in SIZES:
-        compare.compare(f"x3_g{size}")
-        comparisons[size] = read(experiments.load(f"x3_g{size}"))
-    return comparisons
+    compare.compare(name)
+    return read(experiments.load(name))
 
 
 def read(experiment: Experiment) -> Compared:

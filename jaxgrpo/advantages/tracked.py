@@ -51,7 +51,7 @@ def subtract_tracked_success(
         the step. Not read where `drift` is given.
       drift: a field [P], how far the policy has moved on the prompt since its last visit (the
         paper: the mean absolute difference of log-probs on the last completion). Training does not
-        measure it: rollouts of your own bring it. Then
+        measure it, but `lag`: rollouts of your own bring it. Then
         rho = clip(2^(-drift / half_life), low, high); where it is not finite, high.
       half_life: the drift that halves the counts, in nats.
       low, high: bounds of rho under `drift`.
@@ -62,7 +62,9 @@ def subtract_tracked_success(
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: alpha, beta [rows], 0 before the first visit.
     Raises: InputError on a stream of data, whose rows never return.
-    Metrics: estimate, the mean v; kept, the mean rho of the visits.
+    Metrics, means over the visits: estimate, v; kept, rho; lag, mean_g r - v, how far the policy
+    has moved from what is tracked, in which the noise of samples averages out; error, |mean_g r -
+    v|, in which it does not.
     Source: SPO, arXiv 2509.13232; its code keeps only the last of two visits in a batch.
 
     >>> from jaxgrpo.advantages import evaluate
@@ -242,8 +244,11 @@ class _Tracker(NamedTuple):
         rho = self._retention(row, rollouts, alpha.dtype)
         success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
         visited = number > 0
+        gap = success / jnp.maximum(number, 1) - estimate
         new_state = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
-        return centred, new_state, {"estimate": mean(estimate, visited), "kept": mean(rho, visited)}
+        observed = {"estimate": estimate, "kept": rho, "lag": gap, "error": jnp.abs(gap)}
+        metrics: Metrics = {name: mean(value, visited) for name, value in observed.items()}
+        return centred, new_state, metrics
 
     def _row_counts(self, state: Any, row: Array, rollouts: Rollouts) -> tuple[Array, Array]:
         """alpha and beta of each prompt's row, [P], with the prior where it was never visited."""

@@ -172,3 +172,12 @@ def fields(
             depth[sample, place] = path.setdefault(node, len(path) + 1)
         ancestors[sample, 1 : 1 + len(path)] = [*path]
     return np.array([leaf.tree for leaf in leaves], np.int32), ancestors, depth
+
+
+def count_drawn(ancestors: np.ndarray, depth: np.ndarray, mask: np.ndarray) -> int:
+    """Tokens that were drawn: those of a node once, however many leaves have them.
+
+    Shapes: as of the fields, [P, G, D] and [P, G, T]; mask [P, G, T], of the leaves' tokens.
+    """
+    node = np.where(mask, np.take_along_axis(ancestors, depth, axis=-1), -1)
+    return int((np.diff(np.sort(node, axis=1), axis=1, prepend=-1) > 0).sum())

@@ -22,7 +22,7 @@ from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rollout import refill
+from jaxgrpo.rollout import refill, trees
 from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.judging import (
     Judge,
@@ -112,6 +112,11 @@ class Collector:
         if self.stops_early:
             is_short = ~rollouts.token_mask[..., -1]
             metrics["sampling/stopped"] = mean(jnp.asarray(rollouts.truncated & is_short))
+        if trees.ANCESTORS in rollouts.fields:
+            arrays = [rollouts.fields[name] for name in (trees.ANCESTORS, trees.DEPTH)]
+            ancestors, depth, mask = map(np.asarray, (*arrays, rollouts.token_mask))
+            drawn = trees.count_drawn(ancestors, depth, mask)
+            metrics["num_tokens"] = mean(jnp.float32(drawn))
         rollouts = put_prompts(self.mesh, rollouts)
         if self.mixture is not None:
             row = sharding.to_host(rollouts.row)

@@ -17,35 +17,16 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.experience import Experiencer, Rank, no_experience
 from jaxgrpo.rollout.judging import RolloutSource, put_prompts
 from jaxgrpo.rollout.selection import SuccessJudge
+from jaxgrpo.training.growing import refuse_excluded, refuse_unread
 from jaxgrpo.training.inputs import Inputs
-
-EXCLUDES = {
-    "refill": "a group is judged by what replaces it",
-    "staleness": "what is right now is known too late",
-    "goals": "a kept sample would begin with another text",
-    "early_stop": "a sample that was stopped is none of the policy's",
-}
-"""Keys of `rollout` that experience does not go with, and why."""
 
 
 def refuse(keys: ExperienceKeys, rollout: RolloutKeys, rewards: Sequence[Reward]) -> None:
     """Raises: InputError where a run cannot have experience, or keys act on none."""
     if not keys.share:
-        unread = [
-            name
-            for name, default in vars(ExperienceKeys()).items()
-            if getattr(keys, name) != default
-        ]
-        if unread:
-            raise InputError(
-                f"experience.{unread[0]} = {getattr(keys, unread[0])!r}: nothing reads it without "
-                "experience.share; set that, as 0.5, or leave it out"
-            )
-        return
+        return refuse_unread(keys, "experience.share", "0.5")
     where = f"experience.share = {keys.share:g}"
-    for name, reason in EXCLUDES.items():
-        if getattr(rollout, name):
-            raise InputError(f"{where}: with rollout.{name} {reason}; leave one of the two out")
+    refuse_excluded("experience.share", rollout)
     if rollout.group_size < 2:
         raise InputError(f"{where}: a group of one has no other sample; set rollout.group_size")
     if int(keys.share * rollout.prompts_per_step) < 1:

@@ -14,12 +14,46 @@ from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.trees import Trees
 
 EXCLUDES = {
-    "refill": "groups that are left over have no room for the fields of trees",
-    "staleness": "samples that wait have no room for the fields of trees",
-    "goals": "a branch would begin with the goal of another sample",
-    "interrupt": "a branch may leave another sample within the text",
+    "tree.branch": {
+        "refill": "groups that are left over have no room for the fields of trees",
+        "staleness": "samples that wait have no room for the fields of trees",
+        "goals": "a branch would begin with the goal of another sample",
+        "interrupt": "a branch may leave another sample within the text",
+    },
+    "experience.share": {
+        "refill": "a group is judged by what replaces it",
+        "staleness": "what is right now is known too late",
+        "goals": "a kept sample would begin with another text",
+        "early_stop": "a sample that was stopped is none of the policy's",
+    },
+    "replay": {
+        "refill": "no flat group can be replaced",
+        "staleness": "each step trains on its own file",
+        "goals": "samples begin as they were drawn",
+        "interrupt": "no sample is interrupted",
+    },
 }
-"""Keys of `rollout` that trees do not go with, and why."""
+"""What else makes samples -> keys of `rollout` that do not go with it, and why."""
+
+
+def refuse_excluded(
+    name: str, rollout: RolloutKeys, remedy: str = "leave one of the two out"
+) -> None:
+    """Raises: InputError for a key of `rollout` that does not go with a name of EXCLUDES."""
+    for key, reason in EXCLUDES[name].items():
+        if getattr(rollout, key):
+            raise InputError(f"{name}: with rollout.{key} {reason}; {remedy}")
+
+
+def refuse_unread(keys: TreeKeys | ExperienceKeys, switch: str, example: str) -> None:
+    """Raises: InputError for a key of a table that acts on nothing without another, `switch`."""
+    defaults = vars(type(keys)())
+    for name, value in vars(keys).items():
+        if value != defaults[name]:
+            raise InputError(
+                f"{switch.partition('.')[0]}.{name} = {value!r}: nothing reads it without "
+                f"{switch}; set that, as {example}, or leave it out"
+            )
 
 
 def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys) -> Trees | None:
@@ -29,24 +63,15 @@ def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys)
       tree or do not go with trees.
     """
     if keys.branch is None:
-        default = vars(TreeKeys())
-        if unread := [name for name, value in vars(keys).items() if value != default[name]]:
-            raise InputError(
-                f"tree.{unread[0]} = {getattr(keys, unread[0])}: nothing reads it without "
-                'tree.branch; set that, as "uniform", or leave it out'
-            )
-        return None
-    where = f'tree.branch = "{keys.branch}"'
-    for name, reason in EXCLUDES.items():
-        if getattr(rollout, name):
-            raise InputError(f"{where}: with rollout.{name} {reason}; leave one of the two out")
+        return refuse_unread(keys, "tree.branch", '"uniform"')
+    refuse_excluded("tree.branch", rollout)
     if "percentile" in (rollout.early_stop or {}):
         raise InputError(
-            f"{where}: chains are the first samples of a prompt, so rollout.early_stop.percentile "
-            "can choose none; set rollout.early_stop.confidence"
+            "tree.branch: chains are the first samples of a prompt, so rollout.early_stop.percentile"
+            " can choose none; set rollout.early_stop.confidence"
         )
     if experience.share:
-        raise InputError(f"{where}: a sample of experience is no leaf; leave one of the two out")
+        raise InputError("tree.branch: a sample of experience is no leaf; leave one of the two out")
     longest = rollout.max_completion_tokens
     grown = Trees(**vars(keys), group_size=rollout.group_size, longest=longest)
     trees.check(grown)

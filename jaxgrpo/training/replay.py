@@ -29,6 +29,7 @@ from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
+from jaxgrpo.training.growing import refuse_excluded
 from jaxgrpo.training.records import rollout_files
 
 SIZES = (
@@ -121,7 +122,8 @@ def read_files(
     Raises: InputError on a file that is wrong or does not fit the config.
     """
     paths = rollout_paths(files)
-    _refuse_sampling_keys(rollout)
+    remedy = "leave the key out of the config, in a copy of it that you give by --config"
+    refuse_excluded("replay", rollout, remedy)
     load = functools.partial(
         rollout_files.load,
         vocab_size=model.vocab_size,
@@ -151,21 +153,6 @@ def read_files(
 
     data = PromptData([{"prompt": text} for text in texts], encoded, 0)
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, load_fitted)
-
-
-def _refuse_sampling_keys(rollout: RolloutKeys) -> None:
-    reasons = {
-        "refill": "no flat group can be replaced",
-        "staleness": "each step trains on its own file",
-        "goals": "its samples begin as they were drawn",
-        "interrupt": "no sample is interrupted",
-    }
-    for name, reason in reasons.items():
-        if getattr(rollout, name):
-            raise InputError(
-                f"rollout.{name}: a replay samples nothing, so {reason}; leave the key out of the "
-                "config, in a copy of it that you give by --config"
-            )
 
 
 def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:

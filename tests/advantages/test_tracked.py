@@ -115,6 +115,28 @@ def test_both_visits_of_a_batch_count_and_both_are_judged_by_what_was_before():
     assert (states[1]["alpha"][5], states[1]["beta"][5]) == (3.0, 2.0)
 
 
+def test_the_metrics_say_how_far_the_rewards_have_moved_from_what_is_tracked():
+    """v = 0.5 everywhere; groups of mean 1, 0.75 and 0; the fourth is no visit."""
+    rewards = [[1.0, 1.0, NAN, NAN], [1.0, 1.0, 0.0, 1.0], [0.0] * 4, [NAN] * 4]
+    rollouts, part = make_rollouts(rewards), adv.subtract_tracked_success(keep=0.9)
+    transform = chain(sum_rewards(), part)
+    state = transform.init(adv.spec_of(rollouts, num_rows=4))
+    _, state, first = adv.compute(transform, rollouts, state)
+    gaps = np.array([0.5, 0.25, -0.5])
+    assert measured(first, "lag") == pytest.approx(gaps.mean())
+    assert measured(first, "error") == pytest.approx(np.abs(gaps).mean())
+    _, _, second = adv.compute(transform, rollouts, state)
+    # N = 8 and rho 0.9: v moves by n gap / (0.9 N + n), and the gap shrinks by it.
+    rest = gaps * (1 - np.array([2, 4, 4]) / (7.2 + np.array([2, 4, 4])))
+    assert measured(second, "lag") == pytest.approx(rest.mean())
+    assert measured(second, "error") == pytest.approx(np.abs(rest).mean())
+
+
+def measured(metrics, name):
+    (metric,) = (value for key, value in metrics.items() if key.endswith(f"/{name}"))
+    return float(metric.total / metric.weight)
+
+
 def test_a_group_forgets_once_and_what_could_not_be_scored_is_no_failure():
     part = adv.subtract_tracked_success(keep=0.5)
     batch = make_rollouts([[1.0, 1.0, 0.0, NAN], [NAN, NAN, NAN, NAN]], [0, 1])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import jax
 import numpy as np
 import pytest
+import small_run
+import tomli_w
 from matplotlib.figure import Figure
 
 from docs.experiments import (
@@ -14,10 +17,14 @@ from docs.experiments import (
     common,
     x1_degeneracy,
     x2_closed_forms,
+    x3_advantages,
     x4_collapse,
+    x8_trees,
     x15_kl_uses,
     x16_flat_groups,
 )
+from jaxgrpo.experiments import compare
+from jaxgrpo.experiments.compare import experiment as experiments
 
 QUICK = (x2_closed_forms, x15_kl_uses, x16_flat_groups)
 
@@ -30,6 +37,41 @@ def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment)
     text = (common.FOLDER / f"{experiment.NAME}.md").read_text()
     command = f"python -m docs.experiments.{experiment.NAME}"
     assert text == common.written(experiment.NAME, result), f"out of date: {command}"
+
+
+@pytest.mark.slow
+def test_the_enumerated_part_of_trees_holds_and_is_on_its_page():
+    result = x8_trees.exact()
+    assert [check for check in result.checks if not check.holds] == []
+    text = (common.FOLDER / "x8_trees.md").read_text()
+    assert text == common.written("x8_trees", result), "out of date: add --exact to its command"
+
+
+@pytest.mark.slow
+def test_trees_and_chains_are_compared_by_what_was_drawn(tmp_path):
+    shipped = tomllib.loads((experiments.SHIPPED_EXPERIMENTS / "x8_trees.toml").read_text())
+    changes = {
+        "model": {"path": small_run.base()},
+        "rollout": {"prompts_per_step": 4, "group_size": 4},
+        "train": {"steps": 1},
+        "eval": {"every": 0, "prompts": 4, "samples": 2},
+    }
+    file = tmp_path / "small.toml"
+    small = shipped | {"seeds": [0], "tests": [], "dir": str(tmp_path / "runs"), "set": changes}
+    del small["tests"], shipped["arms"]["likely_trees"]  # its programs take long to compile
+    file.write_text(tomli_w.dumps(small))
+    assert compare.compare(file) == 0
+    comparison = x3_advantages.read(experiments.load(file))
+    parts = x8_trees.trained(comparison)
+    assert [line.split(" | ")[0] for line in parts["cost"].splitlines()[2:]] == [
+        *("| chains", "| trees")
+    ]
+    text = common.page("x8_trees", parts)  # the page has a place for every part
+    assert "not been taken" not in text
+    for arm, by_seed in comparison.outcomes.items():
+        (outcome,) = by_seed.values()
+        longest = 4 * (4 if arm[0] == "chains" else 6) * 24
+        assert 0 < outcome.numbers["tokens"] < longest
 
 
 @pytest.mark.full

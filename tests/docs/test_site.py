@@ -114,6 +114,21 @@ def test_the_table_of_papers_is_what_the_script_computes():
     assert make_papers.page() == make_papers.PAGE.read_text(), "out of date: make docs"
 
 
+def test_every_paper_has_a_test_and_says_what_is_not_reproduced(repository):
+    numbers = {mention.number for mention in make_papers.mentions()}
+    assert not make_papers.NOT_REPRODUCED.keys() & make_papers.FORMULAS
+    assert numbers == make_papers.NOT_REPRODUCED.keys() | make_papers.FORMULAS
+    rows = re.findall(r"^\| \[(\d+\.\d+)\]\(.*$", make_papers.PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == len(numbers)
+    for line in make_papers.PAGE.read_text().splitlines():
+        if line.startswith("| ["):
+            *_, test, experiment, lacks, _ = line.split("|")
+            assert (repository / test.strip(" `")).is_file(), line
+            for file in re.findall(r"\((experiments/\w+\.md)\)", experiment):
+                assert (repository / "docs" / file).is_file(), line
+            assert bool(lacks.strip()) == (line[3:13] not in make_papers.FORMULAS), line
+
+
 def test_papers_are_read_with_what_they_are_called():
     text = (
         "Source: equation 8 of Gradient starvation, arXiv 2605.07689. DAPO's filter, arXiv "

@@ -59,6 +59,16 @@ def test_more_candidates_than_tokens_are_all_tokens_and_give_the_kl_from_uniform
     np.testing.assert_allclose(confidence, np.log(VOCAB) + kl, rtol=1e-12)
 
 
+def test_with_ten_tokens_that_can_be_drawn_the_confidence_is_of_these_ten(logits):
+    ten = logits[..., :10]
+    expected = confidence_by_numpy(ten, 10)
+    np.testing.assert_allclose(likeliest_confidence(ten, 20), expected, rtol=1e-12)
+    padded = np.concatenate([ten, np.full((BINS, LENGTH, 6), -np.inf)], axis=-1)
+    np.testing.assert_allclose(likeliest_confidence(padded, 10), expected, rtol=1e-12)
+    # Among 20 are tokens without any probability: a caller asks for as many as can be drawn.
+    assert (likeliest_confidence(padded, 20) == np.inf).all()
+
+
 def test_flat_distributions_have_the_least_confidence_and_peaked_ones_more():
     flat, peaked = np.zeros((1, 1, VOCAB)), np.zeros((1, 1, VOCAB))
     peaked[..., 3] = 10

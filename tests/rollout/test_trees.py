@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rollout.trees import Leaf, Trees, check, fields, first_branches, next_branches
+from jaxgrpo.rollout.trees import (
+    Leaf,
+    Trees,
+    check,
+    count_drawn,
+    fields,
+    first_branches,
+    next_branches,
+)
 
 LONGEST = 12
 
@@ -56,6 +64,9 @@ def test_leaves_are_as_many_as_the_group_and_share_what_their_nodes_say(trees, s
     assert ancestors.shape == (trees.group_size, trees.depths)
     assert (ancestors[:, 0] == 0).all()  # the prompt
     drawn = sum(leaf.length - leaf.cut for leaf in leaves)
+    mask = np.arange(LONGEST) < np.array([leaf.length for leaf in leaves])[:, None]
+    twice = (np.stack([array, array]) for array in (ancestors, depth, mask))
+    assert count_drawn(*twice) == 2 * drawn
     places = {}
     for sample, leaf in enumerate(leaves):
         path = ancestors[sample]

@@ -300,7 +300,7 @@ def test_what_does_not_fit_a_replay_is_refused(files, tmp_path):
         fewer_rewards,
     )
     refill = config(tmp_path / "r", **{"rollout.refill": {"factor": 2.0}})
-    refused("rollout.refill: a replay samples nothing", refill)
+    refused("replay: with rollout.refill no flat group can be replaced; leave the key", refill)
     steps = [{"use": "sum_rewards"}, {"use": "gae", "field": "guess"}]
     needy = config(tmp_path / "r", advantage=steps)
     refused("the method reads the fields guess, which are not there; it holds none", needy)

@@ -53,6 +53,11 @@ def test_leaves_are_scored_as_alone_and_a_resumed_run_repeats_itself(branch, met
         assert np.ptp(rollouts.behavior_logp[p, same, t]) == 0
         shared += same.sum() > 1
     assert shared > 0
+    nodes = np.take_along_axis(np.asarray(path), np.asarray(depth), -1)
+    drawn = sum(
+        len({*nodes[p, mask[p, :, t], t]}) for p in range(len(mask)) for t in range(mask.shape[-1])
+    )
+    assert small_run.metrics(tmp_path / "run")[0]["num_tokens"] == drawn < mask.sum()
     again = resuming.died_and_resumed(small_run.config(tmp_path / "again", **changes), 2)
     assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
 

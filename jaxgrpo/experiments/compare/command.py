@@ -30,6 +30,7 @@ from jaxgrpo.experiments.compare.results import Outcomes
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
+from jaxgrpo.training.growing import brought_fields, make_trees
 from jaxgrpo.training.inputs import load_rows, local_time, resolve_rewards
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
@@ -147,10 +148,14 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             chain = methods.make_chain(loss, recipe)
             reward_names = {reward.name for reward in rewards}
             scores = make_scores(config.scores)
-            names = chain.needs - scores.keys() - OF_ANSWERS.keys() - reward_names
+            grown = make_trees(config.tree, rollout, config.experience)
+            brought = brought_fields(grown, rollout, config.experience.share)
+            sources = scores.keys() | OF_ANSWERS.keys() | reward_names | brought.keys()
+            names = chain.needs - sources
             rows = load_rows(config.data)[0] if names else []
             columns = methods.needed_columns(names, rows, rewards, scores) if names else {}
-            methods.trace_chain(rollout, chain, rewards, len(rows) or 1, columns, scores)
+            fields = {**columns, **brought}
+            methods.trace_chain(rollout, chain, rewards, len(rows) or 1, fields, scores)
             methods.make_policy(rollout.prompts, rewards)
             methods.make_objective(loss, longest)
         except InputError as error:

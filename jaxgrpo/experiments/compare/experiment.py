@@ -21,7 +21,7 @@ from jaxgrpo.data import storage
 
 SHIPPED_EXPERIMENTS = SHIPPED / "experiments"
 MAY_DIFFER = (
-    *("recipe", "advantage", "rewards", "loss", "reference", "optimizer"),
+    *("recipe", "advantage", "rewards", "loss", "reference", "optimizer", "tree"),
     *("rollout.group_size", "rollout.prompts", "train.on_no_live_sample"),
 )
 """The keys of a config, and whole tables, that arms may differ in. All others are locked."""
