@@ -150,13 +150,14 @@ def test_its_gradient_is_that_of_the_published_loss_through_the_mean_too(policie
         return 0.5 * (gap**2).sum() / (G - 1)
 
     def ours(logits):
-        rows = [
+        logp, proximal = (
             jnp.take_along_axis(sequence_logp(table), drawn[..., None], 1).reshape(P * G, 2)
             for table in (logits, old)
-        ]
+        )
         advantage, mask = centred(pick(reward)).reshape(-1), jnp.ones((P * G, 2), bool)
         group = jnp.arange(P * G) // G
-        return policy_loss(gvpo(BETA), "sequence_sum", *rows, advantage, mask, group=group)[0]
+        arrays = logp, proximal, advantage, mask
+        return policy_loss(gvpo(BETA), "sequence_sum", *arrays, group=group)[0]
 
     scale = BETA * G / (G - 1) * P
     np.testing.assert_allclose(published(logits), scale * ours(logits), rtol=1e-12)

@@ -195,9 +195,9 @@ def test_adapters_make_the_step_of_the_published_loss():
     for layout in ({"tokens": 10}, {"tokens": 10, "mesh": (2, 2, 1, 1)}):
         _, before, after, _ = stepped(**options, **layout)
         want, _ = by_hand(ADAPTED, before)
-        trained = [lora.split(params)[0] for params in (before, after, want)]
-        assert len(jax.tree.leaves(trained[0])) > 0
-        assert_same_step(*trained, 1e-5)
+        start, end, expected = (lora.split(params)[0] for params in (before, after, want))
+        assert len(jax.tree.leaves(start)) > 0
+        assert_same_step(start, end, expected, 1e-5)
 
 
 def test_an_update_that_sees_groups_is_worth_a_forward_pass_more():
