@@ -45,6 +45,7 @@ def batch(rows: int, length: int) -> dict[str, jax.Array]:
         "mask": mask,
         "segment": np.ones(mask.shape, np.int32),
         "replayed": np.repeat(np.arange(rows)[:, None] % 2, length, 1).astype(np.float32),
+        "group_log_ratio": np.zeros(mask.shape, np.float32),
     }
     arrays["weight"] = np.asarray(token_mean().weights(jnp.asarray(mask)[:, None])[:, 0])
     return jax.tree.map(jnp.asarray, arrays)

@@ -38,6 +38,7 @@ PEERS = {
     "sapo": "TRL, verl, SkyRL `sapo`",
     "gmpo": "verl `geo_mean`",
     "vespo": "TRL `vespo`",
+    "gvpo": "verl-recipe `gvpo`",
     "dppo_tv": "verl `dppo_tv`",
     "reinforce": "verl `gpg`",
     "on_policy": "NeMo RL",
@@ -77,7 +78,7 @@ def pull(name: str) -> str:
     part = build_surrogate(name)
 
     def loss(logp: Array, advantage: float) -> Array:
-        tokens = Tokens.from_ratios(jnp.ones((1, 1)), advantage)
+        tokens = Tokens.from_ratios(jnp.ones((1, 1)), advantage, **dict.fromkeys(part.needs, 0.0))
         return part.compute(dataclasses.replace(tokens, logp=logp.reshape(1, 1)))[0].sum()
 
     slope = jax.jit(jax.vmap(jax.grad(loss), (0, None)))

@@ -46,6 +46,7 @@ NOT_REPRODUCED = {
     "2504.07912": "the format that wins after pretraining on mixtures: bases pretrained on them",
     "2504.14945": "its gains from a stronger model's solutions: such solutions",
     "2504.16084": "its gains in AIME without labels: models that are right now and then",
+    "2504.19599": TASKS,
     "2505.07291": "training by volunteers' machines",
     "2505.10425": "its savings of tokens in long thoughts",
     "2505.15201": "pass@k gained in training; X2 has its expected gradient",

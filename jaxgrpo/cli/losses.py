@@ -29,7 +29,7 @@ from jaxgrpo.cli.advantages import (
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.scores import OF_PASS, SCORES
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS, SCORES
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
 from jaxgrpo.training.records.console import Document, terminal_table
 
@@ -193,7 +193,7 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
             raise InputError(f"--field {field}: {part.name} reads no such field: {hint}")
         user_values[field] = numbers[0]
     defaults = {field: 0.0 if spec.quantity == "logp" else 1.0 for field, spec in SCORES.items()}
-    defaults |= dict.fromkeys(OF_PASS, 1.0)
+    defaults |= dict.fromkeys(OF_PASS, 1.0) | {GROUP_LOG_RATIO: 0.0}
     values = {field: value for field, value in defaults.items() if field in part.needs}
     values |= user_values
     if missing := sorted(part.needs - values.keys()):

@@ -89,6 +89,11 @@ OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}
 reads besides the trained ones.
 """
 
+GROUP_LOG_RATIO = "group_log_ratio"
+"""What surrogates and penalties may need of the whole update, at the parameters before it and
+without gradient: the mean over a group of each sequence's log ratio to the proximal policy. See
+`losses.group_log_ratio`."""
+
 SCORERS = ("trainer", "reference", "base")
 """The policies that may score reference answers."""
 

@@ -99,6 +99,7 @@ class TrainBatch:
     mask: Array  # [K, D, R, Q] bool, tokens the loss may read
     proximal_logp: Array  # [K, D, R, Q] float32
     fields: dict[str, Array]  # name -> [K, D, R, Q]
+    prompt: Array  # [K, D, A] int32, its number among those of the step; -1: none
     row_prompt: Array  # [K, D, R] int32, index into A of the same bin
     num_live: Array  # [] int32, micro-batches to run
 

@@ -26,7 +26,16 @@ from jaxgrpo.losses.registry import (
     by_sample,
     like_trl,
 )
-from jaxgrpo.losses.sequences import gmpo, gspo, gspo_token, segment_mean, segment_sum, vespo
+from jaxgrpo.losses.sequences import (
+    gmpo,
+    group_log_ratio,
+    gspo,
+    gspo_token,
+    gvpo,
+    segment_mean,
+    segment_sum,
+    vespo,
+)
 from jaxgrpo.losses.surrogates import (
     Surrogate,
     Tokens,
@@ -62,8 +71,10 @@ __all__ = [
     "forward_kl_k3",
     "full_kl",
     "gmpo",
+    "group_log_ratio",
     "gspo",
     "gspo_token",
+    "gvpo",
     "k2",
     "like_trl",
     "log_ratio",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +12,11 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
-from jaxgrpo.core.scores import OF_PASS
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
+from jaxgrpo.losses.sequences import group_log_ratio
 from jaxgrpo.losses.surrogates import Surrogate, Tokens
 
 
@@ -34,13 +36,13 @@ class Objective(NamedTuple):
     @property
     def needs(self) -> frozenset[str]:
         """The fields that must be there before the update."""
-        prior_fields = self._fields_read.difference(OF_PASS)
+        prior_fields = self.fields_read.difference(OF_PASS, {GROUP_LOG_RATIO})
         return prior_fields | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
 
     @property
     def entropy(self) -> Literal["gradient", "value"]:
         """How the update's pass gives the entropy: differentiated for a penalty, or for the log."""
-        return "gradient" if "policy_entropy" in self._fields_read else "value"
+        return "gradient" if "policy_entropy" in self.fields_read else "value"
 
     @property
     def per_token(self) -> bool:
@@ -50,11 +52,23 @@ class Objective(NamedTuple):
     @property
     def anchors(self) -> frozenset[str]:
         """The frozen policies that the update itself runs."""
-        pass_fields = self._fields_read & OF_PASS.keys()
+        pass_fields = self.fields_read & OF_PASS.keys()
         return frozenset(OF_PASS[name] for name in pass_fields) - {"trainer"}
 
     @property
-    def _fields_read(self) -> frozenset[str]:
+    def reads_groups(self) -> bool:
+        """Whether an update computes the log ratios of whole groups before its gradient."""
+        return GROUP_LOG_RATIO in self.fields_read
+
+    @property
+    def acts_on_all(self) -> bool:
+        """Whether samples without an advantage move the parameters, or count for those that do."""
+        penalizes_all = bool(self.penalties) and self.penalties_on == "all"
+        return penalizes_all or self.surrogate.acts_on_all or self.reads_groups
+
+    @property
+    def fields_read(self) -> frozenset[str]:
+        """The fields that surrogate and penalties read, whatever gives them."""
         return self.surrogate.needs.union(*(penalty.needs for penalty in self.penalties))
 
     def trace(self) -> None:
@@ -68,7 +82,7 @@ class Objective(NamedTuple):
         real, kinds = jnp.float32, {"mask": jnp.bool_, "segment": jnp.int32}
         kinds |= dict.fromkeys(("logp", "proximal_logp", "advantage"), real)
         shapes = {name: jax.ShapeDtypeStruct((2, 3), kind) for name, kind in kinds.items()}
-        fields = dict.fromkeys(self._fields_read, shapes["logp"])
+        fields = dict.fromkeys(self.fields_read, shapes["logp"])
 
         def total(logp: Array, arrays: Any, fields: Any, states: Any) -> Any:
             tokens = Tokens(**{**arrays, "logp": logp}, fields=fields)
@@ -145,7 +159,8 @@ def policy_loss(
       logp, proximal_logp, advantage: [B, T]; or the advantage [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
       segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
-      group: prompt ids, [B] of each row, or [B, T]; any numbers. Only `prompt_mean` reads them.
+      group: prompt ids, [B] of each row, or [B, T]; any numbers. `prompt_mean` reads them, and
+        surrogates such as `gvpo` do by `group_log_ratio`, which is computed from them.
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
         penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
       surrogate_options, reduction_options: of those given by name.
@@ -160,13 +175,17 @@ def policy_loss(
     """
     advantage = _along(advantage, mask, segment)
     _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
-    weight, mask, segment = _layout(
-        build_reduction(reduction, reduction_options), mask, segment, group
-    )
+    reduction_part = build_reduction(reduction, reduction_options)
+    weight, mask, segment = _layout(reduction_part, mask, segment, group)
     arrays = {"logp": logp, "proximal_logp": proximal_logp, "advantage": advantage, "mask": mask}
     tokens = Tokens(**arrays, segment=segment, fields=fields)
-    terms = [build_penalty(penalty) for penalty in penalties]
+    terms = tuple(build_penalty(penalty) for penalty in penalties)
     surrogate_part = build_surrogate(surrogate, surrogate_options)
+    objective = Objective(surrogate_part, reduction_part, terms)
+    if group is not None and objective.reads_groups and GROUP_LOG_RATIO not in fields:
+        ids = dense_ids(_along(group, mask).reshape(-1)).reshape(mask.shape)
+        log_ratio = group_log_ratio(tokens, ids, ids.size)
+        tokens = dataclasses.replace(tokens, fields={**fields, GROUP_LOG_RATIO: log_ratio})
     per_token, metrics = token_loss(surrogate_part, terms, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})

@@ -34,7 +34,7 @@ def _by_name(*factories: Callable[..., LossPart]) -> dict[str, Callable[..., Los
 surrogates: dict[str, Callable[..., Surrogate]] = _by_name(
     *(per_token.clip, per_token.dual_clip, per_sequence.gspo, per_sequence.gspo_token),
     *(per_token.cispo, per_token.sapo, per_sequence.gmpo, per_sequence.vespo, per_token.dppo_tv),
-    *(per_token.reinforce, per_token.on_policy, per_token.shaped_ratio),
+    *(per_sequence.gvpo, per_token.reinforce, per_token.on_policy, per_token.shaped_ratio),
 )
 reductions: dict[str, Callable[..., Reduction]] = _by_name(
     *(weights.token_mean, weights.sequence_mean, weights.sequence_sum),
@@ -110,7 +110,8 @@ def by_sample(
     needs = then_surrogate.needs | otherwise_surrogate.needs | {field}
     weighs = then_surrogate.weighs or otherwise_surrogate.weighs
     per_token = then_surrogate.per_token and otherwise_surrogate.per_token
-    return Surrogate("by_sample", compute, needs, weighs, per_token)
+    acts_on_all = then_surrogate.acts_on_all or otherwise_surrogate.acts_on_all
+    return Surrogate("by_sample", compute, needs, weighs, per_token, acts_on_all)
 
 
 surrogates["by_sample"] = by_sample

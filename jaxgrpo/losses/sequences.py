@@ -1,4 +1,5 @@
-"""Surrogates with one ratio per sequence, exact whatever else is packed into the same row.
+"""Surrogates with one ratio per sequence, exact whatever else is packed into the same row, and
+what they read of the sequences of a group.
 
 The tokens of a sequence have the same `segment` id within a row, the last axis; 0 is padding. They
 may stand anywhere in the row, in any order.
@@ -15,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics
+from jaxgrpo.core.scores import GROUP_LOG_RATIO
 from jaxgrpo.losses.surrogates import (
     LOG_RATIO_LIMIT,
     Surrogate,
@@ -69,6 +71,43 @@ def segment_mean(
     """
     number = segment_sum(jnp.ones_like(value), mask, segment)
     return segment_sum(value, mask, segment) / jnp.maximum(number, 1)
+
+
+def group_log_ratio(
+    tokens: Tokens, group: Int[Array, "*rows Q"], count: int
+) -> Float[Array, "*rows Q"]:
+    """At each position the mean log ratio of its group's sequences, as a constant of the loss.
+
+        h_i = sum_t (logp - proximal_logp),   result = mean over i of h_i
+
+    over unmasked tokens and sequences that have any. Surrogates that need "group_log_ratio" read
+    it: an update computes it from all its micro-batches before it takes the gradient, and
+    `policy_loss` from `group`.
+
+    Args:
+      group: ids 0 .. count - 1, the same at all positions of a sequence.
+
+    >>> tokens = Tokens.from_ratios([[2.0, 2.0], [1.0, 4.0], [1.0, 1.0]])
+    >>> log_ratio = group_log_ratio(tokens, jnp.array([[0, 0], [1, 1], [1, 1]]), 2)
+    >>> print(jnp.exp(log_ratio).round(2))  # of 4 alone, and of 4 and 1
+    [[4. 4.]
+     [2. 2.]
+     [2. 2.]]
+    """
+    mask, width = tokens.mask, tokens.mask.shape[-1]
+    change = jax.lax.stop_gradient(tokens.log_ratio_to(tokens.proximal_logp))
+    sequence = segment_sum(change, mask, tokens.segment)
+
+    def last_tokens(mask: Array, ids: Array) -> Array:
+        place = jnp.where(mask, jnp.arange(width), -1)
+        return mask & (jnp.full(width + 1, -1).at[ids].max(place)[ids] == place)
+
+    ids = tokens.segment.reshape(-1, width)
+    last = jax.vmap(last_tokens)(mask.reshape(ids.shape), ids).reshape(mask.shape)
+    # Each sequence counts once, at its last unmasked token: no long sum of small shares.
+    total = jnp.zeros(count, sequence.dtype).at[group].add(jnp.where(last, sequence, 0))
+    number = jnp.zeros(count, jnp.int32).at[group].add(last.astype(jnp.int32))
+    return (total / jnp.maximum(number, 1).astype(total.dtype))[group]
 
 
 def gspo(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
@@ -224,6 +263,57 @@ def vespo(
         return -phi * weight * tokens.unmasked(tokens.logp), {}
 
     return ratio_surrogate("vespo", rule, measure)
+
+
+def gvpo(beta: float = 0.1) -> Surrogate:
+    """The squared distance of a sequence's log ratio, centred in its group, from A / beta.
+
+        h_i = sum_t (logp - proximal_logp),   m = mean of h over the group's unmasked sequences
+        loss = (beta (h_i - m) - A)^2 / (2 beta) in all, spread over the tokens
+
+    The gradient is -(A - beta (h_i - m)) grad h_i: at ratio 1 that of `reinforce`, and 0 once each
+    sequence's ratio is as its advantage asks. For rewards r and advantages r - mean r, `dr_grpo`,
+    the only minimum over all policies is the proximal one times exp(r / beta), normalised: the best
+    reward at a price of beta per nat of KL to the proximal policy. It is the same whatever the
+    samples are drawn from, so that none need weights.
+
+    m is the mean at the current parameters, a constant of the loss. Its gradient would add
+    nothing where A adds up to 0 in each group, over the unmasked sequences, and all weigh alike.
+    A flat group teaches too: A is 0 there, and the loss draws the ratios of its sequences
+    together, as the KL asks. So all unmasked samples stay in the update.
+
+    Args:
+      beta: in units of reward per nat; 0.1 in the authors' runs.
+
+    Needs: group_log_ratio, m at each token.
+    Metrics: `ratio_metrics` of exp(h_i), clamped for them alone.
+    Raises: InputError unless beta is positive; if `policy_loss` is not told the `group`.
+    Source: Zhang et al. 2025, arXiv 2504.19599. `sequence_sum` makes it the paper's loss, a mean
+    over samples. The authors' recipe for verl gives beta G / (G - 1) times the sum over prompts
+    of the mean over their samples.
+
+    A sequence of ratio e in a group whose mean is 0 is where A = beta asks it to be:
+
+    >>> tokens = Tokens.from_ratios([[math.e], [1.0]], [[0.5], [0.5]], group_log_ratio=0.0)
+    >>> loss, _ = gvpo(0.5).compute(tokens)
+    >>> print(loss.round(2))
+    [[0.  ]
+     [0.25]]
+    """
+    if not (0 < beta < math.inf):
+        raise InputError(f"gvpo: beta = {beta}, expected a positive price of a nat; 0.1 is usual")
+
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        mask, about = tokens.mask, "the mean log ratio of each group's sequences (give `group`)"
+        mean = tokens.without_gradient(tokens.field(GROUP_LOG_RATIO, "gvpo", about))
+        change = tokens.log_ratio_to(tokens.proximal_logp)
+        total = segment_sum(change, mask, tokens.segment)
+        number = segment_sum(jnp.ones_like(change), mask, tokens.segment)
+        miss = beta * (total - mean) - tokens.without_gradient(tokens.advantage)
+        loss = jnp.where(mask, miss**2 / (2 * beta * jnp.maximum(number, 1)), 0)
+        return loss, ratio_metrics(*clamp_log_ratio(total, mask), mask)
+
+    return Surrogate("gvpo", compute, frozenset({GROUP_LOG_RATIO}), acts_on_all=True)
 
 
 def _mean_log_ratio(tokens: Tokens) -> tuple[Array, Array]:

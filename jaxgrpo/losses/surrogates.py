@@ -92,6 +92,8 @@ class Surrogate(NamedTuple):
     per_token: bool = False
     """Whether a token's loss depends on no other token. An update then takes the gradient of the
     log-probs in the pass that computes them."""
+    acts_on_all: bool = False
+    """Whether samples without an advantage have a gradient too, and stay in the update."""
 
 
 def log_ratio(tokens: Tokens) -> tuple[Array, Array]:

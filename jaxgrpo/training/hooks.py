@@ -90,7 +90,7 @@ def step_flops(
 
     Args:
       sampled: W, the numbers in the layers' linear maps and the head.
-      trained: V, those of all passes of scoring, and 3 W for each update, 2 W with adapters.
+      trained: V, those of all passes of scoring, and `Blueprint.update_passes` W for each update.
       values: metrics of the step.
     """
     masks = rollouts.prompt_mask, rollouts.token_mask
@@ -106,7 +106,7 @@ def count_work(opened: OpenRun) -> Hook:
     progress, display = opened.keeper.progress, opened.display
     blueprint = opened.run.blueprint
     config = blueprint.model.config
-    trained = (2 if config.lora else 3) * blueprint.num_iterations * config.product_weights
+    trained = blueprint.update_passes * blueprint.num_iterations * config.product_weights
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
         trained += blueprint.policy_model(scoring_pass.policy).config.product_weights
 

@@ -80,6 +80,12 @@ class Blueprint(NamedTuple):
         names |= {OF_ANSWERS[name].policy for name in self.chain.needs & OF_ANSWERS.keys()}
         return sorted((names & {*POLICIES} - {"trainer"}) | self.objective.anchors)
 
+    @property
+    def update_passes(self) -> int:
+        """How many forward passes the products of an update are worth: its gradient two, or one of
+        adapters, since the weights have none."""
+        return (2 if self.model.config.lora else 3) + self.objective.reads_groups
+
     def policy_model(self, policy: str) -> Model:
         """The model of a policy, or of a teacher by its path."""
         teacher = self.teachers.get(policy)
@@ -204,7 +210,7 @@ def loss_of_tokens(
     model, mesh, size, temperature, kernel = settings
     flat = flatten(micro, size)
     hidden = hidden_states(model, params, micro, flat, kernel)
-    names = sorted(objective.needs & micro.fields.keys())
+    names = sorted(objective.fields_read & micro.fields.keys())
     token_inputs = {
         **{name: getattr(micro, name) for name in ("proximal_logp", "advantage", "mask", "weight")},
         "fields": {name: micro.fields[name] for name in names},

@@ -368,6 +368,7 @@ def gather(
         mask=move(mask),
         proximal_logp=move(rollouts.behavior_logp),
         fields={name: move(value) for name, value in fields.items()},
+        prompt=jnp.asarray(plan.prompt),
         row_prompt=jnp.asarray(plan.row_prompt),
         num_live=jnp.asarray(plan.num_live),
     )
@@ -398,6 +399,7 @@ def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
         **dict.fromkeys(("advantage", "weight", "proximal_logp"), per_token),
         "mask": flag,
         "fields": fields | {"sampled_now": flag},
+        "prompt": abstract("int32", prompts),
         "row_prompt": abstract("int32", rows),
         "num_live": jax.ShapeDtypeStruct((), jnp.int32),
     }

@@ -64,12 +64,10 @@ class Preparer:
         geometry = blueprint.geometry
         shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
         self.sample_shape: tuple[int, int, int] = shape
-        objective = blueprint.objective
-        penalizes_all = bool(objective.penalties) and objective.penalties_on == "all"
         score = functools.partial(_score, blueprint.scores, blueprint.score_pass)
         self.score: Jitted = jax.jit(score, static_argnums=(2, 3))
         self.behind_prompt: Jitted = jax.jit(_behind_prompt, static_argnums=1)
-        judged = blueprint.chain, penalizes_all, blueprint.reward_weights
+        judged = blueprint.chain, blueprint.objective.acts_on_all, blueprint.reward_weights
         draws = blueprint.sampling.temperature > 0
         judge = functools.partial(_judge, *judged, draws, blueprint.mesh)
         self.judge: Jitted = jax.jit(judge)
@@ -308,9 +306,16 @@ def _score(
     names: tuple[str, ...],
     geometry: packing.Geometry,
 ) -> dict[str, Array]:
-    """The named scores, of one pass, [K, D, R, Q]; 0 in micro-batches that are not live."""
+    """The named scores, of one pass, as of `score_batch`."""
     scores = {name: all_scores[name] for name in names}
     settings = find_pass(scores[names[0]])._replace(tokens=geometry.tokens)
+    return score_batch(settings, params, batch, scores)
+
+
+def score_batch(
+    settings: Pass, params: Params, batch: TrainBatch, scores: Mapping[str, Score]
+) -> dict[str, Array]:
+    """The scores of a batch by one pass, [K, D, R, Q]; 0 in micro-batches that are not live."""
     first = jnp.int32(0)
 
     # Jitted so that it is traced once, for its shapes and for the loop.
@@ -351,7 +356,7 @@ def _at_tokens(signal: Signal, rollouts: Rollouts) -> tuple[Array, Array]:
 
 def _judge(
     chain: AdvantageTransform,
-    penalizes_all: bool,
+    acts_on_all: bool,
     reward_weights: Mapping[str, float] | None,
     draws: bool,
     mesh: Mesh,
@@ -361,7 +366,7 @@ def _judge(
     """The chain on the whole step, and who is alive.
 
     Args:
-      penalizes_all: whether a penalty acts on samples without an advantage too.
+      acts_on_all: whether samples without an advantage matter to the loss too.
       draws: whether samples were drawn, and are not the likeliest tokens.
 
     Returns: the chain's state, what batches are made of, live and mean advantage [P, G], metrics.
@@ -369,7 +374,7 @@ def _judge(
     signal, state, metrics = chain.update(advantages.start(rollouts), state, rollouts)
     advantage, mask = _at_tokens(signal, rollouts)
     live = (advantage != 0).any(-1)
-    if penalizes_all:
+    if acts_on_all:
         live = mask.any(-1)
     summed_rewards = diagnostics.as_summed(rollouts.rewards, reward_weights, chain)
     named = reward_weights, summed_rewards, draws

@@ -18,8 +18,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, SCORES
 from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
-from jaxgrpo.losses import Objective, Tokens, token_loss
+from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
+from jaxgrpo.losses.reductions import dense_ids
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
@@ -44,7 +46,7 @@ from jaxgrpo.update.forward import (
     trained_layout,
 )
 from jaxgrpo.update.optimizer import copy_schedule
-from jaxgrpo.update.preparing import Prepared, Preparer
+from jaxgrpo.update.preparing import Prepared, Preparer, score_batch
 
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
 """Metrics of an update that must be finite, as its loss and gradient, for it to be applied."""
@@ -210,6 +212,8 @@ def _update_program(
         compute_loss = functools.partial(_loss, settings, objective, objective_state, anchors)
         measure = functools.partial(_measure, objective, rounding, objective_state)
         head = head_sums(model, mesh, objective.per_token)
+        if objective.reads_groups:
+            batch = _with_group_log_ratio(settings, full_params(trainable, anchors), batch)
         functions = compute_loss, measure
         loss, grads, metrics = _accumulate(*functions, model, mesh, head, trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
@@ -233,6 +237,21 @@ def _update_program(
     layout = (trained_layout(model, mesh), opt_layout(model, mesh, optimizer))
     layout = (*layout, replicated, replicated)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
+
+
+def _with_group_log_ratio(settings: Pass, params: Params, batch: TrainBatch) -> TrainBatch:
+    """The batch with what losses read of groups, at these parameters.
+
+    Of all micro-batches, in a pass of its own before that with gradients: a group may be split over
+    several.
+    """
+    score = {"logp": SCORES["trainer_logp"]}
+    logp = score_batch(settings, params, batch, score)["logp"]
+    number = dense_ids(batch.prompt.reshape(-1)).reshape(batch.prompt.shape)
+    row_group = jnp.take_along_axis(number, batch.row_prompt, -1)
+    group = jnp.broadcast_to(row_group[..., None], batch.mask.shape)
+    log_ratio = group_log_ratio(_tokens(batch, logp, {}), group, number.size)
+    return dataclasses.replace(batch, fields={**batch.fields, GROUP_LOG_RATIO: log_ratio})
 
 
 def _take(

@@ -172,7 +172,8 @@ def test_plain_arrays_give_the_numbers_of_the_trainer_packed_or_not(float64):
 def test_on_policy_the_gradient_is_that_of_reinforce(dtype):
     """Ratios are exactly 1: no surrogate sees a difference between the two policies."""
     batch = make_batch(dtype)
-    batch = {**batch, "proximal": batch["logp"], "replayed": 0 * batch["replayed"]}
+    nothing = 0 * batch["replayed"]
+    batch |= {"proximal": batch["logp"], "replayed": nothing, "group_log_ratio": nothing}
     weights, results = reduce_all(batch["mask"]), evaluate_batch(batch)
     for name in SURROGATES:
         loss, gradient, metrics = results[name]

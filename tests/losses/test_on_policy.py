@@ -64,7 +64,7 @@ def table():
 def slopes(table):
     """surrogate -> expected gradient: each sequence's loss, its probability held."""
     logits, reward, _ = table
-    fields = {"replayed": jnp.zeros(MASK.shape)}
+    fields = dict.fromkeys(("replayed", "group_log_ratio"), jnp.zeros(MASK.shape))
     mask, segment = jnp.asarray(MASK), jnp.ones(MASK.shape, jnp.int32)
 
     @jax.jit

@@ -84,6 +84,7 @@ def model_bytes(context: int, remat: decoder.Remat) -> int:
         **arrays,
         mask=spec(1, 1, context, dtype="bool"),
         fields={},
+        prompt=spec(1, 1),
         row_prompt=spec(1, 1),
         num_live=spec(),
     )

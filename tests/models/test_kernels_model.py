@@ -58,6 +58,7 @@ def micro_batch(packed: attended.Packed) -> TrainBatch:
         **dict.fromkeys(("advantage", "weight", "proximal_logp"), nothing),
         **{name: getattr(packed, name) for name in ("segment", "position", "row_prompt")},
         "prompt_length": packed.prompt_length,
+        "prompt": packed.prompt_length,
         "mask": packed.segment > 0,
         "fields": {},
         "num_live": np.int32(1),

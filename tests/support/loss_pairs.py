@@ -60,6 +60,7 @@ def make_batch(dtype):
         "advantage": advantage,
         "reference": reference,
         "replayed": replayed,
+        "group_log_ratio": np.repeat(random.normal(size=(P, 1)), G * T).reshape(P, G, T),
     }
     return {name: jnp.asarray(leaf, dtype) for name, leaf in arrays.items()} | {
         "mask": jnp.asarray(mask),
@@ -80,7 +81,7 @@ def evaluate_all(batch, weights):
     def evaluate(logp, surrogate, penalties):
         reference = batch["reference"]
         fields = {"reference_logp": reference, "full_kl": reference, "policy_entropy": reference}
-        fields["replayed"] = batch["replayed"]
+        fields |= {name: batch[name] for name in ("replayed", "group_log_ratio")}
         tokens = Tokens(
             logp=logp,
             proximal_logp=batch["proximal"],

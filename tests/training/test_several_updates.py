@@ -50,3 +50,18 @@ def test_the_rate_falls_with_every_update_and_ratios_leave_one(straight):
     assert lines[-1]["learning_rate"] == pytest.approx(0.02 / 12, rel=1e-5)
     assert all(line["ratio_max"] > 1.001 for line in lines)
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in lines)
+
+
+def test_a_run_whose_loss_sees_groups_trains_all_samples(tmp_path):
+    changes = {
+        **CHANGES,
+        "recipe": "dr_grpo",
+        "loss.surrogate": {"use": "gvpo", "beta": 0.5},
+        "loss.reduction": {"use": "sequence_sum"},
+        "train.steps": 1,
+    }
+    run = loop.train(small_run.config(tmp_path / "r", **changes))
+    (line,) = small_run.metrics(run.path)
+    assert line["live_samples"] == 1
+    assert line["loss"] > 0  # squares, which one step does not bring to 0
+    assert line["ratio_max"] > 1.001
