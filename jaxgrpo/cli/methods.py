@@ -16,7 +16,7 @@ from jaxgrpo.advantages.registry import parts, recipes
 from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
 from jaxgrpo.losses.registry import entropies, penalties, reductions, surrogates
 from jaxgrpo.rewards.registry import rewards
-from jaxgrpo.rollout.selection import policies
+from jaxgrpo.rollout.policies import policies
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 
 KINDS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {

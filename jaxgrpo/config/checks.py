@@ -26,7 +26,7 @@ from jaxgrpo.data.prompts import is_template, placeholders
 from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX, tasks
-from jaxgrpo.rollout.selection import build_policy
+from jaxgrpo.rollout.policies import build_policy
 from jaxgrpo.rollout.stopping import early_stop_problems
 from jaxgrpo.update.optimizer import make_optimizer
 

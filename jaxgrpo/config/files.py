@@ -41,7 +41,7 @@ _INPUTS = ("model.path", "data.path", "data.path.path", "eval.data", "scores.pol
 """Paths that begin at the config's folder; the third is that of a list's entries."""
 _LOCAL = "lora.path"  # one that is no name on the hub
 _NAMES = ("use", "recipe")  # keys that may name own code
-_CODE = ("model.family", "eval.scorer")  # other keys that may
+_CODE = ("model.family", "eval.scorer", "scores.prompt")  # other keys that may
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:

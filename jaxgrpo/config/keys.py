@@ -196,7 +196,8 @@ class ScoreKeys:
     name: str = key()
     policy: str = key("trainer")  # "trainer", "reference", "base", "ema", or a model as model.path
     quantity: str = key("logp", choices=tuple(QUANTITIES))
-    prompt: str | None = key(None)  # a column of the data that replaces the prompt; None: none
+    prompt: str | None = key(None)  # a column of the data that replaces the prompt, or one's own
+    # "path/file.py:function" of row and completions that returns it; None: none
     temperature: float | None = key(None, above=0)  # None: that of sampling
     stride: int = key(STRIDE, at_least=1)  # tokens between those with an effective rank
 
@@ -425,7 +426,7 @@ class Config:
         parts = [*(self.advantage or ()), loss.surrogate, loss.reduction, self.rollout.prompts]
         parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
-        names += [self.model.family] if self.model.family else []
+        names += [name for name in (self.model.family, *(s.prompt for s in self.scores)) if name]
         return with_imports(file for name in names if (file := find_source(name)))
 
 

@@ -28,7 +28,8 @@ from jaxgrpo.data.prompts import name_row
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.selection import PromptPolicy, build_policy
+from jaxgrpo.rollout.policies import build_policy
+from jaxgrpo.rollout.selection import PromptPolicy
 
 IN_REWARD = "k1_in_reward"
 """The name in `loss.kl` that makes the KL a part of the return, and no penalty in the loss."""

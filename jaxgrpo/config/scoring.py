@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from jaxgrpo.config.keys import ScoreKeys
+from jaxgrpo.config.own_code import short_name
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.scores import (
     GROUP_LOG_RATIO,
@@ -31,10 +32,17 @@ def check(values: Values) -> Iterator[str]:
     entries: Sequence[ScoreKeys] = values.get("scores", ())
     titles = {reward.title for reward in values.get("rewards", ())}
     names = [entry.name for entry in entries]
+    prompts: dict[str, str] = {}  # of files too: a field is called as its column or function is
     for index, entry in enumerate(entries):
         where = f"scores[{index}]"
         if problem := _name_problem(entry.name, names[:index], titles):
             yield f"{where}.name = {show(entry.name)}: {problem}"
+        prompt = entry.prompt or ""
+        if prompts.setdefault(short_name(prompt), prompt) != prompt:
+            yield (
+                f"{where}.prompt = {show(prompt)}: {show(prompts[short_name(prompt)])} is called "
+                f"{short_name(prompt)} too; give the function another name"
+            )
         if entry.name in SCORES and _score(entry)._replace(stride=STRIDE) != (
             SCORES[entry.name]._replace(stride=STRIDE)
         ):
@@ -51,9 +59,8 @@ def check(values: Values) -> Iterator[str]:
 
 
 def _score(entry: ScoreKeys) -> Score:
-    return Score(
-        "[P, G, T]", entry.policy, entry.quantity, entry.prompt, entry.temperature, entry.stride
-    )
+    prompt = entry.prompt and short_name(entry.prompt)
+    return Score("[P, G, T]", entry.policy, entry.quantity, prompt, entry.temperature, entry.stride)
 
 
 def _name_problem(name: str, earlier: Sequence[str], rewards: set[str]) -> str:

@@ -17,6 +17,7 @@ QUANTITIES = {
     "logp": "log-prob of each token",
     "entropy": "entropy of the distribution of each token",
     "confidence": "minus the mean log-prob of the likeliest tokens in each token's place",
+    "rank": "number of tokens of the vocabulary that are likelier than each token",
     "effective_rank": "effective rank of the hidden states up to each `stride`-th token",
 }
 """Quantity -> what it is, [P, G, T] each."""
@@ -49,6 +50,7 @@ SCORES: dict[str, Score] = {
     "trainer_logp": Score("[P, G, T]", "trainer", "logp"),
     "token_entropy": Score("[P, G, T]", "trainer", "entropy"),
     "token_confidence": Score("[P, G, T]", "trainer", "confidence"),
+    "token_rank": Score("[P, G, T]", "trainer", "rank"),
     "effective_rank": Score("[P, G, T]", "trainer", "effective_rank"),
     "reference_logp": Score("[P, G, T]", "reference", "logp"),
     "base_logp": Score("[P, G, T]", "base", "logp"),
@@ -119,12 +121,16 @@ OF_ANSWERS: dict[str, Score] = {
         }.items()
         for policy in SCORERS
     },
+    "answer_rank": Score("[P, G, J]", "trainer", "rank"),
 }
 """Fields of the data's reference answers, for chains: a policy scores the tokens of each answer
 behind the thoughts of its prompt's samples, ("masked") without a thought, and ("cut") all of them
 together behind 0, 1, ..., all of the `data.answer_cuts` parts of each thought, K one more. See
 `rollout.answers` and `update.answers`.
 """
+
+ANSWERS_OF_POLICIES = frozenset(("answer_mask", "thought_tokens", "answer_logp", "answer_rank"))
+"""Those of them that prompt policies may need too, scored by the parameters that sampled."""
 
 OF_SAMPLES: dict[str, str] = {
     "answer_tokens": "[P, G], tokens of each sample's own answer",

@@ -17,7 +17,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Constrain, Model, ModelConfig, stacked_params
-from jaxgrpo.models.logprobs import LIKELIEST, full_kl, token_confidence, token_logprobs
+from jaxgrpo.models.logprobs import LIKELIEST, full_kl, token_confidence, token_logprobs, token_rank
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import flatten, hidden_states, in_rows, micro_batch
 
@@ -39,6 +39,7 @@ def make_rescorer(
     temperature: float,
     confidence: bool = False,
     logp: bool = False,
+    rank: bool = False,
     base: Base | None = None,
     tokens: int | None = None,
 ) -> Rescore | None:
@@ -46,6 +47,7 @@ def make_rescorer(
 
         confidence    of each token, as `token_confidence`
         logp          log-prob of each token, as training computes it again
+        rank          of each token, as `token_rank`
         kl, clamped   KL(policy || base) of each next token over the whole vocabulary, as `full_kl`
         logp_gap      log-prob of each token less that under the base
 
@@ -58,11 +60,11 @@ def make_rescorer(
 
     Raises: InputError if the base has another vocabulary.
     """
-    if not (confidence or logp or base is not None):
+    if not (confidence or logp or rank or base is not None):
         return None
     anchor = None if base is None else _build_base(model.config, base.model.config, mesh)
     # Greedy sampling has no distribution: its confidence is that of the model itself.
-    look = functools.partial(_look, model, anchor, temperature or 1.0, confidence, logp)
+    look = functools.partial(_look, model, anchor, temperature or 1.0, confidence, logp, rank)
     program = jax.jit(
         functools.partial(_in_micro_batches, look, model.config, sharding.constrain(mesh)),
         static_argnums=4,
@@ -103,6 +105,7 @@ def _look(
     temperature: float,
     confidence: bool,
     logp: bool,
+    rank: bool,
     params: Params,
     base_params: Params,
     micro: TrainBatch,
@@ -123,6 +126,8 @@ def _look(
         values["confidence"] = token_confidence(unembed, hidden, k=number, temperature=temperature)
     if logp:
         values["logp"] = log_probs(unembed, hidden)
+    if rank:
+        values["rank"] = token_rank(unembed, hidden, flat.targets)
     if anchor is not None:
         policy_pass = (unembed, hidden)
         base_unembed = functools.partial(anchor.unembed, base_params)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
 from jaxgrpo.models.api import custom_vjp
@@ -183,21 +183,28 @@ def confidence_from_logits(logits: Float[Array, "*B V"], k: int) -> Float[Array,
     return jax.nn.logsumexp(logits, axis=-1) - likeliest.mean(-1)
 
 
-def is_likeliest(
+def token_rank(
     unembed: Callable[[Array], Array],
     hidden: Float[Array, "D N E"],
     targets: Int[Array, "D N"],
     *,
     logits_per_chunk: int | None = None,
-) -> Bool[Array, "D N"]:
-    """Whether greedy decoding would take each target: it has the largest logit, the first of equal
-    ones. Chunked as `token_logprobs` is; no gradient."""
-    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
+) -> Float[Array, "D N"]:
+    """How many tokens of the vocabulary are likelier than each target: 0 where greedy decoding
+    would take it. Of equally likely tokens those of lower ids come first.
 
-    def match_chunk(hidden: Array, targets: Array) -> Array:
-        return unembed(hidden).argmax(-1).astype(targets.dtype) == targets
+    Whole numbers. V where the target's logit is NaN. Chunked as `token_logprobs` is; no gradient.
+    """
+    chunk, vocab = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
-    return _by_chunks(match_chunk, chunk, jax.lax.stop_gradient(hidden), targets)
+    def chunk_rank(hidden: Array, targets: Array) -> Array:
+        z = _scaled(unembed(hidden), 1.0)
+        target_z = jnp.where(_is_target(z, targets), z, 0).sum(-1, keepdims=True)
+        ids = jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1)
+        is_behind = (z < target_z) | ((z == target_z) & (ids >= targets[..., None]))
+        return vocab - is_behind.sum(-1, dtype=jnp.float32)
+
+    return _by_chunks(chunk_rank, chunk, jax.lax.stop_gradient(hidden), targets)
 
 
 def full_kl(

@@ -21,7 +21,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.logprobs import is_likeliest, token_logprobs
+from jaxgrpo.models.logprobs import token_logprobs, token_rank
 
 _Host = Array | np.ndarray
 
@@ -140,7 +140,7 @@ def _token_logp(apply: Any, unembed: Any, params: Params, tokens: Array, real: A
 @_jitted
 def _is_likeliest(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array) -> Array:
     hidden, follows = _hidden_before(apply, params, tokens, real)
-    return follows & is_likeliest(lambda hidden: unembed(params, hidden), hidden, tokens)
+    return follows & (token_rank(lambda hidden: unembed(params, hidden), hidden, tokens) == 0)
 
 
 def _hidden_before(apply: Any, params: Params, tokens: Array, real: Array) -> tuple[Array, Array]:

@@ -26,7 +26,8 @@ import numpy as np
 
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Experience, Params, Prompts, Rollouts, Stream
-from jaxgrpo.rollout.selection import SuccessJudge, pad_prompts
+from jaxgrpo.rollout.policies import SuccessJudge
+from jaxgrpo.rollout.selection import pad_prompts
 
 REPLAYED = "replayed"
 """Field [P, G] bool: the sample is of an earlier step."""

@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
+from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
@@ -47,7 +47,8 @@ class RolloutSource(NamedTuple):
     select: Select
     draw: Callable[..., Drawing]  # (params, prompts, key), as `rollout.batch.draw`
     reward: Callable[..., tuple[Stream, Rollouts, RewardLog]]
-    """(stream, rollouts, early=()) -> (stream, rollouts with their scores, what rewards logged)"""
+    """(stream, rollouts, early=(), params=None) -> (stream, rollouts with their scores, what
+    rewards logged); the parameters are those that sampled"""
     waiting: Waiting  # of the first stream
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
     goals: Goals | None = None  # that samples begin with
@@ -342,13 +343,17 @@ def make_judge(
     )
 
 
+AddFields = Callable[[np.ndarray, Sequence[Sequence[int]]], dict[str, np.ndarray]]
+"""(row [P] of each group in the data, tokens of the P x G completions) -> fields"""
+
+
 def make_rewarder(
     policy: PromptPolicy,
-    tokenizer: Any,
-    rewards: Sequence[Reward],
-    rows: Sequence[Mapping[str, Any]],
+    judge: Judge,
+    noise: Mapping[str, float],
     columns: Mapping[str, np.ndarray],
-    answers: Answers | None,
+    add_fields: Sequence[AddFields],
+    score_answers: Callable[[Params, Rollouts], dict[str, Any]] | None,
     steps: int,
     seed: int,
 ) -> Callable[..., tuple[Stream, Rollouts, RewardLog]]:
@@ -359,16 +364,20 @@ def make_rewarder(
     nothing.
 
     Args:
+      noise: name of a reward -> the share of it that is flipped.
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
-      answers: of the rows, where the method needs what a pass over them gives.
+      add_fields: what makes further fields of the completions.
+      score_answers: gives the fields that the policy needs; None: it needs none.
       steps: of the run, for the rewards' `trainer_state`.
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
     """
-    noise = {entry.name: entry.flip for entry in rewards if entry.flip}
-    judge = make_judge(tokenizer, rewards, rows)
+    rows = judge.rows
 
     def reward(
-        stream: Stream, rollouts: Rollouts, early: Sequence[Judged] = ()
+        stream: Stream,
+        rollouts: Rollouts,
+        early: Sequence[Judged] = (),
+        params: Params | None = None,
     ) -> tuple[Stream, Rollouts, RewardLog]:
         row, tokens, mask = map(
             np.asarray, (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
@@ -378,15 +387,19 @@ def make_rewarder(
         ordinal = np.asarray(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
         fields: dict[str, Any] = {n: _field(column[row]) for n, column in columns.items()}
-        if answers is not None:
-            length = tokens.shape[-1]
-            ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
-            fields |= answers.fields(row, ids)
+        length = tokens.shape[-1]
+        ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
+        for add in add_fields:
+            fields |= add(row, ids)
         rewards: Any = scores
         judged = dataclasses.replace(
             rollouts, rewards=rewards, fields={**rollouts.fields, **fields}
         )
-        policy_state = policy.observe(stream.prompt_policy_state, judged)
+        observed = judged
+        if score_answers is not None:
+            fields = {**judged.fields, **score_answers(params, judged)}
+            observed = dataclasses.replace(judged, fields=fields)
+        policy_state = policy.observe(stream.prompt_policy_state, observed)
         return dataclasses.replace(stream, prompt_policy_state=policy_state), judged, log
 
     return reward

@@ -1,28 +1,24 @@
-"""What to generate next: the prompt stream, and the policies that select from it.
+"""What to generate next: the prompt stream, and what a policy that selects from it is.
 
 The stream has no end. Ordinal i is one row: each epoch visits every row once, in an order drawn
 from (seed, epoch) alone, so that a run resumes from its cursor and nothing else.
 
-A policy with memory keeps one success rate per row and decides which rows of the stream to leave
-out: it takes an ordinal if a draw from (seed, ordinal) alone falls below the chance of its row, so
-a resumed run repeats itself. Host code in NumPy, the same on every process.
+A policy may leave rows of the stream out: it takes an ordinal if a draw from (seed, ordinal) alone
+falls below the chance of its row, so a resumed run repeats itself. Host code in NumPy, the same on
+every process. `rollout.policies` has the built-in ones.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, build, suggest
-from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Prompts, Rollouts, Stream
+from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.data.sources import Mixture
-from jaxgrpo.models import sharding
 
 
 class PromptPolicy(NamedTuple):
@@ -39,6 +35,8 @@ class PromptPolicy(NamedTuple):
     """(state, judged rollouts) -> state; it gets every group generated, once, when it is judged"""
     chance: Callable[[Any, int], np.ndarray] | None = None
     """(state, n) -> [rows] in [0, 1]: how likely `select` takes each; None: it leaves none out"""
+    needs: frozenset[str] = frozenset()
+    """fields of reference answers (`core.scores.ANSWERS_OF_POLICIES`) that `observe` reads"""
 
 
 def sequential() -> PromptPolicy:
@@ -49,9 +47,6 @@ def sequential() -> PromptPolicy:
         select=lambda state, cursor, n: np.arange(cursor, cursor + n, dtype=np.int32),
         observe=lambda state, rollouts: state,
     )
-
-
-Weights = Mapping[str, float]
 
 
 @functools.lru_cache(maxsize=4)
@@ -158,251 +153,7 @@ def pad_prompts(
     return Prompts(prompt_mask=mask, **arrays)
 
 
-def no_positive_resampling(
-    threshold: float = 0.9,
-    decay: float = 0.0,
-    reward: str | None = None,
-    success: float = 0.5,
-    weights: Weights | None = None,
-    mixture: Mixture | None = None,
-) -> PromptPolicy:
-    """Leaves out rows whose success rate has reached a threshold: they are solved.
-
-    A row that is not sampled keeps its rate, so it stays out, unless fewer rows are left than a
-    step has prompts: then those of the lowest rate come back, as many as are missing.
-
-    Args:
-      threshold: the lowest success rate that leaves, in (0, 1].
-      decay: rate <- decay rate + (1 - decay) (rate of the group); 0 keeps the last group's.
-      reward: the one that judges success; None takes the weighted sum.
-      success: the lowest value of it that is a success.
-      weights: of the sum; a config fills in those of its rewards.
-      mixture: of several sources; a config fills it in.
-
-    Source: ScaleRL, arXiv 2510.13786 (there 0.9, on the whole history).
-    """
-    if not 0 < threshold <= 1:
-        raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
-
-    judge = SuccessJudge("no_positive_resampling", decay, reward, success, weights, mixture)
-    return _thinned(judge, lambda rate, n: _reinstated(~(rate >= threshold), rate, n))
-
-
-def difficulty_band(
-    low: float = 0.125,
-    high: float = 0.875,
-    decay: float = 0.0,
-    reward: str | None = None,
-    success: float = 0.5,
-    weights: Weights | None = None,
-    mixture: Mixture | None = None,
-) -> PromptPolicy:
-    """Leaves out rows whose success rate is known and outside [low, high].
-
-    Rows not yet sampled are taken. If fewer rows are left than a step has prompts, those nearest
-    to the band come back. A row that left is not measured again; to keep sampling it and only leave
-    it out of the update, use the advantage part `mask_difficulty_band`.
-
-    Args:
-      low, high: the band, 0 <= low <= high <= 1.
-      decay, reward, success, weights, mixture: as of `no_positive_resampling`.
-    """
-    if not 0 <= low <= high <= 1:
-        raise InputError(
-            f"difficulty_band: low = {low}, high = {high}: expected 0 <= low <= high <= 1"
-        )
-
-    def chance(rate: np.ndarray, n: int) -> np.ndarray:
-        beyond = np.maximum(low - rate, rate - high)
-        return _reinstated(~(beyond > 0), beyond, n)
-
-    return _thinned(
-        SuccessJudge("difficulty_band", decay, reward, success, weights, mixture), chance
-    )
-
-
-def spo_priority(
-    decay: float = 0.875,
-    floor: float = 0.05,
-    reward: str | None = None,
-    success: float = 0.5,
-    weights: Weights | None = None,
-    mixture: Mixture | None = None,
-) -> PromptPolicy:
-    """Takes a row the more often, the less certain its outcome is.
-
-        weight = sqrt(v (1 - v)) + floor,   chance = weight / largest weight of any row
-
-    An ordinal of the stream is taken with that chance: over the epochs rows come in proportion to
-    their weights, and within one epoch none comes twice.
-
-    Args:
-      decay: v <- decay v + (1 - decay) (rate of the group), from 0.5. 0.875 remembers some eight
-        groups, as SPO's tracker at its shortest.
-      floor: keeps rows of certain outcome in the stream; above 0.
-      reward, success, weights, mixture: as of `no_positive_resampling`.
-
-    Source: SPO, arXiv 2509.13232, which draws each batch from the weights without epochs.
-    """
-    if not floor > 0:
-        raise InputError(f"spo_priority: floor = {floor}, expected above 0: no row may starve")
-
-    def chance(rate: np.ndarray, n: int) -> np.ndarray:
-        # In float64: the square root of NumPy is the same on every machine.
-        wide = rate.astype(np.float64)
-        weight = np.sqrt(wide * (1 - wide)) + floor
-        return weight / weight.max()
-
-    return _thinned(
-        SuccessJudge("spo_priority", decay, reward, success, weights, mixture), chance, unknown=0.5
-    )
-
-
-def prompt_metrics(
-    policy: PromptPolicy, before: Stream, after: Stream, steps: int, n: int
-) -> Metrics:
-    """What a policy that leaves rows out chose from, and how many prompts it has passed over.
-
-    Args:
-      before: the stream that it selected with.
-      after: the stream after that, whose cursor has moved.
-      steps: for which it has selected prompts by then.
-      n: prompts of a step.
-    """
-    if policy.chance is None:
-        return {}
-    logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
-    waiting = before.waiting
-    if waiting.leftover is None and waiting.experience is None:  # every step has taken n
-        logged["prompts/skipped"] = int(after.cursor) - steps * n
-    return {name: mean(jnp.float32(value)) for name, value in logged.items()}
-
-
-def source_metrics(
-    mixture: Mixture, row: np.ndarray, reward: np.ndarray, scored: np.ndarray
-) -> Metrics:
-    """Of each source the share of a step's prompts and their mean reward: prompts/source_NAME and
-    reward/source_NAME.
-
-    Shapes: row [P]; reward, the weighted sum, and whether it was scored [P, G].
-    """
-    source, metrics = mixture.source_numbers(row), {}
-    for number, name in enumerate(mixture.names):
-        drawn = source == number
-        mask = jnp.asarray(scored & drawn[:, None])
-        metrics[f"prompts/source_{name}"] = mean(jnp.asarray(drawn))
-        metrics[f"reward/source_{name}"] = mean(jnp.where(mask, jnp.asarray(reward), 0), mask)
-    return metrics
-
-
-policies: dict[str, Callable[..., PromptPolicy]] = {
-    "sequential": sequential,
-    "no_positive_resampling": no_positive_resampling,
-    "difficulty_band": difficulty_band,
-    "spo_priority": spo_priority,
-}
-
-
-def build_policy(
-    spec: Mapping[str, Any], weights: Weights | None = None, mixture: Mixture | None = None
-) -> PromptPolicy:
-    """The policy that {"use": name or an own factory, option: value, ...} names.
-
-    Args:
-      weights: of the run's rewards, for built-in policies that judge success.
-      mixture: of the run's data, for those policies too.
-
-    Raises: InputError with the nearest name or option.
-    """
-    use, reward = spec.get("use"), spec.get("reward")
-    if weights is not None and isinstance(use, str) and use in policies:
-        if reward is not None and reward not in weights:
-            raise InputError(
-                f"prompt policy {use}: reward = {reward!r} is none of the rewards:"
-                f" {suggest(reward, weights)}"
-            )
-        if use != "sequential":
-            spec = {"weights": weights, "mixture": mixture, **spec}
-    policy = build("prompt policy", spec, policies)
-    if not isinstance(policy, PromptPolicy):
-        name = getattr(use, "__name__", repr(use))
-        raise InputError(
-            f"prompt policy {name} returned {type(policy).__name__}, expected a PromptPolicy"
-        )
-    return policy
-
-
-class SuccessJudge(NamedTuple):
-    """How a policy measures success, and how long it remembers."""
-
-    name: str
-    decay: float
-    reward: str | None
-    success: float
-    weights: Weights | None
-    mixture: Mixture | None = None
-
-    def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The success rate of each group, float64 [P]; NaN if no sample was scored."""
-        won, scored = self.wins(rewards)
-        number = scored.sum(1)
-        return np.where(number > 0, won.sum(1) / np.maximum(number, 1), np.nan)
-
-    def wins(self, rewards: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Whether each sample succeeded, and whether it was scored, bool [P, G]."""
-        wide = {name: np.asarray(value, np.float64) for name, value in rewards.items()}
-        value = self._value({name: np.where(np.isfinite(x), x, np.nan) for name, x in wide.items()})
-        scored = ~np.isnan(value)
-        # In float32, as rewards come: 0.9 reaches a threshold of 0.9.
-        reached = np.where(scored, value, 0).astype(np.float32) >= np.float32(self.success)
-        return scored & reached, scored
-
-    def _value(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
-        if self.reward is not None:
-            if self.reward not in rewards:
-                hint = suggest(self.reward, rewards)
-                raise InputError(f"{self.name}: there is no reward {self.reward!r}; {hint}")
-            return rewards[self.reward]
-        weights = {name: (self.weights or {}).get(name, 1.0) for name in rewards}
-        # A reward of weight 0 is not read, as in sum_rewards: it may leave samples unscored.
-        parts = [weight * rewards[name] for name, weight in weights.items() if weight]
-        return sum(parts, np.zeros_like(next(iter(rewards.values()))))
-
-
-def _thinned(
-    judge: SuccessJudge, chance: Callable[[np.ndarray, int], np.ndarray], unknown: float = np.nan
-) -> PromptPolicy:
-    """A policy that remembers rates and takes the stream's ordinals by the chance of their rows.
-
-    Args:
-      chance: (rates [rows], n prompts of a step) -> chance of each row to be taken, float64.
-      unknown: the rate of a row that was never sampled.
-    """
-    if not 0 <= judge.decay < 1:
-        raise InputError(f"{judge.name}: decay = {judge.decay}, expected 0 or more and below 1")
-
-    def init(num_rows: int, seed: int) -> dict[str, np.ndarray]:
-        rate = np.full(num_rows, unknown, np.float32)
-        return {"rate": rate, "seed": np.asarray(seed % 2**64, np.uint64)}
-
-    def select(state: dict[str, np.ndarray], cursor: int, n: int) -> np.ndarray:
-        return _walk(chance(state["rate"], n), int(state["seed"]), cursor, n, judge.mixture)
-
-    def observe(state: dict[str, np.ndarray], rollouts: Rollouts) -> dict[str, np.ndarray]:
-        row, rewards = sharding.to_host((rollouts.row, dict(rollouts.rewards)))
-        rate = state["rate"].copy()
-        for place, new_rate in zip(row, judge.rates(rewards), strict=True):
-            if np.isfinite(new_rate):
-                old_rate = rate[place] if np.isfinite(rate[place]) else new_rate
-                rate[place] = judge.decay * float(old_rate) + (1 - judge.decay) * new_rate
-        return {**state, "rate": rate}
-
-    return PromptPolicy(
-        judge.name, init, select, observe, lambda state, n: chance(state["rate"], n)
-    )
-
-
-def _reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:
+def reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:
     """Chances 0 and 1 of rows; at least `n` are 1 (if there are as many), the cheapest ones."""
     missing = min(n, len(eligible)) - int(eligible.sum())
     if missing > 0:
@@ -412,7 +163,7 @@ def _reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:
     return eligible.astype(np.float64)
 
 
-def _walk(
+def walk(
     chance: np.ndarray, seed: int, cursor: int, n: int, mixture: Mixture | None = None
 ) -> np.ndarray:
     """The next n ordinals that are taken, int32 [n].
@@ -427,7 +178,7 @@ def _walk(
     while start < limit and sum(map(len, accepted)) < n:
         ordinals = np.arange(start, min(start + size, limit))
         chances = chance[row_of(ordinals, num_rows, seed, mixture)]
-        hit = _draw(ordinals, seed) < chances
+        hit = draw(ordinals, seed) < chances
         accepted.append(ordinals[hit])
         rejected.append(ordinals[~hit & (chances > 0)])
         start, size = start + size, 2 * size
@@ -441,7 +192,7 @@ def _walk(
     return selected.astype(np.int32)
 
 
-def _draw(ordinals: np.ndarray, seed: int) -> np.ndarray:
+def draw(ordinals: np.ndarray, seed: int) -> np.ndarray:
     """A number in [0, 1) for each ordinal, of (seed, ordinal) alone: SplitMix64, Steele 2014."""
     with np.errstate(over="ignore"):
         state = _mixed(np.asarray([seed ^ 0x5851F42D4C957F2D], np.uint64))

@@ -16,7 +16,7 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.experience import Experiencer, Rank, no_experience
 from jaxgrpo.rollout.judging import RolloutSource, put_prompts
-from jaxgrpo.rollout.selection import SuccessJudge
+from jaxgrpo.rollout.policies import SuccessJudge
 from jaxgrpo.training.growing import refuse_excluded, refuse_unread
 from jaxgrpo.training.inputs import Inputs
 

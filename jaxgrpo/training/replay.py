@@ -309,7 +309,10 @@ def rollout_source_from_files(
         return Drawing((_ for _ in ()), lambda: rollouts)
 
     def reward(
-        stream: Stream, rollouts: Rollouts, early: Sequence[Any] = ()
+        stream: Stream,
+        rollouts: Rollouts,
+        early: Sequence[Any] = (),
+        params: Params | None = None,
     ) -> tuple[Stream, Rollouts, RewardLog]:
         saved = load_step(int(rollouts.step))
         values = {name: saved.fields[name] for name in sorted(fields)}

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxgrpo.config.keys import RolloutKeys, ScoreKeys
+from jaxgrpo.config.keys import ScoreKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import SCORES, prompt_field
+from jaxgrpo.core.scores import SCORES
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import prompts
 from jaxgrpo.models import attention, decoder, sequences, sharding
-from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.update.forward import Teacher, param_layout
 from jaxgrpo.update.packing import Geometry
@@ -94,45 +91,6 @@ def read_teachers(teachers: Mapping[str, Teacher], mesh: Mesh) -> dict[str, Para
         )
         for path, (model, _) in teachers.items()
     }
-
-
-def prompt_columns(
-    entries: Sequence[ScoreKeys],
-    rollout: RolloutKeys,
-    run_inputs: Inputs,
-    policy_model: Callable[[str], Model],
-) -> dict[str, np.ndarray]:
-    """The tokens of the prompts that replace the rows' own for scores, by
-    `scores.prompt_field`: int32 [rows, S'], -1 behind the last.
-
-    Args:
-      policy_model: the model that scores, by the policy of an entry.
-
-    Raises: InputError where a column is not there, a prompt of it cannot be written out, or the
-      model that scores has no positions for the longest.
-    """
-    columns: dict[str, np.ndarray] = {}
-    rows, chat, mesh = run_inputs.prompts.rows, run_inputs.chat, run_inputs.pretrained.mesh
-    for index, entry in enumerate(entries):
-        if entry.prompt is None:
-            continue
-        where = f'scores[{index}].prompt = "{entry.prompt}"'
-        if entry.prompt not in rows[0]:
-            columns_text = ", ".join(sorted(rows[0]))
-            raise InputError(f"{where}: the data have no such column; they have {columns_text}")
-        try:
-            encoded = prompts.encode([{**row, "prompt": row[entry.prompt]} for row in rows], chat)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        longest = max(map(len, encoded))
-        config = policy_model(entry.policy).config
-        check_positions(entry.policy, config, longest, rollout.max_completion_tokens)
-        width = sharding.rounded_up(mesh, longest, "sequence")
-        tokens = np.full((len(rows), width), -1, np.int32)
-        for place, ids in enumerate(encoded):
-            tokens[place, : len(ids)] = ids
-        columns[prompt_field(entry.prompt)] = tokens
-    return columns
 
 
 def refuse_unread(entries: Sequence[ScoreKeys], needs: frozenset[str]) -> None:

@@ -5,6 +5,7 @@ A policy scores them like any samples, in micro-batches that share prompts:
     answer_logp[p, g, j]      = log pi(y_j | prompt, thought g, prefix, y_<j)
     masked_answer_logp[p, j]  = log pi(y_j | prompt, prefix, y_<j), from one more sample per group,
                                 whose thought is empty
+    answer_rank[p, g, j]      = the number of tokens that are likelier in the place of y_j than y_j
     cut_answer_logp[p, g, k]  = sum_j log pi(y_j | prompt, first k of K parts of thought g, prefix,
                                 y_<j), k = 0 to K, from K samples for each; the parts are equal
 
@@ -29,6 +30,7 @@ from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.update.packing import Geometry
 
 ANSWER, MASKED, CUT = "answer_logp", "masked_answer_logp", "cut_answer_logp"
+RANK = "answer_rank"
 
 
 def answer_geometry(
@@ -84,6 +86,7 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry, cuts: int = 1) -> Ro
 
 def pick_answer_logp(logp: Array, rollouts: Rollouts, cuts: int = 1) -> dict[str, Array]:
     """The answers' log-probs among those [P, G', T'] of `behind_thoughts`; 0 where no token is.
+    With ranks for `logp`, `ANSWER` has the answers' ranks.
 
     Samples of a group with the same thought, or the same part of one, have those of the first of
     them, bit for bit: what rounding makes of other places in a micro-batch is no difference between

@@ -175,6 +175,9 @@ def score(
             entropy="value" if "entropy" in quantities else "none",
             count=flat.count,
         )
+    if "rank" in quantities:
+        unembed = functools.partial(head.unembed, head.as_read(head.weights))
+        values["rank"] = logprobs.token_rank(unembed, hidden, flat.targets)
     if "confidence" in quantities:
         unembed = functools.partial(head.unembed, head.as_read(head.weights))
         number = min(logprobs.LIKELIEST, model.config.num_drawable)

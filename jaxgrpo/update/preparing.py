@@ -177,7 +177,7 @@ class Preparer:
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
     def score_answers(self, learner: Learner, rollouts: Rollouts, policy: str) -> dict[str, Array]:
-        """The log-probs of the reference answers, in a pass over them and the thoughts."""
+        """What a policy says of the reference answers, in a pass over them and the thoughts."""
         blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
         needs = blueprint.chain.needs
         is_cut = answer_field(answers.CUT, policy) in needs
@@ -187,10 +187,15 @@ class Preparer:
         geometry = answers.answer_geometry(*sizes, blueprint.mesh)
         longer = self.behind_thoughts(rollouts, geometry, cuts)
         lengths = sharding.to_host(self.measure(longer))
-        name = f"{policy}_logp"
-        scored = self.score_samples(learner, {name}, longer, lengths, geometry)
-        picked = self.pick_answer_logp(scored[name], rollouts, cuts)
-        fields = {answer_field(field, policy): value for field, value in picked.items()}
+        logp, ranked = f"{policy}_logp", policy == "trainer" and answers.RANK in needs
+        names = {logp, "token_rank"} if ranked else {logp}
+        scored = self.score_samples(learner, names, longer, lengths, geometry)
+        picked = {
+            name: self.pick_answer_logp(values, rollouts, cuts) for name, values in scored.items()
+        }
+        fields = {answer_field(field, policy): value for field, value in picked[logp].items()}
+        if ranked:
+            fields[answers.RANK] = picked["token_rank"][answers.ANSWER]
         return {name: value for name, value in fields.items() if name in needs}
 
     def score_samples(

@@ -15,7 +15,8 @@ from minimal_config import problems
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts
 from jaxgrpo.data.sources import Mixture
-from jaxgrpo.rollout.selection import BLOCK, build_policy, row_of
+from jaxgrpo.rollout.policies import build_policy
+from jaxgrpo.rollout.selection import BLOCK, row_of
 from jaxgrpo.training import fingerprints, inputs, loop
 
 MIXTURE = Mixture(("a", "b", "c"), (2.0, 1.0, 0.5), (30, 7, 50))

@@ -19,7 +19,7 @@ from jaxgrpo.rollout.experience import (
     keep,
     no_experience,
 )
-from jaxgrpo.rollout.selection import SuccessJudge
+from jaxgrpo.rollout.policies import SuccessJudge
 
 G, STEPS, ROWS = 8, 5, 30
 

@@ -10,16 +10,14 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.core.types import Rollouts
-from jaxgrpo.rollout.selection import (
-    PromptPolicy,
+from jaxgrpo.rollout.policies import (
     build_policy,
     difficulty_band,
     no_positive_resampling,
     policies,
-    row_of,
-    sequential,
     spo_priority,
 )
+from jaxgrpo.rollout.selection import PromptPolicy, row_of, sequential
 
 NAN = np.nan
 ROWS, SEED = 20, 5
