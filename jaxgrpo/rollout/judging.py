@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream, Waiting
+from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
@@ -150,6 +150,7 @@ class Judge(NamedTuple):
     on_error: Mapping[str, str] | None = None
     timeout: Mapping[str, float | None] | None = None
     per_sample: Collection[str] = ()  # rewards that may judge groups before all have ended
+    flip: Mapping[str, float] = {}  # reward -> the share of its judgements that training flips
 
     def groups(
         self,
@@ -340,6 +341,7 @@ def make_judge(
         on_error={entry.name: entry.on_error for entry in rewards},
         timeout={entry.name: entry.timeout for entry in rewards},
         per_sample={entry.name for entry in rewards if is_per_sample(entry.function)},
+        flip={entry.name: entry.flip for entry in rewards if entry.flip},
     )
 
 
@@ -350,10 +352,9 @@ AddFields = Callable[[np.ndarray, Sequence[Sequence[int]]], dict[str, np.ndarray
 def make_rewarder(
     policy: PromptPolicy,
     judge: Judge,
-    noise: Mapping[str, float],
     columns: Mapping[str, np.ndarray],
     add_fields: Sequence[AddFields],
-    score_answers: Callable[[Params, Rollouts], dict[str, Any]] | None,
+    score_answers: Callable[[Any, Rollouts], dict[str, Any]],
     steps: int,
     seed: int,
 ) -> Callable[..., tuple[Stream, Rollouts, RewardLog]]:
@@ -364,50 +365,35 @@ def make_rewarder(
     nothing.
 
     Args:
-      noise: name of a reward -> the share of it that is flipped.
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
       add_fields: what makes further fields of the completions.
-      score_answers: gives the fields that the policy needs; None: it needs none.
+      score_answers: (parameters that sampled, rollouts) -> further fields that the policy needs.
       steps: of the run, for the rewards' `trainer_state`.
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
     """
-    rows = judge.rows
 
     def reward(
-        stream: Stream,
-        rollouts: Rollouts,
-        early: Sequence[Judged] = (),
-        params: Params | None = None,
+        stream: Stream, rollouts: Rollouts, early: Sequence[Judged] = (), params: Any = None
     ) -> tuple[Stream, Rollouts, RewardLog]:
         row, tokens, mask = map(
             np.asarray, (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
         )
-        progress = rollout_progress(rollouts, len(rows), steps)
+        progress = rollout_progress(rollouts, len(judge.rows), steps)
         scores, log = judge.rollouts(row, tokens, mask, progress, early)
         ordinal = np.asarray(rollouts.ordinal)
-        scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
-        fields: dict[str, Any] = {n: _field(column[row]) for n, column in columns.items()}
+        scores, log = flipped(scores, log, judge.flip, seed, progress.global_step, ordinal)
+        fields: Any = rollouts.fields | {name: column[row] for name, column in columns.items()}
         length = tokens.shape[-1]
         ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
         for add in add_fields:
             fields |= add(row, ids)
         rewards: Any = scores
-        judged = dataclasses.replace(
-            rollouts, rewards=rewards, fields={**rollouts.fields, **fields}
-        )
-        observed = judged
-        if score_answers is not None:
-            fields = {**judged.fields, **score_answers(params, judged)}
-            observed = dataclasses.replace(judged, fields=fields)
+        judged = dataclasses.replace(rollouts, rewards=rewards, fields=fields)
+        observed = dataclasses.replace(judged, fields=fields | score_answers(params, judged))
         policy_state = policy.observe(stream.prompt_policy_state, observed)
         return dataclasses.replace(stream, prompt_policy_state=policy_state), judged, log
 
     return reward
-
-
-def _field(values: np.ndarray) -> np.ndarray:
-    """Values of a column, in the dtype that they have on a device."""
-    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
 
 
 def rollout_progress(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:

@@ -15,9 +15,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxgrpo.core.types import Prompts, Rollouts
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Prompts, Rollouts, Stream
 from jaxgrpo.data.sources import Mixture
 
 
@@ -151,6 +153,43 @@ def pad_prompts(
     arrays: dict[str, Any] = {"prompt_tokens": padded, "ordinal": ordinal, "row": row, "step": step}
     arrays = {name: np.asarray(value, np.int32) for name, value in arrays.items()}
     return Prompts(prompt_mask=mask, **arrays)
+
+
+def prompt_metrics(
+    policy: PromptPolicy, before: Stream, after: Stream, steps: int, n: int
+) -> Metrics:
+    """What a policy that leaves rows out chose from, and how many prompts it has passed over.
+
+    Args:
+      before: the stream that it selected with.
+      after: the stream after that, whose cursor has moved.
+      steps: for which it has selected prompts by then.
+      n: prompts of a step.
+    """
+    if policy.chance is None:
+        return {}
+    logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
+    waiting = before.waiting
+    if waiting.leftover is None and waiting.experience is None:  # every step has taken n
+        logged["prompts/skipped"] = int(after.cursor) - steps * n
+    return {name: mean(jnp.float32(value)) for name, value in logged.items()}
+
+
+def source_metrics(
+    mixture: Mixture, row: np.ndarray, reward: np.ndarray, scored: np.ndarray
+) -> Metrics:
+    """Of each source the share of a step's prompts and their mean reward: prompts/source_NAME and
+    reward/source_NAME.
+
+    Shapes: row [P]; reward, the weighted sum, and whether it was scored [P, G].
+    """
+    source, metrics = mixture.source_numbers(row), {}
+    for number, name in enumerate(mixture.names):
+        drawn = source == number
+        mask = jnp.asarray(scored & drawn[:, None])
+        metrics[f"prompts/source_{name}"] = mean(jnp.asarray(drawn))
+        metrics[f"reward/source_{name}"] = mean(jnp.where(mask, jnp.asarray(reward), 0), mask)
+    return metrics
 
 
 def reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:

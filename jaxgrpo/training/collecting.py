@@ -32,7 +32,7 @@ from jaxgrpo.rollout.judging import (
     put_prompts,
     rollout_progress,
 )
-from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.rollout.selection import prompt_metrics, source_metrics
 from jaxgrpo.update import diagnostics
 
 LiveGroups = Callable[[Rollouts], np.ndarray]
@@ -171,7 +171,7 @@ class Collector:
             rollouts, _ = self._sample(params, prompts, stream.key)
             rollouts = experiencer.mix(params, stream, sharding.to_host(rollouts))
         with phase("reward"):
-            stream, rollouts, log = self.source.reward(stream, rollouts, params=params)
+            stream, rollouts, log = self.source.reward(stream, rollouts, (), params)
         stream, metrics = experiencer.observe(stream, sharding.to_host(rollouts))
         return stream, rollouts, log, metrics
 
@@ -208,40 +208,3 @@ class Collector:
             row = np.asarray(prompts.row)
             early = judge_early(self.early_judge, drawing.ended, row, progress)
         return drawing.finish(), early
-
-
-def prompt_metrics(
-    policy: PromptPolicy, before: Stream, after: Stream, steps: int, n: int
-) -> Metrics:
-    """What a policy that leaves rows out chose from, and how many prompts it has passed over.
-
-    Args:
-      before: the stream that it selected with.
-      after: the stream after that, whose cursor has moved.
-      steps: for which it has selected prompts by then.
-      n: prompts of a step.
-    """
-    if policy.chance is None:
-        return {}
-    logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
-    waiting = before.waiting
-    if waiting.leftover is None and waiting.experience is None:  # every step has taken n
-        logged["prompts/skipped"] = int(after.cursor) - steps * n
-    return {name: mean(jnp.float32(value)) for name, value in logged.items()}
-
-
-def source_metrics(
-    mixture: Mixture, row: np.ndarray, reward: np.ndarray, scored: np.ndarray
-) -> Metrics:
-    """Of each source the share of a step's prompts and their mean reward: prompts/source_NAME and
-    reward/source_NAME.
-
-    Shapes: row [P]; reward, the weighted sum, and whether it was scored [P, G].
-    """
-    source, metrics = mixture.source_numbers(row), {}
-    for number, name in enumerate(mixture.names):
-        drawn = source == number
-        mask = jnp.asarray(scored & drawn[:, None])
-        metrics[f"prompts/source_{name}"] = mean(jnp.asarray(drawn))
-        metrics[f"reward/source_{name}"] = mean(jnp.where(mask, jnp.asarray(reward), 0), mask)
-    return metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,77 +64,45 @@ class PromptFunction(NamedTuple):
         return ids
 
 
-def prompt_functions(
+def read_prompts(
     entries: Sequence[ScoreKeys],
     rollout: RolloutKeys,
     run_inputs: Inputs,
     policy_model: Callable[[str], Model],
-) -> list[PromptFunction]:
-    """The functions that write prompts for scores, each called once, on row 0 and empty texts.
+) -> tuple[dict[str, np.ndarray], list[PromptFunction]]:
+    """The prompts that replace the rows' own for scores: the tokens of columns, int32 [rows, S'] by
+    `scores.prompt_field`, -1 behind the last; and functions, each called once on row 0 with empty
+    completions.
 
     Args:
       policy_model: the model that scores, by the policy of an entry.
 
-    Raises: InputError where there is no such function, it fails, or the model that scores has no
-      positions for the longest prompt.
-    """
-    functions: dict[str, PromptFunction] = {}
-    limit, mesh = rollout.max_prompt_tokens, run_inputs.pretrained.mesh
-    for where, entry, prompt in _prompted(entries):
-        if own_code.is_reference(prompt):
-            config = policy_model(entry.policy).config
-            check_positions(entry.policy, config, limit, rollout.max_completion_tokens)
-            functions[prompt] = PromptFunction(
-                where=where,
-                field=prompt_field(own_code.short_name(prompt)),
-                function=own_code.load(prompt),
-                rows=run_inputs.prompts.rows,
-                chat=run_inputs.chat,
-                limit=limit,
-                width=sharding.rounded_up(mesh, limit, "sequence"),
-            )
-    for function in functions.values():
-        function.encode(0, [""] * rollout.group_size)
-    return [*functions.values()]
-
-
-def prompt_columns(
-    entries: Sequence[ScoreKeys],
-    rollout: RolloutKeys,
-    run_inputs: Inputs,
-    policy_model: Callable[[str], Model],
-) -> dict[str, np.ndarray]:
-    """The tokens of the columns that replace prompts for scores, by `scores.prompt_field`: int32
-    [rows, S'], -1 behind the last.
-
-    Args:
-      policy_model: the model that scores, by the policy of an entry.
-
-    Raises: InputError where a column is not there, a prompt of it cannot be written out, or the
-      model that scores has no positions for the longest.
+    Raises: InputError where a column or a function is not there, a prompt cannot be written out, or
+      the model that scores has no positions for the longest.
     """
     columns: dict[str, np.ndarray] = {}
+    functions: dict[str, PromptFunction] = {}
     rows, chat, mesh = run_inputs.prompts.rows, run_inputs.chat, run_inputs.pretrained.mesh
-    for where, entry, prompt in _prompted(entries):
-        if own_code.is_reference(prompt):
+    for index, entry in enumerate(entries):
+        if (prompt := entry.prompt) is None:
             continue
-        if prompt not in rows[0]:
+        where, longest = f'scores[{index}].prompt = "{prompt}"', rollout.max_prompt_tokens
+        field = prompt_field(own_code.short_name(prompt))
+        if own_code.is_reference(prompt):
+            function = own_code.load(prompt)
+            width = sharding.rounded_up(mesh, longest, "sequence")
+            functions[field] = PromptFunction(where, field, function, rows, chat, longest, width)
+            functions[field].encode(0, [""] * rollout.group_size)
+        elif prompt not in rows[0]:
             columns_text = ", ".join(sorted(rows[0]))
             raise InputError(f"{where}: the data have no such column; they have {columns_text}")
-        encoded = _encode([{**row, "prompt": row[prompt]} for row in rows], chat, where)
-        longest = max(map(len, encoded))
+        else:
+            encoded = _encode([{**row, "prompt": row[prompt]} for row in rows], chat, where)
+            longest = max(map(len, encoded))
+            columns[field] = _padded(encoded, sharding.rounded_up(mesh, longest, "sequence"))
         config = policy_model(entry.policy).config
         check_positions(entry.policy, config, longest, rollout.max_completion_tokens)
-        width = sharding.rounded_up(mesh, longest, "sequence")
-        columns[prompt_field(prompt)] = _padded(encoded, width)
-    return columns
-
-
-def _prompted(entries: Sequence[ScoreKeys]) -> Iterator[tuple[str, ScoreKeys, str]]:
-    """(words for messages, entry, its prompt) of the entries that have one."""
-    for index, entry in enumerate(entries):
-        if entry.prompt is not None:
-            yield f'scores[{index}].prompt = "{entry.prompt}"', entry, entry.prompt
+    return columns, [*functions.values()]
 
 
 def _encode(rows: Sequence[Row], chat: Chat, where: str) -> list[np.ndarray]:

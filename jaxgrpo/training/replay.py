@@ -308,12 +308,7 @@ def rollout_source_from_files(
         rollouts = Rollouts(**vars(prompts), **arrays, rewards={}, fields={})
         return Drawing((_ for _ in ()), lambda: rollouts)
 
-    def reward(
-        stream: Stream,
-        rollouts: Rollouts,
-        early: Sequence[Any] = (),
-        params: Params | None = None,
-    ) -> tuple[Stream, Rollouts, RewardLog]:
+    def reward(stream: Stream, rollouts: Rollouts, *_: Any) -> tuple[Stream, Rollouts, RewardLog]:
         saved = load_step(int(rollouts.step))
         values = {name: saved.fields[name] for name in sorted(fields)}
         judged = dataclasses.replace(rollouts, rewards=saved.rewards, fields=values)

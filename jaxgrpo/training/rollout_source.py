@@ -8,21 +8,25 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import ANSWERS_OF_POLICIES, OF_ANSWERS, prompt_field
+from jaxgrpo.core.scores import ANSWERS_OF_POLICIES, OF_ANSWERS, Score, prompt_field
 from jaxgrpo.core.types import Params, Rollouts, Stream, Waiting
+from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, Answers
+from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.batch import draw
-from jaxgrpo.rollout.goals import with_goals
+from jaxgrpo.rollout.goals import Goals, with_goals
 from jaxgrpo.rollout.judging import (
     RolloutSource,
+    Select,
     make_judge,
     make_rewarder,
     make_selector,
@@ -33,10 +37,11 @@ from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.trees import Trees
 from jaxgrpo.training import inputs, prompted
 from jaxgrpo.training.inputs import Inputs
-from jaxgrpo.training.pretrained import Pretrained, run_goals
+from jaxgrpo.training.pretrained import run_goals
 from jaxgrpo.training.replay import Replay, rollout_source_from_files
 from jaxgrpo.update.answers import ANSWER, answer_geometry, behind_thoughts, pick_answer_logp
 from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.packing import Geometry
 
 
 def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
@@ -73,91 +78,101 @@ def make_rollout_source(
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
     prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
     rows, mixture, seed = prompts.rows, prompts.mixture, train.seed
-    trace = functools.partial(methods.trace_chain, rollout, blueprint.chain, rewards, len(rows))
-    trace = functools.partial(trace, scores=blueprint.scores)
+    tracing = rollout, blueprint.chain, rewards, len(rows)
+    trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
     if run_inputs.replay:
-        needs = needs - blueprint.scores.keys() - set(names)
-        other_prompts = {score.prompt for score in blueprint.scores.values()} - {None}
-        needs |= {prompt_field(str(name)) for name in other_prompts}
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        return _replayed(run_inputs.replay, names, needs, trace)
+        return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
     policy = methods.make_policy(rollout.prompts, rewards, mixture)
-    read = blueprint.chain.needs | policy.needs
-    answers = inputs.load_answers(
-        data, rollout, pretrained, read, blueprint.sampling.stop_tokens, rows
-    )
+    read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
+    answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
     columns = methods.needed_columns(needs - brought.keys(), rows, rewards, blueprint.scores)
     prompting = scores, rollout, run_inputs, blueprint.policy_model
-    columns |= prompted.prompt_columns(*prompting)
+    prompt_columns, functions = prompted.read_prompts(*prompting)
+    columns = {name: on_device(column) for name, column in {**columns, **prompt_columns}.items()}
     trace({**columns, **brought})
-    functions = prompted.prompt_functions(*prompting)
-    sizes = geometry.num_prompts, geometry.max_prompt_tokens
-    select = make_selector(policy, prompts.encoded, *sizes, seed, mixture)
     goals = run_goals(rollout, pretrained.tokenizer, seed)
-    if goals is not None:
-        select = with_goals(select, goals, geometry.group_size)
-    reward = make_rewarder(
-        policy,
-        make_judge(pretrained.tokenizer, rewards, rows),
-        {entry.name: entry.flip for entry in rewards if entry.flip},
-        columns,
-        [source.fields for source in ([answers] if answers else []) + functions],
-        _make_answer_scorer(policy, answers, pretrained, blueprint),
-        train.steps,
-        seed,
-    )
+    select = _make_select(policy, prompts, goals, geometry, seed)
+    mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
+    scoring = pretrained.model_on(mesh), mesh, geometry, temperature
+    score_answers = make_answer_scorer(policy, answers.longest if answers else 0, *scoring)
+    add_fields = [source.fields for source in ([answers] if answers else []) + functions]
+    judging = make_judge(pretrained.tokenizer, rewards, rows), columns, add_fields, score_answers
     room = columns | {entry.field: np.empty((0, entry.width), np.int32) for entry in functions}
     sizes = geometry, names, room, answers, goals and goals.tokens.shape[1]
     waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size, grown=grown)
+    reward = make_rewarder(policy, *judging, train.steps, seed)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
 
 
-def _make_answer_scorer(
-    policy: PromptPolicy, answers: Answers | None, pretrained: Pretrained, blueprint: Blueprint
-) -> Callable[[Params, Rollouts], dict[str, np.ndarray]] | None:
-    """What scores reference answers for a prompt policy, by the parameters that sampled; None where
-    it needs no scores.
+def _make_select(
+    policy: PromptPolicy, prompts: PromptData, goals: Goals | None, geometry: Geometry, seed: int
+) -> Select:
+    sizes = geometry.num_prompts, geometry.max_prompt_tokens
+    select = make_selector(policy, prompts.encoded, *sizes, seed, prompts.mixture)
+    return select if goals is None else with_goals(select, goals, geometry.group_size)
+
+
+def on_device(values: np.ndarray) -> np.ndarray:
+    """Values of a column, in the dtype that they have on a device."""
+    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
+
+
+def make_answer_scorer(
+    policy: PromptPolicy,
+    longest: int,
+    model: Model,
+    mesh: Mesh,
+    geometry: Geometry,
+    temperature: float,
+) -> Callable[[Params, Rollouts], dict[str, np.ndarray]]:
+    """What gives the fields of reference answers that a prompt policy needs, by the parameters that
+    sampled.
+
+    Args:
+      longest: tokens of the longest prefix and answer.
+      model, mesh: that sample.
 
     Raises: InputError where it needs other fields.
     """
     if wrong := sorted(policy.needs - ANSWERS_OF_POLICIES):
         expected = ", ".join(sorted(ANSWERS_OF_POLICIES))
         raise InputError(
-            f"rollout.prompts: {policy.name} needs {', '.join(wrong)}, and a prompt policy may need "
-            f"{expected} alone"
+            f"rollout.prompts: {policy.name} needs {', '.join(wrong)}, and a prompt policy may "
+            f"need {expected} alone"
         )
-    quantities = {
-        name: OF_ANSWERS[name].quantity for name in sorted(policy.needs) if OF_ANSWERS[name].policy
-    }
-    if answers is None or not quantities:
-        return None
-    mesh, options = blueprint.samples_on, dict.fromkeys(quantities.values(), True)
-    geometry = answer_geometry(blueprint.geometry, answers.longest, 1, False, mesh)
-    temperature, model = blueprint.sampling.temperature, pretrained.model_on(mesh)
-    rescore = make_rescorer(model, mesh, temperature=temperature, **options)
-    assert rescore is not None
-    behind = jax.jit(functools.partial(behind_thoughts, geometry=geometry))
+    scores = {name: OF_ANSWERS[name] for name in sorted(policy.needs) if OF_ANSWERS[name].policy}
+    quantities = {score.quantity for score in scores.values()}
+    rescore = make_rescorer(
+        model, mesh, temperature=temperature, logp="logp" in quantities, rank="rank" in quantities
+    )
+    if rescore is None:
+        return lambda params, rollouts: {}
+    longer = answer_geometry(geometry, longest, 1, False, mesh)
+    behind = jax.jit(functools.partial(behind_thoughts, geometry=longer))
     pick = jax.jit(pick_answer_logp)
 
-    def score(params: Params, rollouts: Rollouts) -> dict[str, np.ndarray]:
+    def score_answers(params: Params, rollouts: Rollouts) -> dict[str, np.ndarray]:
         rollouts = put_prompts(mesh, rollouts)
         values = rescore(params, behind(rollouts))
-        return sharding.to_host(
-            {
-                name: pick(values[quantity], rollouts)[ANSWER]
-                for name, quantity in quantities.items()
-            }
-        )
+        picked = {name: pick(values[score.quantity], rollouts) for name, score in scores.items()}
+        return sharding.to_host({name: fields[ANSWER] for name, fields in picked.items()})
 
-    return score
+    return score_answers
 
 
 def _replayed(
-    replay: Replay, rewards: Sequence[str], needs: Collection[str], trace: Callable[[Any], None]
+    replay: Replay,
+    rewards: Sequence[str],
+    needs: Collection[str],
+    scores: Mapping[str, Score],
+    trace: Callable[[Any], None],
 ) -> RolloutSource:
     """The files of a replay, whose fields the method can read."""
-    source = rollout_source_from_files(replay, rewards, needs)
+    fields = {*needs} - scores.keys() - {*rewards}
+    fields |= {prompt_field(score.prompt) for score in scores.values() if score.prompt is not None}
+    source = rollout_source_from_files(replay, rewards, fields)
     trace(replay.load(0).fields)
     return source
 

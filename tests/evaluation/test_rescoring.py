@@ -44,6 +44,7 @@ def rescored(case, mesh=None, **options):
         temperature=TEMPERATURE,
         confidence=True,
         logp=True,
+        rank=True,
         base=Base(model, bases),
         **options,
     )
@@ -62,6 +63,7 @@ def expected(case):
         "kl": (np.exp(p) * np.minimum(p - q, 20)).sum(-1),
         "clamped": (np.exp(p) * far).sum(-1),
         "logp": logp,
+        "rank": (p > logp[..., None]).sum(-1),
         "logp_gap": logp - base_logp,
     }
     return {name: np.where(mask, value, 0) for name, value in values.items()}

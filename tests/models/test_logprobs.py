@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgrpo.models import sharding
-from jaxgrpo.models.logprobs import token_logprobs
+from jaxgrpo.models.logprobs import token_logprobs, token_rank
 
 BINS, LENGTH, WIDTH, VOCAB = 2, 23, 8, 50
 CHUNKS = {"whole": 10**9, "several": 8 * VOCAB, "one token": VOCAB, "ragged": 7 * VOCAB}
@@ -225,3 +225,32 @@ def check_sharded(mesh):
     }
     assert not full_rows
     assert f",{vocab // mesh.shape['tensor']}]" in program.as_text()
+
+
+@pytest.mark.parametrize("limit", CHUNKS.values(), ids=CHUNKS)
+def test_ranks_are_places_in_a_stable_sort_of_the_logits(limit):
+    """Whole numbers make many logits equal; then lower ids come first."""
+    rng = np.random.default_rng(3)
+    hidden = rng.integers(-1, 2, (BINS, LENGTH, WIDTH)).astype(np.float32)
+    table = rng.integers(-1, 2, (WIDTH, VOCAB)).astype(np.float32)
+    targets = rng.integers(0, VOCAB, (BINS, LENGTH)).astype(np.int32)
+    logits = hidden.astype(np.float64) @ table
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    expected = np.argmax(order == targets[..., None], axis=-1)
+    equal = (np.sort(logits) == np.take_along_axis(logits, targets[..., None], -1)).sum(-1)
+    assert (equal > 1).mean() > 0.5
+    assert len(set(expected.ravel().tolist())) > 20
+    unembed = lambda x: x @ table  # noqa: E731
+    run = jax.jit(functools.partial(token_rank, unembed, logits_per_chunk=limit))
+    rank = run(hidden, targets)
+    np.testing.assert_array_equal(rank, expected)
+
+
+def test_a_token_without_probability_is_behind_all_and_a_nan_behind_these():
+    logits = jnp.asarray([[[1.0, -jnp.inf, 0.5, -jnp.inf], [jnp.nan, 0.0, 1.0, 2.0]]])
+    ranks = [
+        np.asarray(token_rank(lambda x: x, logits, jnp.full((1, 2), token, jnp.int32)))[0].tolist()
+        for token in range(4)
+    ]
+    assert [rank for rank, _ in ranks] == [0, 2, 1, 3]
+    assert ranks[0][1] == 4

@@ -19,8 +19,8 @@ from jaxgrpo.config.files import to_toml
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.evaluation.diversity import stated_metrics
 from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.selection import source_metrics
 from jaxgrpo.training import loop
-from jaxgrpo.training.collecting import source_metrics
 from jaxgrpo.training.records import console, logbook
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.report.record import read_run

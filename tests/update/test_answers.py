@@ -98,7 +98,11 @@ def scored(prepare, rollouts, config=WIDE, scale=1.0):
     )
     lengths = sharding.to_host(prepare.measure(rollouts))
     fields = prepare.with_fields(learner, rollouts, lengths, blueprint.chain.needs).fields
-    return {name: np.asarray(fields[name]) for name in sorted(fields) if name.endswith("_logp")}
+    return {
+        name: np.asarray(fields[name])
+        for name in sorted(fields)
+        if name.endswith(("_logp", "_rank"))
+    }
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -111,13 +115,16 @@ def causal_pass(config, params, tokens):
 
 
 @functools.cache
-def alone(config, *tokens):
-    """Log-probs [n - 1] of all tokens but the first, in one pass over their sequence.
+def alone(config, *tokens, ranks=False):
+    """Log-probs, or ranks, [n - 1] of all tokens but the first, in one pass over their sequence.
 
     What is behind it, for one program to take every length, no token of it attends to.
     """
     padded = np.pad(np.asarray(tokens, np.int32), (0, 24 - len(tokens)))
     logits = np.asarray(causal_pass(config, tiny.params(config), padded))[: len(tokens)]
+    if ranks:
+        order = np.argsort(-logits[:-1], axis=-1, kind="stable")
+        return np.argmax(order == np.array(tokens[1:])[:, None], axis=-1)
     logits = logits / TEMPERATURE
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -155,6 +162,24 @@ def test_answers_are_scored_as_in_one_plain_pass_per_sample(tokens):
     np.testing.assert_allclose(
         got["answer_logp"][1], np.broadcast_to(got["masked_answer_logp"][1], (G, 4)), atol=1e-9
     )
+
+
+@pytest.mark.parametrize(("scorer", "mesh"), [("trainer", (1, 1, 1, 1)), ("base", (2, 2, 1, 1))])
+def test_ranks_of_answers_are_places_in_a_sort_and_the_trainers_whoever_scores(scorer, mesh):
+    chain = advantages.build("dro_r3", {"scorer": scorer})
+    chain = chain._replace(needs=chain.needs | {"answer_rank"})
+    with jax.enable_x64(True):
+        rollouts = full_rollouts()
+        ranks = scored(preparer(recipe=chain, mesh=mesh, tokens=40), rollouts)["answer_rank"]
+        expected = np.zeros((P, G, max(LENGTHS)))
+        for p, g in np.ndindex(P, G):
+            prompt = np.asarray(rollouts.prompt_tokens[p])[np.asarray(rollouts.prompt_mask[p])]
+            thought = np.asarray(rollouts.completion_tokens[p, g, : THOUGHTS[p, g]])
+            forced = np.asarray(rollouts.fields[FORCED][p])
+            sequence = np.concatenate([prompt, thought, forced[forced >= 0]]).tolist()
+            expected[p, g, : LENGTHS[p]] = alone(WIDE, *sequence, ranks=True)[-LENGTHS[p] :]
+    np.testing.assert_array_equal(ranks, expected)
+    assert np.ptp(expected[0], axis=0).max() > 1  # thoughts make a difference
 
 
 def behind_parts(rollouts, cuts, config=WIDE):
