@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import by_hand
 import jax
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from resuming import assert_same_bits, died_and_resumed
 
 from jaxgrpo.cli import make_base
 from jaxgrpo.config import files as configs
+from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.core.scores import prompt_field
 from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
@@ -126,6 +129,115 @@ def test_a_score_behind_another_prompt_and_ranks_are_resumed(tmp_path):
     assert_same_bits(last_params(run), last_params(again))
     state = run.learner.advantage_state["shape_by_effective_rank"]
     assert int(state["batches"]) == 3
+
+
+def hinted(row, completions):
+    """What the column holds."""
+    return row["hinted"]
+
+
+def answered(row, completions):
+    """A text of what the group has answered; samples may be empty."""
+    SEEN.append((row["prompt"], completions))
+    return "".join(sorted({text[-1:] for text in completions})) + row["prompt"]
+
+
+def unfit(row, completions):
+    return row["hint"]
+
+
+def number(row, completions):
+    return 3
+
+
+def long(row, completions):
+    return "1+1=" * 9
+
+
+def empty(row, completions):
+    return ""
+
+
+SEEN = []
+"""Of the module that a config loads from this file by its path."""
+
+
+def hinted_rows(tmp_path):
+    """Rows with a hint of equal length, as long as prompts may be."""
+    rows = [row for row in arithmetic.rows("train", 400) if len(row["prompt"]) == 6]
+    rows = [{**row, "hinted": f"{row['answer'][:1]}{row['prompt']}="} for row in rows[:64]]
+    data = tmp_path / "hinted.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data.path": str(data)}
+
+
+def behind(prompt, **changes):
+    scores = [{"name": "hinted_logp", "prompt": prompt}]
+    return {"scores": scores, "advantage": [*GRPO, HINTED], **changes}
+
+
+def test_a_function_that_returns_the_column_gives_the_bits_of_the_column(tmp_path):
+    changes = {**hinted_rows(tmp_path), "train.steps": 2}
+    configurations = [
+        small_run.config(tmp_path / name, **behind(prompt, **changes))
+        for name, prompt in {"column": "hinted", "function": f"{__file__}:hinted"}.items()
+    ]
+    runs = [loop.train(config) for config in configurations]
+    assert small_run.metrics(tmp_path / "column")[0]["add_kl_return/kl"] > 0
+    assert_same_bits(*map(last_params, runs))
+    assert small_run.metrics(tmp_path / "column") == small_run.metrics(tmp_path / "function")
+    assert Path(__file__) in configurations[1].own_files
+
+
+def test_a_function_sees_each_groups_completions_and_its_prompts_are_resumed(tmp_path):
+    changes = behind(f"{__file__}:answered", **{"checkpoint.every": 1, "rollout.staleness": 1})
+    changes |= {"loss.surrogate": {"use": "clip"}, "loss.proximal": "behavior"}
+    changes["rollout.max_prompt_tokens"] = 12
+    config = small_run.config(tmp_path / "run", **changes)
+    seen = own_code.load(f"{__file__}:SEEN", expected=list, kind="list")
+    run = setup(config)
+    seen.clear()
+    stream, collected = by_hand.collect(run, run.learner, run.stream)
+    rollouts, tokenizer = sharding.to_host(collected.rollouts), run.inputs.pretrained.tokenizer
+    assert len(seen) == 16  # of two steps, one of which waits
+    tokens = rollouts.fields[prompt_field("answered")]
+    for p, (prompt, completions) in enumerate(seen[:8]):
+        ids = [
+            rollouts.completion_tokens[p, g][rollouts.token_mask[p, g]].tolist() for g in range(4)
+        ]
+        texts = [tokenizer.decode(sample, skip_special_tokens=True) for sample in ids]
+        assert (prompt, completions) == (run.inputs.prompts.rows[rollouts.row[p]]["prompt"], texts)
+        expected = "".join(sorted({text[-1:] for text in texts})) + prompt
+        assert tokenizer.decode(tokens[p][tokens[p] >= 0]) == expected
+    assert (stream.waiting.ahead[0].fields[prompt_field("answered")] >= 0).any()
+    finished = loop.train(config)
+    again = died_and_resumed(small_run.config(tmp_path / "again", **changes), 2)
+    assert_same_bits(last_params(finished), last_params(again))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("number", "row 0: it returned a int: return the other prompt as a text"),
+        ("empty", "1 of 1 prompts are empty"),
+        ("long", "has 36 tokens, and rollout.max_prompt_tokens = 8: return a shorter text"),
+        ("unfit", "raised KeyError: 'hint'"),
+        ("nothing", "has no 'nothing'"),
+    ],
+)
+def test_a_function_that_writes_no_prompt_is_refused_before_the_run(tmp_path, function, message):
+    with pytest.raises(InputError) as caught:
+        setup(small_run.config(tmp_path, **behind(f"{__file__}:{function}")))
+    assert message in str(caught.value)
+    assert f"{__file__}:{function}" in str(caught.value)
+
+
+def test_prompts_of_one_name_are_refused_and_their_files_are_read_from_the_configs_folder(tmp_path):
+    scores = [{"name": "a", "prompt": "hinted"}, {"name": "b", "prompt": "mine.py:hinted"}]
+    with pytest.raises(ConfigError, match="is called hinted too; give the function another name"):
+        small_run.config(tmp_path, scores=scores)
+    (config,) = small_run.config(tmp_path, scores=scores[1:]).scores
+    assert config.prompt == f"{Path.cwd()}/mine.py:hinted"
 
 
 def other_tokenizer(tmp_path):
