@@ -37,7 +37,8 @@ def _answer_text(name: str) -> str:
     behind = "without a thought" if "masked" in name else "behind each thought"
     if "cut" in name:
         behind = "together, behind 0 to all parts of each thought"
-    return f"log-probs of the reference answer's tokens {behind}"
+    values = "ranks" if "rank" in name else "log-probs"
+    return f"{values} of the reference answer's tokens {behind}"
 
 
 PER_TOKEN = "[P, G, T]"

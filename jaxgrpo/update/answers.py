@@ -5,7 +5,7 @@ A policy scores them like any samples, in micro-batches that share prompts:
     answer_logp[p, g, j]      = log pi(y_j | prompt, thought g, prefix, y_<j)
     masked_answer_logp[p, j]  = log pi(y_j | prompt, prefix, y_<j), from one more sample per group,
                                 whose thought is empty
-    answer_rank[p, g, j]      = the number of tokens that are likelier in the place of y_j than y_j
+    answer_rank[p, g, j]      = the number of tokens that are likelier than y_j there
     cut_answer_logp[p, g, k]  = sum_j log pi(y_j | prompt, first k of K parts of thought g, prefix,
                                 y_<j), k = 0 to K, from K samples for each; the parts are equal
 
