@@ -177,7 +177,7 @@ class Preparer:
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
     def score_answers(self, learner: Learner, rollouts: Rollouts, policy: str) -> dict[str, Array]:
-        """How likely the reference answers are to a policy, in a pass over them and the thoughts."""
+        """How likely the reference answers are, in a pass over them and the thoughts."""
         blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
         needs = blueprint.chain.needs
         is_cut = answer_field(answers.CUT, policy) in needs
