@@ -65,8 +65,14 @@ def correlations(config: Config, batches: int) -> dict[str, np.ndarray]:
             r3 = advantages.evaluate(chain, np.zeros_like(right), **fields)[0]
             for group, truth in zip(np.asarray(r3), right, strict=True):
                 if truth.min() < truth.max() and group.min() < group.max():
-                    values.append(float(stats.spearmanr(group, truth)[0]))
+                    values.append(_spearman(group, truth))
     return {kind: np.array(values) for kind, values in values_by_kind.items()}
+
+
+def _spearman(left: np.ndarray, right: np.ndarray) -> float:
+    """The correlation of ranks, equal values sharing the mean of theirs."""
+    ranks = [stats.rankdata(values) for values in (left, right)]
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 class Curve(NamedTuple):
@@ -146,19 +152,23 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
     return drawing
 
 
-def run(experiment: str | Path = NAME, batches: int = BATCHES) -> Result:
+def measure(experiment: str | Path, batches: int = BATCHES) -> Result:
     """Takes the runs that are missing.
 
     Args:
       experiment: of `jaxgrpo compare`, with an arm "var".
       batches: steps of the base that the rewards are compared on.
     """
-    if not (BASE / "config.json").exists():
-        make_base.make_base(BASE, "report")
     compare.compare(str(experiment))
     cases = experiments.make_cases(experiments.load(experiment))
     (config, *_) = [case.config for case in cases if case.arm == "var"]
     return result(results.read_all(cases), correlations(config, batches))
+
+
+def run() -> Result:
+    if not (BASE / "config.json").exists():
+        make_base.make_base(BASE, "report")
+    return measure(NAME)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
 
 report = Task(
     name="report",
-    alphabet="0123456789+=|uvxy",
+    alphabet="0123456789+= |uvxy",
     levels=arithmetic.LEVELS,
     splits=arithmetic.SPLITS,
     rows=rows,
