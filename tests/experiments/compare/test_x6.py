@@ -25,7 +25,7 @@ def test_the_arms_differ_in_the_reward_and_the_filter_alone():
             next(case.config for case in cases if case.arm == arm)
             for arm in (kind, f"{kind}_filter")
         )
-        assert plain.recipe == filtered.recipe
+        assert (plain.recipe, plain.advantage) == (filtered.recipe, filtered.advantage)
 
 
 def test_the_target_is_reached_between_two_evaluations():
