@@ -269,7 +269,7 @@ LINES = {
     "models": 4650,
     "rewards": 1450,
     "rollout": 2860,
-    "update": 1760,
+    "update": 1780,
     "config": 1800,
     "evaluation": 650,
     "training": 6500,
