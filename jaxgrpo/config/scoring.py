@@ -8,17 +8,9 @@ from collections.abc import Iterator, Sequence
 from jaxgrpo.config.keys import ScoreKeys
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.config.reading import Values, show
-from jaxgrpo.core.scores import (
-    GROUP_LOG_RATIO,
-    OF_ANSWERS,
-    OF_PASS,
-    OF_SAMPLES,
-    SCORES,
-    STRIDE,
-    Score,
-)
+from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, OF_SAMPLES, OF_UPDATE, SCORES, STRIDE, Score
 
-TAKEN = {"behavior_logp", "sampled_now", GROUP_LOG_RATIO, *OF_ANSWERS, *OF_PASS, *OF_SAMPLES}
+TAKEN = {"behavior_logp", "sampled_now", *OF_ANSWERS, *OF_PASS, *OF_SAMPLES, *OF_UPDATE}
 """Fields that are no scores."""
 
 

@@ -92,6 +92,7 @@ reads besides the trained ones.
 """
 
 GROUP_LOG_RATIO = "group_log_ratio"
+OF_UPDATE = frozenset({GROUP_LOG_RATIO})
 """What surrogates and penalties may need of the whole update, at the parameters before it and
 without gradient: the mean over a group of each sequence's log ratio to the proximal policy. See
 `losses.group_log_ratio`."""

@@ -12,7 +12,7 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS, OF_UPDATE
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
@@ -36,7 +36,7 @@ class Objective(NamedTuple):
     @property
     def needs(self) -> frozenset[str]:
         """The fields that must be there before the update."""
-        prior_fields = self.fields_read.difference(OF_PASS, {GROUP_LOG_RATIO})
+        prior_fields = self.fields_read.difference(OF_PASS, OF_UPDATE)
         return prior_fields | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
 
     @property
@@ -159,8 +159,7 @@ def policy_loss(
       logp, proximal_logp, advantage: [B, T]; or the advantage [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
       segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
-      group: prompt ids, [B] of each row, or [B, T]; any numbers. `prompt_mean` reads them, and
-        surrogates such as `gvpo` do by `group_log_ratio`, which is computed from them.
+      group: prompt ids, [B] of each row, or [B, T]; any numbers. prompt_mean and gvpo read them.
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
         penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
       surrogate_options, reduction_options: of those given by name.
@@ -169,8 +168,7 @@ def policy_loss(
     Returns: (loss [], metrics).  Raises: InputError on other shapes, unknown names, no state.
 
     >>> logp, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
-    >>> loss, _ = policy_loss("clip", "token_mean", logp, logp, jnp.ones(1), mask)
-    >>> float(loss)
+    >>> float(policy_loss("clip", "token_mean", logp, logp, jnp.ones(1), mask)[0])
     -1.0
     """
     advantage = _along(advantage, mask, segment)
@@ -179,14 +177,13 @@ def policy_loss(
     weight, mask, segment = _layout(reduction_part, mask, segment, group)
     arrays = {"logp": logp, "proximal_logp": proximal_logp, "advantage": advantage, "mask": mask}
     tokens = Tokens(**arrays, segment=segment, fields=fields)
-    terms = tuple(build_penalty(penalty) for penalty in penalties)
     surrogate_part = build_surrogate(surrogate, surrogate_options)
-    objective = Objective(surrogate_part, reduction_part, terms)
+    objective = Objective(surrogate_part, reduction_part, (*map(build_penalty, penalties),))
     if group is not None and objective.reads_groups and GROUP_LOG_RATIO not in fields:
         ids = dense_ids(_along(group, mask).reshape(-1)).reshape(mask.shape)
         log_ratio = group_log_ratio(tokens, ids, ids.size)
         tokens = dataclasses.replace(tokens, fields={**fields, GROUP_LOG_RATIO: log_ratio})
-    per_token, metrics = token_loss(surrogate_part, terms, tokens, states)
+    per_token, metrics = token_loss(surrogate_part, objective.penalties, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
 

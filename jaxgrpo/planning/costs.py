@@ -124,7 +124,8 @@ def _work_computed_once(calls: int, flops: float, read: float, trips: int) -> Wo
 
 
 def _training_work(run: Run) -> dict[str, Work]:
-    """An update is worth `Blueprint.update_passes`.
+    """An update is three forward passes: with adapters two, since the weights have no gradient. One
+    comes before them where the loss sees groups.
 
     It reads the weights in each pass of a micro-batch, adds a gradient to a sum (read and written),
     writes and reads what layers keep, and reads and writes parameters and moments once.
@@ -139,7 +140,7 @@ def _training_work(run: Run) -> dict[str, Work]:
     head = config.hidden_size * config.vocab_size
     size = jnp.dtype(config.dtype).itemsize
     weights = size * config.product_weights / blueprint.mesh.shape["tensor"]
-    passes = blueprint.update_passes
+    passes = (2 if config.lora else 3) + blueprint.objective.reads_groups
     micro = micro_batches(geometry)
     chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
     head_flops = 2.0 * samples * geometry.max_completion_tokens * head

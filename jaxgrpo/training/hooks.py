@@ -90,7 +90,8 @@ def step_flops(
 
     Args:
       sampled: W, the numbers in the layers' linear maps and the head.
-      trained: V, those of all passes of scoring, and `Blueprint.update_passes` W for each update.
+      trained: V, those of all passes of scoring, and 3 W for each update, 2 W with adapters; W more
+        where the loss sees groups.
       values: metrics of the step.
     """
     masks = rollouts.prompt_mask, rollouts.token_mask
@@ -106,7 +107,8 @@ def count_work(opened: OpenRun) -> Hook:
     progress, display = opened.keeper.progress, opened.display
     blueprint = opened.run.blueprint
     config = blueprint.model.config
-    trained = blueprint.update_passes * blueprint.num_iterations * config.product_weights
+    update_passes = (2 if config.lora else 3) + blueprint.objective.reads_groups
+    trained = update_passes * blueprint.num_iterations * config.product_weights
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
         trained += blueprint.policy_model(scoring_pass.policy).config.product_weights
 

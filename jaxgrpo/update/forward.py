@@ -80,12 +80,6 @@ class Blueprint(NamedTuple):
         names |= {OF_ANSWERS[name].policy for name in self.chain.needs & OF_ANSWERS.keys()}
         return sorted((names & {*POLICIES} - {"trainer"}) | self.objective.anchors)
 
-    @property
-    def update_passes(self) -> int:
-        """How many forward passes the products of an update are worth: its gradient two, or one of
-        adapters, since the weights have none."""
-        return (2 if self.model.config.lora else 3) + self.objective.reads_groups
-
     def policy_model(self, policy: str) -> Model:
         """The model of a policy, or of a teacher by its path."""
         teacher = self.teachers.get(policy)

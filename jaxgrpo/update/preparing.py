@@ -64,15 +64,12 @@ class Preparer:
         geometry = blueprint.geometry
         shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
         self.sample_shape: tuple[int, int, int] = shape
-        score = functools.partial(_score, blueprint.scores, blueprint.score_pass)
-        self.score: Jitted = jax.jit(score, static_argnums=(2, 3))
+        self.score: Jitted = jax.jit(self._score, static_argnums=(2, 3))
         self.behind_prompt: Jitted = jax.jit(_behind_prompt, static_argnums=1)
         judged = blueprint.chain, blueprint.objective.acts_on_all, blueprint.reward_weights
         draws = blueprint.sampling.temperature > 0
-        judge = functools.partial(_judge, *judged, draws, blueprint.mesh)
-        self.judge: Jitted = jax.jit(judge)
-        recipe = blueprint.chain if blueprint.recipe is None else blueprint.recipe
-        self.recipe: AdvantageTransform = recipe
+        self.judge: Jitted = jax.jit(functools.partial(_judge, *judged, draws, blueprint.mesh))
+        self.recipe: AdvantageTransform = blueprint.recipe or blueprint.chain
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
         self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint.objective.reduction))
         constrain = sharding.constrain(blueprint.mesh)
@@ -271,6 +268,14 @@ class Preparer:
             fields |= self.score(params, batch, tuple(scores), geometry)
         return fields
 
+    def _score(
+        self, params: Params, batch: TrainBatch, names: tuple[str, ...], geometry: packing.Geometry
+    ) -> dict[str, Array]:
+        """The named scores, of one pass, as of `score_batch`."""
+        scores = {name: self.blueprint.scores[name] for name in names}
+        settings = self.blueprint.score_pass(scores[names[0]])._replace(tokens=geometry.tokens)
+        return score_batch(settings, params, batch, scores)
+
     def per_token(self, value: Array) -> Array:
         """A field [P], [P, G] or [P, G, T] at every token."""
         value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
@@ -303,20 +308,6 @@ def _behind_prompt(rollouts: Rollouts, column: str) -> Rollouts:
     return dataclasses.replace(rollouts, **prompt, fields={})
 
 
-def _score(
-    all_scores: Mapping[str, Score],
-    find_pass: Callable[[Score], Pass],
-    params: Params,
-    batch: TrainBatch,
-    names: tuple[str, ...],
-    geometry: packing.Geometry,
-) -> dict[str, Array]:
-    """The named scores, of one pass, as of `score_batch`."""
-    scores = {name: all_scores[name] for name in names}
-    settings = find_pass(scores[names[0]])._replace(tokens=geometry.tokens)
-    return score_batch(settings, params, batch, scores)
-
-
 def score_batch(
     settings: Pass, params: Params, batch: TrainBatch, scores: Mapping[str, Score]
 ) -> dict[str, Array]:
@@ -329,9 +320,7 @@ def score_batch(
         return score(settings, params, micro_batch(batch, index), scores)
 
     def body(index: Array, carry: Any) -> Any:
-        return jax.tree.map(
-            lambda stacked, micro: stacked.at[index].set(micro), carry, values(index)
-        )
+        return {name: carry[name].at[index].set(value) for name, value in values(index).items()}
 
     shapes = jax.eval_shape(values, first)
     start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)

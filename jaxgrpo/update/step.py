@@ -233,9 +233,8 @@ def _update_program(
         growth = {"weights/growth": maximum(weights_after / weights_before)}
         return *new, metrics | {name: mean(value) for name, value in measured.items()} | growth
 
-    replicated = sharding.replicated(mesh)
-    layout = (trained_layout(model, mesh), opt_layout(model, mesh, optimizer))
-    layout = (*layout, replicated, replicated)
+    layout = trained_layout(model, mesh), opt_layout(model, mesh, optimizer)
+    layout = (*layout, sharding.replicated(mesh), sharding.replicated(mesh))
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
@@ -245,11 +244,10 @@ def _with_group_log_ratio(settings: Pass, params: Params, batch: TrainBatch) -> 
     Of all micro-batches, in a pass of its own before that with gradients: a group may be split over
     several.
     """
-    score = {"logp": SCORES["trainer_logp"]}
-    logp = score_batch(settings, params, batch, score)["logp"]
+    (logp,) = score_batch(settings, params, batch, {"logp": SCORES["trainer_logp"]}).values()
     number = dense_ids(batch.prompt.reshape(-1)).reshape(batch.prompt.shape)
-    row_group = jnp.take_along_axis(number, batch.row_prompt, -1)
-    group = jnp.broadcast_to(row_group[..., None], batch.mask.shape)
+    row_group = jnp.take_along_axis(number, batch.row_prompt, -1)[..., None]
+    group = jnp.broadcast_to(row_group, batch.mask.shape)
     log_ratio = group_log_ratio(_tokens(batch, logp, {}), group, number.size)
     return dataclasses.replace(batch, fields={**batch.fields, GROUP_LOG_RATIO: log_ratio})
 
@@ -357,11 +355,8 @@ def _over_devices(model: Model, mesh: Mesh, grads: Params, head: Params) -> Para
     """Gradients whole, laid out as the parameters: what the loop left apart is added up."""
     layout = trained_layout(model, mesh)
     if mesh.shape["data"] > 1:
-        grads = jax.tree.map(
-            lambda leaf, layout: jax.lax.with_sharding_constraint(leaf.sum(0), layout),
-            grads,
-            layout,
-        )
+        added_up = jax.tree.map(lambda leaf: leaf.sum(0), grads)
+        grads = jax.lax.with_sharding_constraint(added_up, layout)
     for name, bin_sums in head.items():
         summed = jax.tree.map(sharding.sum_over_bins, bin_sums, layout[name])
         grads = grads | {name: jax.tree.map(jnp.add, grads[name], summed)}

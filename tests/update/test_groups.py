@@ -198,9 +198,3 @@ def test_adapters_make_the_step_of_the_published_loss():
         start, end, expected = (lora.split(params)[0] for params in (before, after, want))
         assert len(jax.tree.leaves(start)) > 0
         assert_same_step(start, end, expected, 1e-5)
-
-
-def test_an_update_that_sees_groups_is_worth_a_forward_pass_more():
-    plain = losses.Objective(losses.clip(), losses.token_mean())
-    assert built()[0].update_passes == built(objective=plain)[0].update_passes + 1 == 4
-    assert built(config=ADAPTED)[0].update_passes == 3
