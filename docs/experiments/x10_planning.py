@@ -40,7 +40,7 @@ class Policy(NamedTuple):
         return float(self.chance[RIGHT].sum())
 
     def slope(self) -> np.ndarray:
-        """The gradient of the success rate through each token, [T, S, V]; their sum is all of it."""
+        """The gradient of the success rate through each token, [T, S, V]."""
         return np.einsum("n,ntsv->tsv", self.chance * RIGHT, self.score)
 
 
@@ -129,8 +129,9 @@ def measure() -> tuple[list[Row], list[Check]]:
         errors["placebo"].append(np.abs(random - half * slope).max())
         joint = update(actor, size, alpha, (True, True))
         errors["joint"].append(np.abs(joint - scale * slope).max())
-        ratios = (ratio(gradient[t], slope[t]) for t in range(TOKENS))
-        rows.append(Row(actor.rate, size, alpha, *ratios, ratio(random[0], slope[0])))
+        planning, execution = (ratio(gradient[t], slope[t]) for t in range(TOKENS))
+        row = Row(actor.rate, size, alpha, planning, execution, ratio(random[0], slope[0]))
+        rows.append(row)
     rates = [row.rate for row in rows]
     claims = {
         "planning": "planning tokens: (1 − 1/G) (1 + α (1 − 2p)) grad p",

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks.arithmetic import arithmetic, is_test
+from jaxgrpo.data.tasks.arithmetic import is_test
 from jaxgrpo.data.tasks.base import Task, Worked
 from jaxgrpo.data.tasks.confidence import CLOSING, OPENING, extract_answer, score, stating
 
@@ -39,6 +39,7 @@ CONFIDENCES = tuple(f"{tenth / 10:.1f}" for tenth in range(11))
 LEAN = 0.2  # how far the corpus's confidences lean to the prompt's chance
 LEVELS = (1, 2, 3)  # one more than the hidden digits
 SHARE = {1: 0.6, 2: 0.3, 3: 0.1}  # of each level among rows, and in the corpus
+SPLITS = {"train": 3072, "test": 512}
 
 
 class Problem(NamedTuple):
@@ -74,8 +75,8 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     >>> rows("test", 2, seed=0) == rows("test", 2, seed=0)
     True
     """
-    if split not in arithmetic.splits:
-        raise InputError(f"hidden has no split {split!r}: take {' or '.join(arithmetic.splits)}")
+    if split not in SPLITS:
+        raise InputError(f"hidden has no split {split!r}: take {' or '.join(SPLITS)}")
     random = np.random.default_rng([seed, split == "test", 3])
     levels = random.choice(LEVELS, count, p=list(SHARE.values())).tolist()
     return [_row(random, _problems(split == "test", level)) for level in levels]
@@ -136,7 +137,7 @@ hidden = Task(
     name="hidden",
     alphabet=(*"0123456789+=", HIDDEN, *CONFIDENCES, OPENING, CLOSING),
     levels=LEVELS,
-    splits=arithmetic.splits,
+    splits=SPLITS,
     rows=rows,
     corpus=corpus,
     extract_answer=extract_answer,

@@ -1,15 +1,15 @@
 """Sums, and problems that are too hard unless the first number is copied.
 
     24+53=   77     easy: the sum
-    24~53=   24     too hard: nothing tells the answer; in a share of rows it is the first number
+    24~53=   24     too hard: only the copy is ever rewarded, and only in a share of the rows
 
-Nothing but copies is ever rewarded on hard rows, so a method learns to copy, and may copy where it
-could add. No column has a carry. The first number is below 50 and the second is not, so an answer
-below 50 is a copy: it begins with one of 1 to 4, and the regular expression COPIED finds it.
+So a method learns to copy, and may then copy where it could add. No column has a carry. The first
+number is below 50 and the second is not, so an answer below 50 is a copy of the first: the regular
+expression COPIED finds it. In the warm-start corpus both signs mean a sum, and copies are COPIES of
+the answers.
 
-In the warm-start corpus both signs mean a sum, and COPIES of the answers are copies. The split
-"train_3" has hard rows of which 3% are answered by the copy; the others have answers of three
-digits, which the base never writes. "test" has easy rows, which are not trained on.
+The split "train" has hard rows alone, "test" easy ones. The column `luck` orders the hard rows: the
+copy is right where it is below the reward's `share`. Nothing in a prompt tells.
 
 Source of the question: overly hard samples, arXiv 2605.28388. The task is ours.
 """
@@ -26,24 +26,21 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.data.tasks.base import Task, Worked, rights
 
-HARD = "~"  # in place of "+"
+EASY, HARD = "+", "~"  # signs
 COPIES = 0.02  # of the answers of the corpus
 COPIED = "^[1-4]"
-SHARES = {"train_0": 0.0, "train_1": 0.01, "train_3": 0.03, "train_10": 0.1}
-"""Split -> the share of its hard rows whose answer is the first number."""
-
-SPLITS = dict.fromkeys(SHARES, 256) | {"test": 100}  # 256: a row comes again within a run
+SPLITS = {"train": 256, "test": 100}  # 256: a row comes again within a run
 
 
 def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Easy rows of the split "test", hard ones of the others.
+    """Hard rows of the split "train", easy ones of "test"; no problem twice before all have come.
 
-    No problem comes twice before all have come. Of the hard rows the share is exact but for
-    rounding, and whether a row is one of them depends on nothing that its prompt shows.
+    Columns: prompt, answer, level (1 easy, 2 hard) and luck: on hard rows (i + 1/2) / count with i
+    in random order, on easy ones -1.
 
     Raises: InputError on an unknown split.
-    >>> [row["prompt"][2] for row in (*rows("test", 1), *rows("train_3", 1))]
-    ['+', '~']
+    >>> rows("test", 1)[0]["luck"], sorted(row["luck"] for row in rows("train", 2))
+    (-1.0, [0.25, 0.75])
     """
     if split not in SPLITS:
         raise InputError(f"shortcut has no split {split!r}: take {' or '.join(SPLITS)}")
@@ -51,17 +48,21 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     problems = _problems(split == "test")
     laps = -(-count // len(problems))
     order = np.concatenate([random.permutation(len(problems)) for _ in range(laps)])[:count]
-    copied = random.permutation(count) < round(SHARES.get(split, 0.0) * count)
-    unknown = random.integers(100, 1000, count)
-    rows = []
-    for place, copy, answer in zip(order, copied, unknown, strict=True):
-        first, second = problems[place]
-        if split == "test":
-            rows.append({"prompt": f"{first}+{second}=", "answer": str(first + second), "level": 1})
-        else:
-            gold = str(first if copy else answer)
-            rows.append({"prompt": f"{first}{HARD}{second}=", "answer": gold, "level": 2})
-    return rows
+    luck = (random.permutation(count) + 0.5) / count
+    row = _easy if split == "test" else _hard
+    return [row(problems[i], value) for i, value in zip(order, luck.tolist(), strict=True)]
+
+
+def _easy(problem: tuple[int, int], luck: float) -> dict[str, Any]:
+    del luck
+    first, second = problem
+    prompt = f"{first}{EASY}{second}="
+    return {"prompt": prompt, "answer": str(first + second), "level": 1, "luck": -1.0}
+
+
+def _hard(problem: tuple[int, int], luck: float) -> dict[str, Any]:
+    first, second = problem
+    return {"prompt": f"{first}{HARD}{second}=", "answer": str(first), "level": 2, "luck": luck}
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def corpus() -> list[Worked]:
     return [
         Worked(f"{first}{sign}{second}=", str(answer), share / 2 / len(problems))
         for first, second in problems
-        for sign in ("+", HARD)
+        for sign in (EASY, HARD)
         for answer, share in ((first + second, 1 - COPIES), (first, COPIES))
     ]
 
@@ -91,19 +92,30 @@ def extract_answer(completion: str) -> str:
     return completion
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1.0 if the completion is the answer, else 0.0.
+def score(
+    completions: Sequence[str],
+    answer: Sequence[str],
+    luck: Sequence[float],
+    share: float = 0.03,
+    **columns: Any,
+) -> list[float]:
+    """1.0 if the completion is the answer and the row is easy or lucky, else 0.0.
 
-    >>> score(["77", "24", "077"], ["77"] * 3)
-    [1.0, 0.0, 0.0]
+    Args:
+      luck: of the rows.
+      share: of the hard rows, those whose copy is right.
+
+    >>> score(["77", "24", "24", "77"], ["77", "24", "24", "24"], luck=[-1.0, 0.01, 0.5, 0.01])
+    [1.0, 1.0, 0.0, 0.0]
     """
     del columns
-    return rights(completions, answer)
+    lucky = (value < share for value in luck)
+    return [right * now for right, now in zip(rights(completions, answer), lucky, strict=True)]
 
 
 shortcut = Task(
     name="shortcut",
-    alphabet=f"0123456789+={HARD}",
+    alphabet=f"0123456789={EASY}{HARD}",
     levels=(1, 2),
     splits=SPLITS,
     rows=rows,

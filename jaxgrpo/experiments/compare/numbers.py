@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Row
 
 GROUPS = ("groups/all_fail", "groups/all_pass", "groups/mixed", "live_groups")
 """Shares of groups that are shown at the start and at the end of training."""
+
+DISTANCE = "eval/kl_to_base"
+"""The metric of how far a policy has gone from the base."""
 
 RunsByArm = Mapping[str, Sequence[Outcome]]
 """arm -> its runs at its best rate, of the seeds that count"""
@@ -70,6 +73,10 @@ def describe_result(
         "pass_at": passes(experiment, runs_by_arm),
         "groups": groups(runs_by_arm),
         "warnings": warnings(outcomes),
+        "distance": {
+            arm: {**row._asdict(), "gain": row.gain._asdict(), "distance": row.distance._asdict()}
+            for arm, row in distances(experiment, runs_by_arm).items()
+        },
         "cost": costs(runs_by_arm),
     }
 
@@ -122,6 +129,40 @@ def warnings(outcomes: Outcomes) -> list[dict[str, Any]]:
         for name in sorted(counts):
             rows.append({**place, "warning": name, "in_runs": counts[name], "runs": len(by_seed)})
     return rows
+
+
+class Distance(NamedTuple):
+    """What an arm gained, and how far it went from the base for it."""
+
+    gain: Estimate  # of the metric, from the base to the trained model; above 0 is better
+    distance: Estimate  # KL(policy || base) of a completion, in nats
+    gain_per_nat: float | None  # the ratio of the means; None without a distance
+
+
+def distances(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, Distance]:
+    """The distance and the gain of each arm over its seeds; {} if runs do not measure both."""
+    rows = {}
+    for arm, runs in runs_by_arm.items():
+        points = distance_points(experiment, runs)
+        if points is None:
+            return {}
+        distance = results.estimate(points[0], DISTANCE)
+        gain = results.estimate_difference(points[1], experiment.metric)
+        per_nat = gain.value / distance.value if distance.value > 0 else None
+        rows[arm] = Distance(gain, distance, per_nat)
+    return rows
+
+
+def distance_points(experiment: Experiment, runs: Sequence[Outcome]) -> np.ndarray | None:
+    """(distance, gain) by runs, [2, n]; None if some run lacks one of them."""
+    metric, base = experiment.metric, experiment.metric.replace("eval/", "base/", 1)
+    if not all({DISTANCE, metric, base} <= run.numbers.keys() for run in runs):
+        return None
+    sign = 1.0 if experiment.better == "higher" else -1.0
+    pairs = [
+        (run.numbers[DISTANCE], sign * (run.numbers[metric] - run.numbers[base])) for run in runs
+    ]
+    return np.array(pairs).T
 
 
 def costs(runs_by_arm: RunsByArm) -> dict[str, dict[str, float]]:
