@@ -41,12 +41,14 @@ class Compared(NamedTuple):
         value, low, high = results.estimate(self.values(arm, metric), metric)
         return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
-    def table(self, metrics: Sequence[str]) -> str:
-        """Numbers of the evaluations of the base and of every arm."""
+    def table(self, metrics: Sequence[str], training: Sequence[str] = ()) -> str:
+        """Numbers of the evaluations of the base and of every arm, and of its training."""
         arms = list(self.experiment.arms)
         base = [f"{self.mean(arms[0], f'base/{metric}'):.3f}" for metric in metrics]
-        rows = [[arm, *(self.cell(arm, f"eval/{name}") for name in metrics)] for arm in arms]
-        return common.table(["arm", *metrics], [["base", *base], *rows])
+        names = [*(f"eval/{name}" for name in metrics), *training]
+        rows = [[arm, *(self.cell(arm, name) for name in names)] for arm in arms]
+        head = ["arm", *metrics, *(f"{name} in training" for name in training)]
+        return common.table(head, [["base", *base, *["–"] * len(training)], *rows])
 
     def section(self, title: str) -> Section:
         """A section of the comparison's report."""
