@@ -20,13 +20,14 @@ from docs.experiments import (
     x3_advantages,
     x4_collapse,
     x8_trees,
+    x10_planning,
     x15_kl_uses,
     x16_flat_groups,
 )
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 
-QUICK = (x2_closed_forms, x15_kl_uses, x16_flat_groups)
+QUICK = (x2_closed_forms, x10_planning, x15_kl_uses, x16_flat_groups)
 
 
 @pytest.mark.slow

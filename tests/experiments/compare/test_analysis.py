@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from jaxgrpo.experiments.compare import report, results
+from jaxgrpo.experiments.compare import numbers, report, results
 from jaxgrpo.experiments.compare.experiment import Experiment
 from jaxgrpo.experiments.compare.results import Outcome
 
@@ -34,10 +35,10 @@ def compared(values: dict[str, dict[float, Any]], **changes: Any):
     outcomes = {
         (arm, rate): {
             seed: Outcome(None, {"m": float(value)}, curve, passes, passes, {})  # pyright: ignore
-            for seed, value in zip(seeds, numbers, strict=True)
+            for seed, value in zip(seeds, row, strict=True)
         }
         for arm, by_rate in values.items()
-        for rate, numbers in by_rate.items()
+        for rate, row in by_rate.items()
     }
     return experiment, outcomes
 
@@ -159,3 +160,42 @@ def test_a_table_of_a_rate_that_the_control_lacks_shows_no_difference():
         "control",
         "other",
     ]
+
+
+def with_distance(better: str, drop: tuple[str, ...] = ()):
+    """Two arms of seven seeds; the second gains twice as much and goes four times as far."""
+    experiment, outcomes = compared(
+        {"control": {0.1: NOISE}, "arm": {0.1: NOISE}}, metric="eval/ece", better=better
+    )
+    for (arm, _), by_seed in outcomes.items():
+        times = 1 + (arm == "arm")
+        for seed, run in by_seed.items():
+            gain = times * (0.2 + NOISE[seed])
+            values = {"base/ece": 0.5, "eval/ece": 0.5 + gain, "eval/kl_to_base": times**2 / 4}
+            run.numbers.clear()
+            run.numbers.update({name: v for name, v in values.items() if name not in drop})
+    return experiment, report.best_runs(experiment, outcomes)
+
+
+@pytest.mark.parametrize(("better", "sign"), [("higher", 1), ("lower", -1)])
+def test_gain_is_set_against_the_distance_from_the_base(better, sign):
+    experiment, runs = with_distance(better)
+    rows = numbers.distances(experiment, runs)
+    for arm, times in (("control", 1), ("arm", 2)):
+        gain = sign * times * (0.2 + NOISE)
+        assert rows[arm].gain.value == pytest.approx(gain.mean())
+        half = 2.446912 * gain.std(ddof=1) / 7**0.5  # Student's t with 6 degrees of freedom
+        assert rows[arm].gain.low == pytest.approx(gain.mean() - half, rel=1e-5)
+        assert rows[arm].distance == pytest.approx([times**2 / 4] * 3)
+        assert rows[arm].gain_per_nat == pytest.approx(gain.mean() / (times**2 / 4))
+    axes = Figure().add_subplot()
+    report.distance(axes, experiment, runs)
+    places = [np.stack(line.get_data(), axis=1) for line in axes.lines]
+    assert [len(points) for points in places] == [7, 1, 7, 1]
+    np.testing.assert_allclose(places[3][0], [1.0, sign * 0.4])
+
+
+@pytest.mark.parametrize("name", ["eval/kl_to_base", "base/ece"])
+def test_without_a_distance_or_a_base_nothing_is_said_of_it(name):
+    experiment, runs = with_distance("lower", drop=(name,))
+    assert numbers.distances(experiment, runs) == {}
