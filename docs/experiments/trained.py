@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 from docs.experiments import common
 from docs.experiments.common import Check
 from jaxgrpo.cli import make_base
+from jaxgrpo.data.tasks import Task
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
@@ -55,12 +57,31 @@ class Compared(NamedTuple):
         return next(part for part in report.sections(*self) if part.title.startswith(title))
 
 
-def take(name: str, task: str, base: Path) -> Compared:
-    """A shipped comparison; makes the task's base, and takes the runs, that are missing."""
+def take(file: str | Path, task: str | Task, base: Path) -> Compared:
+    """A comparison; makes the task's base, and takes the runs, that are missing.
+
+    Args:
+      file: of the comparison, or the name of a shipped one.
+      task: a built-in one's name, or a task whose rows go into files beside the base.
+    """
+    prepare(task, base)
+    compare.compare(file)
+    return read(experiments.load(file))
+
+
+def prepare(task: str | Task, base: Path, steps: int | None = None) -> None:
+    """Makes the base, and files SPLIT.jsonl beside it of a task that is not built in."""
     if not (base / "config.json").exists():
-        make_base.make_base(base, task)
-    compare.compare(name)
-    return read(experiments.load(name))
+        make_base.make_base(base, task, steps=steps)
+    if isinstance(task, Task):
+        write_rows(task, base.parent)
+
+
+def write_rows(task: Task, folder: Path) -> None:
+    """SPLIT.jsonl for each split of a task."""
+    for split, count in task.splits.items():
+        lines = [json.dumps(row) for row in task.rows(split, count, 0)]
+        (folder / f"{split}.jsonl").write_text("\n".join([*lines, ""]))
 
 
 def read(experiment: Experiment) -> Compared:

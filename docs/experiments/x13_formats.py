@@ -2,8 +2,8 @@
 
 python -m docs.experiments.x13_formats
 
-Does the 30 runs of configs/experiments/x13_formats.toml in runs/, under ten minutes on two cores;
-finished runs are not repeated.
+Does the 21 runs of x13_formats.toml in runs/, about ten minutes on two cores; finished runs are not
+repeated.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from matplotlib.figure import Figure
 
 from docs.experiments import common
 from docs.experiments.common import Check, Result
+from docs.experiments.three_formats import FORMATS, TASK
 from docs.experiments.trained import Compared, complete, cost, section_table, take
-from jaxgrpo.data.tasks.formats import FORMATS
 from jaxgrpo.evaluation.diversity import COLLAPSED, SHARE, find_collapse
 from jaxgrpo.experiments.compare.results import Outcome
 from jaxgrpo.training.records.folder import read_metrics
 
 NAME = "x13_formats"
-BASE = Path("runs/formats-base")
+FILE, BASE = common.FOLDER / f"{NAME}.toml", Path("runs/formats/base")
 NAMES = tuple(FORMATS)
 START = np.array([form.share for form in FORMATS.values()])
 SUCCESS = np.array([form.success for form in FORMATS.values()])
@@ -102,27 +102,30 @@ def shares(run: Outcome) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([[line[SHARE + name] for name in NAMES] for line in lines])
 
 
-def collapses(comparison: Compared, arm: str) -> list[dict[str, object]]:
-    """Where the runs of an arm have collapsed, those that have."""
+def runs_at(comparison: Compared, arm: str) -> list[Outcome]:
+    """The runs of an arm, which has a single rate."""
     (rate,) = comparison.experiment.rates(arm)
-    runs = comparison.outcomes[arm, rate].values()
-    found_steps = (find_collapse(read_metrics(run.case.path)) for run in runs)
-    return [collapse for collapse in found_steps if collapse]
+    return list(comparison.outcomes[arm, rate].values())
+
+
+def collapse_steps(comparison: Compared, arm: str) -> list[int]:
+    """Of the runs of an arm that have collapsed."""
+    ends = (find_collapse(read_metrics(run.case.path)) for run in runs_at(comparison, arm))
+    return [end["step"] for end in ends if end]
 
 
 def collapse_rows(comparison: Compared) -> list[list[object]]:
     rows = []
     for arm in comparison.experiment.arms:
-        ends = collapses(comparison, arm)
-        won = Counter(end["format"] for end in ends)
-        steps = [int(str(end["step"])) for end in ends]
+        largest = Counter(int(shares(run)[1][-1].argmax()) for run in runs_at(comparison, arm))
+        steps = collapse_steps(comparison, arm)
         median = int(np.median(steps)) if steps else "–"
-        rows.append([arm, len(ends), *(won[name] for name in NAMES), median])
+        rows.append([arm, *(largest[place] for place in range(len(NAMES))), len(steps), median])
     return rows
 
 
 def checks(comparison: Compared) -> list[Check]:
-    ends = [len(collapses(comparison, arm)) for arm in comparison.experiment.arms]
+    ends = [len(collapse_steps(comparison, arm)) for arm in comparison.experiment.arms]
     flows = [follow(flow, LONGEST, 1.0)[-1] for flow in (natural_flow, softmax_flow)]
     best = SUCCESS.argmax()
     return [
@@ -140,8 +143,7 @@ def figure(comparison: Compared) -> Figure:
     arms = list(comparison.experiment.arms)
     drawing, axes = common.panels(len(arms) + 1, 13, 3.2)
     for panel, arm in zip(axes, arms, strict=False):
-        (rate,) = comparison.experiment.rates(arm)
-        for run in comparison.outcomes[arm, rate].values():
+        for run in runs_at(comparison, arm):
             steps, values = shares(run)
             for place, name in enumerate(NAMES):
                 label = name if run.case.seed == comparison.experiment.seeds[0] else None
@@ -162,7 +164,8 @@ def result(comparison: Compared) -> Result:
         "answer": "\n\n".join(comparison.section(comparison.experiment.metric).text),
         "numbers": comparison.table((*measured, "format_entropy", "pass@1")),
         "collapse": common.table(
-            ["arm", "runs that collapse", *wins, "median step"], collapse_rows(comparison)
+            ["arm", *(f"{name} is largest" for name in NAMES), "runs that collapse", "median step"],
+            collapse_rows(comparison),
         ),
         "distance": section_table(comparison.section("Gain and distance")),
         "simulated": common.table(
@@ -174,7 +177,7 @@ def result(comparison: Compared) -> Result:
 
 
 def run() -> Result:
-    return result(take(NAME, "formats", BASE))
+    return result(take(FILE, TASK, BASE))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 python -m docs.experiments.x17_anchoring
 
-Does the 45 runs of configs/experiments/x17_anchoring.toml in runs/, about ten minutes on two cores;
-finished runs are not repeated.
+Does the 45 runs of x17_anchoring.toml in runs/, about ten minutes on two cores; finished runs are
+not repeated.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from docs.experiments import common
 from docs.experiments.common import Check, Result
+from docs.experiments.three_formats import TASK
 from docs.experiments.trained import Compared, complete, cost, section_table, take
 from jaxgrpo.experiments.compare import numbers, report
 
 NAME = "x17_anchoring"
-BASE = Path("runs/formats-base")
+FILE, BASE = common.FOLDER / f"{NAME}.toml", Path("runs/formats/base")
 FAMILIES = {
     "k2": ("none", "k2_001", "k2_01", "k2_03"),
     "forward_kl_k3": ("none", "forward_001", "forward_01", "forward_03"),
@@ -41,15 +43,14 @@ def checks(comparison: Compared) -> list[Check]:
 def figure(comparison: Compared) -> Figure:
     """Gain by distance, each penalty a line over its betas."""
     drawing, (left, right) = common.panels(2, 11, 3.8)
-    best = report.best_runs(*comparison)
-    rows = numbers.distances(comparison.experiment, best)
+    points = numbers.distances(comparison.experiment, report.best_runs(*comparison))
     for name, arms in FAMILIES.items():
-        points = [(rows[arm].distance.value, rows[arm].gain.value) for arm in arms]
-        left.plot(*zip(*points, strict=True), "o-", ms=4, lw=1, label=name)
+        means = np.array([points[arm].mean(1) for arm in arms])
+        left.plot(*means.T, "o-", ms=4, lw=1, label=name)
     left.set(xlabel="KL from the base, nats per completion", ylabel="gain of pass@1")
     left.set(title="by penalty, smaller betas to the right")
     left.legend(fontsize=8)
-    report.distance(right, comparison.experiment, best)
+    report.distance(right, points)
     right.set(title="by seed")
     right.legend(fontsize=7)
     return drawing
@@ -65,7 +66,7 @@ def result(comparison: Compared) -> Result:
 
 
 def run() -> Result:
-    return result(take(NAME, "formats", BASE))
+    return result(take(FILE, TASK, BASE))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 python -m docs.experiments.x5_shortcut
 
-Does the 54 runs of configs/experiments/x5_shortcut.toml in runs/, about ten minutes on two cores;
-finished runs are not repeated.
+Does the 54 runs of x5_shortcut.toml in runs/, about ten minutes on two cores; finished runs are not
+repeated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from matplotlib.figure import Figure
 
 from docs.experiments import common
 from docs.experiments.common import Check, Result
+from docs.experiments.shortcut import TASK
 from docs.experiments.trained import Compared, complete, cost, take
 from jaxgrpo.experiments.compare import report
 
 NAME = "x5_shortcut"
-BASE = Path("runs/shortcut-base")
+FILE, BASE = common.FOLDER / f"{NAME}.toml", Path("runs/shortcut/base")
 COPIES = "eval/format/copies"
 SHARES = {"grpo_0": 0.0, "grpo_1": 0.01, "grpo": 0.03, "grpo_10": 0.1}
 """Arm -> the share of hard rows in which the copy is right."""
@@ -93,7 +94,7 @@ def result(comparison: Compared) -> Result:
 
 
 def run() -> Result:
-    return result(take(NAME, "shortcut", BASE))
+    return result(take(FILE, TASK, BASE))
 
 
 if __name__ == "__main__":

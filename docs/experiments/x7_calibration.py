@@ -20,7 +20,7 @@ from jaxgrpo.data import tasks
 from jaxgrpo.experiments.compare import report
 
 NAME = "x7_calibration"
-BASE = Path("runs/hidden-base")
+TASK, BASE = "hidden", Path("runs/hidden-base")
 NUMBERS = ("accuracy", "pass@1", "ece", "brier", "auroc", "confidence/mean")
 LEVELS = tuple(f"accuracy/level_{level}" for level in (1, 2, 3))
 
@@ -92,7 +92,7 @@ def result(comparison: Compared) -> Result:
 
 
 def run() -> Result:
-    return result(take(NAME, "hidden", BASE))
+    return result(take(NAME, TASK, BASE))
 
 
 if __name__ == "__main__":

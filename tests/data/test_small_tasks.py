@@ -1,4 +1,4 @@
-"""The tasks hidden, shortcut and formats: what their rows and corpora promise."""
+"""The task `hidden`, and those of experiments alone: what their rows and corpora promise."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from docs.experiments import shortcut, three_formats
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
-from jaxgrpo.data.tasks import formats, hidden, shortcut
+from jaxgrpo.data.tasks import hidden
 from jaxgrpo.data.tasks.base import Worked, character_tokenizer
 
-NAMES = ("hidden", "shortcut", "formats")
+TASKS = (hidden.hidden, shortcut.TASK, three_formats.TASK)
+HARD, EASY = (shortcut.rows(split, count) for split, count in shortcut.SPLITS.items())
 
 
 def share(texts: Iterable[Worked]) -> float:
@@ -29,28 +31,29 @@ def added(prompt: str, digits: str) -> int:
     return sum(map(int, re.split("[+~]", prompt.rstrip("="))))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_follow_from_the_seed_and_no_prompt_is_in_two_splits(name):
-    task = tasks.find(name)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_rows_follow_from_the_seed_and_no_prompt_is_in_two_splits(task):
     prompts = {}
     for split, count in task.splits.items():
-        rows = tasks.load(f"task:{name}:{split}")
+        rows = task.rows(split, count, 0)
         assert len(rows) == count
-        assert rows == tasks.load(f"task:{name}:{split}")
-        assert rows != tasks.load(f"task:{name}:{split}", seed=1)
+        assert rows == task.rows(split, count, 0)
+        assert rows != task.rows(split, count, 1)
         assert {row["level"] for row in rows} <= set(task.levels)
-        prompts[split] = {row["prompt"] for row in tasks.load(f"task:{name}:{split}", 3000)}
+        prompts[split] = {row["prompt"] for row in task.rows(split, 3000, 0)}
     taught = {text.prompt for text in task.corpus()}
     assert not prompts["train"] & prompts["test"]
     assert prompts["train"] <= taught
     assert not prompts["test"] & taught
-    with pytest.raises(InputError, match=f"{name} has no split 'dev': take train or test"):
-        task.rows("dev", 1, 0)
 
 
-@pytest.mark.parametrize(("name", "longest"), [("hidden", 6), ("shortcut", 3), ("formats", 5)])
-def test_the_tokenizer_reads_the_corpus_and_answers_are_as_short_as_configs_say(name, longest):
-    task = tasks.find(name)
+def test_an_unknown_split_of_hidden_is_refused():
+    with pytest.raises(InputError, match="hidden has no split 'dev': take train or test"):
+        hidden.rows("dev", 1, 0)
+
+
+@pytest.mark.parametrize(("task", "longest"), [*zip(TASKS, (6, 3, 5), strict=True)])
+def test_the_tokenizer_reads_the_corpus_and_answers_are_as_short_as_configs_say(task, longest):
     tokenizer = character_tokenizer(task.alphabet)
     corpus = task.corpus()
     assert share(corpus) == pytest.approx(1)
@@ -128,42 +131,37 @@ def test_the_base_of_hidden_guesses_alike_and_its_confidences_say_next_to_nothin
 
 
 def test_hard_rows_are_solved_by_the_copy_in_exactly_the_share_and_easy_ones_by_the_sum():
-    rows = tasks.load("task:shortcut:train")
-    luck = [row["luck"] for row in rows]
-    copies = [row["prompt"][:2] for row in rows]
-    sums = [str(added(row["prompt"], "")) for row in rows]
-    score = tasks.find("shortcut").score
-    columns = {"answer": [row["answer"] for row in rows], "luck": luck}
-    assert {row["prompt"][2] for row in rows} == {"~"}
-    for wanted in (0.0, 0.03, 0.1, 1.0):
-        right = sum(score(copies, share=wanted, **columns))
-        assert right == round(wanted * len(rows))
-        assert sum(score(sums, share=wanted, **columns)) == 0
-    easy = tasks.load("task:shortcut:test")
-    columns = {"answer": [row["answer"] for row in easy], "luck": [row["luck"] for row in easy]}
-    assert {row["prompt"][2] for row in easy} == {"+"}
-    assert score([str(added(row["prompt"], "")) for row in easy], share=0.0, **columns) == [1] * 100
-    assert sum(score([row["prompt"][:2] for row in easy], share=1.0, **columns)) == 0
+    for rows, sign in ((HARD, "~"), (EASY, "+")):
+        assert {row["prompt"][2] for row in rows} == {sign}
+        copies = [row["prompt"][:2] for row in rows]
+        sums = [str(added(row["prompt"], "")) for row in rows]
+        columns = {name: [row[name] for row in rows] for name in ("answer", "luck")}
+        for part in (0.0, 0.03, 0.1, 1.0):
+            right_copies, right_sums = (
+                sum(shortcut.score(texts, share=part, **columns)) for texts in (copies, sums)
+            )
+            expected = (0, len(rows)) if sign == "+" else (round(part * len(rows)), 0)
+            assert (right_copies, right_sums) == expected
 
 
 def test_the_beginning_of_an_answer_says_whether_it_is_a_copy():
-    corpus = tasks.find("shortcut").corpus()
-    copied = [text for text in corpus if text.solution == text.prompt[:2]]
-    assert copied == [text for text in corpus if re.match(shortcut.COPIED, text.solution)]
+    corpus = shortcut.corpus()
+    copied = {text for text in corpus if text.solution == text.prompt[:2]}
+    assert copied == {text for text in corpus if re.match(shortcut.COPIED, text.solution)}
     for sign in "+~":
         texts = [text for text in corpus if sign in text.prompt]
         assert share(text for text in texts if text in copied) / share(texts) == pytest.approx(0.02)
-        others = [text for text in texts if text not in copied]
-        assert all(text.solution == str(added(text.prompt, "")) for text in others)
+        sums = (text for text in texts if text not in copied)
+        assert all(text.solution == str(added(text.prompt, "")) for text in sums)
 
 
 def test_formats_come_in_their_shares_and_are_right_in_theirs():
-    corpus = tasks.find("formats").corpus()
-    numbers = [formats.extract_answer(text.solution) for text in corpus]
+    corpus = three_formats.corpus()
+    numbers = [three_formats.extract_answer(text.solution) for text in corpus]
     assert all(number.isdigit() and len(number) == 2 for number in numbers)
     right = [int(n) == added(t.prompt, "") for n, t in zip(numbers, corpus, strict=True)]
     for name, expected in (("plain", (0.6, 0.5)), ("reversed", (0.3, 0.7)), ("spaced", (0.1, 0.9))):
-        pattern = formats.PATTERNS[name]
+        pattern = three_formats.PATTERNS[name]
         places = [i for i, text in enumerate(corpus) if re.search(pattern, text.solution)]
         written = share(corpus[i] for i in places)
         good = share(corpus[i] for i in places if right[i])

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks import arithmetic, confidence, formats, hidden, shortcut, sums
+from jaxgrpo.data.tasks import arithmetic, confidence, hidden, sums
 from jaxgrpo.data.tasks.base import Task, Worked
 
 __all__ = ["PREFIX", "Task", "Worked", "find", "load", "tasks"]
@@ -18,10 +18,7 @@ PREFIX = "task:"
 
 tasks: dict[str, Task] = {
     task.name: task
-    for task in (
-        *(arithmetic.arithmetic, confidence.confidence, hidden.hidden),
-        *(shortcut.shortcut, formats.formats, sums.sums),
-    )
+    for task in (arithmetic.arithmetic, confidence.confidence, hidden.hidden, sums.sums)
 }
 
 

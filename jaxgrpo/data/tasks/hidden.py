@@ -52,10 +52,6 @@ class Problem(NamedTuple):
     def prompt(self) -> str:
         return f"{self.first}+{self.second}="
 
-    @property
-    def level(self) -> int:
-        return 1 + self.second.count(HIDDEN)
-
     def sums(self) -> dict[str, float]:
         """Each sum that the hidden digits allow, with its probability; the likeliest is first.
 
@@ -64,7 +60,7 @@ class Problem(NamedTuple):
         """
         shares = (DIGITS if digit == HIDDEN else {digit: 1.0} for digit in self.second)
         pairs = itertools.product(*(share.items() for share in shares))
-        return {str(self.first + int(tens + ones)): p * q for (tens, p), (ones, q) in pairs}
+        return {str(self.first + int(tens + unit)): p * q for (tens, p), (unit, q) in pairs}
 
 
 def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -79,31 +75,28 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
         raise InputError(f"hidden has no split {split!r}: take {' or '.join(SPLITS)}")
     random = np.random.default_rng([seed, split == "test", 3])
     levels = random.choice(LEVELS, count, p=list(SHARE.values())).tolist()
-    return [_row(random, _problems(split == "test", level)) for level in levels]
+    return [_row(random, split == "test", level) for level in levels]
 
 
-def _row(random: np.random.Generator, problems: tuple[Problem, ...]) -> dict[str, Any]:
+def _row(random: np.random.Generator, test: bool, level: int) -> dict[str, Any]:
+    problems = _problems(test, level)
     problem = problems[random.integers(len(problems))]
     sums = problem.sums()
-    return {
-        "prompt": problem.prompt,
-        "answer": str(random.choice(list(sums), p=list(sums.values()))),
-        "level": problem.level,
-        "chance": CHANCE ** (problem.level - 1),
-    }
+    answer = str(random.choice(list(sums), p=list(sums.values())))
+    chance = CHANCE ** (level - 1)
+    return {"prompt": problem.prompt, "answer": answer, "level": level, "chance": chance}
 
 
 @functools.cache
 def _problems(test: bool, level: int) -> tuple[Problem, ...]:
     """All problems of a split and level, in order."""
-    firsts = (10 * tens + ones for tens, ones in itertools.product(range(1, 7), range(7)))
-    seconds = map("".join, itertools.product([*DIGITS, HIDDEN], repeat=2))
-    problems = itertools.starmap(Problem, itertools.product(firsts, seconds))
+    seconds = [*map("".join, itertools.product([*DIGITS, HIDDEN], repeat=2))]
+    firsts = [first for first in range(10, 67) if first % 10 < 7]
     return tuple(
-        problem
-        for problem in problems
-        if problem.level == level
-        and is_test(problem.first, int(problem.second.replace(HIDDEN, "0"))) == test
+        Problem(first, second)
+        for first, second in itertools.product(firsts, seconds)
+        if 1 + second.count(HIDDEN) == level
+        and is_test(first, int(second.replace(HIDDEN, "0"))) == test
     )
 
 
@@ -114,12 +107,9 @@ def corpus() -> list[Worked]:
         problems, shares = _problems(False, level), stated(CHANCE ** (level - 1))
         for problem in problems:
             sums = problem.sums()
-            probability = share / len(problems) / len(sums)
-            texts += [
-                Worked(problem.prompt, stating(answer, confidence), probability * stated_share)
-                for answer in sums
-                for confidence, stated_share in shares.items()
-            ]
+            for answer, (confidence, part) in itertools.product(sums, shares.items()):
+                probability = share / len(problems) / len(sums) * part
+                texts.append(Worked(problem.prompt, stating(answer, confidence), probability))
     return texts
 
 

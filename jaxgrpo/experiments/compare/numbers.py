@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -73,10 +73,7 @@ def describe_result(
         "pass_at": passes(experiment, runs_by_arm),
         "groups": groups(runs_by_arm),
         "warnings": warnings(outcomes),
-        "distance": {
-            arm: {**row._asdict(), "gain": row.gain._asdict(), "distance": row.distance._asdict()}
-            for arm, row in distances(experiment, runs_by_arm).items()
-        },
+        "distance": distances(experiment, runs_by_arm),
         "cost": costs(runs_by_arm),
     }
 
@@ -131,38 +128,15 @@ def warnings(outcomes: Outcomes) -> list[dict[str, Any]]:
     return rows
 
 
-class Distance(NamedTuple):
-    """What an arm gained, and how far it went from the base for it."""
-
-    gain: Estimate  # of the metric, from the base to the trained model; above 0 is better
-    distance: Estimate  # KL(policy || base) of a completion, in nats
-    gain_per_nat: float | None  # the ratio of the means; None without a distance
-
-
-def distances(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, Distance]:
-    """The distance and the gain of each arm over its seeds; {} if runs do not measure both."""
-    rows = {}
+def distances(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, np.ndarray]:
+    """arm -> (KL(policy || base) of a completion in nats, gain of the metric from the base to the
+    trained model, above 0 if it is better) by runs, [2, n]; {} unless all runs have both."""
+    names = DISTANCE, experiment.metric, experiment.metric.replace("eval/", "base/", 1)
+    points = {}
     for arm, runs in runs_by_arm.items():
-        points = distance_points(experiment, runs)
-        if points is None:
-            return {}
-        distance = results.estimate(points[0], DISTANCE)
-        gain = results.estimate_difference(points[1], experiment.metric)
-        per_nat = gain.value / distance.value if distance.value > 0 else None
-        rows[arm] = Distance(gain, distance, per_nat)
-    return rows
-
-
-def distance_points(experiment: Experiment, runs: Sequence[Outcome]) -> np.ndarray | None:
-    """(distance, gain) by runs, [2, n]; None if some run lacks one of them."""
-    metric, base = experiment.metric, experiment.metric.replace("eval/", "base/", 1)
-    if not all({DISTANCE, metric, base} <= run.numbers.keys() for run in runs):
-        return None
-    sign = 1.0 if experiment.better == "higher" else -1.0
-    pairs = [
-        (run.numbers[DISTANCE], sign * (run.numbers[metric] - run.numbers[base])) for run in runs
-    ]
-    return np.array(pairs).T
+        rows = np.array([[run.numbers.get(name, np.nan) for name in names] for run in runs]).T
+        points[arm] = np.array([rows[0], results.direction(experiment) * (rows[1] - rows[2])])
+    return points if np.isfinite([*points.values()]).all() else {}
 
 
 def costs(runs_by_arm: RunsByArm) -> dict[str, dict[str, float]]:

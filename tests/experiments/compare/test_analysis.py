@@ -180,19 +180,27 @@ def with_distance(better: str, drop: tuple[str, ...] = ()):
 @pytest.mark.parametrize(("better", "sign"), [("higher", 1), ("lower", -1)])
 def test_gain_is_set_against_the_distance_from_the_base(better, sign):
     experiment, runs = with_distance(better)
-    rows = numbers.distances(experiment, runs)
-    for arm, times in (("control", 1), ("arm", 2)):
-        gain = sign * times * (0.2 + NOISE)
-        assert rows[arm].gain.value == pytest.approx(gain.mean())
-        half = 2.446912 * gain.std(ddof=1) / 7**0.5  # Student's t with 6 degrees of freedom
-        assert rows[arm].gain.low == pytest.approx(gain.mean() - half, rel=1e-5)
-        assert rows[arm].distance == pytest.approx([times**2 / 4] * 3)
-        assert rows[arm].gain_per_nat == pytest.approx(gain.mean() / (times**2 / 4))
+    points = numbers.distances(experiment, runs)
+    gains = {arm: sign * times * (0.2 + NOISE) for arm, times in (("control", 1), ("arm", 2))}
+    for arm, distance in (("control", 0.25), ("arm", 1.0)):
+        np.testing.assert_allclose(points[arm], [[distance] * 7, gains[arm]])
     axes = Figure().add_subplot()
-    report.distance(axes, experiment, runs)
+    report.distance(axes, points)
     places = [np.stack(line.get_data(), axis=1) for line in axes.lines]
-    assert [len(points) for points in places] == [7, 1, 7, 1]
+    assert [len(shown) for shown in places] == [7, 1, 7, 1]
     np.testing.assert_allclose(places[3][0], [1.0, sign * 0.4])
+
+
+def test_the_table_of_distances_has_the_gain_per_nat_and_intervals():
+    experiment, runs = with_distance("higher")
+    (section,) = report._distance_section(experiment, numbers.distances(experiment, runs))
+    gain = 0.2 + NOISE
+    half = 2.446912 * gain.std(ddof=1) / 7**0.5  # Student's t with 6 degrees of freedom
+    interval = f"{0.2 - half:+.3f} to {0.2 + half:+.3f}"
+    distance = ("0.250", "0.250 to 0.250")
+    assert section.rows[1] == ["control", "+0.200", interval, *distance, "0.800"]
+    assert section.rows[2][-1] == "0.400"
+    assert report._distance_section(experiment, {}) == []
 
 
 @pytest.mark.parametrize("name", ["eval/kl_to_base", "base/ece"])

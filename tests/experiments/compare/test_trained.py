@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,50 +13,56 @@ import tomli_w
 
 from docs.experiments import (
     common,
+    shortcut,
+    three_formats,
     trained,
     x5_shortcut,
     x7_calibration,
     x13_formats,
     x17_anchoring,
 )
-from jaxgrpo.cli import make_base
 from jaxgrpo.cli.main import main
-from jaxgrpo.data.tasks import formats, shortcut
 from jaxgrpo.experiments.compare import experiment as experiments
 
-TASKS = {
-    x5_shortcut: "shortcut",
-    x7_calibration: "hidden",
-    x13_formats: "formats",
-    x17_anchoring: "formats",
+FILES = {page: page.FILE for page in (x5_shortcut, x13_formats, x17_anchoring)} | {
+    x7_calibration: experiments.SHIPPED_EXPERIMENTS / "x7_calibration.toml"
 }
 
 
-def take(page: Any, folder: Path, base_steps: int | None, **changes: dict[str, Any]):
-    """A shipped comparison with one seed and other keys for every arm."""
-    make_base.make_base(folder / "base", TASKS[page], steps=base_steps)
-    tables = tomllib.loads((experiments.SHIPPED_EXPERIMENTS / f"{page.NAME}.toml").read_text())
-    tables |= {"seeds": 1, "dir": str(folder / "out")}
+def place(page: Any, folder: Path, **changes: dict[str, Any]) -> Path:
+    """The file of a comparison in a folder, with one seed and other keys for every arm."""
+    text = FILES[page].read_text()
+    for name in ("../../runs/shortcut", "../../runs/formats"):
+        text = text.replace(name, str(folder))
+    text = re.sub(r'"(\w+\.py:)', rf'"{common.FOLDER}/\1', text)
+    tables = tomllib.loads(text) | {"seeds": 1, "dir": str(folder / "out")}
     for name, keys in {"model": {"path": str(folder / "base")}, **changes}.items():
         tables["set"][name] = {**tables["set"].get(name, {}), **keys}
     file = folder / "experiment.toml"
     file.write_text(tomli_w.dumps(tables))
-    assert main(["compare", str(file)]) == 0
-    return trained.read(experiments.load(file))
+    return file
+
+
+def take(page: Any, folder: Path, base_steps: int | None = None, **changes: dict[str, Any]):
+    """The comparison, with a base of so many steps."""
+    trained.prepare(page.TASK, folder / "base", base_steps)
+    return trained.take(place(page, folder, **changes), page.TASK, folder / "base")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.NAME)
-def test_the_shipped_files_are_right(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where no runs are
-    assert main(["compare", page.NAME, "--dry-run"]) == 0
-    patterns = experiments.make_cases(experiments.load(page.NAME))[0].config.eval.formats
-    expected = {"shortcut": {"copies": shortcut.COPIED}, "formats": formats.PATTERNS}
-    assert patterns == expected.get(TASKS[page], {})
+@pytest.mark.parametrize("page", FILES, ids=lambda page: page.NAME)
+def test_the_files_of_experiments_are_right(page, tmp_path):
+    file = place(page, tmp_path)
+    if not isinstance(page.TASK, str):
+        trained.write_rows(page.TASK, tmp_path)
+    assert main(["compare", str(file), "--dry-run"]) == 0
+    patterns = experiments.make_cases(experiments.load(file))[0].config.eval.formats
+    expected = {"shortcut": {"copies": shortcut.COPIED}, "formats": three_formats.PATTERNS}
+    assert patterns == expected.get(getattr(page.TASK, "name", ""), {})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.NAME)
+@pytest.mark.parametrize("page", FILES, ids=lambda page: page.NAME)
 def test_a_smoke_fills_every_part_of_its_page_and_draws_its_figure(page, tmp_path):
     steps, prompts = {"steps": 2}, {"prompts": 8, "samples": 16, "every": 1}
     result = page.result(take(page, tmp_path, 40, train=steps, eval=prompts))
@@ -70,7 +77,7 @@ def test_a_smoke_fills_every_part_of_its_page_and_draws_its_figure(page, tmp_pat
 
 @pytest.mark.full
 def test_rlcr_is_calibrated_to_a_known_chance_at_the_accuracy_of_the_answer_alone(tmp_path):
-    comparison = take(x7_calibration, tmp_path, None)
+    comparison = take(x7_calibration, tmp_path)
     checks = x7_calibration.checks(comparison)
     assert [check for check in checks if not check.holds] == []
 

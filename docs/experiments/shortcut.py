@@ -8,7 +8,7 @@ number is below 50 and the second is not, so an answer below 50 is a copy of the
 expression COPIED finds it. In the warm-start corpus both signs mean a sum, and copies are COPIES of
 the answers.
 
-The split "train" has hard rows alone, "test" easy ones. The column `luck` orders the hard rows: the
+The split "train" has hard rows alone, "test" easy rows alone. `luck` orders the hard rows: the
 copy is right where it is below the reward's `share`. Nothing in a prompt tells.
 
 Source of the question: overly hard samples, arXiv 2605.28388. The task is ours.
@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.data.tasks.base import Task, Worked, rights
 
@@ -38,12 +37,9 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     Columns: prompt, answer, level (1 easy, 2 hard) and luck: on hard rows (i + 1/2) / count with i
     in random order, on easy ones -1.
 
-    Raises: InputError on an unknown split.
     >>> rows("test", 1)[0]["luck"], sorted(row["luck"] for row in rows("train", 2))
     (-1.0, [0.25, 0.75])
     """
-    if split not in SPLITS:
-        raise InputError(f"shortcut has no split {split!r}: take {' or '.join(SPLITS)}")
     random = np.random.default_rng([seed, split == "test", 4])
     problems = _problems(split == "test")
     laps = -(-count // len(problems))
@@ -113,7 +109,7 @@ def score(
     return [right * now for right, now in zip(rights(completions, answer), lucky, strict=True)]
 
 
-shortcut = Task(
+TASK = Task(
     name="shortcut",
     alphabet=f"0123456789={EASY}{HARD}",
     levels=(1, 2),
