@@ -32,13 +32,8 @@ def describe_plan(
     Args:
       finished: the folders of the finished runs.
     """
-    least_p, corrected_p, needed_seeds = results.detectable(experiment)
-    smallest = {
-        "p": least_p,
-        "corrected_p": corrected_p,
-        "level": experiment.level,
-        "seeds": needed_seeds,
-    }
+    names, tested = ("p", "corrected_p", "seeds"), results.testable(experiment)
+    smallest = dict(zip(names, results.detectable(experiment), strict=True))
     return {
         "dir": experiment.dir,
         "runs": experiment.number_of_runs,
@@ -49,8 +44,8 @@ def describe_plan(
         "learning_rates": {arm: experiment.rates(arm) for arm in experiment.arms},
         "seeds": experiment.seeds,
         "tuning_seeds": experiment.tuning_seeds,
-        "tested": results.testable(experiment),
-        "smallest": smallest if results.testable(experiment) else None,
+        "tested": tested,
+        "smallest": smallest | {"level": experiment.level} if tested else None,
         "differences": {
             key: {arm: None if text == "–" else json.loads(text) for arm, text in values.items()}
             for key, values in differences(cases).items()
