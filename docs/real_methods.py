@@ -20,7 +20,7 @@ import numpy as np
 
 import jaxgrpo
 from docs.experiments import common
-from docs.experiments.x3_advantages import Compared, total_cost
+from docs.experiments.trained import Compared, total_cost
 from docs.real_model import BASE
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments

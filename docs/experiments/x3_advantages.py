@@ -8,51 +8,25 @@ on two cores; finished runs are not repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from docs.experiments import common
 from docs.experiments.common import Check, Result
-from jaxgrpo.cli import make_base
-from jaxgrpo.experiments import compare
-from jaxgrpo.experiments.compare import experiment as experiments
+from docs.experiments.trained import Compared, complete, cost, section_table, take
 from jaxgrpo.experiments.compare import report, results
-from jaxgrpo.experiments.compare.experiment import Experiment
-from jaxgrpo.experiments.compare.results import Outcomes
-from jaxgrpo.experiments.sections import Section
 
 NAME = "x3_advantages"
 SIZES = (2, 4)
 BASE = Path("runs/base")
 
 
-class Compared(NamedTuple):
-    """One finished comparison."""
-
-    experiment: Experiment
-    outcomes: Outcomes
-
-
 def find() -> dict[int, Compared]:
-    """Group size -> its comparison."""
-    return {size: find_comparison(f"x3_g{size}") for size in SIZES}
-
-
-def find_comparison(name: str) -> Compared:
-    """A shipped comparison. Makes the base, and takes the runs, that are missing."""
-    if not (BASE / "config.json").exists():
-        make_base.make_base(BASE)
-    compare.compare(name)
-    return read(experiments.load(name))
-
-
-def read(experiment: Experiment) -> Compared:
-    """A comparison whose runs are all finished."""
-    return Compared(experiment, results.read_all(experiments.make_cases(experiment)))
+    """Group size -> its comparison. Makes the base, and takes the runs, that are missing."""
+    return {size: take(f"x3_g{size}", "arithmetic", BASE) for size in SIZES}
 
 
 def result(comparisons: Mapping[int, Compared]) -> Result:
@@ -65,23 +39,21 @@ def result(comparisons: Mapping[int, Compared]) -> Result:
         passes, groups = by_title["pass@k before and after"], by_title["Groups in training"]
         parts |= {
             f"answer_{size}": "\n\n".join([*answer.text, *detectable.text]),
-            f"best_{size}": _table(best),
+            f"best_{size}": section_table(best),
             f"rates_{size}": rates_table(comparison),
-            f"passes_{size}": _table(passes),
-            f"groups_{size}": _table(groups),
+            f"passes_{size}": section_table(passes),
+            f"groups_{size}": section_table(groups),
             f"ends_{size}": ends_table(comparison),
         }
         checks += check_comparison(size, comparison)
-    parts["cost"] = cost(comparisons)
+    parts["cost"] = cost(comparisons.values())
     return Result(parts, checks, lambda: figure(comparisons))
 
 
 def check_comparison(size: int, comparison: Compared) -> list[Check]:
     """That everything is there. Which arm is better is not a criterion."""
-    experiment, outcomes = comparison
-    runs = [outcome for by_seed in outcomes.values() for outcome in by_seed.values()]
-    case_count = len(experiments.make_cases(experiment))
-    finite = all(np.isfinite(run.numbers[experiment.metric]) for run in runs)
+    runs = comparison.runs
+    every_run = complete(comparison)
     (sign,) = [row for row in results.at_best(*comparison) if row.arm == "sign"]
     assert sign.difference is not None
     difference = f"{sign.difference.value:+.4f}, corrected p = {sign.corrected:.2g}"
@@ -89,8 +61,7 @@ def check_comparison(size: int, comparison: Compared) -> list[Check]:
     base = {run.case.seed: run.numbers["base/pass@1"] for run in runs}
     same_base = all(run.numbers["base/pass@1"] == base[run.case.seed] for run in runs)
     return [
-        Check(f"G = {size}: every run has a result", f"{len(runs)} of {case_count}",
-              finite and len(runs) == case_count),
+        every_run._replace(claim=f"G = {size}: {every_run.claim}"),
         Check(f"G = {size}: arms start from the same base, on the same samples, in each seed",
               f"{len(base)} seeds", same_base),
         Check(f"G = {size}: sign minus grpo has an interval and p", difference, bool(interval)),
@@ -127,37 +98,6 @@ def ends_table(comparison: Compared) -> str:
     return common.table(head, rows)
 
 
-class Totals(NamedTuple):
-    """What the runs of several comparisons took."""
-
-    runs: int
-    tokens: float  # sampled in training
-    minutes: float  # of training, without evaluation
-
-
-def total_cost(comparisons: Iterable[Compared]) -> Totals:
-    """Summed over all finished runs."""
-    runs = [
-        run
-        for comparison in comparisons
-        for by_seed in comparison.outcomes.values()
-        for run in by_seed.values()
-    ]
-    tokens, seconds = (
-        sum(run.numbers[name] for run in runs) for name in ("tokens", "time/seconds")
-    )
-    return Totals(len(runs), tokens, seconds / 60)
-
-
-def cost(comparisons: Mapping[int, Compared]) -> str:
-    """What all of it took."""
-    runs, tokens, minutes = total_cost(comparisons.values())
-    return (
-        f"{runs} runs, {tokens / 1e6:.1f} million tokens sampled in training, "
-        f"{minutes:.0f} minutes of training without evaluation."
-    )
-
-
 def figure(comparisons: Mapping[int, Compared]) -> Figure:
     """A row per group size: rates, differences, reward, groups that all fail."""
     drawing = Figure(figsize=(17, 3.6 * len(comparisons)), layout="constrained")
@@ -176,11 +116,6 @@ def figure(comparisons: Mapping[int, Compared]) -> Figure:
             each.grid(alpha=0.3)
         axes[0].legend(fontsize=7, ncols=2)
     return drawing
-
-
-def _table(section: Section) -> str:
-    head, *rows = section.rows
-    return common.table(head, rows)
 
 
 def run() -> Result:

@@ -21,9 +21,9 @@ import numpy as np
 import tomli_w
 from matplotlib.figure import Figure
 
-from docs.experiments import common, escape, formats, x3_advantages
+from docs.experiments import common, escape, formats, trained, x3_advantages
 from docs.experiments.common import Check, Result
-from docs.experiments.x3_advantages import Compared
+from docs.experiments.trained import Compared
 from jaxgrpo.cli import make_base
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
@@ -85,7 +85,7 @@ def find() -> dict[Cell, Compared]:
     files = {cell: cell_file(cell) for cell in CELLS}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a process each: a run keeps one core busy
         list(pool.map(_compare, files.values()))
-    return {cell: x3_advantages.read(experiments.load(file)) for cell, file in files.items()}
+    return {cell: trained.read(experiments.load(file)) for cell, file in files.items()}
 
 
 def _compare(file: Path) -> None:
@@ -101,7 +101,8 @@ def result(comparisons: Mapping[Cell, Compared]) -> Result:
         parts[f"rates_{cell.name}"] = x3_advantages.rates_table(comparison)
         head, *rows = report.format_rows(experiment, results.at_best(*comparison), own_rates=True)
         parts[f"best_{cell.name}"] = common.table(head, rows)
-        checks += _complete(cell, comparison)
+        every_run = trained.complete(comparison)
+        checks.append(every_run._replace(claim=f"{cell.title}: {every_run.claim}"))
     checks += list(_claims(comparisons[HEADLINE]))
     parts["simulated"] = simulated_table()
     return Result(parts, checks, lambda: figure(comparisons))
@@ -109,22 +110,11 @@ def result(comparisons: Mapping[Cell, Compared]) -> Result:
 
 def cost(comparisons: Mapping[Cell, Compared]) -> str:
     """What all of it took."""
-    runs, tokens, minutes = x3_advantages.total_cost(comparisons.values())
+    runs, tokens, minutes = trained.total_cost(comparisons.values())
     return (
         f"{runs} runs, {tokens / 1e6:.2f} million tokens sampled in training, {minutes:.0f} "
         "minutes of training without evaluation, two runs at a time."
     )
-
-
-def _complete(cell: Cell, comparison: Compared) -> Iterator[Check]:
-    experiment, outcomes = comparison
-    runs = [outcome for by_seed in outcomes.values() for outcome in by_seed.values()]
-    number = len(experiments.make_cases(experiment))
-    finite = all(np.isfinite(run.numbers[experiment.metric]) for run in runs)
-    yield Check(
-        f"{cell.title}: every run has a result", f"{len(runs)} of {number}",
-        finite and len(runs) == number,
-    )  # fmt: skip
 
 
 def _claims(headline: Compared) -> Iterator[Check]:

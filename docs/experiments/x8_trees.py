@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 from docs.experiments import common
 from docs.experiments.bandit import Bandit
 from docs.experiments.common import Check, Result, below
+from docs.experiments.trained import Compared, take
 from docs.experiments.x2_closed_forms import signal_to_noise
-from docs.experiments.x3_advantages import Compared, find_comparison
+from docs.experiments.x3_advantages import BASE
 from jaxgrpo import advantages
 from jaxgrpo.advantages import sum_rewards, to_tokens, token_share_weights
 from jaxgrpo.experiments.compare import report
@@ -387,7 +388,7 @@ def trained(comparison: Compared) -> dict[str, str]:
 def run() -> Result:
     """All of it. Takes the runs that are missing."""
     result = exact()
-    return result._replace(parts=result.parts | trained(find_comparison(NAME)))
+    return result._replace(parts=result.parts | trained(take(NAME, "arithmetic", BASE)))
 
 
 if __name__ == "__main__":

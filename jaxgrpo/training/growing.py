@@ -67,8 +67,8 @@ def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys)
     refuse_excluded("tree.branch", rollout)
     if "percentile" in (rollout.early_stop or {}):
         raise InputError(
-            "tree.branch: chains are the first samples of a prompt, so rollout.early_stop.percentile"
-            " can choose none; set rollout.early_stop.confidence"
+            "tree.branch: chains are the first samples of a prompt, so that "
+            "rollout.early_stop.percentile can choose none; set rollout.early_stop.confidence"
         )
     if experience.share:
         raise InputError("tree.branch: a sample of experience is no leaf; leave one of the two out")

@@ -15,18 +15,19 @@ from matplotlib.figure import Figure
 from docs.experiments import (
     bandit,
     common,
+    trained,
     x1_degeneracy,
     x2_closed_forms,
-    x3_advantages,
     x4_collapse,
     x8_trees,
+    x10_planning,
     x15_kl_uses,
     x16_flat_groups,
 )
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 
-QUICK = (x2_closed_forms, x15_kl_uses, x16_flat_groups)
+QUICK = (x2_closed_forms, x10_planning, x15_kl_uses, x16_flat_groups)
 
 
 @pytest.mark.slow
@@ -61,7 +62,7 @@ def test_trees_and_chains_are_compared_by_what_was_drawn(tmp_path):
     del small["tests"], shipped["arms"]["likely_trees"]  # its programs take long to compile
     file.write_text(tomli_w.dumps(small))
     assert compare.compare(file) == 0
-    comparison = x3_advantages.read(experiments.load(file))
+    comparison = trained.read(experiments.load(file))
     parts = x8_trees.trained(comparison)
     assert [line.split(" | ")[0] for line in parts["cost"].splitlines()[2:]] == [
         *("| chains", "| trees")

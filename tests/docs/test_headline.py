@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tomli_w
 
-from docs.experiments import common, escape, formats, x3_advantages, x3b_headline
+from docs.experiments import common, escape, formats, trained, x3b_headline
 from jaxgrpo import advantages
 from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.cli import make_base
@@ -98,7 +98,7 @@ def test_the_small_form_becomes_a_page_and_a_figure(tmp_path, monkeypatch):
     make_base.make_base(tmp_path / "base1", formats.task(1), steps=2, hidden_size=32)
     file = x3b_headline.cell_file(x3b_headline.HEADLINE, tmp_path)
     assert main(["compare", str(file)]) == 0
-    comparison = x3_advantages.read(experiments.load(file))
+    comparison = trained.read(experiments.load(file))
     result = x3b_headline.result({x3b_headline.HEADLINE: comparison})
     complete, *claims = result.checks
     assert complete.holds

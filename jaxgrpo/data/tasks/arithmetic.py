@@ -99,7 +99,7 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     picked: list[tuple[int, int]] = []
     counts = _share_out(count)
     for number in LEVELS:
-        pool = _problems(split == "test", number)
+        pool = problems(split == "test", number)
         laps = -(-counts[number] // len(pool))
         order = np.concatenate([random.permutation(len(pool)) for _ in range(max(laps, 1))])
         picked += [pool[i] for i in order[: counts[number]]]
@@ -109,7 +109,7 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def corpus() -> list[Worked]:
     """Every worked solution of every training problem; the probabilities add up to 1."""
-    pools = {number: _problems(False, number) for number in LEVELS}
+    pools = {number: problems(False, number) for number in LEVELS}
     return [
         Worked(f"{first}+{second}=", text, SHARE[number] / len(pool) * probability)
         for number, pool in pools.items()
@@ -162,8 +162,8 @@ def _row(first: int, second: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _problems(test: bool, number: int) -> tuple[tuple[int, int], ...]:
-    """All problems of a split and level, in order."""
+def problems(test: bool, number: int) -> tuple[tuple[int, int], ...]:
+    """All problems of a split and level, in order: pairs of operands."""
     operands = range(LOWEST, HIGHEST + 1)
     pairs = itertools.product(operands, operands)
     return tuple(pair for pair in pairs if level(*pair) == number and is_test(*pair) == test)

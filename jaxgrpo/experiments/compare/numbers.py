@@ -17,6 +17,9 @@ from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Row
 GROUPS = ("groups/all_fail", "groups/all_pass", "groups/mixed", "live_groups")
 """Shares of groups that are shown at the start and at the end of training."""
 
+DISTANCE = "eval/kl_to_base"
+"""The metric of how far a policy has gone from the base."""
+
 RunsByArm = Mapping[str, Sequence[Outcome]]
 """arm -> its runs at its best rate, of the seeds that count"""
 
@@ -29,13 +32,8 @@ def describe_plan(
     Args:
       finished: the folders of the finished runs.
     """
-    least_p, corrected_p, needed_seeds = results.detectable(experiment)
-    smallest = {
-        "p": least_p,
-        "corrected_p": corrected_p,
-        "level": experiment.level,
-        "seeds": needed_seeds,
-    }
+    names, tested = ("p", "corrected_p", "seeds"), results.testable(experiment)
+    smallest = dict(zip(names, results.detectable(experiment), strict=True))
     return {
         "dir": experiment.dir,
         "runs": experiment.number_of_runs,
@@ -46,8 +44,8 @@ def describe_plan(
         "learning_rates": {arm: experiment.rates(arm) for arm in experiment.arms},
         "seeds": experiment.seeds,
         "tuning_seeds": experiment.tuning_seeds,
-        "tested": results.testable(experiment),
-        "smallest": smallest if results.testable(experiment) else None,
+        "tested": tested,
+        "smallest": smallest | {"level": experiment.level} if tested else None,
         "differences": {
             key: {arm: None if text == "–" else json.loads(text) for arm, text in values.items()}
             for key, values in differences(cases).items()
@@ -70,6 +68,7 @@ def describe_result(
         "pass_at": passes(experiment, runs_by_arm),
         "groups": groups(runs_by_arm),
         "warnings": warnings(outcomes),
+        "distance": distances(experiment, runs_by_arm),
         "cost": costs(runs_by_arm),
     }
 
@@ -122,6 +121,17 @@ def warnings(outcomes: Outcomes) -> list[dict[str, Any]]:
         for name in sorted(counts):
             rows.append({**place, "warning": name, "in_runs": counts[name], "runs": len(by_seed)})
     return rows
+
+
+def distances(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, np.ndarray]:
+    """arm -> (KL(policy || base) of a completion in nats, gain of the metric from the base to the
+    trained model, above 0 if it is better) by runs, [2, n]; {} unless all runs have both."""
+    names = DISTANCE, experiment.metric, experiment.metric.replace("eval/", "base/", 1)
+    points = {}
+    for arm, runs in runs_by_arm.items():
+        rows = np.array([[run.numbers.get(name, np.nan) for name in names] for run in runs]).T
+        points[arm] = np.array([rows[0], results.direction(experiment) * (rows[1] - rows[2])])
+    return points if np.isfinite([*points.values()]).all() else {}
 
 
 def costs(runs_by_arm: RunsByArm) -> dict[str, dict[str, float]]:

@@ -74,6 +74,7 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
         *(Section(f"At learning rate {rate:g}", rows=rows) for rate, rows in rows_by_rate.items()),
         _pass_section(experiment, runs_by_arm),
         _groups_section(runs_by_arm),
+        *_distance_section(experiment, numbers.distances(experiment, runs_by_arm)),
         *_warnings(outcomes),
         _cost_section(runs_by_arm),
     ]
@@ -228,6 +229,19 @@ def _groups_section(runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
 
 
+def _distance_section(experiment: Experiment, points: Mapping[str, np.ndarray]) -> list[Section]:
+    """What each arm gained for the distance it went from the base, if that is measured."""
+    gained = f"gain of {experiment.metric}"
+    rows = [["arm", gained, "95% interval", numbers.DISTANCE, "95% interval", "gain per nat"]]
+    for arm, (distances, gains) in points.items():
+        gain = results.estimate_difference(gains, experiment.metric)
+        distance = results.estimate(distances, numbers.DISTANCE)
+        per_nat = f"{gain.value / distance.value:.3f}" if distance.value > 0 else "–"
+        rows.append([arm, *_pair(gain, "+.3f"), *_pair(distance, ".3f"), per_nat])
+    text = "From the base to the trained model. Distances are in nats per completion."
+    return [Section("Gain and distance from the base", [text], rows)] if points else []
+
+
 def _mixed(outcomes: Outcomes) -> list[Section]:
     """That runs do not belong together, if they do not."""
     signs = results.mixtures(outcomes)
@@ -285,6 +299,9 @@ def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
         note += f" Running means at each arm's best rate; bands: {bar}."
         draw = functools.partial(curves, runs_by_arm=runs_by_arm, name=name)
         figures.append(chart(title, note, draw))
+    if points := numbers.distances(experiment, runs_by_arm):
+        note = f"By {numbers.DISTANCE}, at each arm's best rate: a point per seed; large: the mean."
+        figures.append(chart("Gain by distance", note, lambda axes: distance(axes, points)))
     return figures
 
 
@@ -340,6 +357,13 @@ def passes(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]]) -> None:
         axes.plot(k, trained, color=colour(place), linewidth=1.4, label=arm)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def distance(axes: Axes, points: Mapping[str, np.ndarray]) -> None:
+    """The gain over the distance from the base, as `numbers.distances` has them: seeds, means."""
+    for place, (arm, pairs) in enumerate(points.items()):
+        axes.plot(*pairs, "o", color=colour(place), alpha=0.4, markersize=3)
+        axes.plot(*pairs.mean(1, keepdims=True), "o", color=colour(place), label=arm)
 
 
 def curves(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]], name: str) -> None:

@@ -264,7 +264,7 @@ def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
 def best_rates(experiment: Experiment, outcomes: Outcomes) -> dict[str, float]:
     """arm -> its rate with the best mean over the tuning seeds, or over all seeds if none are."""
     seeds = experiment.tuning_seeds or experiment.seeds
-    sign, metric = _sign(experiment), experiment.metric
+    sign, metric = direction(experiment), experiment.metric
     means = {
         arm: sign * arm_values(experiment, outcomes, arm, metric, seeds) for arm in experiment.arms
     }
@@ -300,7 +300,7 @@ def standing(experiment: Experiment, row: Row) -> str:
     value, low, high = row.difference
     if row.corrected > experiment.level or not (low > 0 or high < 0):
         return "no difference shown"
-    return "better" if value * _sign(experiment) > 0 else "worse"
+    return "better" if value * direction(experiment) > 0 else "worse"
 
 
 def detectable(experiment: Experiment) -> tuple[float, float, int]:
@@ -412,7 +412,7 @@ def _table(
     repeats_choice: bool = False,
 ) -> Table:
     """Rows of the arms in `rate_indices`, each at that place of its rates; p of those `tested`."""
-    control, sign, metric = experiment.control, _sign(experiment), experiment.metric
+    control, sign, metric = experiment.control, direction(experiment), experiment.metric
     rates = {arm: experiment.rates(arm)[place] for arm, place in rate_indices.items()}
     values = {
         arm: np.array([outcomes[arm, rate][seed].numbers[metric] for seed in experiment.seeds])
@@ -439,7 +439,8 @@ def _table(
     return [row._replace(p=p.get(row.arm), corrected=corrected.get(row.arm)) for row in rows]
 
 
-def _sign(experiment: Experiment) -> float:
+def direction(experiment: Experiment) -> float:
+    """1 if higher values of the metric are better, else -1."""
     return 1.0 if experiment.better == "higher" else -1.0
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from jaxgrpo.experiments.compare import report, results
+from jaxgrpo.experiments.compare import numbers, report, results
 from jaxgrpo.experiments.compare.experiment import Experiment
 from jaxgrpo.experiments.compare.results import Outcome
 
@@ -34,10 +35,10 @@ def compared(values: dict[str, dict[float, Any]], **changes: Any):
     outcomes = {
         (arm, rate): {
             seed: Outcome(None, {"m": float(value)}, curve, passes, passes, {})  # pyright: ignore
-            for seed, value in zip(seeds, numbers, strict=True)
+            for seed, value in zip(seeds, row, strict=True)
         }
         for arm, by_rate in values.items()
-        for rate, numbers in by_rate.items()
+        for rate, row in by_rate.items()
     }
     return experiment, outcomes
 
@@ -159,3 +160,50 @@ def test_a_table_of_a_rate_that_the_control_lacks_shows_no_difference():
         "control",
         "other",
     ]
+
+
+def with_distance(better: str, drop: tuple[str, ...] = ()):
+    """Two arms of seven seeds; the second gains twice as much and goes four times as far."""
+    experiment, outcomes = compared(
+        {"control": {0.1: NOISE}, "arm": {0.1: NOISE}}, metric="eval/ece", better=better
+    )
+    for (arm, _), by_seed in outcomes.items():
+        times = 1 + (arm == "arm")
+        for seed, run in by_seed.items():
+            gain = times * (0.2 + NOISE[seed])
+            values = {"base/ece": 0.5, "eval/ece": 0.5 + gain, "eval/kl_to_base": times**2 / 4}
+            run.numbers.clear()
+            run.numbers.update({name: v for name, v in values.items() if name not in drop})
+    return experiment, report.best_runs(experiment, outcomes)
+
+
+@pytest.mark.parametrize(("better", "sign"), [("higher", 1), ("lower", -1)])
+def test_gain_is_set_against_the_distance_from_the_base(better, sign):
+    experiment, runs = with_distance(better)
+    points = numbers.distances(experiment, runs)
+    gains = {arm: sign * times * (0.2 + NOISE) for arm, times in (("control", 1), ("arm", 2))}
+    for arm, distance in (("control", 0.25), ("arm", 1.0)):
+        np.testing.assert_allclose(points[arm], [[distance] * 7, gains[arm]])
+    axes = Figure().add_subplot()
+    report.distance(axes, points)
+    places = [np.stack(line.get_data(), axis=1) for line in axes.lines]
+    assert [len(shown) for shown in places] == [7, 1, 7, 1]
+    np.testing.assert_allclose(places[3][0], [1.0, sign * 0.4])
+
+
+def test_the_table_of_distances_has_the_gain_per_nat_and_intervals():
+    experiment, runs = with_distance("higher")
+    (section,) = report._distance_section(experiment, numbers.distances(experiment, runs))
+    gain = 0.2 + NOISE
+    half = 2.446912 * gain.std(ddof=1) / 7**0.5  # Student's t with 6 degrees of freedom
+    interval = f"{0.2 - half:+.3f} to {0.2 + half:+.3f}"
+    distance = ("0.250", "0.250 to 0.250")
+    assert section.rows[1] == ["control", "+0.200", interval, *distance, "0.800"]
+    assert section.rows[2][-1] == "0.400"
+    assert report._distance_section(experiment, {}) == []
+
+
+@pytest.mark.parametrize("name", ["eval/kl_to_base", "base/ece"])
+def test_without_a_distance_or_a_base_nothing_is_said_of_it(name):
+    experiment, runs = with_distance("lower", drop=(name,))
+    assert numbers.distances(experiment, runs) == {}

@@ -181,6 +181,7 @@ def test_the_result_is_one_document_with_the_numbers_of_the_tables(compared, cap
         )
     assert document["cost"].keys() == set(experiment.arms)
     assert document["mixtures"] == []
+    assert document["distance"] == {}  # its runs measure none
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ import small_run
 import tomli_w
 from jax.experimental import topologies
 
-from docs.experiments import common, x3_advantages
+from docs.experiments import common, trained, x3_advantages
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.experiments.compare import experiment as experiments
@@ -135,7 +135,7 @@ def test_the_smoke_form_becomes_a_page_and_a_figure(tmp_path):
     tables["set"]["eval"] = {"every": 0, "prompts": 16, "samples": 4}
     (tmp_path / "x3_smoke.toml").write_text(tomli_w.dumps(tables))
     assert main(["compare", str(tmp_path / "x3_smoke.toml")]) == 0
-    comparison = x3_advantages.read(experiments.load(tmp_path / "x3_smoke.toml"))
+    comparison = trained.read(experiments.load(tmp_path / "x3_smoke.toml"))
     result = x3_advantages.result(dict.fromkeys(x3_advantages.SIZES, comparison))
     assert [check for check in result.checks if not check.holds] == []
     text = common.written(x3_advantages.NAME, result)
