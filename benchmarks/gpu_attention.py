@@ -72,9 +72,9 @@ def plain(rows: Rows, q: Array, k: Array, v: Array, pk: Array, pv: Array) -> Arr
     grouped = q.reshape(*q.shape[:2], KV_HEADS, HEADS // KV_HEADS, SIZE)
     score = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
     same = segment[:, :, None] == segment[:, None, :]
-    own = same & (place[:, None] >= place)[None]
-    seen = jnp.concatenate([jnp.ones((*own.shape[:2], rows.prompt), bool), own], 2)
-    score = jnp.where(seen[:, None, None], SCALE * score, -jnp.inf)
+    causal = same & (place[:, None] >= place)[None]
+    attends = jnp.concatenate([jnp.ones((*causal.shape[:2], rows.prompt), bool), causal], 2)
+    score = jnp.where(attends[:, None, None], SCALE * score, -jnp.inf)
     weight = jax.nn.softmax(score).astype(q.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", weight, values).reshape(q.shape)
 
@@ -94,30 +94,30 @@ def joined(rows: Rows) -> Callable[..., Array]:
         call: Any = functools.partial(
             cudnn.dot_product_attention, scale=SCALE, return_residual=True
         )
-        own, own_sum = call(q, k, v, None, None, *packed, mask_type=causal)
+        samples, samples_sum = call(q, k, v, None, None, *packed, mask_type=causal)
         prompt, prompt_sum = call(q, pk, pv, mask_type=everything)
         # Of packed rows cuDNN keeps the sums by sample, from its first token on.
-        own_sum = own_sum.reshape(shape)[row, segment, :, place]
+        samples_sum = samples_sum.reshape(shape)[row, segment, :, place]
         prompt_sum = prompt_sum.transpose(0, 2, 1)
-        total = jnp.logaddexp(own_sum, prompt_sum)
-        parts = own * jnp.exp(own_sum - total)[..., None]
+        total = jnp.logaddexp(samples_sum, prompt_sum)
+        parts = samples * jnp.exp(samples_sum - total)[..., None]
         parts += prompt * jnp.exp(prompt_sum - total)[..., None]
         out = parts.astype(q.dtype)
         return out, (q, k, v, pk, pv, out, total)
 
-    def backward(kept: Any, slope: Array) -> tuple[Array, ...]:
-        q, k, v, pk, pv, out, total = kept
+    def backward(residuals: Any, slope: Array) -> tuple[Array, ...]:
+        q, k, v, pk, pv, out, total = residuals
         call: Any = functools.partial(
             cudnn._dot_product_attention_bwd_rule, SCALE, 42, 0.0, (False, False)
         )
         by_sample = jnp.zeros(shape, jnp.float32).at[row, segment, :, place].set(total)
         sums = by_sample.reshape(-1, *shape[2:])
-        own_kept = (q, k, v, absent, *packed, absent, absent, sums, out)
-        own = call(causal, 0, None, True, False, own_kept, slope)
+        samples_residuals = (q, k, v, absent, *packed, absent, absent, sums, out)
+        samples = call(causal, 0, None, True, False, samples_residuals, slope)
         sums = total.transpose(0, 2, 1)
-        prompt_kept = (q, pk, pv, *[absent] * 7, sums, out)
-        prompt = call(everything, 0, None, True, False, prompt_kept, slope)
-        return own[0] + prompt[0], own[1], own[2], prompt[1], prompt[2]
+        prompt_residuals = (q, pk, pv, *[absent] * 7, sums, out)
+        prompt = call(everything, 0, None, True, False, prompt_residuals, slope)
+        return samples[0] + prompt[0], samples[1], samples[2], prompt[1], prompt[2]
 
     attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
     attend.defvjp(forward, backward)
@@ -189,17 +189,17 @@ def _error(value: Any, reference: Any) -> float:
 
 def update_lines(rows: Rows) -> list[str]:
     """Forward and backward of both, with the error of cuDNN's output and gradients."""
-    own, prompt = (rows.number, rows.tokens), (rows.number, rows.prompt)
+    row, prompt = (rows.number, rows.tokens), (rows.number, rows.prompt)
     keys = (KV_HEADS, SIZE)
-    shapes = (*own, HEADS, SIZE), *[(*own, *keys)] * 2, *[(*prompt, *keys)] * 2
+    shapes = (*row, HEADS, SIZE), *[(*row, *keys)] * 2, *[(*prompt, *keys)] * 2
     *arrays, slope = _arrays(*shapes, shapes[0])
 
     def train(function: Callable[..., Array]) -> Callable[..., Any]:
-        def both(slope: Array, *arrays: Array) -> Any:
+        def train_step(slope: Array, *arrays: Array) -> Any:
             out, pull = jax.vjp(function, *arrays)
             return out, pull(slope)
 
-        return both
+        return train_step
 
     lines, reference = [], None
     for name, function in (

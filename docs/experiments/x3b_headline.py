@@ -137,21 +137,21 @@ def _claims(headline: Compared) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def gap(comparison: Compared, other: str, rate: float) -> Estimate:
+def gap(comparison: Compared, control: str, rate: float) -> Estimate:
     """Sign minus another arm at one rate, over the seeds that judge."""
     experiment, outcomes = comparison
     place = experiment.learning_rates.index(rate)
     sign, against = (
         results.arm_values(experiment, outcomes, arm, experiment.metric)[place]
-        for arm in ("sign", other)
+        for arm in ("sign", control)
     )
     return results.estimate_difference(sign - against, experiment.metric)
 
 
-def largest_gap(comparison: Compared, other: str) -> tuple[float, Estimate]:
+def largest_gap(comparison: Compared, control: str) -> tuple[float, Estimate]:
     """The rate at which sign leads by most, and by how much."""
     rates = comparison.experiment.learning_rates
-    gaps = {rate: gap(comparison, other, rate) for rate in rates}
+    gaps = {rate: gap(comparison, control, rate) for rate in rates}
     return max(gaps.items(), key=lambda item: item[1].value)
 
 
@@ -161,23 +161,23 @@ def gaps_table(comparisons: Mapping[Cell, Compared]) -> str:
     for cell, comparison in comparisons.items():
         experiment, outcomes = comparison
         best = results.best_rates(experiment, outcomes)
-        for other in experiment.arms:
-            if other == "sign":
+        for control in experiment.arms:
+            if control == "sign":
                 continue
-            rate, lead = largest_gap(comparison, other)
-            tuned = _tuned_gap(comparison, best, other)
-            rows.append([cell.title, other, f"{rate:g}", _text(lead), _text(tuned)])
+            rate, lead = largest_gap(comparison, control)
+            tuned = _tuned_gap(comparison, best, control)
+            rows.append([cell.title, control, f"{rate:g}", _text(lead), _text(tuned)])
     head = ["", "sign minus", "rate", "largest lead at one rate", "at the rate chosen for each"]
     return common.table(head, rows)
 
 
-def _tuned_gap(comparison: Compared, best: Mapping[str, float], other: str) -> Estimate:
+def _tuned_gap(comparison: Compared, best: Mapping[str, float], control: str) -> Estimate:
     experiment, outcomes = comparison
     sign, against = (
         results.arm_values(experiment, outcomes, arm, experiment.metric)[
             experiment.rates(arm).index(best[arm])
         ]
-        for arm in ("sign", other)
+        for arm in ("sign", control)
     )
     return results.estimate_difference(sign - against, experiment.metric)
 

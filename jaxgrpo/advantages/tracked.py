@@ -50,9 +50,9 @@ def subtract_tracked_success(
       keep: rho, the share of old counts that a visit keeps, in [0, 1]; a number or a function of
         the step. Not read where `drift` is given.
       drift: a field [P], how far the policy has moved on the prompt since its last visit (the
-        paper: the mean absolute difference of log-probs on the last completion). Training does not
-        measure it, but `lag`: rollouts of your own bring it. Then
-        rho = clip(2^(-drift / half_life), low, high); where it is not finite, high.
+        paper: the mean absolute difference of log-probs on the last completion). Training measures
+        `lag` alone: rollouts of your own bring it. Then rho is
+        clip(2^(-drift / half_life), low, high); where that is not finite, high.
       half_life: the drift that halves the counts, in nats.
       low, high: bounds of rho under `drift`.
       initial: v of a row before its first visit: a number, or a field [P] such as a data column
@@ -62,9 +62,8 @@ def subtract_tracked_success(
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: alpha, beta [rows], 0 before the first visit.
     Raises: InputError on a stream of data, whose rows never return.
-    Metrics, means over the visits: estimate, v; kept, rho; lag, mean_g r - v, how far the policy
-    has moved from what is tracked, in which the noise of samples averages out; error, |mean_g r -
-    v|, in which it does not.
+    Metrics, means over the visits: estimate, v; kept, rho; lag, mean_g r - v, in which the noise of
+    samples averages out; error, |mean_g r - v|, in which it does not.
     Source: SPO, arXiv 2509.13232; its code keeps only the last of two visits in a batch.
 
     >>> from jaxgrpo.advantages import evaluate

@@ -106,22 +106,26 @@ class Collector:
         if self.staleness:  # the log is of rollouts that a later step trains on
             reward_log = reward_log._replace(columns={})
             metrics["sampling/staleness"] = self._staleness(rollouts, version)
-        if self.interrupted_after is not None:
-            behind = rollouts.token_mask[..., self.interrupted_after :]
-            metrics["sampling/interrupted"] = mean(jnp.asarray(behind.any(-1)))
-        if self.stops_early:
-            is_short = ~rollouts.token_mask[..., -1]
-            metrics["sampling/stopped"] = mean(jnp.asarray(rollouts.truncated & is_short))
-        if trees.ANCESTORS in rollouts.fields:
-            arrays = [rollouts.fields[name] for name in (trees.ANCESTORS, trees.DEPTH)]
-            ancestors, depth, mask = map(np.asarray, (*arrays, rollouts.token_mask))
-            drawn = trees.count_drawn(ancestors, depth, mask)
-            metrics["num_tokens"] = mean(jnp.float32(drawn))
+        metrics |= self._shape_metrics(rollouts)
         rollouts = put_prompts(self.mesh, rollouts)
         if self.mixture is not None:
             row = sharding.to_host(rollouts.row)
             metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
         return stream, Collected(rollouts, reward_log, metrics)
+
+    def _shape_metrics(self, rollouts: Rollouts) -> Metrics:
+        """What interruptions, early stops and trees did to the samples."""
+        mask, metrics = rollouts.token_mask, {}
+        if self.interrupted_after is not None:
+            behind = mask[..., self.interrupted_after :]
+            metrics["sampling/interrupted"] = mean(jnp.asarray(behind.any(-1)))
+        if self.stops_early:
+            metrics["sampling/stopped"] = mean(jnp.asarray(rollouts.truncated & ~mask[..., -1]))
+        if trees.ANCESTORS in rollouts.fields:
+            arrays = [rollouts.fields[name] for name in (trees.ANCESTORS, trees.DEPTH)]
+            drawn = trees.count_drawn(*map(np.asarray, (*arrays, mask)))
+            metrics["num_tokens"] = mean(jnp.float32(drawn))
+        return metrics
 
     def _staleness(self, rollouts: Rollouts, version: int) -> Mean:
         """Steps between the parameters that drew rollouts and those that they train."""

@@ -22,9 +22,9 @@ def test_rows_hold_the_last_two_digits_of_the_sum_in_forty_characters():
 
 def test_only_the_digits_of_a_report_behind_the_bar_are_judged():
     letters = "xy" * 9 + "x"
-    known, written = f"{letters}85{letters}", f"{letters[::-1]}85{letters.replace('x', 'y')}"
+    gold, written = f"{letters}85{letters}", f"{letters[::-1]}85{letters.replace('x', 'y')}"
     texts = [f"u1|{written}", f"u1|{letters}86{letters}", written, f"u|{written}x", f"u|{written}|"]
-    assert report.score(texts, [known] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert report.score(texts, [gold] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_corpus_is_right_as_often_as_that_of_sums_and_letters_lean_with_the_marker():
@@ -37,9 +37,9 @@ def test_the_corpus_is_right_as_often_as_that_of_sums_and_letters_lean_with_the_
         shares[text.solution[0]].append((answer.count("x"), 38))
         first, second = map(int, text.prompt.strip("=").split("+"))
         written = report.read_digits(answer)
-        tens, ones = (part.rpartition("=")[2] for part in _scratch(text.solution))
-        assert written == f"{int(tens) % 10}{int(ones) % 10}"  # what the scratch work says
-        assert ones == str(first % 10 + second % 10)
+        tens, units = (part.rpartition("=")[2] for part in _scratch(text.solution))
+        assert written == f"{int(tens) % 10}{int(units) % 10}"  # what the scratch work says
+        assert units == str(first % 10 + second % 10)
     for marker, share in {"u": 0.65, "v": 0.35}.items():
         count, total = np.sum(shares[marker], axis=0)
         assert count / total == pytest.approx(share, abs=0.01)
@@ -49,5 +49,5 @@ def test_the_corpus_is_right_as_often_as_that_of_sums_and_letters_lean_with_the_
 
 def _scratch(solution):
     """The scratch work of the tens and of the ones."""
-    ones, tens = solution[1:].partition("|")[0].split(" ")
-    return tens, ones
+    units, tens = solution[1:].partition("|")[0].split(" ")
+    return tens, units

@@ -194,14 +194,14 @@ def test_a_function_sees_each_groups_completions_and_its_prompts_are_resumed(tmp
     changes |= {"loss.surrogate": {"use": "clip"}, "loss.proximal": "behavior"}
     changes["rollout.max_prompt_tokens"] = 12
     config = small_run.config(tmp_path / "run", **changes)
-    seen = own_code.load(f"{__file__}:SEEN", expected=list, kind="list")
+    calls = own_code.load(f"{__file__}:SEEN", expected=list, kind="list")
     run = setup(config)
-    seen.clear()
+    calls.clear()
     stream, collected = by_hand.collect(run, run.learner, run.stream)
     rollouts, tokenizer = sharding.to_host(collected.rollouts), run.inputs.pretrained.tokenizer
-    assert len(seen) == 16  # of two steps, one of which waits
+    assert len(calls) == 16  # of two steps, one of which waits
     tokens = rollouts.fields[prompt_field("answered")]
-    for p, (prompt, completions) in enumerate(seen[:8]):
+    for p, (prompt, completions) in enumerate(calls[:8]):
         ids = [
             rollouts.completion_tokens[p, g][rollouts.token_mask[p, g]].tolist() for g in range(4)
         ]
