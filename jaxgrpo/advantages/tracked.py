@@ -47,17 +47,16 @@ def subtract_tracked_success(
     visit. Rewards outside [0, 1] are tracked alike; v is then no probability but still their mean.
 
     Args:
-      keep: rho, the share of old counts that a visit keeps, in [0, 1]; a number or a function of
-        the step. Not read where `drift` is given.
+      keep: rho, the share of old counts that a visit keeps, in [0, 1], or a function of the step;
+        not read with `drift`.
       drift: a field [P], how far the policy has moved on the prompt since its last visit (the
         paper: the mean absolute difference of log-probs on the last completion). Training measures
-        `lag` alone: rollouts of your own bring it. Then rho is
-        clip(2^(-drift / half_life), low, high); where that is not finite, high.
+        `lag` alone: rollouts of your own bring it. Then rho is clip(2^(-drift / half_life), low,
+        high); high where that is not finite.
       half_life: the drift that halves the counts, in nats.
       low, high: bounds of rho under `drift`.
       initial: v of a row before its first visit: a number, or a field [P] such as a data column
-        of success rates measured beforehand (the paper measures 8 samples per prompt); 0.5 where
-        the field is not finite.
+        of success rates measured beforehand (the paper: of 8 samples); 0.5 if it is not finite.
       count: N of a row before its first visit, in samples; above 0.
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: alpha, beta [rows], 0 before the first visit.
