@@ -64,7 +64,8 @@ def table():
 def slopes(table):
     """surrogate -> expected gradient: each sequence's loss, its probability held."""
     logits, reward, _ = table
-    fields = dict.fromkeys(("replayed", "group_log_ratio"), jnp.zeros(MASK.shape))
+    names: tuple[str, ...] = ("replayed", "group_log_ratio")
+    fields = dict.fromkeys(names, jnp.zeros(MASK.shape))
     mask, segment = jnp.asarray(MASK), jnp.ones(MASK.shape, jnp.int32)
 
     @jax.jit
