@@ -64,8 +64,9 @@ def table():
 def slopes(table):
     """surrogate -> expected gradient: each sequence's loss, its probability held."""
     logits, reward, _ = table
-    names: tuple[str, ...] = ("replayed", "group_log_ratio")
-    fields = dict.fromkeys(names, jnp.zeros(MASK.shape))
+    fields: dict[str, jax.Array] = {
+        name: jnp.zeros(MASK.shape) for name in ("replayed", "group_log_ratio")
+    }
     mask, segment = jnp.asarray(MASK), jnp.ones(MASK.shape, jnp.int32)
 
     @jax.jit
