@@ -268,13 +268,13 @@ LINES = {
     "data": 1610,  # with two tasks that experiments train on
     "models": 4650,
     "rewards": 1450,
-    "rollout": 2860,
+    "rollout": 3000,
     "update": 1780,
     "config": 1800,
     "evaluation": 650,
-    "training": 6500,
+    "training": 6550,
     "planning": 1480,
-    "experiments": 2480,
+    "experiments": 2620,
     "cli": 2950,
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""

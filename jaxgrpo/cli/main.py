@@ -271,11 +271,19 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "settle which arm is better: arms x learning rates x seeds from one base",
         "jaxgrpo.experiments.compare:compare",
         argument("path", "EXPERIMENT", "a TOML file, or a shipped experiment's name"),
-        switch(
-            "--dry-run",
-            "check the file, configs and own losses, and show the plan",
-        ),
+        switch("--dry-run", "check the file, configs and own losses, and show the plan"),
         JSON,
+    ),
+    "plasticity": (
+        "how well a trained model still learns: a config trained from it and from its base",
+        "jaxgrpo.experiments.plasticity:main",
+        argument("trained", "A", "a run folder, or a model folder whose base is B's model.path"),
+        argument("task", "B", "a TOML file, or a shipped config's name"),
+        argument("--seeds", "N", "5 by default", type=int),
+        argument("--metric", "NAME", "of metrics.jsonl; reward by default"),
+        argument("--dir", "DIR", "for the runs; B's run.dir-plasticity by default", dest="folder"),
+        JSON,
+        SET,
     ),
     "advantages": (
         "list recipes and parts, or show what one does step by step",

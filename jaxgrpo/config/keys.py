@@ -259,6 +259,7 @@ class RolloutKeys:
     interrupt: Mapping[str, Any] | None = key(None)  # { after = 1000, text = "So " }: forced then
     refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }, groups generated at most
     goals: Mapping[str, float] | None = key(None)  # text that samples begin with -> its share
+    prefixes: Mapping[str, Any] | None = key(None)  # { texts = [""], every = 20 }, before prompts
     staleness: int = key(0, at_least=0)  # steps between the policy that samples and the trained one
 
 

@@ -152,6 +152,7 @@ class RolloutTable(TypedDict, total=False):
     interrupt: Mapping[str, Any]
     refill: Mapping[str, float]
     goals: Mapping[str, float]
+    prefixes: Mapping[str, Any]
     staleness: int
 
 

@@ -31,6 +31,7 @@ from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.batch import Drawing, Groups, in_background
 from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.goals import Goals
+from jaxgrpo.rollout.prefixes import PREFIX, Prefixes
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 SMALLEST = 4096  # bytes of a value that processes exchange
@@ -52,6 +53,7 @@ class RolloutSource(NamedTuple):
     waiting: Waiting  # of the first stream
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
     goals: Goals | None = None  # that samples begin with
+    prefixes: Prefixes | None = None  # that prompts begin with
     experiencer: Experiencer | None = None  # where right samples of earlier steps come again
 
 
@@ -71,6 +73,7 @@ def make_selector(
     width: int,
     seed: int,
     mixture: Mixture | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Select:
     """The function that asks the prompt policy for the next step's prompts.
 
@@ -79,6 +82,7 @@ def make_selector(
       num_prompts: of a step.
       width: tokens that a prompt may have.
       seed: of the run, which orders the rows.
+      prefixes: that prompts begin with; the policy then watches them.
     """
 
     def select(stream: Stream, step: int, number: int | None = None) -> tuple[Stream, Prompts]:
@@ -86,7 +90,10 @@ def make_selector(
         selection = policy.select(stream.prompt_policy_state, int(stream.cursor), count)
         ordinals = _checked_ordinals(policy.name, selection, count)
         rows = row_of(ordinals, len(encoded), seed, mixture)
-        prompts = pad_prompts([encoded[row] for row in rows], width, ordinals, rows, step)
+        tokens = [encoded[row] for row in rows]
+        if prefixes is not None:
+            tokens = prefixes.tokens(stream.prompt_policy_state, ordinals, rows)
+        prompts = pad_prompts(tokens, width, ordinals, rows, step)
         cursor = np.asarray(ordinals.max() + 1, np.int32)
         return dataclasses.replace(stream, cursor=cursor), prompts
 
@@ -357,6 +364,7 @@ def make_rewarder(
     score_answers: Callable[[Any, Rollouts], dict[str, Any]],
     steps: int,
     seed: int,
+    prefixes: Prefixes | None = None,
 ) -> Callable[..., tuple[Stream, Rollouts, RewardLog]]:
     """The function that judges rollouts, host arrays, and shows them to the prompt policy.
 
@@ -370,6 +378,7 @@ def make_rewarder(
       score_answers: (parameters that sampled, rollouts) -> further fields that the policy needs.
       steps: of the run, for the rewards' `trainer_state`.
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
+      prefixes: as of `make_selector`. The stream is that of the selection, and so is the draw.
     """
 
     def reward(
@@ -383,6 +392,8 @@ def make_rewarder(
         ordinal = np.asarray(rollouts.ordinal)
         scores, log = flipped(scores, log, judge.flip, seed, progress.global_step, ordinal)
         fields: Any = rollouts.fields | {name: column[row] for name, column in columns.items()}
+        if prefixes is not None:
+            fields[PREFIX] = prefixes.draw(stream.prompt_policy_state["wins"], ordinal)
         length = tokens.shape[-1]
         ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
         for add in add_fields:
@@ -425,6 +436,7 @@ def sample_rows(
     number: int,
     extra: Mapping[str, Sequence[Any]] | None = None,
     mixture: Mixture | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
 
@@ -434,6 +446,7 @@ def sample_rows(
       number: of the step, which is the number of steps finished with it.
       extra: column -> a value per sample, what rewards logged besides their scores.
       mixture: of several sources, whose names then stand in the rows.
+      prefixes: that prompts begin with, which then stand in the rows.
     """
     host: Rollouts = sharding.to_host(rollouts)
     advantage = sharding.to_host(advantage)
@@ -461,6 +474,7 @@ def sample_rows(
             "advantage": float(advantage[p, g]),
             "truncated": bool(host.truncated[p, g]),
             **({"source": sources[p]} if sources else {}),
+            **({"prefix": prefixes.texts[int(host.fields[PREFIX][p])]} if prefixes else {}),
             **({"extra": logged} if logged else {}),
         }
 

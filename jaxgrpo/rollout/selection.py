@@ -175,20 +175,24 @@ def prompt_metrics(
     return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 
 
-def source_metrics(
-    mixture: Mixture, row: np.ndarray, reward: np.ndarray, scored: np.ndarray
+def part_metrics(
+    names: Sequence[str], number: np.ndarray, reward: np.ndarray, scored: np.ndarray
 ) -> Metrics:
-    """Of each source the share of a step's prompts and their mean reward: prompts/source_NAME and
-    reward/source_NAME.
+    """Of each part of a step's prompts its share of them and their mean reward: prompts/NAME and
+    reward/NAME.
 
-    Shapes: row [P]; reward, the weighted sum, and whether it was scored [P, G].
+    Args:
+      names: of the parts, as source_NAME for a source of the data.
+      number: the part of each prompt.
+
+    Shapes: number [P]; reward, the weighted sum, and whether it was scored [P, G].
     """
-    source, metrics = mixture.source_numbers(row), {}
-    for number, name in enumerate(mixture.names):
-        drawn = source == number
+    metrics = {}
+    for place, name in enumerate(names):
+        drawn = number == place
         mask = jnp.asarray(scored & drawn[:, None])
-        metrics[f"prompts/source_{name}"] = mean(jnp.asarray(drawn))
-        metrics[f"reward/source_{name}"] = mean(jnp.where(mask, jnp.asarray(reward), 0), mask)
+        metrics[f"prompts/{name}"] = mean(jnp.asarray(drawn))
+        metrics[f"reward/{name}"] = mean(jnp.where(mask, jnp.asarray(reward), 0), mask)
     return metrics
 
 

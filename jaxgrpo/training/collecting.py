@@ -32,7 +32,8 @@ from jaxgrpo.rollout.judging import (
     put_prompts,
     rollout_progress,
 )
-from jaxgrpo.rollout.selection import prompt_metrics, source_metrics
+from jaxgrpo.rollout.prefixes import PREFIX
+from jaxgrpo.rollout.selection import part_metrics, prompt_metrics
 from jaxgrpo.update import diagnostics
 
 LiveGroups = Callable[[Rollouts], np.ndarray]
@@ -108,9 +109,7 @@ class Collector:
             metrics["sampling/staleness"] = self._staleness(rollouts, version)
         metrics |= self._shape_metrics(rollouts)
         rollouts = put_prompts(self.mesh, rollouts)
-        if self.mixture is not None:
-            row = sharding.to_host(rollouts.row)
-            metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
+        metrics |= self._part_metrics(rollouts)
         return stream, Collected(rollouts, reward_log, metrics)
 
     def _shape_metrics(self, rollouts: Rollouts) -> Metrics:
@@ -127,10 +126,24 @@ class Collector:
             metrics["num_tokens"] = mean(jnp.float32(drawn))
         return metrics
 
+    def _part_metrics(self, rollouts: Rollouts) -> Metrics:
+        """Of sources of the data, and of texts that prompts begin with."""
+        metrics, mixture, prefixes = Metrics(), self.mixture, self.source.prefixes
+        if mixture is not None:
+            names = [f"source_{name}" for name in mixture.names]
+            number = mixture.source_numbers(sharding.to_host(rollouts.row))
+            metrics |= part_metrics(names, number, *self._summed_rewards(rollouts))
+        if prefixes is not None:
+            names = [f"prefix_{number}" for number in range(len(prefixes.texts))]
+            number = sharding.to_host(rollouts.fields[PREFIX])
+            metrics |= part_metrics(names, number, *self._summed_rewards(rollouts))
+        return metrics
+
     def _staleness(self, rollouts: Rollouts, version: int) -> Mean:
         """Steps between the parameters that drew rollouts and those that they train."""
         steps = version - rollouts.policy_version
-        if steps.max() > self.staleness:
+        # Groups that refilling left over are of the step before.
+        if steps.max() > self.staleness + (self.max_rounds is not None):
             raise ValueError(
                 f"rollouts of step {version + 1} were drawn {steps.max()} steps before, and "
                 f"rollout.staleness = {self.staleness}: call collect once for each update"

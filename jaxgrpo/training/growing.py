@@ -11,6 +11,7 @@ from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.experience import REPLAYED
+from jaxgrpo.rollout.prefixes import PREFIX
 from jaxgrpo.rollout.trees import Trees
 
 EXCLUDES = {
@@ -24,6 +25,7 @@ EXCLUDES = {
         "refill": "a group is judged by what replaces it",
         "staleness": "what is right now is known too late",
         "goals": "a kept sample would begin with another text",
+        "prefixes": "a kept sample would follow another prompt",
         "early_stop": "a sample that was stopped is none of the policy's",
     },
     "replay": {
@@ -31,6 +33,7 @@ EXCLUDES = {
         "staleness": "each step trains on its own file",
         "goals": "samples begin as they were drawn",
         "interrupt": "no sample is interrupted",
+        "prefixes": "prompts begin as they were sampled",
     },
 }
 """What else makes samples -> keys of `rollout` that do not go with it, and why."""
@@ -88,6 +91,8 @@ def brought_fields(grown: Trees | None, rollout: RolloutKeys, share: float) -> d
     fields: dict[str, Any] = {}
     if share:
         fields[REPLAYED] = jax.ShapeDtypeStruct(samples, np.bool_)
+    if rollout.prefixes is not None:
+        fields[PREFIX] = jax.ShapeDtypeStruct(samples[:1], np.int32)
     if grown is not None:
         fields[trees.TREE] = jax.ShapeDtypeStruct(samples, np.int32)
         fields[trees.ANCESTORS] = jax.ShapeDtypeStruct((*samples, grown.depths), np.int32)

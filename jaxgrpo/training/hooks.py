@@ -154,12 +154,13 @@ def write_samples(opened: OpenRun) -> Hook:
     keys, inputs, log = opened.run.config.run, opened.run.inputs, opened.log
     weights = {reward.name: reward.weight for reward in opened.run.rewards}
     prompts, tokenizer = inputs.prompts, inputs.pretrained.tokenizer
+    prefixes = opened.run.collector.source.prefixes
 
     def hook(step: StepEnd) -> StepEnd:
         number, rollouts, reward_log = (step.number, *step.collected[:2])
         if number == 1 or is_due(number, keys.samples_every):
             data = (tokenizer, prompts.rows, rollouts, step.advantage, number)
-            rows = sample_rows(*data, reward_log.extra, prompts.mixture)
+            rows = sample_rows(*data, reward_log.extra, prompts.mixture, prefixes)
             log.samples(number, rows, weights)
         if is_due(number, keys.rollouts_every):
             log.rollouts(number, sharding.to_host(rollouts))

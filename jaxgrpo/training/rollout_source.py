@@ -32,6 +32,7 @@ from jaxgrpo.rollout.judging import (
     make_selector,
     put_prompts,
 )
+from jaxgrpo.rollout.prefixes import Prefixes, make_prefixes
 from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.trees import Trees
@@ -77,13 +78,13 @@ def make_rollout_source(
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
     prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
-    rows, mixture, seed = prompts.rows, prompts.mixture, train.seed
+    rows, seed = prompts.rows, train.seed
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
     if run_inputs.replay:
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
-    policy = methods.make_policy(rollout.prompts, rewards, mixture)
+    policy, prefixes = _make_policy(rollout, run_inputs, rewards, seed)
     read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
     columns = methods.needed_columns(needs - brought.keys(), rows, rewards, blueprint.scores)
@@ -92,25 +93,41 @@ def make_rollout_source(
     columns = {name: on_device(column) for name, column in {**columns, **prompt_columns}.items()}
     trace({**columns, **brought})
     goals = run_goals(rollout, pretrained.tokenizer, seed)
-    select = _make_select(policy, prompts, goals, geometry, seed)
+    select = _make_select(policy, prompts, goals, geometry, seed, prefixes)
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
     scoring = pretrained.model_on(mesh), mesh, geometry, temperature
     score_answers = make_answer_scorer(policy, answers.longest if answers else 0, *scoring)
     add_fields = [source.fields for source in ([answers] if answers else []) + functions]
     judging = make_judge(pretrained.tokenizer, rewards, rows), columns, add_fields, score_answers
     room = columns | {entry.field: np.empty((0, entry.width), np.int32) for entry in functions}
-    sizes = geometry, names, room, answers, goals and goals.tokens.shape[1]
+    sizes = geometry, names, {**room, **brought}, answers, goals and goals.tokens.shape[1]
     waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size, grown=grown)
-    reward = make_rewarder(policy, *judging, train.steps, seed)
-    return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals)
+    reward = make_rewarder(policy, *judging, train.steps, seed, prefixes)
+    return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals, prefixes)
+
+
+def _make_policy(
+    rollout: RolloutKeys, run_inputs: Inputs, rewards: Sequence[Reward], seed: int
+) -> tuple[PromptPolicy, Prefixes | None]:
+    """The prompt policy, and the texts that prompts begin with, which it then watches."""
+    prompts, weights = run_inputs.prompts, {reward.name: reward.weight for reward in rewards}
+    policy = methods.make_policy(rollout.prompts, rewards, prompts.mixture)
+    written = prompts, run_inputs.chat, rollout.max_prompt_tokens
+    prefixes = make_prefixes(rollout.prefixes, *written, weights, seed)
+    return policy if prefixes is None else prefixes.watch(policy), prefixes
 
 
 def _make_select(
-    policy: PromptPolicy, prompts: PromptData, goals: Goals | None, geometry: Geometry, seed: int
+    policy: PromptPolicy,
+    prompts: PromptData,
+    goals: Goals | None,
+    geometry: Geometry,
+    seed: int,
+    prefixes: Prefixes | None,
 ) -> Select:
     sizes = geometry.num_prompts, geometry.max_prompt_tokens
-    select = make_selector(policy, prompts.encoded, *sizes, seed, prompts.mixture)
+    select = make_selector(policy, prompts.encoded, *sizes, seed, prompts.mixture, prefixes)
     return select if goals is None else with_goals(select, goals, geometry.group_size)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -71,16 +72,21 @@ def check_positions(path: str, config: ModelConfig, prompt: int, completion: int
 
 def _refuse_other_tokens(path: str, folder: Path, pretrained: Pretrained) -> None:
     """Raises: InputError where a token has another id, or is no token there."""
-    theirs, ours = folders.read_tokenizer(folder).get_vocab(), pretrained.tokenizer.get_vocab()
-    all_texts = theirs.keys() | ours.keys()
-    different = sorted(text for text in all_texts if theirs.get(text) != ours.get(text))
-    if different:
-        shown = ", ".join(map(repr, different[:3]))
+    if difference := compare_tokens(folders.read_tokenizer(folder), pretrained.tokenizer):
         raise InputError(
             f'{KEY} = "{path}": its tokenizer is another than that of model.path = '
-            f"{pretrained.path}: {len(different)} of {len(all_texts)} tokens differ, as {shown}. A "
-            "score is of the tokens that were sampled, so take a model with the same tokenizer"
+            f"{pretrained.path}: {difference}. A score is of the tokens that were sampled, so take "
+            "a model with the same tokenizer"
         )
+
+
+def compare_tokens(first: Any, second: Any) -> str | None:
+    """How many tokens of two tokenizers have other ids, or are in one alone; None if none."""
+    ids, second_ids = first.get_vocab(), second.get_vocab()
+    all_texts = ids.keys() | second_ids.keys()
+    different = sorted(text for text in all_texts if ids.get(text) != second_ids.get(text))
+    shown = ", ".join(map(repr, different[:3]))
+    return f"{len(different)} of {len(all_texts)} tokens differ, as {shown}" if shown else None
 
 
 def read_teachers(teachers: Mapping[str, Teacher], mesh: Mesh) -> dict[str, Params]:

@@ -16,10 +16,9 @@ from event_files import events, wandb_history
 from rich.console import Console
 
 from jaxgrpo.config.files import to_toml
-from jaxgrpo.data.sources import Mixture
 from jaxgrpo.evaluation.diversity import stated_metrics
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.selection import source_metrics
+from jaxgrpo.rollout.selection import part_metrics
 from jaxgrpo.training import loop
 from jaxgrpo.training.records import console, logbook
 from jaxgrpo.training.records.folder import RunFolder
@@ -111,7 +110,7 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     stated = stated_metrics([["<confidence>1</confidence>"]], *[np.ones((1, 1), bool)] * 2)
     logged |= {f"eval/{name}" for name in stated}
     row, samples = np.zeros(1, int), np.ones((1, 1), bool)
-    logged |= set(source_metrics(Mixture(("easy",), (1.0,), (1,)), row, samples, samples))
+    logged |= set(part_metrics(["source_easy", "prefix_0"], row, samples, samples))
     # A run whose policy leaves out prompts logs other metrics than one that refills its steps.
     logged |= set(re.findall(r'"(refill/\w+)"', inspect.getsource(refill)))
     logged.add("sampling/staleness")  # of runs with a lag: test_staleness.py

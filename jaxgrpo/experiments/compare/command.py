@@ -64,21 +64,13 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
     differing = report.difference_section(experiments.differences(cases))
     if not as_json:
         _show_plan(console, experiment, cases, differing)
-    finished_paths = {case.path for case in cases if is_finished(case)}
+    finished_paths = find_finished(console, experiment, cases)
     plan = numbers.describe_plan(experiment, cases, finished_paths)
-    _warn_of_code(console, experiment, [case for case in cases if case.path in finished_paths])
     if dry_run:
         _check_methods(experiment, cases)
         return Document(plan) if as_json else 0
-    line = process.start(cases[0].config.mesh.platform)
-    _check_methods(experiment, cases)
-    if process.is_main():
-        _begin(experiment, differing)
-    say = console.print if process.is_main() else lambda text: None
-    say(line)
-    finished_cases = _take_all(
-        experiment, cases, finished_paths, say, f"continue with: jaxgrpo compare {path}"
-    )
+    run = experiment, cases, finished_paths, f"continue with: jaxgrpo compare {path}"
+    finished_cases = take_all(console, *run, lambda: _begin(experiment, differing))
     if not process.is_main():
         return 0
     outcomes = results.read_all(finished_cases)
@@ -88,6 +80,16 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
     best = report.best_runs(experiment, outcomes)
     result = numbers.describe_result(experiment, outcomes, best)
     return Document({**plan, "finished": len(finished_cases), **result})
+
+
+def find_finished(console: Console, experiment: Experiment, cases: Sequence[Case]) -> set[Path]:
+    """The folders of the finished runs; warns if own code has changed since they were taken.
+
+    Raises: InputError if a folder holds a run with another config.
+    """
+    finished = [case for case in cases if is_finished(case)]
+    _warn_of_code(console, experiment, finished)
+    return {case.path for case in finished}
 
 
 def is_finished(case: Case) -> bool:
@@ -265,18 +267,28 @@ def write_successes(folder: Path, step: int, sampled: Answers) -> None:
         write_atomically(folder / "successes" / f"step_{step}.json", json.dumps(counts) + "\n")
 
 
-def _take_all(
+def take_all(
+    console: Console,
     experiment: Experiment,
     cases: Sequence[Case],
     finished_paths: Collection[Path],
-    say: Callable[[str], None],
     how_to_continue: str,
+    begin: Callable[[], None] = lambda: None,
 ) -> list[Case]:
     """Takes every run that is not complete; refuses an unknown metric after the first one.
+
+    Args:
+      begin: called in the first process before the first run, once methods can be built.
 
     Returns: all runs that count. Some of `cases` do not where seeds are judged at the best rates.
     Raises: process.StopRequested after a stop signal, once the run under way has saved its state.
     """
+    line = process.start(cases[0].config.mesh.platform)
+    _check_methods(experiment, cases)
+    if process.is_main():
+        begin()
+    say = console.print if process.is_main() else lambda text: None
+    say(line)
     taker = _Taker(experiment, say, how_to_continue)
     taker.template_time = process.broadcast(lambda: _first_time(cases) or local_time())
     for stage in _stages(experiment, cases):

@@ -22,7 +22,7 @@ from jaxgrpo.data import storage
 SHIPPED_EXPERIMENTS = SHIPPED / "experiments"
 MAY_DIFFER = (
     *("recipe", "advantage", "rewards", "loss", "reference", "optimizer", "tree"),
-    *("rollout.group_size", "rollout.prompts", "train.on_no_live_sample"),
+    *("rollout.group_size", "rollout.prompts", "rollout.prefixes", "train.on_no_live_sample"),
 )
 """The keys of a config, and whole tables, that arms may differ in. All others are locked."""
 
@@ -194,14 +194,17 @@ def load(path: str | Path) -> Experiment:
     return Experiment(**values, source=source)
 
 
-def make_cases(experiment: Experiment) -> list[Case]:
+def make_cases(experiment: Experiment, base: Mapping[str, Any] | None = None) -> list[Case]:
     """Every run, seed by seed, as `jaxgrpo train` would take its config.
+
+    Args:
+      base: the tables of the base config; None: of the file that the experiment names.
 
     Raises: ConfigError with the problems of the base, else with those of every arm.
     """
     name = str(experiment.source or "experiment")
     try:
-        base = _base(experiment)
+        base = _base(experiment) if base is None else base
         common = _config(experiment, base, {}, experiment.learning_rates[0])
     except ConfigError as error:
         where = f"base = {show(experiment.base)} with set"

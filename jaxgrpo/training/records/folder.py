@@ -43,7 +43,7 @@ SAMPLE_KEYS = (
     "advantage",  # one number, or one per token
     "truncated",  # stopped by the length limit
 )
-OPTIONAL = ("source", "extra")  # last: of a mixture; {column: value} where a reward logged one
+OPTIONAL = ("source", "prefix", "extra")  # last: extra is {column: value} that rewards logged
 LOCK = ".lock"
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
