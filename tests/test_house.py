@@ -274,7 +274,7 @@ LINES = {
     "evaluation": 650,
     "training": 6550,
     "planning": 1480,
-    "experiments": 2620,
+    "experiments": 2650,
     "cli": 2950,
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
