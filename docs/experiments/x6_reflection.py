@@ -2,7 +2,7 @@
 
 python -m docs.experiments.x6_reflection
 
-Does the 40 runs of configs/experiments/x6_reflection.toml in runs/, about ten minutes on two cores;
+Does the 24 runs of configs/experiments/x6_reflection.toml in runs/, about ten minutes on two cores;
 finished runs are not repeated.
 """
 

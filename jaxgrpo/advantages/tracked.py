@@ -50,9 +50,9 @@ def subtract_tracked_success(
       keep: rho, the share of old counts that a visit keeps, in [0, 1], or a function of the step;
         not read with `drift`.
       drift: a field [P], how far the policy has moved on the prompt since its last visit (the
-        paper: the mean absolute difference of log-probs on the last completion). Training measures
-        `lag` alone: rollouts of your own bring it. Then rho is clip(2^(-drift / half_life), low,
-        high); high where that is not finite.
+        paper: the mean absolute difference of log-probs on the last completion, which training
+        measures as "drift"). Then rho is clip(2^(-drift / half_life), low, high); high where that
+        is not finite.
       half_life: the drift that halves the counts, in nats.
       low, high: bounds of rho under `drift`.
       initial: v of a row before its first visit: a number, or a field [P] such as a data column

@@ -364,7 +364,6 @@ def make_rewarder(
     score_answers: Callable[[Any, Rollouts], dict[str, Any]],
     steps: int,
     seed: int,
-    prefixes: Prefixes | None = None,
 ) -> Callable[..., tuple[Stream, Rollouts, RewardLog]]:
     """The function that judges rollouts, host arrays, and shows them to the prompt policy.
 
@@ -378,7 +377,6 @@ def make_rewarder(
       score_answers: (parameters that sampled, rollouts) -> further fields that the policy needs.
       steps: of the run, for the rewards' `trainer_state`.
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
-      prefixes: as of `make_selector`. The stream is that of the selection, and so is the draw.
     """
 
     def reward(
@@ -392,8 +390,8 @@ def make_rewarder(
         ordinal = np.asarray(rollouts.ordinal)
         scores, log = flipped(scores, log, judge.flip, seed, progress.global_step, ordinal)
         fields: Any = rollouts.fields | {name: column[row] for name, column in columns.items()}
-        if prefixes is not None:
-            fields[PREFIX] = prefixes.draw(stream.prompt_policy_state["wins"], ordinal)
+        if policy.bring is not None:
+            fields |= policy.bring(stream.prompt_policy_state, params, rollouts)
         length = tokens.shape[-1]
         ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
         for add in add_fields:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.core.types import Rollouts
+from jaxgrpo.core.types import Params, Rollouts
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData, encode
 from jaxgrpo.models import sharding
@@ -81,10 +81,15 @@ class Prefixes(NamedTuple):
             inner = policy.observe(state["policy"], rollouts)
             return {"policy": inner, "rate": rate, "wins": wins}
 
+        def bring(state: dict[str, Any], params: Params, rollouts: Rollouts) -> dict[str, Any]:
+            inner = {} if policy.bring is None else policy.bring(state["policy"], params, rollouts)
+            return {PREFIX: self.draw(state["wins"], rollouts.ordinal), **inner}
+
         return policy._replace(
             init=init,
             select=lambda state, cursor, n: policy.select(state["policy"], cursor, n),
             observe=observe,
+            bring=bring,
             chance=chance and (lambda state, n: chance(state["policy"], n)),
         )
 

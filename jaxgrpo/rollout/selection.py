@@ -39,6 +39,8 @@ class PromptPolicy(NamedTuple):
     """(state, n) -> [rows] in [0, 1]: how likely `select` takes each; None: it leaves none out"""
     needs: frozenset[str] = frozenset()
     """fields of reference answers (`core.scores.ANSWERS_OF_POLICIES`) that `observe` reads"""
+    bring: Callable[[Any, Any, Rollouts], dict[str, Any]] | None = None
+    """(state, parameters that sampled, rollouts) -> fields that it adds to them; None: none"""
 
 
 def sequential() -> PromptPolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rollout import trees
+from jaxgrpo.rollout.drift import DRIFT
 from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.prefixes import PREFIX
 from jaxgrpo.rollout.trees import Trees
@@ -81,16 +83,21 @@ def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys)
     return grown
 
 
-def brought_fields(grown: Trees | None, rollout: RolloutKeys, share: float) -> dict[str, Any]:
+def brought_fields(
+    grown: Trees | None, rollout: RolloutKeys, share: float, needs: Collection[str] = ()
+) -> dict[str, Any]:
     """Name -> shape of the fields that drawing and collecting add.
 
     Args:
       share: `experience.share`.
+      needs: what the method reads that is no column of the data.
     """
     samples = rollout.prompts_per_step, rollout.group_size
     fields: dict[str, Any] = {}
     if share:
         fields[REPLAYED] = jax.ShapeDtypeStruct(samples, np.bool_)
+    if DRIFT in needs:
+        fields[DRIFT] = jax.ShapeDtypeStruct(samples[:1], np.float32)
     if rollout.prefixes is not None:
         fields[PREFIX] = jax.ShapeDtypeStruct(samples[:1], np.int32)
     if grown is not None:

@@ -23,6 +23,8 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.drift import DRIFT, Drift
+from jaxgrpo.rollout.experience import Rank
 from jaxgrpo.rollout.goals import Goals, with_goals
 from jaxgrpo.rollout.judging import (
     RolloutSource,
@@ -37,6 +39,7 @@ from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.trees import Trees
 from jaxgrpo.training import inputs, prompted
+from jaxgrpo.training.experience import make_rank
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.pretrained import run_goals
 from jaxgrpo.training.replay import Replay, rollout_source_from_files
@@ -70,21 +73,22 @@ def make_rollout_source(
     """The prompt policy with the engine and rewards, or the files of a replay. `brought` holds the
     shapes of fields that drawing and the collector add.
 
-    Raises: InputError where the method reads a field that nothing brings, and where files have
-      other rewards than the run.
+    Raises: InputError where the method reads a field that nothing brings, or files lack a reward.
     """
-    names, geometry = tuple(reward.name for reward in rewards), blueprint.geometry
+    names, geometry = [reward.name for reward in rewards], blueprint.geometry
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
-    prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
-    rows, seed = prompts.rows, train.seed
+    pretrained, rows, seed = run_inputs.pretrained, run_inputs.prompts.rows, train.seed
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
     if run_inputs.replay:
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
-    policy, prefixes = _make_policy(rollout, run_inputs, rewards, seed)
+    mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
+    scoring = pretrained.model_on(mesh), mesh
+    rank = make_rank(*scoring, temperature) if DRIFT in brought else None
+    policy, prefixes = _make_policy(rollout, run_inputs, rewards, seed, rank)
     read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
     columns = methods.needed_columns(needs - brought.keys(), rows, rewards, blueprint.scores)
@@ -93,27 +97,33 @@ def make_rollout_source(
     columns = {name: on_device(column) for name, column in {**columns, **prompt_columns}.items()}
     trace({**columns, **brought})
     goals = run_goals(rollout, pretrained.tokenizer, seed)
-    select = _make_select(policy, prompts, goals, geometry, seed, prefixes)
-    mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
-    scoring = pretrained.model_on(mesh), mesh, geometry, temperature
-    score_answers = make_answer_scorer(policy, answers.longest if answers else 0, *scoring)
+    select = _make_select(policy, run_inputs.prompts, goals, geometry, seed, prefixes)
+    scoring = answers.longest if answers else 0, *scoring, geometry, temperature
+    score_answers = make_answer_scorer(policy, *scoring)
     add_fields = [source.fields for source in ([answers] if answers else []) + functions]
     judging = make_judge(pretrained.tokenizer, rewards, rows), columns, add_fields, score_answers
     room = columns | {entry.field: np.empty((0, entry.width), np.int32) for entry in functions}
     sizes = geometry, names, {**room, **brought}, answers, goals and goals.tokens.shape[1]
     waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
     draw_groups = functools.partial(draw, engine, group_size=geometry.group_size, grown=grown)
-    reward = make_rewarder(policy, *judging, train.steps, seed, prefixes)
+    reward = make_rewarder(policy, *judging, train.steps, seed)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals, prefixes)
 
 
 def _make_policy(
-    rollout: RolloutKeys, run_inputs: Inputs, rewards: Sequence[Reward], seed: int
+    rollout: RolloutKeys,
+    run_inputs: Inputs,
+    rewards: Sequence[Reward],
+    seed: int,
+    rank: Rank | None,
 ) -> tuple[PromptPolicy, Prefixes | None]:
-    """The prompt policy, and the texts that prompts begin with, which it then watches."""
-    prompts, weights = run_inputs.prompts, {reward.name: reward.weight for reward in rewards}
-    policy = methods.make_policy(rollout.prompts, rewards, prompts.mixture)
-    written = prompts, run_inputs.chat, rollout.max_prompt_tokens
+    """The prompt policy, and the texts that prompts begin with, which it then watches. `rank` gives
+    log-probs where it brings the drift."""
+    policy = methods.make_policy(rollout.prompts, rewards, run_inputs.prompts.mixture)
+    if rank is not None:
+        policy = Drift(policy, rollout.max_completion_tokens, rank).watch()
+    weights = {reward.name: reward.weight for reward in rewards}
+    written = run_inputs.prompts, run_inputs.chat, rollout.max_prompt_tokens
     prefixes = make_prefixes(rollout.prefixes, *written, weights, seed)
     return policy if prefixes is None else prefixes.watch(policy), prefixes
 

@@ -184,7 +184,8 @@ def _assemble(
     blueprint = method.blueprint
     has_experience = config.experience.share > 0
     grown = make_trees(config.tree, config.rollout, config.experience)
-    brought = brought_fields(grown, config.rollout, config.experience.share)
+    lacking = blueprint.chain.needs.difference(*rows[:1])
+    brought = brought_fields(grown, config.rollout, config.experience.share, lacking)
     built = run_inputs, blueprint, method.engine, rewards
     source = make_rollout_source(*keys, *built, grown, brought)
     again = config.experience, config.rollout, run_inputs, rewards, config.train.seed

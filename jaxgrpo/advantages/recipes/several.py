@@ -275,8 +275,8 @@ def spo(
 
     Args:
       keep: share of old counts that a visit of a row keeps; not read with `drift`.
-      drift: a field [P], how far the policy has moved on the prompt since its last visit, which
-        rollouts of your own bring.
+      drift: a field [P], how far the policy has moved on the prompt since its last visit; "drift"
+        is the paper's, which training measures.
       initial: success rate of a row before its first visit, or a field [P] of such rates.
       eps: added to the standard deviation of the batch.
 

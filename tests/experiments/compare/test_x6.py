@@ -16,7 +16,7 @@ from jaxgrpo.experiments.compare import experiment as experiments
 
 def test_the_arms_differ_in_the_reward_and_the_filter_alone():
     cases = experiments.make_cases(experiments.load(x6_reflection.NAME))
-    assert len(cases) == 40
+    assert len(cases) == 24
     filters = {case.arm: dict(case.config.rollout.prompts)["use"] for case in cases}
     for arm, use in filters.items():
         assert use == ("query_filter" if arm.endswith("_filter") else "sequential")

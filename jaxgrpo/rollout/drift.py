@@ -1,0 +1,81 @@
+"""How far the policy has moved on each row's last completion, by which SPO's tracker forgets.
+
+    drift[p] = mean_t |logp_now(y_t) - logp_then(y_t)|
+
+y is the last sample of the row's latest group, over the tokens that the policy chose; "then" is the
+policy that drew it, "now" the one that samples. NaN where the row was not sampled before.
+
+Source: SPO, arXiv 2509.13232, as in the authors' recipe for verl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.core.types import Params, Rollouts
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.experience import Rank
+from jaxgrpo.rollout.selection import PromptPolicy
+
+DRIFT = "drift"
+"""Field [P] float32, in nats."""
+
+
+class Drift(NamedTuple):
+    """A prompt policy that brings DRIFT, and whose state holds each row's last completion too."""
+
+    policy: PromptPolicy
+    tokens: int  # T, of a completion at most; the state takes 8 T bytes for each row
+    rank: Rank
+
+    def init(self, num_rows: int, seed: int) -> dict[str, Any]:
+        return {
+            "policy": self.policy.init(num_rows, seed),
+            "last_tokens": np.zeros((num_rows, self.tokens), np.int32),
+            "last_logp": np.full((num_rows, self.tokens), np.nan, np.float32),  # NaN: not chosen
+        }
+
+    def observe(self, state: dict[str, Any], rollouts: Rollouts) -> dict[str, Any]:
+        samples = rollouts.completion_tokens, rollouts.token_mask, rollouts.behavior_logp
+        row, new_tokens, mask, logp = sharding.to_host((rollouts.row, *samples))
+        last_tokens, last_logp = state["last_tokens"].copy(), state["last_logp"].copy()
+        for place, index in enumerate(row):
+            last_tokens[index] = new_tokens[place, -1]
+            last_logp[index] = np.where(mask[place, -1], logp[place, -1], np.nan)
+        inner = self.policy.observe(state["policy"], rollouts)
+        return {"policy": inner, "last_tokens": last_tokens, "last_logp": last_logp}
+
+    def bring(self, state: dict[str, Any], params: Params, rollouts: Rollouts) -> dict[str, Any]:
+        row = np.asarray(rollouts.row)
+        then = state["last_logp"][row]
+        mask, samples = np.isfinite(then), np.zeros((len(row), 1), np.int32)
+        last: Any = dataclasses.replace(
+            rollouts,
+            completion_tokens=state["last_tokens"][row][:, None],
+            token_mask=mask[:, None],
+            behavior_logp=np.zeros((len(row), 1, self.tokens), np.float32),
+            truncated=samples.astype(bool),
+            policy_version=samples,
+            rewards={},
+            fields={},
+        )
+        now = np.asarray(self.rank(params, last))[:, 0]
+        change = np.where(mask, np.abs(now - then), 0).sum(-1)
+        number = mask.sum(-1)
+        drift = np.where(number > 0, change / np.maximum(number, 1), np.nan).astype(np.float32)
+        bring = self.policy.bring
+        return {DRIFT: drift, **(bring(state["policy"], params, rollouts) if bring else {})}
+
+    def watch(self) -> PromptPolicy:
+        """The policy as `policy` was, with this state."""
+        select, chance = self.policy.select, self.policy.chance
+        return self.policy._replace(
+            init=self.init,
+            select=lambda state, cursor, n: select(state["policy"], cursor, n),
+            observe=self.observe,
+            bring=self.bring,
+            chance=chance and (lambda state, n: chance(state["policy"], n)),
+        )
