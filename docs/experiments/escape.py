@@ -3,8 +3,8 @@
     p_x = c softmax(logits + offset_x e_0)[0]
 
 Format 0 is the one that counts, `c` the chance that its answer is right, offset_x how near a prompt
-is to it. Offsets are normal: with mean and deviation such that p has the mean and the share of flat
-pairs E[p^2 + (1 - p)^2] that arXiv 2605.07689 gives of its start, .31 and .84.
+is to it. Offsets are normal: with mean and deviation such that p has the mean .31 and the share of
+flat pairs E[p^2 + (1 - p)^2] .84, near those of arXiv 2605.07689, .25 to .33 and .90.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_a_right_answer_counts_behind_its_mark_alone():
 
 
 @pytest.mark.parametrize("wrong_formats", [1, 5])
-def test_the_simulation_starts_where_the_paper_does(wrong_formats):
+def test_the_simulation_starts_with_the_success_and_the_flat_pairs_that_it_says(wrong_formats):
     start = escape.start(wrong_formats)
     random = np.random.default_rng(0)
     offset = start.mean + start.deviation * random.normal(size=400_000)
