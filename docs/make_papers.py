@@ -43,7 +43,7 @@ NOT_REPRODUCED = {
     "2503.14476": "its score in AIME with 32B",
     "2503.19595": "pass@k gained in training; X2 has its expected gradient",
     "2503.20783": "its score in AIME with 7B; X2 has its expected gradient",
-    "2504.07912": "which format wins with models of 150M and 1B; X13 trains a small one on three formats",
+    "2504.07912": "which format wins at 150M and 1B; X13 trains a small model on three formats",
     "2504.14945": "its gains from a stronger model's solutions: such solutions",
     "2504.16084": "its gains in AIME without labels: models that are right now and then",
     "2504.19599": TASKS,
@@ -83,9 +83,9 @@ NOT_REPRODUCED = {
     "2602.03025": "calls of tools in several turns: such tools",
     "2602.04879": TASKS,
     "2602.10693": TASKS,
-    "2605.02375": "its bigram model with 97% on one sequence: X4 has a collapse on a base of its own",
+    "2605.02375": "97% on one sequence of its bigram model; X4 collapses a base of its own",
     "2605.07689": "73.8 against 28.4 on GSM8K with 9B; X3 and X3b train small models",
-    "2605.12484": "fewer steps and some 70% less KL at the same reward: prompts that GEPA writes, its tasks",
+    "2605.12484": "fewer steps and some 70% less KL at the same reward: GEPA's prompts, its tasks",
     "2605.21125": TASKS,
     "2605.25604": TASKS,
     "2605.28388": "shortcuts that hard problems teach large models",
@@ -96,8 +96,8 @@ FORMULAS = {
     *("2104.09864", "2106.09685", "2107.03374", "2205.14135", "2306.15595", "2309.00071"),
     *("2312.03732", "2402.13753", "2407.21783"),
 }
-"""Papers whose formulas are all that is taken; tests compare them with transformers, or with a plain
-computation."""
+"""Papers whose formulas are all that is taken; tests compare them with transformers, or with a
+plain computation."""
 
 
 OF_ALL_PARTS = re.compile(

@@ -268,7 +268,7 @@ LINES = {
     "data": 1610,  # with two tasks that experiments train on
     "models": 4650,
     "rewards": 1450,
-    "rollout": 3050,
+    "rollout": 3080,
     "update": 1780,
     "config": 1800,
     "evaluation": 650,

@@ -270,7 +270,8 @@ def _sampling(values: Values) -> Iterator[str]:
 def _early_stop(values: Values) -> Iterator[str]:
     if (early_stop := values.get("rollout.early_stop")) is not None:
         where = f"rollout.early_stop = {show(early_stop)}"
-        yield from early_stop_problems(where, early_stop, values.get("rollout.group_size"))
+        sizes = (values.get(f"rollout.{n}") for n in ("group_size", "max_completion_tokens"))
+        yield from early_stop_problems(where, early_stop, *sizes)
 
 
 def _resets(values: Values) -> Iterator[str]:

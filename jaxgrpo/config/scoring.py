@@ -43,6 +43,11 @@ def check(values: Values) -> Iterator[str]:
                 f'{where}.name = "{entry.name}": it is built in, the {built_in.quantity} by the '
                 f"{built_in.policy} policy, and only its stride may be set: take another name"
             )
+        if entry.quantity == "rank" and entry.temperature is not None:
+            yield (
+                f"{where}.temperature = {entry.temperature:g}: a rank is the same at all of them: "
+                "leave it out"
+            )
         if entry.quantity != "effective_rank" and entry.stride != STRIDE:
             yield (
                 f'{where}.stride = {entry.stride}: only quantity = "effective_rank" reads it, and '

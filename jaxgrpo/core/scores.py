@@ -140,6 +140,7 @@ OF_SAMPLES: dict[str, str] = {
     "token_depth": "[P, G, T], which of these nodes a token belongs to (set tree.branch)",
     "token_value": "[P, G, T], a critic's estimate at each token",
     "replayed": "[P, G], which samples are of earlier steps (set experience.share)",
+    "prefix": "[P], the text that each prompt begins with (set rollout.prefixes)",
     "drift": "[P], how far the policy has moved on each row's last completion",
 }
 """Fields that go with the samples or the policy, and that no pass makes.

@@ -11,6 +11,7 @@ Source: FST, arXiv 2605.12484, which trains on a second task from a checkpoint a
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ def main(
     cases = make_cases(experiment, tables)
     finished_paths = command.find_finished(console, experiment, cases)
     again = f"the same command continues, in {experiment.dir}"
-    finished = command.take_all(console, experiment, cases, finished_paths, again)
+    check = functools.partial(run_area, metric=metric)
+    finished = command.take_all(console, experiment, cases, finished_paths, again, check=check)
     if as_json and process.is_main():
         return Document(describe(experiment, finished))
     if process.is_main():
@@ -150,6 +152,11 @@ def area(lines: Sequence[Mapping[str, Any]], metric: str, where: str = "") -> fl
     return float((np.diff(step) * (value[1:] + value[:-1])).sum() / 2 / (step[-1] - step[0]))
 
 
+def run_area(case: Case, metric: str) -> float:
+    """`area` of a finished run."""
+    return area(read_metrics(case.path), metric, str(case.path))
+
+
 def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
     """The 95% percentile interval of mean(numerator) / mean(denominator), [n] each: pairs are drawn
     with replacement, the same for the same n. NaN for one pair."""
@@ -172,8 +179,7 @@ def describe(experiment: Experiment, cases: Sequence[Case]) -> dict[str, Any]:
     areas: dict[str, np.ndarray] = {}
     for arm in ARMS:
         runs = [case for case in cases if case.arm == arm]
-        values = [area(read_metrics(run.path), experiment.metric, str(run.path)) for run in runs]
-        areas[arm] = np.array(values)
+        areas[arm] = np.array([run_area(run, experiment.metric) for run in runs])
     trained, base = (areas[arm] for arm in ARMS)
     if not base.mean() > 0:
         raise InputError(

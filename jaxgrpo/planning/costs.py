@@ -149,7 +149,8 @@ def _training_work(run: Run) -> dict[str, Work]:
     activation_bytes = (
         memory.activations(config, remat) * geometry.tokens / blueprint.mesh.shape["context"]
     )
-    micro_bytes = (2 + RECOMPUTED[remat]) * weights + 3 * trained_bytes + 2 * activation_bytes
+    readings = 2 + RECOMPUTED[remat] + blueprint.objective.reads_groups
+    micro_bytes = readings * weights + 3 * trained_bytes + 2 * activation_bytes
     read = micro * micro_bytes + 2 * (trained_bytes + memory.on_device(run.learner.opt_state))
     calls = train.num_iterations * train.minibatches
     loops = (micro, chunks)

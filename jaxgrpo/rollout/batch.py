@@ -327,7 +327,7 @@ def _ended(
 ) -> Generator[Groups]:
     engine.load(params, int(batch.prompts.step))
     try:
-        engine.submit(requests)
+        engine.submit(requests, batch.tokens.shape[1])
         missing = len(requests)
         while missing:
             turns = engine.poll()

@@ -86,8 +86,14 @@ class Engine(Protocol):
         """Takes parameters, as `sync` gives them, for what is drawn from now on."""
         ...
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Puts requests into the queue, at any time. Raises: InputError for one it cannot draw."""
+    def submit(self, requests: Sequence[Request], group_size: int = 0) -> None:
+        """Puts requests into the queue, at any time.
+
+        Args:
+          group_size: samples that each prompt will have, where further ones are asked for later.
+
+        Raises: InputError for one it cannot draw.
+        """
         ...
 
     def poll(self) -> list[Turn]:

@@ -19,7 +19,7 @@ equal, and a text is left out if others win all that it wins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,6 +140,15 @@ def make_prefixes(
     """
     if keys is None:
         return None
+    check(keys, weights or {})
+    texts, reward, success = keys["texts"], keys.get("reward"), keys.get("success", 0.5)
+    encoded = [_encode_with(text, prompts, chat, max_prompt_tokens) for text in texts]
+    judge = SuccessJudge(WHERE, 0.0, reward, success, weights)
+    return Prefixes(texts, encoded, keys["every"], judge, seed)
+
+
+def check(keys: Mapping[str, Any], rewards: Collection[str]) -> None:
+    """Raises: InputError where `rollout.prefixes` is no population, or reads no reward of a run."""
     texts, every, reward = keys.get("texts"), keys.get("every"), keys.get("reward")
     is_list = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
     success = keys.get("success", 0.5)
@@ -151,11 +160,9 @@ def make_prefixes(
         or type(success) not in (int, float)
     ):
         raise InputError(f"{WHERE} = {dict(keys)!r}: expected {EXPECTED}")
-    if reward is not None and reward not in (weights or {}):
-        hint = suggest(str(reward), weights or {})
+    if reward is not None and reward not in rewards:
+        hint = suggest(str(reward), rewards)
         raise InputError(f"{WHERE}.reward = {reward!r} is none of the rewards: {hint}")
-    encoded = [_encode_with(text, prompts, chat, max_prompt_tokens) for text in texts]
-    return Prefixes(texts, encoded, every, SuccessJudge(WHERE, 0.0, reward, success, weights), seed)
 
 
 def _encode_with(

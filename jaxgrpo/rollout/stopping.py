@@ -92,12 +92,12 @@ ROUNDING = 1e-4
 
 
 def early_stop_problems(
-    where: str, keys: Mapping[str, Any], group_size: int | None
+    where: str, keys: Mapping[str, Any], group_size: int | None, longest: int | None
 ) -> Iterator[str]:
     """What is wrong with `rollout.early_stop`, which `where` shows.
 
     Args:
-      group_size: of the config, where it is right.
+      group_size, longest: of the config, in samples and in tokens of one, where they are right.
     """
     expected = (
         "expected { confidence = 8.0 } or { percentile = 10, warmup = 16 }, either with window = "
@@ -119,6 +119,12 @@ def early_stop_problems(
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             yield f"{where}: {expected}; {name} is a whole number of 1 or more"
+    window = keys.get("window", EarlyStop().window)
+    if type(window) is int and longest is not None and window >= longest:
+        yield (
+            f"{where}: no sample ends before it has window = {window} tokens, and "
+            f"rollout.max_completion_tokens = {longest}: set window lower"
+        )
     warmup = keys.get("warmup", EarlyStop().warmup)
     is_right = "percentile" in keys and type(warmup) is int
     if is_right and group_size is not None and warmup >= group_size:

@@ -52,9 +52,9 @@ class PromptFunction(NamedTuple):
         where = f"{self.where}: {prompts.name_row(self.rows, index)}"
         with explaining_own_code(where):
             text = self.function(dict(self.rows[index]), completions)
-        if not isinstance(text, str):
-            name = type(text).__name__
-            raise InputError(f"{where}: it returned a {name}: return the other prompt as a text")
+        if not isinstance(text, str) or not text.strip():
+            name = "an empty text" if isinstance(text, str) else f"a {type(text).__name__}"
+            raise InputError(f"{where}: it returned {name}: return the other prompt as a text")
         (ids,) = _encode([{**self.rows[index], "prompt": text}], self.chat, where)
         if len(ids) > self.limit:
             raise InputError(

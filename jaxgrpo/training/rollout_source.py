@@ -171,12 +171,17 @@ def make_answer_scorer(
         )
     scores = {name: OF_ANSWERS[name] for name in sorted(policy.needs) if OF_ANSWERS[name].policy}
     quantities = {score.quantity for score in scores.values()}
+    longer = answer_geometry(geometry, longest, 1, False, mesh)
     rescore = make_rescorer(
-        model, mesh, temperature=temperature, logp="logp" in quantities, rank="rank" in quantities
+        model,
+        mesh,
+        temperature=temperature,
+        logp="logp" in quantities,
+        rank="rank" in quantities,
+        tokens=longer.tokens,
     )
     if rescore is None:
         return lambda params, rollouts: {}
-    longer = answer_geometry(geometry, longest, 1, False, mesh)
     behind = jax.jit(functools.partial(behind_thoughts, geometry=longer))
     pick = jax.jit(pick_answer_logp)
 

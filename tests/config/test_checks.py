@@ -169,19 +169,24 @@ def test_a_refill_that_makes_no_sense_is_refused(overrides, message):
         (("rollout.early_stop={confidence=8, k=20}",), "early_stop.k: unknown key"),
         (("rollout.early_stop={confidence=8, window=0}",), "window is a whole number of 1 or"),
         (("rollout.early_stop={confidence=8, tokens=2.5}",), "tokens is a whole number of 1 or"),
+        (
+            ("rollout.early_stop={percentile=10, warmup=2}", "rollout.max_completion_tokens=2048"),
+            "no sample ends before it has window = 2048 tokens, and rollout.max_completion_tokens",
+        ),
     ],
 )
 def test_what_ends_a_sample_is_refused_where_it_makes_no_sense(overrides, message):
-    (problem,) = problems(*overrides)
+    (problem,) = problems("rollout.max_completion_tokens=4096", *overrides)
     assert message in problem
 
 
 def test_what_ends_a_sample_is_read_and_written():
     assert read().rollout.stop_strings == ()
-    config = read('rollout.stop_strings=["a", "b"]', "rollout.early_stop={confidence=8}")
+    stops = 'rollout.stop_strings=["a", "b"]', "rollout.early_stop={confidence=8, window=4}"
+    config = read(*stops)
     again = files.from_dict(tomllib.loads(files.to_toml(config)))
     assert again.rollout.stop_strings == config.rollout.stop_strings == ("a", "b")
-    assert again.rollout.early_stop == {"confidence": 8}
+    assert again.rollout.early_stop == {"confidence": 8, "window": 4}
     assert files.resume_difference(config, again) == []
 
 

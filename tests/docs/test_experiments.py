@@ -48,7 +48,7 @@ def test_the_enumerated_part_of_trees_holds_and_is_on_its_page():
     assert text == common.written("x8_trees", result), "out of date: add --exact to its command"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trees_and_chains_are_compared_by_what_was_drawn(tmp_path):
     shipped = tomllib.loads((experiments.SHIPPED_EXPERIMENTS / "x8_trees.toml").read_text())
     changes = {

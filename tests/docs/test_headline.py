@@ -82,7 +82,7 @@ def test_cells_differ_from_the_headline_in_group_formats_and_number_of_runs(tmp_
         assert same == headline
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_small_form_becomes_a_page_and_a_figure(tmp_path, monkeypatch):
     tables = tomllib.loads(x3b_headline.FILE.read_text())
     tables["arms"] = {name: tables["arms"][name] for name in ("sign", "grpo", "grpo_skip")}

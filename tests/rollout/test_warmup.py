@@ -111,7 +111,7 @@ def test_four_devices_end_the_samples_of_one():
     assert_stopped(stopped, plain_run(), expected_lengths(plain_run()))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_text_that_interrupts_samples_is_in_no_window():
     plain = run(interruption=TEXT)
     lengths = expected_lengths(plain, turns=((0, TEXT.after), (TEXT.end, STEPS)))

@@ -114,7 +114,7 @@ def test_rewards_and_rows_begin_behind_the_goal(tmp_path):
     assert len(judged) == 32
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_conditions_that_differ_make_groups_differ(tmp_path):
     """RC-GRPO's point: behind a first stage on good and bad answers with their goals, a group of
     one condition is flat and one of both is not. The first stage alone is the control."""

@@ -115,6 +115,7 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     logged |= set(re.findall(r'"(refill/\w+)"', inspect.getsource(refill)))
     logged.add("sampling/staleness")  # of runs with a lag: test_staleness.py
     logged.add("sampling/interrupted")  # of texts that are forced: test_interruption.py
+    logged.add("sampling/stopped")  # of samples that are ended: test_warmup_runs.py
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
     patterns = documented(repository)
     assert [n for n in sorted(logged) if not any(p.fullmatch(n) for p in patterns)] == []

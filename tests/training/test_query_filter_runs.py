@@ -116,6 +116,7 @@ def test_what_cannot_be_ranked_is_refused_before_the_run(tmp_path, monkeypatch, 
         setup(small_run.config(tmp_path, **changes))
 
 
+@pytest.mark.full
 def test_a_device_of_four_sees_the_same_ranks(tmp_path):
     runs = [
         setup(small_run.config(tmp_path, **CHANGES, **mesh))

@@ -219,7 +219,7 @@ def test_a_function_sees_each_groups_completions_and_its_prompts_are_resumed(tmp
     ("function", "message"),
     [
         ("number", "row 0: it returned a int: return the other prompt as a text"),
-        ("empty", "1 of 1 prompts are empty"),
+        ("empty", "row 0: it returned an empty text: return the other prompt as a text"),
         ("long", "has 36 tokens, and rollout.max_prompt_tokens = 8: return a shorter text"),
         ("unfit", "raised KeyError: 'hint'"),
         ("nothing", "has no 'nothing'"),
@@ -299,6 +299,11 @@ def short_model(tmp_path):
         ([{"name": "arithmetic"}], "a reward has this name"),
         ([{"name": "behavior_logp"}], "this is another field of a method"),
         ([{"name": "x", "stride": 3}], 'only quantity = "effective_rank" reads it'),
+        (
+            [{"name": "x", "quantity": "rank", "temperature": 0.5}],
+            "a rank is the same at all of them",
+        ),
+        ([{"name": "prefix"}], "this is another field of a method"),
         ([{"name": "x", "quantity": "topk"}], '"logp" or "entropy"'),
         ([{"policy": "base"}], "scores[0].name: missing"),
         ([{"name": "x", "temprature": 1.0}], "did you mean scores[0].temperature?"),

@@ -6,6 +6,7 @@ The runs are taken one after the other in one process, so that they share inputs
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import time
@@ -29,7 +30,8 @@ from jaxgrpo.experiments.compare.experiment import Case, Experiment
 from jaxgrpo.experiments.compare.results import Outcomes
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
-from jaxgrpo.training import loop
+from jaxgrpo.rollout import prefixes
+from jaxgrpo.training import experience, loop
 from jaxgrpo.training.growing import brought_fields, make_trees
 from jaxgrpo.training.inputs import load_rows, local_time, resolve_rewards
 from jaxgrpo.training.processes import process
@@ -159,6 +161,9 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             fields = {**columns, **brought}
             methods.trace_chain(rollout, chain, rewards, len(rows) or 1, fields, scores)
             methods.make_policy(rollout.prompts, rewards)
+            experience.refuse(config.experience, rollout, rewards)
+            if rollout.prefixes is not None:
+                prefixes.check(rollout.prefixes, reward_names)
             methods.make_objective(loss, longest)
         except InputError as error:
             problems.append(f"arms.{arm}: {error}")
@@ -274,11 +279,14 @@ def take_all(
     finished_paths: Collection[Path],
     how_to_continue: str,
     begin: Callable[[], None] = lambda: None,
+    check: Callable[[Case], object] | None = None,
 ) -> list[Case]:
     """Takes every run that is not complete; refuses an unknown metric after the first one.
 
     Args:
       begin: called in the first process before the first run, once methods can be built.
+      check: called with the first run, finished, and raises for a metric that it does not have;
+        None: `results.check_metric`.
 
     Returns: all runs that count. Some of `cases` do not where seeds are judged at the best rates.
     Raises: process.StopRequested after a stop signal, once the run under way has saved its state.
@@ -289,7 +297,8 @@ def take_all(
         begin()
     say = console.print if process.is_main() else lambda text: None
     say(line)
-    taker = _Taker(experiment, say, how_to_continue)
+    check = check or functools.partial(results.check_metric, experiment)
+    taker = _Taker(experiment, say, how_to_continue, check)
     taker.template_time = process.broadcast(lambda: _first_time(cases) or local_time())
     for stage in _stages(experiment, cases):
         taker.take(stage, finished_paths)
@@ -319,9 +328,14 @@ class _Taker:
     """Takes runs, says how far it is, and stops where a signal asks for it."""
 
     def __init__(
-        self, experiment: Experiment, say: Callable[[str], None], how_to_continue: str
+        self,
+        experiment: Experiment,
+        say: Callable[[str], None],
+        how_to_continue: str,
+        check: Callable[[Case], object],
     ) -> None:
         self._experiment, self._say, self._how_to_continue = experiment, say, how_to_continue
+        self._check = check
         self._runner, self._start_time, self._taken_now = Runner(), time.monotonic(), 0
         self.finished_cases: list[Case] = []
         # What the chat template writes, if it writes the time.
@@ -331,7 +345,7 @@ class _Taker:
         count = self._experiment.number_of_runs
         finished = [case for case in stage if case.path in finished_paths]
         if finished:
-            results.check_metric(self._experiment, finished[0])
+            self._check(finished[0])
             self._say(f"{len(finished)} of {count} runs are finished already")
         self.finished_cases += finished
         for case in stage:
@@ -351,7 +365,7 @@ class _Taker:
             reason = stopped.args[0].partition(";")[0]
             raise process.StopRequested(f"{reason}; {self._how_to_continue}") from None
         if first:
-            results.check_metric(self._experiment, case)
+            self._check(case)
         if not self._experiment.keep_models and process.is_main():
             shutil.rmtree(case.path / "model")
         self.finished_cases.append(case)

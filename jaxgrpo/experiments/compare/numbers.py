@@ -125,7 +125,10 @@ def warnings(outcomes: Outcomes) -> list[dict[str, Any]]:
 
 def distances(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, np.ndarray]:
     """arm -> (KL(policy || base) of a completion in nats, gain of the metric from the base to the
-    trained model, above 0 if it is better) by runs, [2, n]; {} unless all runs have both."""
+    trained model, above 0 if it is better) by runs, [2, n]; {} unless all runs have both, and for
+    metrics of training."""
+    if not experiment.metric.startswith("eval/"):
+        return {}
     names = DISTANCE, experiment.metric, experiment.metric.replace("eval/", "base/", 1)
     points = {}
     for arm, runs in runs_by_arm.items():

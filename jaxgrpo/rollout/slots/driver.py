@@ -64,6 +64,8 @@ class SlotEngine:
         self.slot_steps: Array | int = 0  # of the last session: decoding steps times slots
         self._batches: Counter[int] = Counter()
         self._largest: tuple[int, int] = 0, 0  # since `load`: places of a session, and samples
+        self._group = 0  # since `load`: samples that a prompt will have
+        self._asked: Counter[int] = Counter()  # and those that were asked for, by ordinal
         self._params: Params | None = None
         self._version = 0
         self._waiting: list[Group] = []
@@ -90,10 +92,13 @@ class SlotEngine:
             raise ValueError("load while turns are under way: poll until all have ended")
         self._params, self._version = self.programs.split(params), version
         self._largest = 0, 0
+        self._group, self._asked = 0, Counter()
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], group_size: int = 0) -> None:
         """As `Engine.submit`."""
         groups = group_requests(requests)
+        self._group = max(self._group, group_size)
+        self._asked.update(request.ordinal for request in requests)
         for group in groups:
             self._check(group)
         if self._session is None:
@@ -109,7 +114,8 @@ class SlotEngine:
         while not turns and (self._waiting or self._session is not None):
             if self._session is None:
                 self._session = self._open(self._params)
-            turns = self._session.step(self._version)
+            is_complete = all(number >= self._group for number in self._asked.values())
+            turns = self._session.step(self._version, is_complete)
             if self._session.has_ended:
                 self._waiting, self.slot_steps = self._session.close()
                 self._session = None
@@ -122,7 +128,8 @@ class SlotEngine:
     def _open(self, params: Params) -> _Session:
         groups, self._waiting = self._waiting, []
         places, largest = self._largest
-        places, largest = places or len(groups), max(largest, *(len(g.requests) for g in groups))
+        samples = [len(group.requests) for group in groups]
+        places, largest = places or len(groups), max(largest, self._group, *samples)
         self._largest = places, largest
         bins = 1 if self.mesh is None else sharding.num_bins(self.mesh)
         slots = self.slots_for(-(-places // bins) * bins, largest)
@@ -190,15 +197,17 @@ class _Session:
         """Whether no sample is under way; groups may wait for the next session."""
         return self.segment > 0 and self.table.is_empty and not self.leaving
 
-    def step(self, version: int) -> list[Turn]:
+    def step(self, version: int, is_complete: bool) -> list[Turn]:
         """Dispatches a segment, and follows up the one before: the devices never wait for the host.
 
         Args:
           version: of the parameters.
+          is_complete: whether all samples were asked for; otherwise slots do not become fewer.
         """
         if self.segment == 0:
             self._admit()
-        smaller = None if self.table.has_waiting else self.slots.next_slots
+        may_shrink = is_complete and not self.table.has_waiting
+        smaller = self.slots.next_slots if may_shrink else None
         self.state, counters = self.slots.decode(
             self.params, self.state, np.int32(-1 if smaller is None else smaller)
         )
@@ -206,7 +215,7 @@ class _Session:
         drawn = None if strings is None else self.programs.drawn(self.state.samples)
         unread, self.unread = self.unread, (self.segment, counters, drawn)
         self.segment += 1
-        return [] if unread is None else self._follow(unread, version)
+        return [] if unread is None else self._follow(unread, version, is_complete)
 
     def close(self) -> tuple[list[Group], Array]:
         """Returns: the groups that wait for the next session, and the slot-steps of this one."""
@@ -220,7 +229,9 @@ class _Session:
         self.slots.compile_remaining(self.params, self.state, uncut)
         return self.table.take_waiting(), slot_steps
 
-    def _follow(self, unread: tuple[int, Counters, Array | None], version: int) -> list[Turn]:
+    def _follow(
+        self, unread: tuple[int, Counters, Array | None], version: int, is_complete: bool
+    ) -> list[Turn]:
         """Reads what a segment counted, and does what follows from it."""
         segment, counters, drawn = unread[0], *sharding.to_host(unread[1:])
         turns = self._read(version)
@@ -232,7 +243,7 @@ class _Session:
         self._admit()
         smaller = self.slots.next_slots
         is_drained = counters.drained and segment >= self.admitted and not self.table.has_waiting
-        if is_drained and smaller and counters.live <= smaller:
+        if is_complete and is_drained and smaller and counters.live <= smaller:
             self.state = self.slots.shrink(self.params, self.state)
         return turns
 

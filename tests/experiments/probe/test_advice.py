@@ -9,7 +9,7 @@ import pytest
 
 from jaxgrpo.advantages import registry
 from jaxgrpo.experiments.probe.advice import advise, advised_size
-from jaxgrpo.rollout import selection
+from jaxgrpo.rollout import policies
 
 
 def group(measured, iid=0.5, low=-0.01, **changes) -> dict[str, Any]:
@@ -162,4 +162,4 @@ def test_every_number_is_in_the_probe_and_every_name_exists(name):
             assert at is not None
         assert set(re.findall(r"`(\w+)`", item.says + item.why)) <= registered
         for policy in re.findall(r'use = "(\w+)"', item.says):
-            assert callable(getattr(selection, policy))
+            assert callable(getattr(policies, policy))
