@@ -321,6 +321,7 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
         axes.errorbar(
             positions + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), color=colour(place),
             label=arm, marker="o", markersize=3, linewidth=1.2, capsize=2,
+            linestyle="-" if place < len(charts.COLOURS) else "--",
         )  # fmt: skip
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
 

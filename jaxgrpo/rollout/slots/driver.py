@@ -65,7 +65,7 @@ class SlotEngine:
         self._batches: Counter[int] = Counter()
         self._largest: tuple[int, int] = 0, 0  # since `load`: places of a session, and samples
         self._group = 0  # since `load`: samples that a prompt will have
-        self._asked: Counter[int] = Counter()  # and those that were asked for, by ordinal
+        self._requested: Counter[int] = Counter()  # and those that were asked for, by ordinal
         self._params: Params | None = None
         self._version = 0
         self._waiting: list[Group] = []
@@ -92,13 +92,13 @@ class SlotEngine:
             raise ValueError("load while turns are under way: poll until all have ended")
         self._params, self._version = self.programs.split(params), version
         self._largest = 0, 0
-        self._group, self._asked = 0, Counter()
+        self._group, self._requested = 0, Counter()
 
     def submit(self, requests: Sequence[Request], group_size: int = 0) -> None:
         """As `Engine.submit`."""
         groups = group_requests(requests)
         self._group = max(self._group, group_size)
-        self._asked.update(request.ordinal for request in requests)
+        self._requested.update(request.ordinal for request in requests)
         for group in groups:
             self._check(group)
         if self._session is None:
@@ -114,7 +114,7 @@ class SlotEngine:
         while not turns and (self._waiting or self._session is not None):
             if self._session is None:
                 self._session = self._open(self._params)
-            is_complete = all(number >= self._group for number in self._asked.values())
+            is_complete = all(number >= self._group for number in self._requested.values())
             turns = self._session.step(self._version, is_complete)
             if self._session.has_ended:
                 self._waiting, self.slot_steps = self._session.close()
