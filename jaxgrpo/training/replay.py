@@ -26,6 +26,7 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rewards import RewardLog
+from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
@@ -310,7 +311,9 @@ def rollout_source_from_files(
 
     def reward(stream: Stream, rollouts: Rollouts, *_: Any) -> tuple[Stream, Rollouts, RewardLog]:
         saved = load_step(int(rollouts.step))
-        values = {name: saved.fields[name] for name in sorted(fields)}
+        # What shared tokens are counted by, where samples were grown as trees.
+        names = {*fields} | ({trees.ANCESTORS, trees.DEPTH} & saved.fields.keys())
+        values = {name: saved.fields[name] for name in sorted(names)}
         judged = dataclasses.replace(rollouts, rewards=saved.rewards, fields=values)
         return stream, judged, RewardLog({}, {}, {}, {})
 
