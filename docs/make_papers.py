@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from docs.pages import FOLDER, arxiv_link, between, markdown, write
 from jaxgrpo.cli.methods import KINDS, papers
+from jaxgrpo.cli.methods import TESTS as METHOD_TESTS
 
 PACKAGE = FOLDER.parent / "jaxgrpo"
 PAGE = FOLDER / "papers.md"
@@ -220,6 +222,17 @@ def find_experiments(number: str) -> str:
     )
 
 
+def method_tests() -> str:
+    """What `jaxgrpo methods` says of tests: kind -> name -> file, as JSON."""
+    tests: dict[str, dict[str, str]] = {}
+    for kind, (_, factories) in KINDS.items():
+        tests[kind] = {
+            name: find_test([Mention("", "", factory.__module__, factory.__name__)]).strip("`")
+            for name, factory in sorted(factories.items())
+        }
+    return json.dumps(tests, indent=1) + "\n"
+
+
 def page() -> str:
     """What docs/papers.md should hold."""
     text = PAGE.read_text()
@@ -227,4 +240,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    write({PAGE: page()})
+    write({PAGE: page(), METHOD_TESTS: method_tests()})

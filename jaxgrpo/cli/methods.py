@@ -6,8 +6,10 @@ Sources are read off the docstrings, which give them as "Source: DAPO, arXiv 250
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -29,6 +31,9 @@ KINDS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "prompt policy": ("configuration.md#prompt-policies", policies),
 }
 """What a function may be -> the page of docs/ about it, and all of its kind by name."""
+
+TESTS: Path = Path(__file__).with_name("tests.json")
+"""Kind -> name -> the file of the repository that tests it, written by docs/make_papers.py."""
 
 SCORE = "score"
 """The kind of what a pass of a model gives: a part that needs it gets it."""
@@ -55,6 +60,7 @@ class Method(NamedTuple):
     sources: tuple[str, ...]  # numbers of arXiv; (): none is given, or the idea is ours
     needs: tuple[str, ...] | None  # fields beside rewards; None: it depends on its options
     page: str  # in docs/
+    test: str  # in the repository
 
 
 def papers(text: str) -> Iterator[Paper]:
@@ -68,19 +74,22 @@ def papers(text: str) -> Iterator[Paper]:
 
 def methods() -> Iterator[Method]:
     """All of them, by kind and name."""
+    tests = json.loads(TESTS.read_text(encoding="utf-8"))
     for kind, (page, factories) in KINDS.items():
         for name, factory in sorted(factories.items()):
             text = inspect.getdoc(factory) or ""
             numbers = dict.fromkeys(paper.number for paper in papers(" ".join(text.split())))
             summary = " ".join(text.partition("\n\n")[0].split())
-            yield Method(name, kind, summary, tuple(numbers), _needs(factory), page)
+            about = summary, tuple(numbers), _needs(factory), page, tests[kind][name]
+            yield Method(name, kind, *about)
     for name, field in SCORES.items():
         summary = f"{score_text(field)}, {field.shape}"
-        yield Method(name, SCORE, summary, (), (), "advantages.md")
+        yield Method(name, SCORE, summary, (), (), "advantages.md", "tests/update/test_scores.py")
     for name, field in OF_ANSWERS.items():
         scorer = f" by the {field.policy} policy" if field.policy else ""
         summary = f"{field.quantity} of the reference answer's tokens{scorer}, {field.shape}"
-        yield Method(name, SCORE, summary, (), (), "data.md#reference-answers")
+        about = (), (), "data.md#reference-answers", "tests/update/test_answers.py"
+        yield Method(name, SCORE, summary, *about)
 
 
 def _needs(factory: Callable[..., Any]) -> tuple[str, ...] | None:

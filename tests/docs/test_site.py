@@ -112,6 +112,8 @@ def test_what_a_reader_follows_may_lead_anywhere(repository, tmp_path):
 
 def test_the_table_of_papers_is_what_the_script_computes():
     assert make_papers.page() == make_papers.PAGE.read_text(), "out of date: make docs"
+    tests = make_papers.METHOD_TESTS.read_text()
+    assert make_papers.method_tests() == tests, "out of date: make docs"
 
 
 def test_every_paper_has_a_test_and_says_what_is_not_reproduced(repository):
