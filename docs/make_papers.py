@@ -223,7 +223,7 @@ def find_experiments(number: str) -> str:
 
 
 def method_tests() -> str:
-    """What `jaxgrpo methods` says of tests: kind -> name -> file, as JSON."""
+    """What `jaxgrpo methods` gives as tests: kind -> name -> file, as JSON."""
     tests: dict[str, dict[str, str]] = {}
     for kind, (_, factories) in KINDS.items():
         tests[kind] = {
