@@ -85,7 +85,9 @@ def test_the_wheel_of_the_source_distribution_is_that_of_the_checkout(distributi
 
 def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(repository, distributions):
     files = relative_files(repository / "jaxgrpo")
-    package = {f"jaxgrpo/{name}" for name in files if name.endswith((".py", "py.typed"))}
+    package = {
+        f"jaxgrpo/{name}" for name in files if name.endswith((".py", "py.typed", "cli/tests.json"))
+    }
     configs = {f"jaxgrpo/configs/{name}" for name in relative_files(repository / "configs")}
     assert {"jaxgrpo/py.typed", "jaxgrpo/cli/main.py"} <= package
     assert {"jaxgrpo/configs/quickstart.toml", "jaxgrpo/configs/experiments/x3_g2.toml"} <= configs

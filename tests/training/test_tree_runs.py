@@ -87,7 +87,10 @@ def test_trees_of_one_leaf_are_the_plain_samples(tmp_path):
         ({"rollout.refill": {"factor": 2.0}}, "with rollout.refill groups that are left over"),
         ({"rollout.staleness": 1, "train.steps": 4}, "with rollout.staleness samples that wait"),
         ({"experience.share": 0.5}, "a sample of experience is no leaf"),
-        ({"rollout.early_stop": {"percentile": 5, "warmup": 2}}, "set rollout.early_stop.confid"),
+        (
+            {"rollout.early_stop": {"percentile": 5, "warmup": 2, "window": 4}},
+            "set rollout.early_stop.confid",
+        ),
         ({"tree.branch": None}, "nothing reads it without tree.branch"),
     ],
 )
