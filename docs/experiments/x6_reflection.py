@@ -2,7 +2,7 @@
 
 python -m docs.experiments.x6_reflection
 
-Does the 24 runs of configs/experiments/x6_reflection.toml in runs/, about ten minutes on two cores;
+Does the 24 runs of configs/experiments/x6_reflection.toml in runs/, a quarter of an hour;
 finished runs are not repeated.
 """
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxgrpo.core.types import Params, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.experience import Rank
-from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.rollout.selection import PromptPolicy, with_memory
 
 DRIFT = "drift"
 """Field [P] float32, in nats."""
@@ -31,9 +31,8 @@ class Drift(NamedTuple):
     tokens: int  # T, of a completion at most; the state takes 8 T bytes for each row
     rank: Rank
 
-    def init(self, num_rows: int, seed: int) -> dict[str, Any]:
+    def init(self, num_rows: int) -> dict[str, Any]:
         return {
-            "policy": self.policy.init(num_rows, seed),
             "last_tokens": np.zeros((num_rows, self.tokens), np.int32),
             "last_logp": np.full((num_rows, self.tokens), np.nan, np.float32),  # NaN: not chosen
         }
@@ -45,8 +44,7 @@ class Drift(NamedTuple):
         for place, index in enumerate(row):
             last_tokens[index] = new_tokens[place, -1]
             last_logp[index] = np.where(mask[place, -1], logp[place, -1], np.nan)
-        inner = self.policy.observe(state["policy"], rollouts)
-        return {"policy": inner, "last_tokens": last_tokens, "last_logp": last_logp}
+        return {"last_tokens": last_tokens, "last_logp": last_logp}
 
     def bring(self, state: dict[str, Any], params: Params, rollouts: Rollouts) -> dict[str, Any]:
         row = np.asarray(rollouts.row)
@@ -65,17 +63,9 @@ class Drift(NamedTuple):
         now = np.asarray(self.rank(params, last))[:, 0]
         change = np.where(mask, np.abs(now - then), 0).sum(-1)
         number = mask.sum(-1)
-        drift = np.where(number > 0, change / np.maximum(number, 1), np.nan).astype(np.float32)
-        bring = self.policy.bring
-        return {DRIFT: drift, **(bring(state["policy"], params, rollouts) if bring else {})}
+        drift = np.where(number > 0, change / np.maximum(number, 1), np.nan)
+        return {DRIFT: drift.astype(np.float32)}
 
     def watch(self) -> PromptPolicy:
         """The policy as `policy` was, with this state."""
-        select, chance = self.policy.select, self.policy.chance
-        return self.policy._replace(
-            init=self.init,
-            select=lambda state, cursor, n: select(state["policy"], cursor, n),
-            observe=self.observe,
-            bring=self.bring,
-            chance=chance and (lambda state, n: chance(state["policy"], n)),
-        )
+        return with_memory(self.policy, self.init, self.observe, self.bring)

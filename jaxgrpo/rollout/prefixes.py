@@ -31,7 +31,7 @@ from jaxgrpo.data.prompts import PromptData, encode
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import sample_draws
 from jaxgrpo.rollout.policies import SuccessJudge, Weights
-from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.rollout.selection import PromptPolicy, with_memory
 
 WHERE = "rollout.prefixes"
 PREFIX = "prefix"
@@ -61,12 +61,10 @@ class Prefixes(NamedTuple):
 
     def watch(self, policy: PromptPolicy) -> PromptPolicy:
         """`policy`, whose state holds the rates and wins of the population too."""
-        chance = policy.chance
 
-        def init(num_rows: int, seed: int) -> dict[str, Any]:
+        def init(num_rows: int) -> dict[str, Any]:
             rate = np.full((len(self.texts), num_rows), np.nan, np.float32)
-            wins = np.ones(len(self.texts), np.int32)
-            return {"policy": policy.init(num_rows, seed), "rate": rate, "wins": wins}
+            return {"rate": rate, "wins": np.ones(len(self.texts), np.int32)}
 
         def observe(state: dict[str, Any], rollouts: Rollouts) -> dict[str, Any]:
             row, prefix, step, rewards = sharding.to_host(
@@ -78,20 +76,12 @@ class Prefixes(NamedTuple):
                     rate[prefix[place], row[place]] = new_rate
             if (int(step) + 1) % self.every == 0:
                 wins = count_wins(rate, wins)
-            inner = policy.observe(state["policy"], rollouts)
-            return {"policy": inner, "rate": rate, "wins": wins}
+            return {"rate": rate, "wins": wins}
 
         def bring(state: dict[str, Any], params: Params, rollouts: Rollouts) -> dict[str, Any]:
-            inner = {} if policy.bring is None else policy.bring(state["policy"], params, rollouts)
-            return {PREFIX: self.draw(state["wins"], rollouts.ordinal), **inner}
+            return {PREFIX: self.draw(state["wins"], rollouts.ordinal)}
 
-        return policy._replace(
-            init=init,
-            select=lambda state, cursor, n: policy.select(state["policy"], cursor, n),
-            observe=observe,
-            bring=bring,
-            chance=chance and (lambda state, n: chance(state["policy"], n)),
-        )
+        return with_memory(policy, init, observe, bring)
 
     def tokens(self, state: Any, ordinal: np.ndarray, row: np.ndarray) -> list[np.ndarray]:
         """The prompts of rows, each with the text of its draw."""

@@ -43,6 +43,37 @@ class PromptPolicy(NamedTuple):
     """(state, parameters that sampled, rollouts) -> fields that it adds to them; None: none"""
 
 
+def with_memory(
+    policy: PromptPolicy,
+    init: Callable[[int], dict[str, Any]],
+    observe: Callable[[Any, Rollouts], dict[str, Any]],
+    bring: Callable[[Any, Any, Rollouts], dict[str, Any]],
+) -> PromptPolicy:
+    """`policy`, whose state holds more beside its own ("policy"), and which brings fields by it.
+
+    Args:
+      init: num_rows -> what more it holds.
+      observe: (the whole state, judged rollouts) -> the same after them.
+      bring: as `PromptPolicy.bring`, of the whole state.
+    """
+    chance = policy.chance
+
+    def all_fields(state: Any, params: Any, rollouts: Rollouts) -> dict[str, Any]:
+        inner = {} if policy.bring is None else policy.bring(state["policy"], params, rollouts)
+        return {**inner, **bring(state, params, rollouts)}
+
+    return policy._replace(
+        init=lambda num_rows, seed: {"policy": policy.init(num_rows, seed), **init(num_rows)},
+        select=lambda state, cursor, n: policy.select(state["policy"], cursor, n),
+        observe=lambda state, rollouts: {
+            "policy": policy.observe(state["policy"], rollouts),
+            **observe(state, rollouts),
+        },
+        bring=all_fields,
+        chance=chance and (lambda state, n: chance(state["policy"], n)),
+    )
+
+
 def sequential() -> PromptPolicy:
     """Takes the next n ordinals: every row once per epoch. Remembers nothing."""
     return PromptPolicy(

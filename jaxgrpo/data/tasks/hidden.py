@@ -64,7 +64,7 @@ class Problem(NamedTuple):
 
 
 def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """`count` rows, all drawn anew: level, problem, hidden digits.
+    """`count` rows, each drawn independently: level, problem, hidden digits.
 
     Columns: prompt, answer, level, and chance, the probability that the best answer is right.
     Raises: InputError on an unknown split.
