@@ -91,7 +91,7 @@ def make_rollout_source(
     policy, prefixes = _make_policy(rollout, run_inputs, rewards, seed, rank)
     read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
-    columns = methods.needed_columns(needs - brought.keys(), rows, rewards, blueprint.scores)
+    columns = methods.needed_columns(needs.difference(brought), rows, rewards, blueprint.scores)
     prompting = scores, rollout, run_inputs, blueprint.policy_model
     prompt_columns, functions = prompted.read_prompts(*prompting)
     columns = {name: on_device(column) for name, column in {**columns, **prompt_columns}.items()}
