@@ -6,7 +6,7 @@ first and updates it afterwards. State is saved with the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +81,7 @@ def mask_difficulty_band(
     low: float = 0.125,
     high: float = 0.875,
     threshold: Scheduled = 0.5,
-    prior: tuple[float, float] = (0.5, 0.5),
+    prior: Sequence[float] = (0.5, 0.5),
     keep: Scheduled = 1.0,
 ) -> AdvantageTransform:
     """Masks the groups of rows whose running success estimate is outside a band.
@@ -348,7 +348,7 @@ def _per_prompt(option: float | str, rollouts: Rollouts, row: Array, dtype: Any)
 
 
 def _check_band(
-    name: str, low: float, high: float, keep: Scheduled, prior: tuple[float, ...] | None = None
+    name: str, low: float, high: float, keep: Scheduled, prior: Sequence[float] | None = None
 ) -> None:
     fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
     base.check(name, "two counts above 0", fits, prior=prior)
