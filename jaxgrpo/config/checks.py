@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
-from jaxgrpo.config import keys, methods, scoring
+from jaxgrpo.config import keys, methods, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
 from jaxgrpo.config.own_code import installed, is_reference, named_file
 from jaxgrpo.config.reading import TRL, Values, show
@@ -49,7 +49,7 @@ def check(values: Values) -> Iterator[str]:
     yield from _method(values, parts)
     yield from _refill(values, parts)
     checks = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
-    for find_problems in (*checks, _rewards, scoring.check, _data, _lora):
+    for find_problems in (*checks, _rewards, scoring.check, world.check, _data, _lora):
         yield from find_problems(values)
     yield from wrong_parts
     yield from _optimizer(values)

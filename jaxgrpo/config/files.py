@@ -41,7 +41,10 @@ _INPUTS = ("model.path", "data.path", "data.path.path", "eval.data", "scores.pol
 """Paths that begin at the config's folder; the third is that of a list's entries."""
 _LOCAL = "lora.path"  # one that is no name on the hub
 _NAMES = ("use", "recipe")  # keys that may name own code
-_CODE = ("model.family", "eval.scorer", "scores.prompt")  # other keys that may
+_CODE = (  # other keys that may
+    *("model.family", "eval.scorer", "scores.prompt"),
+    *("tools", "environment", "rollout.call_format"),
+)
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -101,7 +104,7 @@ def from_dict(
         raise ConfigError(str(source or "config"), problems)
     sections = {name: reading.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
     method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
-    lists = {name: values[name] for name in ("rewards", "scores")}
+    lists = {name: values[name] for name in ("rewards", "scores", "tools", "environment")}
     return Config(**sections, **method, **lists, source=source)
 
 
@@ -181,6 +184,7 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_input |= where == _LOCAL and not is_url(str(value))
     names_code = where.rpartition(".")[2] in _NAMES or where in _CODE
+    names_code |= where.startswith("environment.")
     is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / os.path.expanduser(value))
@@ -297,6 +301,8 @@ def make_config(
     changes: Mapping[str, Any] | None = None,
     rewards: Iterable[Any] | None = None,
     advantage: AdvantageTransform | None = None,
+    tools: Sequence[Any] = (),
+    environment: Any = None,
 ) -> Config:
     """The config that a call from Python means.
 
@@ -304,7 +310,7 @@ def make_config(
       config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
       changes: keys to replace, nested ({"train": {"steps": 3}}) or dotted ({"train.steps": 3});
         relative paths in them begin at the working directory.
-      rewards, advantage: objects of the call; the config records their names.
+      rewards, advantage, tools, environment: objects of the call; the config records their names.
 
     Raises: ConfigError with all problems.
     """
@@ -321,6 +327,12 @@ def make_config(
     if advantage is not None:
         tables.pop("recipe", None)
         tables["advantage"] = [{"use": python_name(advantage.name)}]
+    if tools:
+        tables["tools"] = [_code_name(tool) for tool in tools]
+    if isinstance(environment, Mapping):
+        tables["environment"] = {name: _code_name(make) for name, make in environment.items()}
+    elif environment is not None:
+        tables["environment"] = _code_name(environment)
     return from_dict(tables, source=source)
 
 
@@ -332,6 +344,11 @@ def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) ->
     """
     for key, value in changes.items():
         put(tables, key.split("."), value, folder, merge=True)
+
+
+def _code_name(code: Any) -> str:
+    """How a config names own code that may be its name already."""
+    return code if isinstance(code, str) else python_name(callable_name(code))
 
 
 def _reward_entries(rewards: Iterable[Any]) -> Iterator[dict[str, Any]]:

@@ -261,6 +261,11 @@ class RolloutKeys:
     goals: Mapping[str, float] | None = key(None)  # text that samples begin with -> its share
     prefixes: Mapping[str, Any] | None = key(None)  # { texts = [""], every = 20 }, before prompts
     staleness: int = key(0, at_least=0)  # steps between the policy that samples and the trained one
+    max_turns: int = key(8, at_least=2)  # of a sample, where there are tools or environments
+    max_turn_tokens: int | None = key(None, at_least=1)  # of a turn; None: all that are left
+    call_format: str = key("auto")  # how a model writes calls: FORMATS, or own code
+    call_timeout: float = key(30.0, above=0)  # seconds for a call of a tool or an environment
+    reply_after: int = key(2, at_least=1)  # segments decoded between a turn's end and its reply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,6 +364,8 @@ class Config:
     recipe: str | Part | None = key(None)  # a chain by name; exactly one of these two is set
     advantage: tuple[Part, ...] | None = key(None)
     scores: tuple[ScoreKeys, ...] = key(())  # beside those of every run
+    tools: tuple[str, ...] = key(())  # own code that a model may call
+    environment: str | Mapping[str, str] | None = key(None)  # a class, or several by name
     loss: LossKeys
     reference: ReferenceKeys
     experience: ExperienceKeys
@@ -404,6 +411,17 @@ class Config:
         return [path for path in (self.model.path, self.lora.path) if path is not None]
 
     @property
+    def environments(self) -> dict[str, str]:
+        """Name of each environment -> its class; of a single one the name is ""."""
+        several = self.environment
+        return {"": several} if isinstance(several, str) else dict(several or {})
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether samples are answered."""
+        return bool(self.tools or self.environment)
+
+    @property
     def teachers(self) -> list[str]:
         """The models that scores read beside the run's own."""
         return sorted({entry.policy for entry in self.scores} - {*POLICIES})
@@ -428,6 +446,7 @@ class Config:
         parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [name for name in (self.model.family, *(s.prompt for s in self.scores)) if name]
+        names += [*self.tools, *self.environments.values(), self.rollout.call_format]
         return with_imports(file for name in names if (file := find_source(name)))
 
 

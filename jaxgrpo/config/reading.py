@@ -118,12 +118,18 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
     if "rewards" in tables:
         read_reward = functools.partial(_read_entry, RewardKeys)
         yield from _read_list("rewards", tables["rewards"], read_reward, values)
+    elif "environment" in tables:  # which may give one
+        values["rewards"] = ()
     else:
         yield 'rewards: missing; give at least one, rewards = [{ use = "..." }]'
-    values["scores"] = ()
+    values |= {"scores": (), "tools": (), "environment": None}
     if tables.get("scores"):
         read_score = functools.partial(_read_entry, ScoreKeys)
         yield from _read_list("scores", tables["scores"], read_score, values, holds="name")
+    if "tools" in tables:
+        yield from _read_value("tools", tables["tools"], tuple[str, ...], Range(), values)
+    if "environment" in tables:
+        yield from _read_environment(tables["environment"], values)
     if "advantage" in tables:
         yield from _read_list("advantage", tables["advantage"], _read_part, values)
     if "recipe" in tables or "advantage" not in tables:
@@ -176,6 +182,19 @@ def show(value: Any) -> str:
         return "(a number of thousands of digits)"
     text = text.encode("utf-8", "backslashreplace").decode()  # halves of a surrogate pair
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _read_environment(value: Any, values: Values) -> Iterator[str]:
+    """Reads the class of an environment, or those of several by their names."""
+    entries = value if isinstance(value, Mapping) else {"": value}
+    for name, entry in entries.items():
+        if not isinstance(entry, str) or not entry:
+            where = f"environment.{name}" if name else "environment"
+            yield (
+                f'{where} = {show(entry)}: expected a class, "mine.py:Env", or several by name, '
+                '{ game = "mine.py:Game" }'
+            )
+    values["environment"] = dict(value) if isinstance(value, Mapping) else value
 
 
 def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:

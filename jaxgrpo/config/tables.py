@@ -154,6 +154,11 @@ class RolloutTable(TypedDict, total=False):
     goals: Mapping[str, float]
     prefixes: Mapping[str, Any]
     staleness: int
+    max_turns: int
+    max_turn_tokens: int
+    call_format: str
+    call_timeout: float
+    reply_after: int
 
 
 class TrainTable(TypedDict, total=False):
@@ -239,6 +244,7 @@ class Overrides(TypedDict, total=False):
     run: RunTable
     recipe: str | Part
     scores: Sequence[ScoreTable]
+    environment: str | Mapping[str, str]
 
 
 class TrainOverrides(Overrides, total=False):
@@ -252,6 +258,7 @@ class AskOverrides(Overrides, total=False):
 
     rewards: Sequence[Part]
     advantage: Sequence[Part]
+    tools: Sequence[str]
 
 
 class SampleOverrides(Overrides, total=False):
@@ -260,3 +267,4 @@ class SampleOverrides(Overrides, total=False):
     data: DataTable
     rewards: Sequence[Part]
     advantage: Sequence[Part]
+    tools: Sequence[str]

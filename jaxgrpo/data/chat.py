@@ -50,6 +50,7 @@ class Chat(NamedTuple):
     options: dict[str, Any]
     vocab_size: int | None = None  # of the model: a tokenizer may have more tokens; None: as many
     time: str | None = None  # in ISO 8601, for CLOCK; None: the template does not read it
+    tools: tuple[dict[str, Any], ...] = ()  # schemas that every rendering is given
 
 
 def read_messages(value: Any, where: str) -> Conversation:
@@ -159,7 +160,7 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
             f"({chat.name}): name a Jinja file by data.chat_template, or write prompts as texts"
         )
     messages = _with_system(chat, prompt, where)
-    text = _render(chat, messages, where)
+    text = render(chat, messages, where)
     squeezed = _squeezed(text)
     for place, message in enumerate(messages):
         forms = _forms(message["content"], is_last=place == len(messages) - 1)
@@ -197,7 +198,7 @@ def check_roles(chat: Chat, prompts: Mapping[str, str | Conversation]) -> None:
             {**message, "content": f"{message['content']}jaxgrpo{place}mark"}
             for place, message in enumerate(messages)
         ]
-        text = _render(chat, marked, row)
+        text = render(chat, marked, row)
         for place, message in enumerate(messages):
             if message["content"] and f"jaxgrpo{place}mark" not in text:
                 raise _lost(chat, messages, place, row)
@@ -223,15 +224,27 @@ def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversa
     return [{"role": "system", "content": chat.system}, *messages]
 
 
-def _render(chat: Chat, messages: Conversation, where: str) -> str:
-    is_begun = _is_begun(messages)
+def render(
+    chat: Chat, messages: Sequence[Message], where: str, is_opened: bool | None = None
+) -> str:
+    """Messages as text.
+
+    Args:
+      where: opens messages.
+      is_opened: whether the next turn of the assistant is opened behind them; None: it is, unless
+        the last one is the assistant's, which the model then continues.
+
+    Raises: InputError with the template's name where it fails, takes too long or writes too much.
+    """
+    is_begun = is_opened is None and _is_begun(messages)
     # Whatever the template raises, or jinja2 about it.
     render = functools.partial(
         chat.tokenizer.apply_chat_template,
-        messages,
+        list(messages),
+        tools=[*chat.tools] or None,  # Llama's template writes of tools where they are []
         chat_template=chat.template,
         tokenize=False,
-        add_generation_prompt=not is_begun,
+        add_generation_prompt=not is_begun if is_opened is None else is_opened,
         continue_final_message=is_begun,
         **chat.options,
     )
@@ -325,7 +338,7 @@ def _find(tokenizer: Any, choice: str, path: str) -> tuple[str | None, str]:
         return Path(choice).expanduser().read_text("utf-8"), f"the chat template {choice}"
 
 
-def _is_begun(messages: Conversation) -> bool:
+def _is_begun(messages: Sequence[Message]) -> bool:
     """Whether the model continues a message that the prompt begins."""
     return messages[-1]["role"] == "assistant"
 

@@ -25,6 +25,7 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.judging import (
     Judge,
     completion_ids,
@@ -65,6 +66,7 @@ class Questions(NamedTuple):
     weighing: voting.Weighing = voting.Weighing()
     on_error: str = "raise"  # or "unscored": what happens if the scorer raises
     timeout: float | None = None  # seconds of the scorer for one batch
+    converse: Converse | None = None  # what answers samples, as `draw` takes it
 
 
 class Answers(NamedTuple):
@@ -116,11 +118,18 @@ Evaluate = Callable[[Params, ArrayLike, int], Evaluation]
 """(sampling parameters, key data of the run, step) -> Evaluation"""
 
 
-def make_questions(keys: EvalKeys, held_out: PromptData, scorer: Reward, use: str) -> Questions:
+def make_questions(
+    keys: EvalKeys,
+    held_out: PromptData,
+    scorer: Reward,
+    use: str,
+    converse: Converse | None = None,
+) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers.
 
     Args:
       use: the name of the scorer in the config.
+      converse: what answers samples of these prompts.
     """
     return Questions(
         held_out.rows[: keys.prompts],
@@ -131,6 +140,7 @@ def make_questions(keys: EvalKeys, held_out: PromptData, scorer: Reward, use: st
         voting.Weighing(keys.confidence_window, keys.confidence_kept),
         scorer.on_error,
         scorer.timeout,
+        converse,
     )
 
 
@@ -332,10 +342,12 @@ def make_batches(
         if policy.goal is not None:
             goal: Any = np.broadcast_to(policy.goal, (size, samples, len(policy.goal)))
             prompts = dataclasses.replace(prompts, forced_prefix=goal)
-        drawing = draw(engine, params, prompts, key, samples, purpose=purpose, greedy=greedy)
+        options = {"purpose": purpose, "greedy": greedy, "converse": questions.converse}
+        drawing = draw(engine, params, prompts, key, samples, **options)
         batch: Any = drawing.finish()
         host = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
-        scores, _ = judge.rollouts(rows, host[0], host[1], TrainerState(global_step=step))
+        state = TrainerState(global_step=step)
+        scores, _ = judge.rollouts(rows, host[0], host[1], state, dialogue=drawing.dialogue)
         rescored = {}
         if rescore is not None:
             rescored = sharding.to_host(rescore(params, put_prompts(mesh, batch)))

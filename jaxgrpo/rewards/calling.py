@@ -32,6 +32,7 @@ from jaxgrpo.rewards.protocol import (
 )
 
 CREATED = inspect.CORO_CREATED
+LIVING = ("environments", "conversations")  # rewards get them as they are
 SHOWN = 300  # characters of each text in a message
 SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
 
@@ -253,6 +254,8 @@ class _Call:
         """
         if key == "completion_ids":
             return [list(ids) for ids in values]  # deepcopy would look at every number
+        if key in LIVING:
+            return values
         try:
             return copy.deepcopy(values)
         except Exception as error:

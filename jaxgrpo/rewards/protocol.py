@@ -49,7 +49,7 @@ Rewards = Sequence[RewardFunction | str] | Mapping[str, RewardFunction | str]
 """Functions, or names as a config may use them; a mapping names them."""
 
 LISTS = ("prompts", "completions", "completion_ids", "group_ids")
-BY_NAME = ("group_ids",)
+BY_NAME = ("group_ids", "conversations")
 """Keywords that only a reward which names them gets: TRL's trainer passes none of them."""
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
 """Keywords that every reward may ask for; no column may have these names."""
@@ -164,6 +164,12 @@ def accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str
         if keyword in named or (takes_all and keyword not in BY_NAME)
         if keyword not in fixed
     }
+
+
+def reads_any(function: RewardFunction, keywords: Iterable[str]) -> bool:
+    """Whether a reward names one of some keywords."""
+    named, _ = _parameters(function)
+    return any(keyword in named for keyword in keywords)
 
 
 def numbers(name: str, values: Any, count: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import trees
+from jaxgrpo.rollout.dialogue import Converse, Dialogue
 from jaxgrpo.rollout.engine import COMPLETE, Engine, Request, SamplingSettings, Turn
 from jaxgrpo.rollout.trees import Branch, Trees
 
@@ -38,6 +39,7 @@ class Batch:
       prompts: with `forced_prefix`, samples begin with tokens that are given.
       settings: of the engine.
       grown: where samples grow as the leaves of trees.
+      dialogue: where samples are answered; their prompts are then what it opens with.
 
     Raises: InputError where `forced_prefix` does not fit.
     """
@@ -48,8 +50,13 @@ class Batch:
         group_size: int,
         settings: SamplingSettings,
         grown: Trees | None = None,
+        dialogue: Dialogue | None = None,
     ):
         self.prompts: Any = sharding.to_host(prompts)
+        self.dialogue = dialogue
+        self._openings: dict[tuple[int, int], np.ndarray] = {}  # that samples begin with
+        if dialogue is not None:
+            self.prompts, self._openings = dialogue.open(self.prompts, group_size)
         count, longest = len(self.prompts.ordinal), settings.max_completion_tokens
         shape = count, group_size, longest
         _check_forced(self.prompts.forced_prefix, shape)
@@ -118,6 +125,7 @@ class Batch:
             key=self._keys[place, sample],
             is_greedy=sample >= self._greedy,
             threshold=self._thresholds[ordinal],
+            chunked=self.dialogue is not None,
         )
         if request.is_greedy and self._first < self.tokens.shape[1]:
             request = request._replace(threshold=-np.inf)
@@ -178,6 +186,8 @@ class Batch:
 
     def _limit(self, offset: int, longest: int) -> int:
         """The new tokens of a turn that begins behind `offset` tokens of its sample."""
+        if self.dialogue is not None:
+            return self.dialogue.limit(offset)
         interruption = self._interruption
         is_first = interruption is not None and offset < interruption.after
         return (interruption.after if is_first and interruption else longest) - offset
@@ -203,18 +213,58 @@ class Batch:
             request, more = self._under_way[turn.ordinal, turn.sample], self._go_on(turn)
             for place in self._places[turn.ordinal]:
                 self._write((place, turn.sample), request, turn)
-                if more is None:
-                    self._missing[place] -= 1
-                    if not self._missing[place]:
-                        complete.append(place)
-            if more is not None:
+            if self.dialogue is not None and self.dialogue.take(request, turn):
+                tokens = np.concatenate([request.tokens, turn.tokens])
+                offset = request.offset + len(turn.tokens)
+                request = request._replace(tokens=tokens, offset=offset)
+                self._under_way[turn.ordinal, turn.sample] = request
+            elif more is not None:
                 self._under_way[turn.ordinal, turn.sample] = more
                 self._more.append(more)
-                continue
-            self._running[turn.ordinal] -= 1
-            if not self._running[turn.ordinal]:
-                self._more += self._next_round(turn.ordinal)
+            else:
+                complete += self._end(turn.ordinal)
         return np.asarray(complete, int)
+
+    def hear(self, is_idle: bool) -> np.ndarray:
+        """Takes the replies to samples that are due; samples that go on are among `more_requests`.
+
+        Args:
+          is_idle: no sample is under way: the next ones are due.
+
+        Returns: as `add`.
+        """
+        complete: list[int] = []
+        for reply in [] if self.dialogue is None else self.dialogue.replies(is_idle):
+            key = reply.ordinal, reply.sample
+            if reply.tokens is None:
+                complete += self._end(reply.ordinal)
+                continue
+            request, words = self._under_way[key], np.asarray(reply.tokens, np.int32)
+            offset = request.offset + len(words)
+            tokens, limit = np.concatenate([request.tokens, words]), self._limit(offset, 0)
+            more = request._replace(tokens=tokens, offset=offset, limit=limit, chunked=True)
+            self._under_way[key] = more
+            self._more.append(more)
+        return np.asarray(complete, int)
+
+    @property
+    def coming(self) -> int:
+        """Samples that wait for a reply."""
+        return 0 if self.dialogue is None else self.dialogue.waiting
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples have ended."""
+        return not self._missing.any()
+
+    def _end(self, ordinal: int) -> list[int]:
+        """Counts a sample of a prompt that has ended. Returns: the places complete with it."""
+        places = self._places[ordinal]
+        self._missing[places] -= 1
+        self._running[ordinal] -= 1
+        if not self._running[ordinal]:
+            self._more += self._next_round(ordinal)
+        return [place for place in places if not self._missing[place]]
 
     def _write(self, at: tuple[int, int], request: Request, turn: Turn) -> None:
         """Writes a turn, and what its sample was before it."""
@@ -247,12 +297,14 @@ class Batch:
             "rewards": {},
             "truncated": self._truncated,
             "policy_version": self._version,
-            "fields": ({} if raw is None else {"untempered_logp": raw}) | self._tree_fields(),
+            "fields": ({} if raw is None else {"untempered_logp": raw}) | self._more_fields(),
         }
         return Rollouts(**vars(self.prompts), **values)
 
-    def _tree_fields(self) -> dict[str, np.ndarray]:
-        """What `trees.fields` gives for all groups."""
+    def _more_fields(self) -> dict[str, np.ndarray]:
+        """What `Dialogue.fields` or `trees.fields` gives for all groups."""
+        if self.dialogue is not None:
+            return self.dialogue.fields(self.prompts.ordinal.tolist(), self.mask)
         if self._trees is None:
             return {}
         steps, by_ordinal = self.tokens.shape[-1], {}
@@ -264,6 +316,8 @@ class Batch:
 
     def _prefix(self, place: int, sample: int) -> np.ndarray:
         """The tokens that a sample begins with."""
+        if self.dialogue is not None:
+            return self._openings[int(self.prompts.ordinal[place]), sample]
         if self.prompts.forced_prefix is None:
             return self.tokens[0, 0, :0]
         forced = self.prompts.forced_prefix[place, sample]
@@ -294,6 +348,7 @@ class Drawing(NamedTuple):
     ended: Generator[Groups]
     """draws; yields groups that have ended while others are drawn, but not the last ones"""
     rollouts: Callable[[], Rollouts]  # host arrays, once `ended` has none left
+    dialogue: Dialogue | None = None  # of samples that are answered
 
     def finish(self) -> Rollouts:
         """Draws what is left. Returns: all, as `Batch.rollouts`."""
@@ -312,14 +367,19 @@ def draw(
     purpose: int = 0,
     greedy: int = 0,
     grown: Trees | None = None,
+    converse: Converse | None = None,
 ) -> Drawing:
     """Completions of every prompt, `group_size` of each.
 
-    Args: as of `Batch` and `Batch.requests`; `grown` is its `trees`.
+    Args: as of `Batch` and `Batch.requests`; `grown` is its `trees`, and `converse` gives its
+      dialogue.
     """
-    batch = Batch(prompts, group_size, engine.settings, grown)
+    seed = *(int(word) for word in np.asarray(key).ravel()), purpose
+    longest = engine.settings.max_completion_tokens
+    dialogue = None if converse is None else converse(longest, seed)
+    batch = Batch(prompts, group_size, engine.settings, grown, dialogue)
     requests = batch.requests(key, purpose, greedy)
-    return Drawing(_ended(engine, params, batch, requests), batch.rollouts)
+    return Drawing(_ended(engine, params, batch, requests), batch.rollouts, dialogue)
 
 
 def _ended(
@@ -328,18 +388,20 @@ def _ended(
     engine.load(params, int(batch.prompts.step))
     try:
         engine.submit(requests, batch.tokens.shape[1])
-        missing = len(requests)
-        while missing:
-            turns = engine.poll()
-            if not turns:
+        under_way = len(requests)
+        while not batch.is_complete:
+            turns = engine.poll(batch.coming)
+            under_way -= len(turns)
+            if not turns and not batch.coming:
                 raise RuntimeError(
-                    f"the engine has nothing under way, and {missing} turns are missing"
+                    f"the engine has nothing under way, and {under_way} turns are missing"
                 )
             places = batch.add(turns)
+            places = np.concatenate([places, batch.hear(is_idle=not under_way)])
             if more := batch.more_requests():
                 engine.submit(more)
-            missing += len(more) - len(turns)
-            if missing and len(places):
+            under_way += len(more)
+            if len(places) and not batch.is_complete:
                 yield Groups(places, batch.tokens[places], batch.mask[places])
     finally:
         engine.unload()

@@ -40,6 +40,12 @@ class SamplingSettings(NamedTuple):
     early_stop: EarlyStop | None = None
     interruption: Interruption | None = None  # asked for by who makes requests: an engine has turns
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
+    max_turns: int = 1  # that a sample is drawn in; above 1 each is given back once it has ended
+
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens that the turns of a sample before its last may have; 0: it has one turn."""
+        return self.max_completion_tokens if self.max_turns > 1 else 0
 
     @property
     def is_cut(self) -> bool:
@@ -58,6 +64,8 @@ class Request(NamedTuple):
     key: np.ndarray  # [2] uint32; the sample's token n is drawn with fold_in(key, n)
     is_greedy: bool = False  # it takes the likeliest tokens
     threshold: float = -np.inf  # nats; less confidence than that ends it, as `EarlyStop` says
+    chunked: bool = False
+    """the sample's tokens are computed in chunks, as its prompt's are, and not fed one by one"""
 
 
 class Turn(NamedTuple):
@@ -96,8 +104,13 @@ class Engine(Protocol):
         """
         ...
 
-    def poll(self) -> list[Turn]:
-        """Turns that have ended: at least one, where any is under way."""
+    def poll(self, coming: int = 0) -> list[Turn]:
+        """Turns that have ended: at least one, where any is under way and no sample is to come.
+
+        Args:
+          coming: samples whose next turns will be submitted. The engine keeps places for them, and
+            comes back soon, with turns or without, so that they can be.
+        """
         ...
 
     def unload(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import traceback
 from collections import Counter
@@ -23,18 +22,19 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.sources import Mixture
+from jaxgrpo.environments.conversations import Conversation
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metrics
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.batch import Drawing, Groups, in_background
+from jaxgrpo.rollout.dialogue import Dialogue
+from jaxgrpo.rollout.exchange import gather_json, is_own
 from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.goals import Goals
 from jaxgrpo.rollout.prefixes import PREFIX, Prefixes
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
-
-SMALLEST = 4096  # bytes of a value that processes exchange
 
 Select = Callable[..., tuple[Stream, Prompts]]
 """(stream, finished steps, number=None) -> (stream, prompts of the next step as host arrays), as
@@ -48,8 +48,8 @@ class RolloutSource(NamedTuple):
     select: Select
     draw: Callable[..., Drawing]  # (params, prompts, key), as `rollout.batch.draw`
     reward: Callable[..., tuple[Stream, Rollouts, RewardLog]]
-    """(stream, rollouts, early=(), params=None) -> (stream, rollouts with their scores, what
-    rewards logged); the parameters are those that sampled"""
+    """(stream, rollouts, early=(), params=None, dialogue=None) -> (stream, rollouts with their
+    scores, what rewards logged); the parameters are those that sampled"""
     waiting: Waiting  # of the first stream
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
     goals: Goals | None = None  # that samples begin with
@@ -167,19 +167,27 @@ class Judge(NamedTuple):
         tokens: np.ndarray,
         mask: np.ndarray,
         state: Any,
+        talks: Sequence[Conversation] = (),
     ) -> Judged:
         """Calls rewards on groups in this process. Shapes: places, row [n]; tokens, mask [n, G, T].
 
         Args:
           rewards: the names of those to call.
+          talks: of the n x G samples, where they were answered.
         """
         _, samples, steps = tokens.shape
         repeated_rows = [self.rows[index] for index in row for _ in range(samples)]
         ids = completion_ids(tokens.reshape(-1, steps), mask.reshape(-1, steps))
         prompts = [entry["prompt"] for entry in repeated_rows]
+        prompts = [talk.prompt for talk in talks] or prompts
         texts = for_rewards(prompts, decode_texts(self.tokenizer, ids))
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
+        if talks:
+            columns["conversations"] = list(talks)
+            columns["environments"] = [talk.partner.environment for talk in talks]
+            if not isinstance(prompts[0], str):
+                texts = texts[0], [talk.messages for talk in talks]
         policy = {"on_error": self.on_error, "timeout": self.timeout}
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
         group_ids = np.repeat(np.arange(len(row)), samples).tolist()
@@ -194,6 +202,7 @@ class Judge(NamedTuple):
         mask: np.ndarray,
         state: TrainerState | None = None,
         early: Sequence[Judged] = (),
+        dialogue: Dialogue | None = None,
     ) -> tuple[dict[str, np.ndarray], RewardLog]:
         """Calls each reward once on completions [P, G, T]; columns come from the data rows.
 
@@ -202,6 +211,7 @@ class Judge(NamedTuple):
         Args:
           early: what the rewards in `per_sample` have said of groups of this process's share. They
             are called on its other groups, the other rewards on all groups of the share.
+          dialogue: where samples were answered; those that cannot be scored are NaN.
 
         Returns: name -> float32 [P, G], NaN = not scored; what the rewards logged, samples in
         order.
@@ -219,7 +229,8 @@ class Judge(NamedTuple):
             for names, places in calls:
                 if names and (places.size or not early):
                     group_arrays = (row[places], tokens[places], mask[places])
-                    parts.append(self.groups(names, places, *group_arrays, state))
+                    talks = [] if dialogue is None else dialogue.spoken(places, samples)
+                    parts.append(self.groups(names, places, *group_arrays, state, talks))
             return parts
 
         parts = _gather_judged(call)
@@ -227,13 +238,20 @@ class Judge(NamedTuple):
         for part in parts:
             for name, values in part.scores.items():
                 scores[name][part.places] = values
+        if dialogue is not None:
+            unscored = dialogue.unscored(groups, samples)
+            scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
         logs = [part.log if len(parts) == 1 else _weighed(part, samples) for part in parts]
         places = [part.places for part in parts]
         return scores, merge_logs(logs, places, groups, samples)
 
 
 def judge_early(
-    judge: Judge, ended: Generator[Groups], row: np.ndarray, progress: TrainerState
+    judge: Judge,
+    ended: Generator[Groups],
+    row: np.ndarray,
+    progress: TrainerState,
+    dialogue: Dialogue | None = None,
 ) -> list[Judged]:
     """Calls the rewards in `judge.per_sample` on this process's groups as they end.
 
@@ -255,7 +273,8 @@ def judge_early(
             if has_failed or not is_local.any():
                 continue
             places, tokens, mask = (array[is_local] for array in groups)
-            arguments = places, row[places], tokens, mask, progress
+            talks = [] if dialogue is None else dialogue.spoken(places, tokens.shape[1])
+            arguments = places, row[places], tokens, mask, progress, talks
             try:
                 early.append(judge.groups(judge.per_sample, *arguments))
             except Exception:
@@ -275,11 +294,6 @@ def _weighed(part: Judged, samples: int) -> RewardLog:
     return part.log._replace(
         metrics={n: (total / count * size, size) for n, (total, count) in sums}
     )
-
-
-def is_own(place: np.ndarray) -> np.ndarray:
-    """Which groups this process judges."""
-    return place % jax.process_count() == jax.process_index()
 
 
 def _gather_judged(call: Callable[[], list[Judged]]) -> list[Judged]:
@@ -380,13 +394,16 @@ def make_rewarder(
     """
 
     def reward(
-        stream: Stream, rollouts: Rollouts, early: Sequence[Judged] = (), params: Any = None
+        stream: Stream,
+        rollouts: Rollouts,
+        early: Sequence[Judged] = (),
+        params: Any = None,
+        dialogue: Dialogue | None = None,
     ) -> tuple[Stream, Rollouts, RewardLog]:
-        row, tokens, mask = map(
-            np.asarray, (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
-        )
+        arrays = rollouts.row, rollouts.completion_tokens, rollouts.token_mask
+        row, tokens, mask = map(np.asarray, arrays)
         progress = rollout_progress(rollouts, len(judge.rows), steps)
-        scores, log = judge.rollouts(row, tokens, mask, progress, early)
+        scores, log = judge.rollouts(row, tokens, mask, progress, early, dialogue)
         ordinal = np.asarray(rollouts.ordinal)
         scores, log = flipped(scores, log, judge.flip, seed, progress.global_step, ordinal)
         fields: Any = rollouts.fields | {name: column[row] for name, column in columns.items()}
@@ -475,23 +492,3 @@ def sample_rows(
             **({"prefix": prefixes.texts[int(host.fields[PREFIX][p])]} if prefixes else {}),
             **({"extra": logged} if logged else {}),
         }
-
-
-def gather_json(value: Any) -> list[Any]:
-    """The value of every process, by process number; every process has to call it.
-
-    Args:
-      value: whatever JSON holds. Floats come back bit for bit, NaN too.
-    """
-    if jax.process_count() == 1:
-        return [value]
-    from jax.experimental import multihost_utils
-
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data))))
-    # Powers of two, so that few sizes are compiled.
-    size = max(SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
-    padded = np.zeros(size, np.uint8)
-    padded[: len(data)] = data
-    gathered = np.asarray(multihost_utils.process_allgather(padded))
-    return [json.loads(row[:n].tobytes()) for row, n in zip(gathered, lengths, strict=True)]

@@ -23,6 +23,7 @@ from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import refill, trees
+from jaxgrpo.rollout.dialogue import Dialogue
 from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.judging import (
     Judge,
@@ -158,21 +159,28 @@ class Collector:
         live_groups: LiveGroups | None,
         phase: Phase,
     ) -> tuple[Stream, Rollouts, RewardLog, Metrics]:
-        """The rollouts of a step, what rewards logged, and metrics of `rollout.refill`."""
+        """The rollouts of a step, what rewards logged, and metrics of turns and of
+        `rollout.refill`."""
+        turns: list[Metrics] = []
 
         def generate(stream: Stream) -> tuple[Stream, Rollouts, RewardLog]:
             with phase("sample"):
                 stream, prompts = self.source.select(stream, version)
-                rollouts, early = self._sample(params, prompts, stream.key)
+                rollouts, early, dialogue = self._sample(params, prompts, stream.key)
             with phase("reward"):
-                return self.source.reward(stream, rollouts, early, params)
+                judged = self.source.reward(stream, rollouts, early, params, dialogue)
+            if dialogue is not None:
+                counts = dialogue.metrics(rollouts.truncated.size)
+                turns.append({name: mean(jnp.float32(value)) for name, value in counts.items()})
+            return judged
 
         if self.source.experiencer is not None:
             return self._with_experience(self.source.experiencer, params, version, stream, phase)
         if self.max_rounds is None:
-            return *generate(stream), {}
+            return *generate(stream), turns[-1] if turns else {}
         judge = self._judge_live(live_groups, phase)
-        return refill.fill(stream, generate, judge, self.max_rounds)
+        filled = refill.fill(stream, generate, judge, self.max_rounds)
+        return *filled[:3], filled[3] | (turns[-1] if turns else {})
 
     def _with_experience(
         self,
@@ -185,7 +193,7 @@ class Collector:
         """As `_generate`, some of whose groups hold a right sample of an earlier step."""
         with phase("sample"):
             stream, prompts = experiencer.select(self.source.select, stream, version)
-            rollouts, _ = self._sample(params, prompts, stream.key)
+            rollouts, *_ = self._sample(params, prompts, stream.key)
             rollouts = experiencer.mix(params, stream, sharding.to_host(rollouts))
         with phase("reward"):
             stream, rollouts, log = self.source.reward(stream, rollouts, (), params)
@@ -217,11 +225,12 @@ class Collector:
 
     def _sample(
         self, params: Params, prompts: Prompts, key: np.ndarray
-    ) -> tuple[Rollouts, Sequence[Judged]]:
-        """Samples, and what was judged before their end."""
+    ) -> tuple[Rollouts, Sequence[Judged], Dialogue | None]:
+        """Samples, what was judged before their end, and where they were answered."""
         drawing, early = self.source.draw(params, prompts, key), []
         if self.early_judge is not None:
             progress = rollout_progress(prompts, self.num_rows, self.max_steps)
             row = np.asarray(prompts.row)
-            early = judge_early(self.early_judge, drawing.ended, row, progress)
-        return drawing.finish(), early
+            parts = self.early_judge, drawing.ended, row, progress, drawing.dialogue
+            early = judge_early(*parts)
+        return drawing.finish(), early, drawing.dialogue

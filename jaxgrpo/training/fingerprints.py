@@ -243,7 +243,7 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str = RE
     """
     if jax.process_count() == 1:
         return
-    from jaxgrpo.rollout.judging import gather_json
+    from jaxgrpo.rollout.exchange import gather_json
 
     try:
         local_facts = dict(facts())

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rollout import trees
+from jaxgrpo.rollout import dialogue, trees
 from jaxgrpo.rollout.drift import DRIFT
 from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.prefixes import PREFIX
@@ -84,12 +84,17 @@ def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys)
 
 
 def brought_fields(
-    grown: Trees | None, rollout: RolloutKeys, share: float, needs: Collection[str] = ()
+    grown: Trees | None,
+    rollout: RolloutKeys,
+    share: float,
+    has_turns: bool,
+    needs: Collection[str] = (),
 ) -> dict[str, Any]:
     """Name -> shape of the fields that drawing and collecting add.
 
     Args:
       share: `experience.share`.
+      has_turns: whether samples are answered.
       needs: what the method reads that is no column of the data.
     """
     samples = rollout.prompts_per_step, rollout.group_size
@@ -100,6 +105,12 @@ def brought_fields(
         fields[DRIFT] = jax.ShapeDtypeStruct(samples[:1], np.float32)
     if rollout.prefixes is not None:
         fields[PREFIX] = jax.ShapeDtypeStruct(samples[:1], np.int32)
+    if has_turns:
+        turns = (*samples, rollout.max_turns)
+        tokens = (*samples, rollout.max_completion_tokens)
+        fields[dialogue.TURN] = jax.ShapeDtypeStruct(tokens, np.int32)
+        fields[dialogue.REWARD] = jax.ShapeDtypeStruct(turns, np.float32)
+        fields[dialogue.STATE] = jax.ShapeDtypeStruct(turns, np.int32)
     if grown is not None:
         fields[trees.TREE] = jax.ShapeDtypeStruct(samples, np.int32)
         fields[trees.ANCESTORS] = jax.ShapeDtypeStruct((*samples, grown.depths), np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, flat, to_tables
 from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys, RewardKeys, RolloutKeys
+from jaxgrpo.config.world import Factories, World, make_world, named_factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
@@ -53,6 +54,7 @@ class Inputs(NamedTuple):
     prompts: PromptData
     held_out: PromptData | None  # of eval.data
     replay: Replay | None  # the rollouts that it trains on, if they are saved ones
+    world: World | None = None  # what answers samples
 
 
 def read_inputs(
@@ -60,27 +62,32 @@ def read_inputs(
     dataset: Rows | None,
     rollouts: SavedRollouts | None,
     mesh: Mesh | None,
+    tools: Sequence[Callable[..., Any] | str] = (),
+    environment: Factories | None = None,
 ) -> Inputs:
-    """Reads them. Each run reads the weights itself: its update overwrites them."""
+    """Reads them. Each run reads the weights itself: its update overwrites them. Tools and
+    environments replace those that the config names."""
     start = config.model, config.lora, config.rollout, config.train.remat
     run_mesh = make_mesh(config.mesh) if mesh is None else mesh
     pretrained = find_model(*start, run_mesh, fetch_weights=mesh is None)
     folder, tokenizer, stored = pretrained.folder, pretrained.tokenizer, pretrained.model.config
     data, longest = config.data, config.rollout.max_prompt_tokens
     chat = make_chat(data, config.model.path, tokenizer, stored.vocab_size)
-    replay = None
+    ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
+    factories = named_factories(environment) or config.environments
+    world = make_world(tools or config.tools, factories, config.rollout, chat, ends)
+    chat, replay = chat if world is None else world.first_chat, None
     if rollouts is None:
         training_prompts = load_prompts(data, longest, chat, dataset)
     elif dataset is not None:
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
-        ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
         run_keys = decisive_keys(flat(to_tables(config)))
         replay = read_files(config.rollout, run_keys, rollouts, tokenizer, stored, ends)
         training_prompts = replay.data
     source = eval_source(config.eval, data) if config.eval.data else None
     held_out = load_prompts(data, longest, chat, source) if source else None
-    return Inputs(pretrained, chat, training_prompts, held_out, replay)
+    return Inputs(pretrained, chat, training_prompts, held_out, replay, world)
 
 
 def load_prompts(
@@ -239,6 +246,7 @@ def resolve_rewards(
     user_rewards: Rewards | None = None,
     row: Mapping[str, Any] | None = None,
     folder: Path | None = None,
+    columns: Sequence[str] = (),
 ) -> tuple[Reward, ...]:
     """The rewards of a run, each with a name of its own.
 
@@ -248,6 +256,7 @@ def resolve_rewards(
         each with weight 1. In a list they are called as their function is; a mapping names them.
       folder: where relative paths in `user_rewards` begin; those of the config are absolute.
       row: one of the data's, whose columns have to be all that the rewards ask for.
+      columns: what they may ask for besides.
 
     Raises: InputError where two have one name, one does not exist or asks for a missing column.
     """
@@ -276,7 +285,7 @@ def resolve_rewards(
     )
     for reward in rewards:
         if row is not None:
-            check(reward.name, reward.function, [name for name in row if name != "prompt"])
+            check(reward.name, reward.function, [*columns, *(n for n in row if n != "prompt")])
     return rewards
 
 
@@ -352,7 +361,7 @@ def gold_problem(rewards: Sequence[Reward], previews: Mapping[str, Preview]) -> 
 
     A reward that weighs nothing, or did not score one of the two, has no say.
     """
-    trials = [(reward.weight, previews[reward.name]) for reward in rewards]
+    trials = [(r.weight, previews[r.name]) for r in rewards if r.name in previews]
     gains = [
         weight * (trial.gold - trial.empty)
         for weight, trial in trials

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.tables import TrainOverrides
+from jaxgrpo.config.world import Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
 from jaxgrpo.core.types import Learner, Stream
@@ -80,6 +81,8 @@ def train(
     advantage: AdvantageTransform | None = None,
     dataset: Rows | None = None,
     rollouts: SavedRollouts | None = None,
+    tools: Sequence[Callable[..., Any] | str] = (),
+    environment_factory: Factories | None = None,
     on_step: OnStep | None = None,
     profile: bool = False,
     **overrides: Unpack[TrainOverrides],
@@ -94,6 +97,10 @@ def train(
         the config's data keys.
       rollouts: files of saved rollouts, to train on instead of sampling and rewarding; step n
         takes file (n - 1) mod their number (docs/rollouts.md).
+      tools: functions that the model may call, or names as a config has them
+        (docs/environments.md).
+      environment_factory: makes the environment of a sample; of several, {name: factory}, the
+        row's column "environment" names one.
       on_step: called after each step with its number and its metrics, as in metrics.jsonl.
       profile: trace a step that compiles nothing into RUN/profile, for TensorBoard or Perfetto.
       overrides: tables of the config, train={"steps": 20}, whose keys a type checker knows;
@@ -106,10 +113,11 @@ def train(
     """
     if resume not in (None, "auto"):
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
-    config = make_config(config, overrides, rewards, advantage)
+    config = make_config(config, overrides, rewards, advantage, tools, environment_factory)
     line = process.start(config.mesh.platform)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
     options |= {"rollouts": rollouts, "on_step": on_step, "profile": profile}
+    options |= {"tools": tools, "environment": environment_factory}
     return take(config, evaluator_for_run, resume=resume == "auto", devices_line=line, **options)
 
 

@@ -164,8 +164,10 @@ def check_length(rollout: RolloutKeys, path: str, stored: ModelConfig, answer: i
     sequences.check_length(stored, total, terms, remedy)
 
 
-def sampling_settings(rollout: RolloutKeys, pretrained: Pretrained) -> SamplingSettings:
-    """How a config samples from a model.
+def sampling_settings(
+    rollout: RolloutKeys, pretrained: Pretrained, has_turns: bool = False
+) -> SamplingSettings:
+    """How a config samples from a model, whose samples are answered where they have turns.
 
     Raises: InputError where no token ends a sample.
     """
@@ -183,7 +185,9 @@ def sampling_settings(rollout: RolloutKeys, pretrained: Pretrained) -> SamplingS
     settings = make_sampling_settings(
         rollout, ends, pad, StopStrings(tokenizer, strings) if strings else None
     )
-    return settings._replace(interruption=make_interruption(rollout.interrupt, tokenizer, longest))
+    interruption = make_interruption(rollout.interrupt, tokenizer, longest)
+    most = rollout.max_turns if has_turns else 1
+    return settings._replace(interruption=interruption, max_turns=most)
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:

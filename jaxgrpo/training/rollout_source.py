@@ -22,7 +22,7 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
-from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.drift import DRIFT, Drift
 from jaxgrpo.rollout.experience import Rank
 from jaxgrpo.rollout.goals import Goals, with_goals
@@ -36,8 +36,6 @@ from jaxgrpo.rollout.judging import (
 )
 from jaxgrpo.rollout.prefixes import Prefixes, make_prefixes
 from jaxgrpo.rollout.selection import PromptPolicy
-from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.rollout.trees import Trees
 from jaxgrpo.training import inputs, prompted
 from jaxgrpo.training.experience import make_rank
 from jaxgrpo.training.inputs import Inputs
@@ -65,12 +63,11 @@ def make_rollout_source(
     scores: Sequence[ScoreKeys],
     run_inputs: Inputs,
     blueprint: Blueprint,
-    engine: SlotEngine,
+    draw_groups: Callable[..., Drawing],
     rewards: Sequence[Reward],
-    grown: Trees | None = None,
     brought: Mapping[str, Any] = {},
 ) -> RolloutSource:
-    """The prompt policy with the engine and rewards, or the files of a replay. `brought` holds the
+    """The prompt policy with what draws and rewards, or the files of a replay. `brought` holds the
     shapes of fields that drawing and the collector add.
 
     Raises: InputError where the method reads a field that nothing brings, or files lack a reward.
@@ -105,7 +102,6 @@ def make_rollout_source(
     room = columns | {entry.field: np.empty((0, entry.width), np.int32) for entry in functions}
     sizes = geometry, names, {**room, **brought}, answers, goals and goals.tokens.shape[1]
     waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
-    draw_groups = functools.partial(draw, engine, group_size=geometry.group_size, grown=grown)
     reward = make_rewarder(policy, *judging, train.steps, seed)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals, prefixes)
 

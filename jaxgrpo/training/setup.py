@@ -19,16 +19,19 @@ from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.config.scoring import make_scores
+from jaxgrpo.config.world import COLUMNS, Factories
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.rewards import Rewards
-from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rewards.protocol import Reward, reads_any
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.judging import make_judge, step_progress
+from jaxgrpo.rollout.judging import RolloutSource, make_judge, step_progress
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, teachers
 from jaxgrpo.training.collecting import Collected, Collector
@@ -54,8 +57,9 @@ DIVIDED = {
 BATCHES = 100
 """Batches that programs of decoding are chosen for; not train.steps: a run may be prolonged."""
 
-_SAMPLING_KEYS = ("model", "lora", "mesh", "rollout")
-_INPUT_KEYS = ("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
+_TURN_KEYS = ("tools", "environment")
+_SAMPLING_KEYS = ("model", "lora", "mesh", "rollout", *_TURN_KEYS)
+_INPUT_KEYS = ("model", "lora", "mesh", "data", "eval", "rollout", "train.remat", *_TURN_KEYS)
 _LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat")
 _COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
 _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")
@@ -129,7 +133,9 @@ class Setup(NamedTuple):
         num_prompts, steps = self.blueprint.geometry.num_prompts, self.config.train.steps
         state = step_progress(0, 0, num_prompts, len(rows), steps)
         tokenizer = self.inputs.pretrained.tokenizer
-        return inputs.try_rewards(self.rewards, rows[0], tokenizer, settings.stop_tokens, state)
+        # What reads conversations is tried on the first samples.
+        rewards = [reward for reward in self.rewards if not reads_any(reward.function, COLUMNS)]
+        return inputs.try_rewards(rewards, rows[0], tokenizer, settings.stop_tokens, state)
 
 
 def setup(
@@ -139,6 +145,8 @@ def setup(
     advantage: AdvantageTransform | None = None,
     dataset: Rows | None = None,
     rollouts: SavedRollouts | None = None,
+    tools: Sequence[Callable[..., Any] | str] = (),
+    environment: Factories | None = None,
     share: step.Share = step.share_nothing,
     check: Callable[[Inputs], None] = lambda run_inputs: None,
     mesh: Mesh | None = None,
@@ -152,6 +160,7 @@ def setup(
         is one that `jaxgrpo.train` takes, read by the config's data keys.
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
+      tools, environment: as of `jaxgrpo.train`.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
       check: gets what is read from disk, before weights are, and may raise.
       mesh, make_learner: of a run that is planned, on devices that need not be here; no weights
@@ -159,11 +168,21 @@ def setup(
 
     Raises: InputError where parts do not fit one another.
     """
-    run_inputs = share("inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh))
+    run_inputs = share(
+        "inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh, tools, environment)
+    )
     check(run_inputs)
     row = None if run_inputs.replay else run_inputs.prompts.rows[0]
     longest = config.rollout.max_completion_tokens
-    run_rewards = inputs.resolve_rewards(config.rewards, longest, rewards, row, config.folder)
+    given_rewards = config.rewards, longest, rewards, row, config.folder
+    run_rewards = inputs.resolve_rewards(*given_rewards, COLUMNS if run_inputs.world else ())
+    if run_inputs.world is not None:
+        run_rewards += tuple(run_inputs.world.rewards())
+    if not run_rewards:
+        raise InputError(
+            "rewards: missing, and the environment has no get_reward: give at least one, "
+            'rewards = [{ use = "..." }]'
+        )
     method = functools.partial(
         build_method, config, run_inputs.pretrained, run_rewards, advantage, share
     )
@@ -182,33 +201,21 @@ def _assemble(
     memory.refuse_too_large(method.memory, pretrained.mesh)
     keys = config.rollout, config.data, config.train, config.scores
     blueprint = method.blueprint
-    has_experience = config.experience.share > 0
     grown = make_trees(config.tree, config.rollout, config.experience)
     lacking = blueprint.chain.needs.difference(*rows[:1])
-    brought = brought_fields(grown, config.rollout, config.experience.share, lacking)
-    built = run_inputs, blueprint, method.engine, rewards
-    source = make_rollout_source(*keys, *built, grown, brought)
+    share, has_turns = config.experience.share, config.has_turns
+    brought = brought_fields(grown, config.rollout, share, has_turns, lacking)
+    world = run_inputs.world
+    converse = None if world is None else world.converse(rows)
+    options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
+    draw_groups = functools.partial(draw, method.engine, **options)
+    source = make_rollout_source(*keys, run_inputs, blueprint, draw_groups, rewards, brought)
     again = config.experience, config.rollout, run_inputs, rewards, config.train.seed
     source = with_experience(source, *again, blueprint.samples_on)
-    judge = make_judge(pretrained.tokenizer, rewards, rows)
     # Saved rollouts have ended all at once, and groups with experience are mixed first.
-    waits = bool(run_inputs.replay) or has_experience
-    judges_early = config.rollout.overlap_rewards and judge.per_sample and not waits
-    refilling, interruption = config.rollout.refill, blueprint.sampling.interruption
-    collector = Collector(
-        source=source,
-        mesh=blueprint.mesh,
-        chain=blueprint.chain,
-        reward_weights=blueprint.reward_weights,
-        mixture=run_inputs.prompts.mixture,
-        num_rows=len(rows),
-        max_steps=config.train.steps,
-        early_judge=judge if judges_early else None,
-        max_rounds=refill.max_rounds(refilling["factor"]) if refilling else None,
-        staleness=config.rollout.staleness,
-        interrupted_after=interruption and interruption.after,
-        stops_early=config.rollout.early_stop is not None,
-    )
+    waits = bool(run_inputs.replay) or config.experience.share > 0
+    parts = config.rollout, config.train.steps, run_inputs, rewards, method
+    collector = _make_collector(*parts, source, waits)
     start = config.train.seed, pretrained, len(rows), rewards
     read = functools.partial(_read_learner, *start)
     return Setup(
@@ -219,6 +226,37 @@ def _assemble(
         collector=collector,
         learner=(make_learner or read)(blueprint),
         stream=first_stream(source, len(rows), config.train.seed),
+    )
+
+
+def _make_collector(
+    rollout: RolloutKeys,
+    steps: int,
+    run_inputs: Inputs,
+    rewards: Sequence[Reward],
+    method: Method,
+    source: RolloutSource,
+    waits: bool,
+) -> Collector:
+    """What collects the rollouts of a run of `steps` steps; where it waits, no reward judges a
+    group before all have ended."""
+    rows, refilling = run_inputs.prompts.rows, rollout.refill
+    judge = make_judge(run_inputs.pretrained.tokenizer, rewards, rows)
+    judges_early = rollout.overlap_rewards and judge.per_sample and not waits
+    blueprint, interruption = method.blueprint, method.engine.settings.interruption
+    return Collector(
+        source=source,
+        mesh=blueprint.mesh,
+        chain=blueprint.chain,
+        reward_weights=blueprint.reward_weights,
+        mixture=run_inputs.prompts.mixture,
+        num_rows=len(rows),
+        max_steps=steps,
+        early_judge=judge if judges_early else None,
+        max_rounds=refill.max_rounds(refilling["factor"]) if refilling else None,
+        staleness=rollout.staleness,
+        interrupted_after=interruption and interruption.after,
+        stops_early=rollout.early_stop is not None,
     )
 
 
@@ -272,7 +310,7 @@ def build_method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling or sampling_settings(rollout, pretrained),
+        sampling=sampling or sampling_settings(rollout, pretrained, config.has_turns),
         mesh=mesh,
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},

@@ -69,7 +69,7 @@ def test_a_call_takes_every_table_once(function, overrides):
     hints = typing.get_type_hints(overrides)
     parameters = inspect.signature(function).parameters
     assert hints.keys() & parameters.keys() == set()
-    arguments = {"data", "rewards", "advantage"} & parameters.keys()
+    arguments = {"data", "rewards", "advantage", "tools"} & parameters.keys()
     assert hints.keys() | arguments == HINTS.keys()
     for section in SECTIONS.keys() - arguments - {"optimizer"}:
         assert hints[section] is section_table(section)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxgrpo.config.files import to_toml
 from jaxgrpo.evaluation.diversity import stated_metrics
-from jaxgrpo.rollout import refill
+from jaxgrpo.rollout import dialogue, refill
 from jaxgrpo.rollout.selection import part_metrics
 from jaxgrpo.training import loop
 from jaxgrpo.training.records import console, logbook
@@ -114,6 +114,7 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     # A run whose policy leaves out prompts logs other metrics than one that refills its steps.
     logged |= set(re.findall(r'"(refill/\w+)"', inspect.getsource(refill)))
     logged.add("sampling/staleness")  # of runs with a lag: test_staleness.py
+    logged |= set(re.findall(r'"((?:turns|tools|environment)/\w+)"', inspect.getsource(dialogue)))
     logged.add("sampling/interrupted")  # of texts that are forced: test_interruption.py
     logged.add("sampling/stopped")  # of samples that are ended: test_warmup_runs.py
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged

@@ -153,7 +153,9 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             reward_names = {reward.name for reward in rewards}
             scores = make_scores(config.scores)
             grown = make_trees(config.tree, rollout, config.experience)
-            brought = brought_fields(grown, rollout, config.experience.share, chain.needs)
+            brought = brought_fields(
+                grown, rollout, config.experience.share, config.has_turns, chain.needs
+            )
             sources = scores.keys() | OF_ANSWERS.keys() | reward_names | brought.keys()
             names = chain.needs - sources
             rows = load_rows(config.data)[0] if names else []

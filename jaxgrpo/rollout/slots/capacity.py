@@ -17,6 +17,9 @@ CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
 COLUMNS = 32  # columns of the prompts' cache come in so many: unaligned rows are slow to read
 ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `for_prompts`
+OWN_ROWS_PER_SLOT = (
+    1.5  # further rows where samples have turns: some are filled ahead of free slots
+)
 PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
 LANES = 128  # a TPU pads an array's last dimension, which is the columns of keys, to these
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
@@ -38,7 +41,9 @@ class Sizes(NamedTuple):
     width: int  # S, its columns
 
     @classmethod
-    def for_prompts(cls, slots: int, bins: int, prompts: int, group: int, width: int) -> Sizes:
+    def for_prompts(
+        cls, slots: int, bins: int, prompts: int, group: int, width: int, turns: int = 0
+    ) -> Sizes:
         """Sizes for `prompts` prompts of at most `width` tokens over all bins.
 
         Fewer rows than prompts are enough where samples wait for slots: the slots read some
@@ -46,12 +51,15 @@ class Sizes(NamedTuple):
 
         Args:
           slots: over all bins; 0: one for each sample.
+          turns: tokens of a sample before its last turn, at most; such samples read a row each.
         """
         per_bin = -(-prompts // bins)
         slots = min(-(-slots // bins) or per_bin * group, per_bin * group)
         rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
+        if turns:
+            rows += min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots))
         # The last prompt token opens a slot, the others make up the row.
-        columns = -(-max(1, width - 1) // COLUMNS) * COLUMNS
+        columns = -(-max(1, width + turns - 1) // COLUMNS) * COLUMNS
         return cls(bins, per_bin, group, slots, rows, columns)
 
     @property
@@ -90,7 +98,7 @@ def capacity(
     """
     config = model.config
     bins = sharding.num_bins(mesh)
-    sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width)
+    sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
     platform = mesh.devices.flat[0].platform

@@ -1,9 +1,9 @@
 """The device's part of sampling: the state of decoding, and the functions that change it.
 
-Bins are shards of the batch, D of them. Each has N slots, which decode side by side, a cache with a
-row for each of A prompts, and a queue of groups, whose samples are at places: s at place s // G.
-A slot opens with the last prompt token, so that every forward pass, the first one too, is the same
-program and yields one new token; when its sample ends it takes the next one of the queue.
+Bins are shards of the batch, D of them. Each has N slots, which decode side by side, a cache with A
+rows of prompts, and a queue of samples. A slot opens with the last prompt token, so that every
+forward pass, the first one too, is the same program and yields one new token; when its sample ends
+it takes the next one of the queue.
 
 What looks things up in tables does so per bin (`jax.vmap` over D), so that nothing moves between
 devices.
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
     """Empty places, slots and caches."""
     bins, prompts, group, slots, rows, width = sizes
-    config, settings = parts.model.config, parts.settings
+    config, settings, places = parts.model.config, parts.settings, prompts * group
     longest, block = settings.max_completion_tokens, settings.segment_tokens
     dtype = cache_dtype(settings.kv_cache_dtype, config)
     empty = jnp.zeros((bins, slots), jnp.int32)
@@ -66,18 +66,19 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         older = tuple(cache((bins * slots,), columns) for _ in range(older_rings))
         return Ring(cache((bins * slots,), block), older)
 
-    places, none = jnp.zeros((bins, prompts), jnp.int32), jnp.zeros(bins, jnp.int32)
+    by_place, none = jnp.zeros((bins, places), jnp.int32), jnp.zeros(bins, jnp.int32)
     state = DecodeState(
         sample=empty,
         live=empty.astype(bool),
         index=empty,
         token=empty,
-        samples=_no_samples(settings, bins, prompts * group),
-        queue=Queue(place=places, row=places, last=places, ready=none, next=none),
+        samples=_no_samples(settings, bins, places),
+        queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple((cache((bins, rows), width), ring(kind.window)) for kind in config.kinds),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
+        readers=group,
     )
     return _laid_out(parts, state)
 
@@ -87,6 +88,8 @@ def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
     zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
     return Samples(
         keys=jnp.zeros((bins, number, 2), jnp.uint32),
+        opening=count,
+        start=None,
         offset=None,
         limit=None,
         greedy=None,
@@ -102,10 +105,9 @@ def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
 
 
 def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
-    """Puts groups at their places. Their samples begin once `admit` lets them."""
-    samples, group = state.samples, state.group_size
+    """Puts samples at their places. They begin once `admit` lets them."""
+    samples, is_new = state.samples, jnp.asarray(entries.is_new)
     longest, pad = samples.tokens.shape[-1], parts.settings.pad_token
-    is_new = jnp.repeat(jnp.asarray(entries.is_new), group, axis=1)
 
     def at_new(value: Any, old: Array) -> Array:
         mask = is_new.reshape(*is_new.shape, *[1] * (old.ndim - 2))
@@ -128,6 +130,8 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         tokens, offset = jnp.where(prefix < 0, pad, prefix), (prefix >= 0).sum(-1)
     samples = Samples(
         keys=at_new(entries.keys, samples.keys),
+        opening=at_new(entries.opening, samples.opening),
+        start=optional(entries.start, samples.start, jnp.int32(0)),
         offset=optional(offset, samples.offset, jnp.int32(0)),
         limit=optional(entries.limit, samples.limit, jnp.int32(longest)),
         greedy=optional(entries.greedy, samples.greedy, False),
@@ -140,9 +144,7 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         stopped=at_new(False, samples.stopped),
         ended=at_new(False, samples.ended),
     )
-    last = jnp.where(entries.is_new, entries.last, state.queue.last)
-    queue = dataclasses.replace(state.queue, last=last)
-    return _laid_out(parts, dataclasses.replace(state, samples=samples, queue=queue))
+    return _laid_out(parts, dataclasses.replace(state, samples=samples))
 
 
 def prefill(
@@ -162,13 +164,13 @@ def prefill(
 
 
 def admit(
-    state: DecodeState, place: Array, row: Array, row_length: Array, ready: Array
+    state: DecodeState, place: Array, row: Array, reader: Array, row_length: Array, ready: Array
 ) -> DecodeState:
-    """Lets the samples of groups whose rows have been filled begin.
+    """Lets samples whose rows have been filled begin.
 
-    Args: place, row, ready: as of `Queue`.
+    Args: place, row, reader, ready: as of `Queue`.
     """
-    queue = dataclasses.replace(state.queue, place=place, row=row, ready=ready)
+    queue = dataclasses.replace(state.queue, place=place, row=row, reader=reader, ready=ready)
     return _refilled(dataclasses.replace(state, queue=queue, row_length=row_length))
 
 
@@ -185,7 +187,7 @@ def segment(
     settings = parts.settings
 
     def is_drained(state: DecodeState) -> Array:
-        return (state.queue.next >= state.queue.ready * state.group_size).all()
+        return (state.queue.next >= state.queue.ready).all()
 
     def running(carry: tuple[Array, DecodeState]) -> Array:
         step, state = carry
@@ -204,12 +206,10 @@ def segment(
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
     memory = tuple((prompts, settled(ring, state.clock)) for prompts, ring in state.memory)
     state = dataclasses.replace(state, memory=memory)
-    bins, prompts = state.queue.row.shape
-    ended = state.samples.ended.reshape(bins, prompts, -1)
     counters = Counters(
         live=state.live.sum(-1).max(),
         drained=is_drained(state),
-        ended=parts.constrain(ended.all(-1), (None, None)),
+        ended=parts.constrain(state.samples.ended, (None, None)),
     )
     return state, counters
 
@@ -265,22 +265,21 @@ def _slot_rows(state: DecodeState, aligned: bool) -> Array:
     if aligned:
         rows, slots = state.row_length.shape[1], state.sample.shape[1]
         return jnp.broadcast_to(jnp.arange(slots) // (slots // rows), state.sample.shape)
-    return take(state.queue.row, state.sample // state.group_size)
+    return take(state.queue.row, state.sample)
 
 
 def _refilled(state: DecodeState) -> DecodeState:
     """Free slots take the next samples of their bin's queue, in order."""
-    queue, group = state.queue, state.group_size
-    free = ~state.live
+    queue, free = state.queue, ~state.live
     number = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
-    fits = free & (number < queue.ready[:, None] * group)
-    place = take(queue.place, jnp.where(fits, number // group % queue.place.shape[1], 0))
+    fits = free & (number < queue.ready[:, None])
+    sample = take(queue.place, jnp.where(fits, number % queue.place.shape[1], 0))
     return dataclasses.replace(
         state,
-        sample=jnp.where(fits, place * group + number % group, state.sample),
+        sample=jnp.where(fits, sample, state.sample),
         live=state.live | fits,
         index=jnp.where(fits, 0, state.index),
-        token=jnp.where(fits, take(queue.last, place), state.token),
+        token=jnp.where(fits, take(state.samples.opening, sample), state.token),
         queue=dataclasses.replace(queue, next=queue.next + fits.sum(-1, dtype=jnp.int32)),
     )
 
@@ -310,10 +309,9 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
 
 
 def _sharing(state: DecodeState, row: Array) -> Sharing:
-    """Sample g of the prompt in row a reads it at place a * G + g."""
-    group = state.group_size
-    place = row * group + state.sample % group
-    places, slots = state.row_length.shape[1] * group, place.shape[1]
+    """Reader g of row a is at place a * G + g."""
+    place = row * state.readers + take(state.queue.reader, state.sample)
+    places, slots = state.row_length.shape[1] * state.readers, place.shape[1]
 
     def invert(place: Array, live: Array) -> Array:
         target = jnp.where(live, place, places)
@@ -327,10 +325,13 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
     cuts = settings.top_k, settings.top_p, settings.min_p
     distribution = Distribution(settings.temperature, *cuts)
     keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
-    keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, state.index)
+    number = state.index
+    if state.samples.start is not None:
+        number += take(state.samples.start, state.sample)
+    keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, number)
     if settings.min_completion_tokens > 0 and settings.stop_tokens:
         stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
-        early = state.index < settings.min_completion_tokens
+        early = number < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
     token, logp = draw(keys, logits, distribution, parts.vocab_shards)
     if state.samples.greedy is None:
@@ -430,23 +431,22 @@ def drawn(samples: Samples) -> Array:
     return jnp.where(mask, samples.tokens, -1)
 
 
-def finals(parts: Parts, group: int, samples: Samples, places: Array) -> Finals:
-    """The samples of some groups as they are, in every process.
+def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
+    """Some samples as they are, in every process.
 
     Args:
-      group: G.
       places: [n] int32, counted over all bins.
     """
 
-    def take_groups(array: Array) -> Array:
-        groups = array.reshape(-1, group, *array.shape[2:])[places]
-        return parts.constrain(groups, (None,) * groups.ndim)
+    def take_places(array: Array) -> Array:
+        values = array.reshape(-1, *array.shape[2:])[places]
+        return parts.constrain(values, (None,) * values.ndim)
 
     values = Finals(
         *(samples.tokens, samples.logp, samples.untempered, samples.confidence),
         *(samples.length, samples.stopped),
     )
-    return jax.tree.map(take_groups, values)
+    return jax.tree.map(take_places, values)
 
 
 def _laid_out(parts: Parts, state: DecodeState) -> DecodeState:

@@ -27,9 +27,9 @@ from jaxgrpo.rollout.slots.programs import Programs, make_programs
 from jaxgrpo.rollout.slots.rows import Rows, prefill_batches
 from jaxgrpo.rollout.slots.shrinking import Shrinking, Size
 from jaxgrpo.rollout.slots.state import Counters, DecodeState, Finals
-from jaxgrpo.rollout.slots.table import Group, Place, Table, group_requests, make_turns
+from jaxgrpo.rollout.slots.table import Group, Leaver, Table, group_requests, make_turns
 
-GROUPS_PER_READ = 8  # groups that are fetched from the devices at once
+SAMPLES_PER_READ = 64  # samples that are fetched from the devices at once
 
 
 class SlotEngine:
@@ -106,7 +106,7 @@ class SlotEngine:
         else:
             self._session.add(groups)
 
-    def poll(self) -> list[Turn]:
+    def poll(self, coming: int = 0) -> list[Turn]:
         """As `Engine.poll`. Raises: ValueError where no parameters are loaded."""
         if self._params is None:
             raise ValueError("poll without parameters: load them first")
@@ -115,14 +115,19 @@ class SlotEngine:
             if self._session is None:
                 self._session = self._open(self._params)
             is_complete = all(number >= self._group for number in self._requested.values())
-            turns = self._session.step(self._version, is_complete)
-            if self._session.has_ended:
+            if not self._session.has_ended:
+                turns = self._session.step(self._version, coming if is_complete else None)
+            if self._session.has_ended and not (self.settings.max_turns > 1 and (turns or coming)):
                 self._waiting, self.slot_steps = self._session.close()
                 self._session = None
+            elif coming:
+                break
         return turns
 
     def unload(self) -> None:
         """As `Engine.unload`."""
+        if self._session is not None and self._session.has_ended:  # further turns could have come
+            _, self.slot_steps = self._session.close()
         self._params, self._session, self._waiting = None, None, []
 
     def _open(self, params: Params) -> _Session:
@@ -133,10 +138,10 @@ class SlotEngine:
         self._largest = places, largest
         bins = 1 if self.mesh is None else sharding.num_bins(self.mesh)
         slots = self.slots_for(-(-places // bins) * bins, largest)
-        sizes = Sizes.for_prompts(slots, bins, places, largest, self.width)
-        slot_sizes = Shrinking(
-            self.programs, sizes, lambda size: self._choose(size, largest), self.compiled
-        )
+        turn_tokens, has_turns = self.settings.turn_tokens, self.settings.max_turns > 1
+        sizes = Sizes.for_prompts(slots, bins, places, largest, self.width, turn_tokens)
+        choose = lambda size: self._choose(size, largest)  # noqa: E731
+        slot_sizes = Shrinking(self.programs, sizes, choose, self.compiled, has_turns)
         session = _Session(self.programs, self.settings, sizes, slot_sizes, params)
         session.add(groups)
         return session
@@ -158,8 +163,14 @@ class SlotEngine:
         """Raises InputError for a group that cannot be drawn."""
         longest, vocab_size = self.settings.max_completion_tokens, self.model.config.vocab_size
         label = f"prompt {group.requests[0].ordinal}"
-        if not 1 <= len(group.prompt) <= self.width:
-            raise InputError(f"{label}: {len(group.prompt)} tokens, expected 1 to {self.width}")
+        (request, *_), width = group.requests, self.width
+        width += request.offset if request.chunked else 0
+        if not 1 <= len(group.prompt) <= width:
+            raise InputError(f"{label}: {len(group.prompt)} tokens, expected 1 to {width}")
+        if request.offset and request.chunked and self.settings.max_turns == 1:
+            raise InputError(
+                f"{label}: a further turn, and the engine's settings have max_turns = 1"
+            )
         for tokens in (group.prompt, *(r.tokens for r in group.requests if r.offset)):
             check_tokens(label, tokens, np.ones(len(tokens), bool), vocab_size)
         for request in group.requests:
@@ -187,7 +198,7 @@ class _Session:
         self.segment = 0  # the number of the next one
         self.admitted = 0  # the first segment with all that was admitted
         self.unread: tuple[int, Counters, Array | None] | None = None  # of the segment before
-        self.leaving: list[tuple[list[tuple[Group, np.ndarray]], Finals]] = []
+        self.leaving: list[tuple[Sequence[Leaver], Finals]] = []
 
     def add(self, groups: Sequence[Group]) -> None:
         self.table.add(groups)
@@ -195,18 +206,20 @@ class _Session:
     @property
     def has_ended(self) -> bool:
         """Whether no sample is under way; groups may wait for the next session."""
-        return self.segment > 0 and self.table.is_empty and not self.leaving
+        is_idle = self.segment > 0 and self.table.is_empty and not self.leaving
+        return is_idle and not (self.slots.size.has_turns and self.table.has_waiting)
 
-    def step(self, version: int, is_complete: bool) -> list[Turn]:
+    def step(self, version: int, coming: int | None) -> list[Turn]:
         """Dispatches a segment, and follows up the one before: the devices never wait for the host.
 
         Args:
           version: of the parameters.
-          is_complete: whether all samples were asked for; otherwise slots do not become fewer.
+          coming: samples that will ask for slots; None: unknown, and no slot is given up.
         """
-        if self.segment == 0:
+        if self.table.is_empty:
             self._admit()
-        may_shrink = is_complete and not self.table.has_waiting
+        has_turns = self.slots.size.has_turns
+        may_shrink = coming is not None and not self.table.has_waiting and not has_turns
         smaller = self.slots.next_slots if may_shrink else None
         self.state, counters = self.slots.decode(
             self.params, self.state, np.int32(-1 if smaller is None else smaller)
@@ -215,7 +228,7 @@ class _Session:
         drawn = None if strings is None else self.programs.drawn(self.state.samples)
         unread, self.unread = self.unread, (self.segment, counters, drawn)
         self.segment += 1
-        return [] if unread is None else self._follow(unread, version, is_complete)
+        return [] if unread is None else self._follow(unread, version, coming)
 
     def close(self) -> tuple[list[Group], Array]:
         """Returns: the groups that wait for the next session, and the slot-steps of this one."""
@@ -230,57 +243,64 @@ class _Session:
         return self.table.take_waiting(), slot_steps
 
     def _follow(
-        self, unread: tuple[int, Counters, Array | None], version: int, is_complete: bool
+        self, unread: tuple[int, Counters, Array | None], version: int, coming: int | None
     ) -> list[Turn]:
         """Reads what a segment counted, and does what follows from it."""
         segment, counters, drawn = unread[0], *sharding.to_host(unread[1:])
         turns = self._read(version)
         if drawn is not None:  # the devices may be a segment ahead of what its text says
             self.state = self.programs.cut(self.state, self.table.stops(drawn, segment))
-        self._take_leave(self.table.ended(counters.ended, segment))
+        self._fetch(self.table.leave(counters.ended, segment, self.rows))
         if self.table.is_empty and not self.table.has_waiting:
             return turns + self._read(version)
         self._admit()
         smaller = self.slots.next_slots
         is_drained = counters.drained and segment >= self.admitted and not self.table.has_waiting
-        if is_complete and is_drained and smaller and counters.live <= smaller:
+        if coming is None or smaller is None or not is_drained:
+            return turns
+        if self._under_way(counters, coming) <= smaller:
             self.state = self.slots.shrink(self.params, self.state)
         return turns
 
-    def _take_leave(self, places: Sequence[Place]) -> None:
-        """Frees places and rows of groups that have ended, and begins to fetch them."""
-        samples, sizes = self.state.samples, self.table.sizes
-        for begin in range(0, len(places), GROUPS_PER_READ):
-            part = places[begin : begin + GROUPS_PER_READ]
-            numbers = [bin_ * sizes.prompts + place for bin_, place in part]
-            filled = np.resize(np.asarray(numbers, np.int32), GROUPS_PER_READ)
-            finals = self.programs.finals(sizes.group, samples, filled)
-            for bin_, place in part:
-                self.rows.release(bin_, place)
-            self.leaving.append(([self.table.leave(place) for place in part], finals))
+    def _under_way(self, counters: Counters, coming: int) -> int:
+        """The samples of the fullest bin that are in slots, or, where samples have turns, that may
+        come to be."""
+        if not self.slots.size.has_turns:
+            return int(counters.live)
+        leaving = sum(len(leavers) for leavers, _ in self.leaving)
+        return self.table.most_samples + leaving + coming
+
+    def _fetch(self, leavers: Sequence[Leaver]) -> None:
+        """Begins to fetch samples that have left their places."""
+        for begin in range(0, len(leavers), SAMPLES_PER_READ):
+            part = leavers[begin : begin + SAMPLES_PER_READ]
+            places = np.asarray([leaver.place for leaver in part], np.int32)
+            places = np.resize(places, SAMPLES_PER_READ)
+            self.leaving.append((part, self.programs.finals(self.state.samples, places)))
 
     def _read(self, version: int) -> list[Turn]:
-        """The turns of groups that were to be fetched."""
+        """The turns of samples that were to be fetched."""
         leaving, self.leaving = self.leaving, []
         return [
             turn
-            for groups, finals in leaving
-            for turn in make_turns(groups, sharding.to_host(finals), version)
+            for leavers, finals in leaving
+            for turn in make_turns(leavers, sharding.to_host(finals), version)
         ]
 
     def _admit(self) -> None:
         """Lets groups come to free places, and begin where there are free rows."""
-        if self.slots.has_begun:
+        if self.slots.has_begun and not self.slots.size.has_turns:
             return
         if (entries := self.table.enter(self.segment)) is not None:
-            if self.segment:
+            if self.segment or not self.table.is_in_order:
                 self.slots.open()
             self.state = self.programs.enter(self.state, entries)
         if (fillings := self.table.fill(self.rows)) is None:
             return
         for batch in prefill_batches(self.table.sizes, fillings):
             self.state = self.programs.prefill(self.params, self.state, *batch)
-        queue: Any = self.table.queue, self.rows.row, self.rows.length, self.table.ready
+        queue: Any = self.table.queue, self.rows.row, self.rows.reader
+        queue += self.rows.length, self.table.ready
         # Copies: the device may read a host array after the call has returned.
         self.state = self.programs.admit(self.state, *(array.copy() for array in queue))
         self.admitted = self.segment

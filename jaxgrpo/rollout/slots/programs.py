@@ -28,14 +28,14 @@ class Programs(NamedTuple):
     begin: Callable[[Sizes], DecodeState]
     enter: Callable[[DecodeState, Entries], DecodeState]
     prefill: Callable[..., DecodeState]  # (params, state, tokens, row, start)
-    admit: Callable[..., DecodeState]  # (state, place, row, row_length, ready)
+    admit: Callable[..., DecodeState]  # (state, place, row, reader, row_length, ready)
     decode: Callable[..., tuple[DecodeState, Counters]]  # (aligned, params, state, enough)
     staying: Callable[..., tuple[Array, Array]]  # (state, slots, aligned)
     take: Callable[..., Any]
     take_slots: Callable[..., Any]
     drawn: Callable[[Samples], Array]
     cut: Callable[[DecodeState, np.ndarray], DecodeState]
-    finals: Callable[[int, Samples, np.ndarray], Finals]
+    finals: Callable[[Samples, np.ndarray], Finals]
 
 
 def make_programs(model: Model, settings: SamplingSettings, mesh: Mesh | None) -> Programs:
@@ -60,5 +60,5 @@ def make_programs(model: Model, settings: SamplingSettings, mesh: Mesh | None) -
         take_slots=jax.jit(decoding.take_slots),
         drawn=jax.jit(decoding.drawn),
         cut=jax.jit(bind(decoding.cut, settings), donate_argnums=0),
-        finals=jax.jit(bind(decoding.finals, parts), static_argnums=0),
+        finals=jax.jit(bind(decoding.finals, parts)),
     )

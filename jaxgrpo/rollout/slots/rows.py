@@ -1,4 +1,4 @@
-"""The host's record of the prompts' cache: which group has which row, and what fills the rows."""
+"""The host's record of the prompts' cache: which place reads which row, and what fills the rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Rows:
     """Which rows of each bin are free, and which place reads which of the others."""
 
     def __init__(self, sizes: Sizes):
-        self.row: np.ndarray = np.zeros((sizes.bins, sizes.prompts), np.int32)  # by place
+        places = sizes.bins, sizes.prompts * sizes.group
+        self.row: np.ndarray = np.zeros(places, np.int32)  # by place
+        self.reader: np.ndarray = np.zeros(places, np.int32)  # which of its row's, by place
         self.length: np.ndarray = np.zeros((sizes.bins, sizes.rows), np.int32)
         self._free = [list(range(sizes.rows)) for _ in range(sizes.bins)]
 
@@ -29,15 +31,16 @@ class Rows:
         """Whether a bin has a row for another group."""
         return bool(self._free[bin_])
 
-    def give(self, bin_: int, place: int, length: int) -> int:
-        """Gives a place the next free row, for so many tokens of its prompt."""
+    def give(self, bin_: int, places: Sequence[int], length: int) -> int:
+        """Gives the places of a group the next free row, for so many tokens of its prompt."""
         row = self._free[bin_].pop(0)
-        self.row[bin_, place], self.length[bin_, row] = row, length
+        self.row[bin_, places], self.reader[bin_, places] = row, np.arange(len(places))
+        self.length[bin_, row] = length
         return row
 
-    def release(self, bin_: int, place: int) -> None:
-        """Takes a place's row back: all its samples have ended."""
-        self._free[bin_].append(int(self.row[bin_, place]))
+    def release(self, bin_: int, row: int) -> None:
+        """Takes a row back: the samples that read it have ended."""
+        self._free[bin_].append(row)
 
 
 def prefill_batches(

@@ -40,6 +40,7 @@ class Size(NamedTuple):
     slots: int
     rows: int  # of the prompts' cache
     aligned: bool  # slot n reads row n // (slots / rows), always, and no sample waits
+    has_turns: bool = False  # samples come again, with rows of their own: no slot keeps its row
 
 
 def next_slots(slots: int) -> int | None:
@@ -61,7 +62,8 @@ def sizes_below(size: Size) -> list[Size]:
     below, most = [], max(size.rows, 2 * FEWEST_SLOTS)
     while slots := next_slots(size.slots):
         aligned = (size.aligned and size.slots == size.rows) or slots <= most
-        size = Size(slots, slots if aligned else size.rows, aligned)
+        aligned = aligned and not size.has_turns
+        size = Size(slots, slots if aligned else size.rows, aligned, size.has_turns)
         below.append(size)
     return below
 
@@ -125,13 +127,14 @@ class Shrinking:
         sizes: Sizes,
         choose: Callable[[Size], list[Size]],
         compiled: Compiled,
+        has_turns: bool = False,
     ):
         """Args:
         choose: the sizes to come, of that which there is.
         compiled: by earlier sessions; this one adds to it.
         """
         self.programs, self.choose = programs, choose
-        self.size: Size = Size(sizes.slots, sizes.rows, sizes.aligned)
+        self.size: Size = Size(sizes.slots, sizes.rows, sizes.aligned and not has_turns, has_turns)
         self.has_begun: bool = False
         self._sizes, self._below, self._compiled = sizes, choose(self.size), compiled
         self._smaller: dict[Size, Any] = {}

@@ -1,7 +1,7 @@
-"""What decoding changes on the devices: samples, queue of prompts, slots, caches.
+"""What decoding changes on the devices: samples, their queue, slots, caches.
 
-D bins, shards of the batch, have N slots each, P places for groups of G samples, M = P x G samples
-of at most T tokens, and a cache with a row for each of A prompts. Sample s is at place s // G.
+D bins, shards of the batch, have N slots each, places for M samples of at most T tokens, and a
+cache with A rows, each of which up to G samples read: a prompt, or one sample's tokens so far.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from jaxgrpo.core.types import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The samples at all places: what they begin with, and what they are so far."""
+    """The samples at all places: what they begin with, and what they are so far.
+
+    Tokens are counted from the end of the row that a sample reads.
+    """
 
     keys: Array  # [D, M, 2] uint32
+    opening: Array  # [D, M] int32, the token that opens its slot, behind its row
+    start: Array | None  # [D, M] int32, tokens of the sample that its row holds; None: 0
     offset: Array | None  # [D, M] int32, tokens that are given and not drawn; None: 0
     limit: Array | None  # [D, M] int32, tokens at most, with those that are given; None: T
     greedy: Array | None  # [D, M] bool: takes the likeliest tokens; None: none does
@@ -37,12 +42,12 @@ class Samples:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue:
-    """The groups of each bin in the order in which their samples begin."""
+    """The samples of each bin in the order in which they begin."""
 
-    place: Array  # [D, P] int32, of the n-th group to begin, n modulo P
-    row: Array  # [D, P] int32, of the cache, by place
-    last: Array  # [D, P] int32, the last prompt token, by place
-    ready: Array  # [D] int32, groups so far whose rows were filled
+    place: Array  # [D, M] int32, of the n-th sample to begin, n modulo M
+    row: Array  # [D, M] int32, of the cache, by place
+    reader: Array  # [D, M] int32, which of the row's G readers each place is
+    ready: Array  # [D] int32, samples so far whose rows were filled
     next: Array  # [D] int32, samples so far that have begun
 
 
@@ -61,21 +66,18 @@ class DecodeState:
     memory: Any  # per layer: (prompts', slots'), Cache and Ring of models.cache
     clock: Array  # [] int32, decoding steps so far
     slot_steps: Array  # [] int32, decoding steps times slots
-
-    @property
-    def group_size(self) -> int:
-        """G."""
-        return self.samples.length.shape[1] // self.queue.row.shape[1]
+    readers: int = dataclasses.field(metadata={"static": True})  # G, of a row at most
 
 
 class Entries(NamedTuple):
-    """Groups that come to places, as host arrays; where `is_new` is False nothing is read."""
+    """Samples that come to places, as host arrays; where `is_new` is False nothing is read."""
 
-    is_new: np.ndarray  # [D, P] bool
-    last: np.ndarray  # [D, P] int32, the last token of the prompt
+    is_new: np.ndarray  # [D, M] bool
     keys: np.ndarray  # [D, M, 2] uint32
+    opening: np.ndarray  # [D, M] int32, as of `Samples`
     threshold: np.ndarray  # [D, M] float32, as of `Samples`, which may have none
-    limit: np.ndarray | None  # [D, M] int32, as of `Samples`; 0: there is no sample
+    start: np.ndarray | None  # [D, M] int32, as of `Samples`
+    limit: np.ndarray | None  # [D, M] int32, as of `Samples`
     greedy: np.ndarray | None  # [D, M] bool, as of `Samples`
     prefix: np.ndarray | None
     """[D, M, F] int32, the tokens that are given, -1 behind the last; None: none is"""
@@ -86,15 +88,15 @@ class Counters(NamedTuple):
 
     live: Array  # [] int32, slots in use, of the bin that has most
     drained: Array  # [] bool, no sample of a filled row waits for a slot in any bin
-    ended: Array  # [D, P] bool, places all of whose samples have ended
+    ended: Array  # [D, M] bool, places whose samples have ended
 
 
 class Finals(NamedTuple):
-    """Samples of some groups as they ended; n groups, in the order that was asked for."""
+    """Some samples as they ended, n of them, in the order that was asked for."""
 
-    tokens: Array  # [n, G, T]
-    logp: Array  # [n, G, T]
-    untempered: Array | None  # [n, G, T]
-    confidence: Array | None  # [n, G, T], summed as in `Samples`
-    length: Array  # [n, G], tokens, those that were given among them
-    stopped: Array  # [n, G]
+    tokens: Array  # [n, T]
+    logp: Array  # [n, T]
+    untempered: Array | None  # [n, T]
+    confidence: Array | None  # [n, T], summed as in `Samples`
+    length: Array  # [n], tokens, those that were given among them
+    stopped: Array  # [n]

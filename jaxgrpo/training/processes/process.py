@@ -201,7 +201,7 @@ def broadcast(decide: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return decide()
-    from jaxgrpo.rollout.judging import gather_json
+    from jaxgrpo.rollout.exchange import gather_json
 
     value, problem = None, None
     if jax.process_index() == 0:

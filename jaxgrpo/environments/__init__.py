@@ -1,0 +1,1 @@
+"""Tools and environments: what answers a sample between its turns."""

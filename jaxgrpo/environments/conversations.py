@@ -1,0 +1,253 @@
+"""The conversations of a batch: each sample with its partner, answered by threads.
+
+An answer is computed while other samples decode, and what a sample says never depends on when it
+comes. With several processes each answers its share of the prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import queue
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import chat as chats
+from jaxgrpo.data.chat import Chat, Message
+from jaxgrpo.environments.history import History
+from jaxgrpo.environments.partners import Broken, Kind, Partner
+
+THREADS = 64  # samples that are answered at once
+
+Key = tuple[int, int]
+"""(ordinal, sample)"""
+
+
+class Reply(NamedTuple):
+    """What follows a turn of a sample, as processes exchange it."""
+
+    ordinal: int
+    sample: int
+    tokens: list[int] | None  # up to the next turn; None: the conversation is over
+    reward: float  # of the turn; NaN: it has none
+    state: int  # a hash of what was answered: equal answers are one state
+
+
+@dataclasses.dataclass
+class Conversation:
+    """One sample's."""
+
+    partner: Partner
+    prompt: Any  # of the row with what `reset` said, as rewards get it
+    messages: list[Message] = dataclasses.field(default_factory=list)  # the completion
+    problem: str = ""  # why it cannot be scored; empty: it can
+
+    def reward(self) -> float:
+        """What its environment gives; NaN: nothing, or it breaks, which `problem` then says."""
+        if self.problem:
+            return math.nan
+        try:
+            value = self.partner.reward()
+        except Broken as error:
+            self.problem = str(error)
+            return math.nan
+        return math.nan if value is None else value
+
+
+class Conversations:
+    """Talks with the samples of one batch after another.
+
+    Args:
+      kinds: environment's name -> what its rows talk to; "" where rows name none.
+      chat: how prompts are written out, without tools.
+      stop_tokens: of the model.
+      rows: of the data set.
+      is_local: whether this process answers a place of the batch.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Kind],
+        chat: Chat,
+        stop_tokens: Sequence[int],
+        rows: Sequence[Mapping[str, Any]],
+        is_local: Callable[[int], bool] = lambda place: True,
+    ):
+        self.kinds, self.rows, self.is_local = kinds, rows, is_local
+        self._chats = {
+            name: chat._replace(tools=tuple(tool.schema for tool in kind.tools))
+            for name, kind in kinds.items()
+        }
+        self._histories = {
+            name: History(chat, frozenset(stop_tokens)) for name, chat in self._chats.items()
+        }
+        self._pool: dict[str, list[Partner]] = {name: [] for name in kinds}
+        self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-turns")
+        self.counts: Counter[str] = Counter()
+        self.messages_of_problems: dict[str, str] = {}
+        self._running: dict[Key, Conversation] = {}
+        self._kinds_by_key: dict[Key, str] = {}
+
+    def open(
+        self, places: Sequence[tuple[int, int, int]], samples: int, seed: Sequence[int]
+    ) -> dict[Key, list[int]]:
+        """Begins the conversations of a batch; those of the batch before are forgotten.
+
+        Args:
+          places: (place, ordinal, row) of its prompts, each ordinal once.
+          samples: of each.
+          seed: with ordinal and sample it makes the seed of an environment.
+
+        Returns: the tokens of each sample's prompt, of this process's samples.
+        """
+        self._forget()
+        self.counts.clear()
+        begun = []
+        for place, ordinal, row in places:
+            if not self.is_local(place):
+                continue
+            kind = self._name(row)
+            for sample in range(samples):
+                partner = self._pool[kind].pop() if self._pool[kind] else self.kinds[kind].make()
+                conversation = Conversation(partner, self.rows[row]["prompt"])
+                self._running[ordinal, sample] = conversation
+                self._kinds_by_key[ordinal, sample] = kind
+                begun.append(((ordinal, sample), row, _seed(*seed, ordinal, sample)))
+        tokens = self._threads.map(lambda entry: self._begin(*entry), begun)
+        return dict(zip([key for key, *_ in begun], tokens, strict=True))
+
+    def answer(self, key: Key, ids: Sequence[int], room: int) -> None:
+        """Has a turn answered; the reply comes by `replies`.
+
+        Args:
+          ids: of the turn.
+          room: tokens that the sample may still have, of the reply and of what follows it.
+        """
+        self._threads.submit(self._answer, key, list(ids), room)
+
+    def replies(self) -> list[Reply]:
+        """The replies that have come since the last call: at least one, which it waits for.
+
+        Raises: what a fault of ours raised in a thread.
+        """
+        replies: list[Reply] = []
+        while not replies or not self._replies.empty():
+            reply = self._replies.get()
+            if isinstance(reply, BaseException):
+                raise reply
+            replies.append(reply)
+        return replies
+
+    def spoken(self, key: Key) -> Conversation:
+        """A sample's conversation so far, in the process that answers it."""
+        return self._running[key]
+
+    def end(self, key: Key, ids: Sequence[int]) -> None:
+        """Takes a last turn, which is not answered."""
+        self._running[key].messages.append(
+            {"role": "assistant", "content": self._decoded(key, ids)}
+        )
+
+    def _name(self, row: int) -> str:
+        name = (
+            self.rows[row].get("environment", "") if len(self.kinds) > 1 else next(iter(self.kinds))
+        )
+        return str(name)
+
+    def _forget(self) -> None:
+        for key, conversation in self._running.items():
+            if not conversation.problem:  # a broken one may still be running in a thread
+                self._pool[self._kinds_by_key[key]].append(conversation.partner)
+        self._running, self._kinds_by_key = {}, {}
+
+    def _begin(self, key: Key, row: int, seed: int) -> list[int]:
+        conversation, chat = self._running[key], self._chats[self._kinds_by_key[key]]
+        columns = {name: value for name, value in self.rows[row].items() if name != "environment"}
+        observation = None
+        try:
+            observation = conversation.partner.open(columns, seed)
+        except Broken as error:
+            self._break(key, str(error))
+        prompt = conversation.prompt = joined(conversation.prompt, observation)
+        text = chats.write(chat, prompt, f"row {row}")
+        return list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
+
+    def _answer(self, key: Key, ids: list[int], room: int) -> None:
+        try:
+            self._replies.put(self._reply(key, ids, room))
+        except BaseException as error:
+            self._replies.put(error)
+
+    def _reply(self, key: Key, ids: list[int], room: int) -> Reply:
+        conversation, history = self._running[key], self._histories[self._kinds_by_key[key]]
+        text = self._decoded(key, ids)
+        try:
+            answer = conversation.partner.answer(text)
+        except Broken as error:
+            conversation.messages.append({"role": "assistant", "content": text})
+            self._break(key, str(error))
+            return Reply(*key, None, math.nan, 0)
+        self.counts["calls"] += answer.calls
+        self.counts.update(answer.problems)
+        conversation.messages.append(answer.reading.as_message())
+        tokens = history.between(answer.messages, ids[-1]) if answer.messages else None
+        state = zlib.crc32("\n".join(message["content"] for message in answer.messages).encode())
+        if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
+            self.counts["cut"] += 1
+            tokens = None
+        if tokens is not None:
+            conversation.messages += answer.messages
+        return Reply(*key, tokens, answer.reward, state & 0x7FFFFFFF)
+
+    def _decoded(self, key: Key, ids: Sequence[int]) -> str:
+        """The text of a turn without the token that ended it."""
+        history = self._histories[self._kinds_by_key[key]]
+        has_ended = bool(ids) and ids[-1] in history.stop_tokens
+        return history.chat.tokenizer.decode(
+            ids[:-1] if has_ended else ids,
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _break(self, key: Key, problem: str) -> None:
+        self._running[key].problem = problem
+        self.counts["broken"] += 1
+        self.messages_of_problems[problem.partition(" ")[0]] = problem
+
+
+def joined(prompt: Any, observation: str | None) -> Any:
+    """A row's prompt with what `reset` said at the end of its last message, as in TRL.
+
+    >>> joined("Play.", " Go."), joined([{"role": "user", "content": "Play."}], None)
+    ('Play. Go.', [{'role': 'user', 'content': 'Play.'}])
+    """
+    if observation is None:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + observation
+    last = prompt[-1]
+    return [*prompt[:-1], {**last, "content": last["content"] + observation}]
+
+
+def check_rows(kinds: Mapping[str, Kind], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InputError with the first row whose column "environment" names none of several."""
+    if len(kinds) == 1:
+        return
+    for number, row in enumerate(rows):
+        if row.get("environment") not in kinds:
+            names = ", ".join(sorted(kinds))
+            value = repr(row["environment"]) if "environment" in row else "no value"
+            raise InputError(
+                f"row {number}: the column 'environment' holds {value}: write one of {names}"
+            )
+
+
+def _seed(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)

@@ -1,0 +1,122 @@
+"""How a conversation goes on behind a turn: the tokens between it and the next one.
+
+What a model wrote stays the ids that it drew. What comes between two turns (the end of the first,
+the messages that answer it, the opening of the next) is what the chat template writes there. It is
+read off a rendering of a short conversation: all that follows a turn, from the token that ends it
+on. Nothing is tokenised twice and nothing written earlier is written anew, by no template, not even
+by one that drops thoughts of earlier turns.
+
+Without a chat template the answers follow a turn as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import chat as chats
+from jaxgrpo.data.chat import Chat, Message
+
+QUESTION = {"role": "user", "content": "jaxgrpo question"}
+TURN = "jaxgrpoturn"  # instead of what a model wrote
+ANSWER = "jaxgrpoanswer"
+TOOL = "jaxgrpo_tool"
+WHERE = "a conversation with several turns"
+
+
+class History(NamedTuple):
+    """Continues conversations of one tokenizer and template."""
+
+    chat: Chat
+    stop_tokens: frozenset[int]
+
+    def between(self, messages: Sequence[Message], last_token: int | None) -> list[int]:
+        """The tokens between a turn and the next one.
+
+        Args:
+          messages: what answers the turn: all of the tool, or one of the user.
+          last_token: of the turn; None: nothing was drawn.
+        """
+        if self.chat.template is None:
+            return _encode(self.chat, "".join(message["content"] for message in messages))
+        ids = _encode(self.chat, self.text(messages))
+        # The model has drawn the token that the template ends a turn with; another one that ends
+        # turns stands in its place.
+        return ids[last_token in self.stop_tokens and ids[0] in self.stop_tokens :]
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """What the template writes behind a turn, from the token that ends it on.
+
+        Raises: InputError where it ends turns with none of the model's stop tokens.
+        """
+        turn: Message = {"role": "assistant", "content": TURN}
+        if messages[0]["role"] == "tool":
+            turn = _turn_with_call(messages[0].get("name", TOOL), {TURN: TURN})
+        text = _render(self.chat, [QUESTION, turn, *messages])
+        *_, behind = text.partition(TURN)
+        behind = behind.rpartition(TURN)[2]  # a call has it as name and value
+        places = [behind.find(stop) for stop in self._stops()]
+        if not any(place >= 0 for place in places):
+            stops = ", ".join(map(repr, self._stops()))
+            raise InputError(
+                f"{self.chat.name} ends a turn with none of the tokens that end samples ({stops}): "
+                "set data.chat_template to one that does, or rollout.stop_tokens to what it writes"
+            )
+        return behind[min(place for place in places if place >= 0) :]
+
+    def _stops(self) -> list[str]:
+        return [self.chat.tokenizer.decode([token]) for token in sorted(self.stop_tokens)]
+
+
+def check(history: History, has_tools: bool) -> None:
+    """Refuses a template that cannot go on behind a turn.
+
+    Raises: InputError where it does not write calls or answers, or `History.text` cannot tell where
+      a turn ends.
+    """
+    chat = history.chat
+    if chat.template is None:
+        return
+    role, turn = "user", {"role": "assistant", "content": TURN}
+    if has_tools:
+        role, turn = "tool", _turn_with_call(TOOL, {TURN: TURN})
+    answer = {"role": role, "content": ANSWER} | ({"name": TOOL} if has_tools else {})
+    text = _render(chat, [QUESTION, turn, answer])
+    words = {TURN: "a turn of the assistant", ANSWER: f"a message with role {role!r} behind a turn"}
+    if has_tools:
+        words = {TOOL: "calls of tools", TURN: "the arguments of calls"} | words
+    for word, kind in words.items():
+        if word not in text:
+            raise InputError(
+                f"{chat.name} does not write {kind}: set data.chat_template to one that does"
+            )
+    history.text([answer])
+
+
+def _turn_with_call(name: str, arguments: Mapping[str, Any]) -> Message:
+    function = {"name": name, "arguments": arguments}
+    call = {"type": "function", "function": function, "id": "jaxgrpo00"}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _render(chat: Chat, messages: Sequence[Message]) -> str:
+    """As `chat.render`; some templates read arguments as JSON in a text, as DeepSeek's."""
+    try:
+        return chats.render(chat, messages, WHERE, is_opened=True)
+    except InputError:
+        if not (calls := messages[1].get("tool_calls")):
+            raise
+        function = calls[0]["function"]
+        turn = _turn_with_call(function["name"], {})
+        turn["tool_calls"][0]["function"]["arguments"] = json.dumps(function["arguments"])
+        try:
+            return chats.render(chat, [messages[0], turn, *messages[2:]], WHERE, is_opened=True)
+        except InputError:
+            pass
+        raise
+
+
+def _encode(chat: Chat, text: str) -> list[int]:
+    return list(chat.tokenizer(text, add_special_tokens=False)["input_ids"])

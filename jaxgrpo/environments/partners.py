@@ -1,0 +1,212 @@
+"""What answers one sample: tools, an environment of TRL's protocol, or one of Gym's.
+
+TRL's: `reset(**row) -> str | None` and public methods, which are tools; `get_reward() -> float`, if
+it is there, is one more reward. Gym's: `reset(seed=...) -> observation` and
+`step(text) -> observation, reward, done[, info]`, or with done in two parts, as Gymnasium has it.
+
+Sources: TRL's GRPOTrainer (environment_factory); Gymnasium, textarena.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxgrpo.core.errors import InputError, cut, explaining_own_code
+from jaxgrpo.data import limits
+from jaxgrpo.data.chat import Message
+from jaxgrpo.environments.calls import Parser, Reading
+from jaxgrpo.environments.tools import Tool, make_tools, run_calls, run_limited, tool_methods
+
+
+class Broken(Exception):
+    """An environment that cannot go on: its sample is not scored."""
+
+
+class Answer(NamedTuple):
+    """What follows a turn."""
+
+    reading: Reading  # the turn, as it was read
+    messages: list[Message]  # the answer; empty: the conversation is over
+    reward: float = math.nan  # of the turn; NaN: it has none
+    calls: int = 0
+    problems: tuple[str, ...] = ()  # kinds of failures of the calls
+
+
+@runtime_checkable
+class Partner(Protocol):
+    """The other side of one sample's conversation."""
+
+    environment: Any  # the user's object; None: there are tools alone
+
+    def open(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begins anew. Returns: what joins the last message of the prompt. Raises: Broken."""
+        ...
+
+    def answer(self, text: str) -> Answer:
+        """What follows a turn. Raises: Broken."""
+        ...
+
+    def reward(self) -> float | None:
+        """What the environment gives for the whole conversation; None: nothing. Raises: Broken."""
+        ...
+
+
+class Kind(NamedTuple):
+    """What samples of some rows talk to."""
+
+    name: str  # of the environment's class; "": tools alone
+    make: Callable[[], Partner]
+    tools: tuple[Tool, ...]  # whose schemas the prompt shows
+    has_reward: bool  # the environment gives one
+
+
+class ToolPartner:
+    """Runs the calls of a turn; a turn without calls ends the conversation."""
+
+    def __init__(self, tools: Mapping[str, Any], environment: Any, parse: Parser, seconds: float):
+        self.environment, self._parse, self._seconds = environment, parse, seconds
+        methods = {} if environment is None else {m.__name__: m for m in tool_methods(environment)}
+        self._functions = {**tools, **methods}
+        self._methods = methods.keys()
+
+    def open(self, row: Mapping[str, Any], seed: int) -> str | None:
+        if self.environment is None:
+            return None
+        reset = self.environment.reset
+        named = inspect.signature(reset).parameters
+        arguments = {**row, **({"seed": seed} if "seed" in named and "seed" not in row else {})}
+        observation = _run("reset", reset, arguments, self._seconds)
+        if observation is not None and not isinstance(observation, str):
+            raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
+        return observation
+
+    def answer(self, text: str) -> Answer:
+        reading = self._parse(text)
+        results = run_calls(reading.calls, self._functions, self._seconds)
+        late = [
+            call.name
+            for call, result in zip(reading.calls, results, strict=True)
+            if result.problem == "timed_out" and call.name in self._methods
+        ]
+        if late:  # it runs on, and would change what later calls read
+            raise Broken(f"{late[0]} took more than {self._seconds:g} s")
+        messages: list[Message] = [
+            {"role": "tool", "name": call.name or "unknown", "content": result.text}
+            for call, result in zip(reading.calls, results, strict=True)
+        ]
+        problems = tuple(result.problem for result in results if result.problem)
+        return Answer(reading, messages, calls=len(reading.calls), problems=problems)
+
+    def reward(self) -> float | None:
+        get_reward = getattr(self.environment, "get_reward", None)
+        if get_reward is None:
+            return None
+        value = _run("get_reward", get_reward, {}, self._seconds)
+        return None if value is None else _number("get_reward", value)
+
+
+class GymPartner:
+    """Steps an environment by the text of each turn; its observation is the user's next message."""
+
+    def __init__(self, environment: Any, seconds: float):
+        self.environment, self._seconds = environment, seconds
+        self.total = 0.0
+
+    def open(self, row: Mapping[str, Any], seed: int) -> str | None:
+        self.total = 0.0
+        reset = self.environment.reset
+        named = inspect.signature(reset).parameters.values()
+        takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in named)
+        names = {entry.name for entry in named}
+        arguments = {key: value for key, value in row.items() if takes_any or key in names}
+        observation = _run("reset", reset, {**arguments, "seed": seed}, self._seconds)
+        if isinstance(observation, tuple):  # with an info beside it
+            observation = observation[0]
+        return None if observation is None else str(observation)
+
+    def answer(self, text: str) -> Answer:
+        outcome = _run("step", lambda: self.environment.step(text), {}, self._seconds)
+        if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
+            kind = type(outcome).__name__
+            raise Broken(f"step returned a {kind}: return observation, reward, done")
+        observation, reward, *ends = outcome
+        is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
+        value = _number("step", reward)
+        if math.isfinite(value):
+            self.total += value
+        messages: list[Message] = [{"role": "user", "content": str(observation)}]
+        return Answer(Reading(text, []), [] if is_done else messages, value)
+
+    def reward(self) -> float | None:
+        return self.total
+
+
+def make_kind(
+    factory: Callable[[], Any] | None,
+    functions: Mapping[str, Any],
+    tools: tuple[Tool, ...],
+    parse: Parser,
+    seconds: float,
+    where: str,
+) -> Kind:
+    """What rows of an environment talk to; calls its factory once.
+
+    Args:
+      factory: makes an environment; None: there are tools alone.
+      functions: name -> tool beside the environment's.
+      where: opens messages.
+
+    Raises: InputError where the factory fails, or what it makes is no environment.
+    """
+    if factory is None:
+        return Kind("", lambda: ToolPartner(functions, None, parse, seconds), tools, False)
+    with explaining_own_code(where):
+        environment = factory()
+    name, reset = type(environment).__name__, getattr(environment, "reset", None)
+    if not callable(reset):
+        raise InputError(
+            f"{where}: {name} has no method reset: give a class with reset(**row) and methods that "
+            "are tools, or with reset(seed) and step(text)"
+        )
+    if callable(getattr(environment, "step", None)) and _is_gym(environment):
+        return Kind(name, lambda: GymPartner(factory(), seconds), (), True)
+    methods = make_tools(tool_methods(environment), f"{where}: {name}")
+    twice = functions.keys() & {tool.name for tool in methods}
+    if twice:
+        raise InputError(
+            f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
+        )
+    return Kind(
+        name,
+        lambda: ToolPartner(functions, factory(), parse, seconds),
+        (*tools, *methods),
+        callable(getattr(environment, "get_reward", None)),
+    )
+
+
+def _is_gym(environment: Any) -> bool:
+    """Whether `step` takes an action and no schema can be meant: it has no type hints of a tool."""
+    step = inspect.signature(environment.step).parameters
+    is_tool = "Args:" in (inspect.getdoc(environment.step) or "")
+    return len(step) == 1 and not is_tool
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise Broken(f"{name} returned the reward {cut(repr(value))}: return a number") from None
+
+
+def _run(
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+) -> Any:
+    try:
+        return run_limited(function, arguments, seconds)
+    except limits.TimedOut:
+        raise Broken(f"{name} took more than {seconds:g} s") from None
+    except Exception as error:
+        raise Broken(cut(f"{name} raised {type(error).__name__}: {error}")) from error

@@ -1,0 +1,176 @@
+"""Tools: functions that a model may call, as TRL and transformers know them.
+
+A tool is a function, plain or async, with type hints and a Google docstring, of which transformers
+makes the schema that chat templates write. It returns something whose text is the answer. One that
+raises, or takes too long, answers with the error: the model reads it and may go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxgrpo.core.errors import InputError, cut, one_line
+from jaxgrpo.data import limits
+from jaxgrpo.environments.calls import Call
+
+LONGEST = 100_000  # characters of an answer
+MOST_CALLS = 16  # of one turn that are run
+
+NOT_TOOLS = ("reset", "get_reward")
+"""Methods of an environment that a model cannot call, as in TRL, nor those that begin with "_"."""
+
+
+class Tool(NamedTuple):
+    """A function that a model may call."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: dict[str, Any]  # as chat templates read it
+
+
+class Result(NamedTuple):
+    """The answer to a call."""
+
+    text: str
+    problem: str = ""  # what kind of failure it was; empty: none
+
+
+def make_tool(function: Callable[..., Any], where: str) -> Tool:
+    """A tool with its schema.
+
+    Args:
+      where: opens messages.
+
+    Raises: InputError where transformers can make no schema of its hints and docstring.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    if not callable(function):
+        raise InputError(f"{where}: a {type(function).__name__}: give a function")
+    name = getattr(function, "__name__", "")
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:
+        raise InputError(
+            f"{where}: no schema can be made of {name or 'it'} ({one_line(error)}): give every "
+            "argument a type hint and a line under Args: in a Google docstring"
+        ) from error
+    return Tool(name, function, schema)
+
+
+def make_tools(functions: Iterable[Callable[..., Any]], where: str) -> list[Tool]:
+    """Tools with names of their own. Raises: InputError as `make_tool`, or where two share one."""
+    tools: dict[str, Tool] = {}
+    for function in functions:
+        tool = make_tool(function, where)
+        if tool.name in tools:
+            raise InputError(f"{where}: two tools are called {tool.name!r}: rename one")
+        tools[tool.name] = tool
+    return [*tools.values()]
+
+
+def tool_methods(environment: Any) -> list[Callable[..., Any]]:
+    """The methods of an environment that are tools: the public ones, by name.
+
+    They are looked for in the class: a property would be evaluated otherwise.
+    """
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
+    return [getattr(environment, name) for name in names]
+
+
+def run_calls(
+    calls: Sequence[Call], tools: Mapping[str, Callable[..., Any]], seconds: float
+) -> list[Result]:
+    """The answers to the calls of a turn, in order. Those that are async run side by side.
+
+    Args:
+      tools: name -> what it runs.
+      seconds: that each may take.
+    """
+    results: list[Result | Callable[[], Result]] = []
+    for number, call in enumerate(calls):
+        if number >= MOST_CALLS:
+            text = f"a turn may have {MOST_CALLS} calls, and this is number {number + 1}"
+            results.append(_failed(text, "too_many"))
+        elif call.problem:
+            results.append(_failed(call.problem, "malformed"))
+        elif call.name not in tools:
+            names = ", ".join(tools) or "none"
+            text = f"Tool {call.name} not found. There are: {names}"
+            results.append(_failed(text, "unknown"))
+        else:
+            results.append(_begin(tools[call.name], call.arguments, seconds))
+    return [result if isinstance(result, Result) else result() for result in results]
+
+
+def run_limited(function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> Any:
+    """Its result, awaited where it is async.
+
+    Raises: what it raises; `limits.TimedOut` after so many seconds: it is then left in a thread,
+      which ends at its next line of Python.
+    """
+    if inspect.iscoroutinefunction(function):
+        return _begin_async(function(**arguments), seconds)()
+    return limits.left_after(seconds, functools.partial(function, **arguments))
+
+
+def _begin(
+    function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+) -> Result | Callable[[], Result]:
+    """The answer; of an async function what waits for it."""
+    if not inspect.iscoroutinefunction(function):
+        return _answer(lambda: run_limited(function, arguments, seconds), seconds)
+    try:
+        waiting = _begin_async(function(**arguments), seconds)
+    except Exception as error:  # other arguments than it takes
+        return _failed(str(error), "raised")
+    return lambda: _answer(waiting, seconds)
+
+
+def _answer(result: Callable[[], Any], seconds: float) -> Result:
+    try:
+        text = str(result())
+    except limits.TimedOut:
+        return _failed(f"it took more than {seconds:g} s", "timed_out")
+    except Exception as error:
+        return _failed(str(error) or type(error).__name__, "raised")
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]} ... ({len(text) - LONGEST} characters left out)"
+    return Result(text)
+
+
+def _failed(text: str, problem: str) -> Result:
+    """TRL's words for a failure: the text of a dict."""
+    return Result(str({"error": cut(text)}), problem)
+
+
+def _begin_async(coroutine: Any, seconds: float) -> Callable[[], Any]:
+    async def limited() -> Any:
+        try:
+            return await asyncio.wait_for(coroutine, seconds)
+        except TimeoutError:
+            raise limits.TimedOut from None
+
+    future = asyncio.run_coroutine_threadsafe(limited(), _loop())
+
+    def wait() -> Any:
+        try:
+            return future.result(seconds + 1)
+        except TimeoutError:  # the loop itself is blocked
+            _loop.cache_clear()
+            raise limits.TimedOut from None
+
+    return wait
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="jaxgrpo-tools", daemon=True).start()
+    return loop

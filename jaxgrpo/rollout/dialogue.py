@@ -1,0 +1,211 @@
+"""A batch whose samples have turns: who is answered, with what, and what is known of each turn.
+
+With several processes each answers its share of the prompts, and all get every reply, so that all
+submit the same requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Prompts
+from jaxgrpo.environments.conversations import Conversation, Conversations, Key, Reply
+from jaxgrpo.rollout.engine import COMPLETE, Request, Turn
+from jaxgrpo.rollout.exchange import gather_json
+from jaxgrpo.rollout.selection import pad_prompts
+
+TURN, REWARD, STATE = "turn", "turn_reward", "state_hash"
+
+
+class Turns(NamedTuple):
+    """How a sample's turns are bounded."""
+
+    most: int  # turns
+    tokens: int  # of a turn, at most
+    reply_after: int = 2  # segments of decoding between a turn's end and its reply
+
+
+class Dialogue:
+    """The conversations of one batch.
+
+    Args:
+      conversations: of this process.
+      bounds: of each sample.
+      longest: tokens of a sample, with those that answer it.
+      seed: of what is random in environments, with step, ordinal and sample.
+    """
+
+    def __init__(
+        self, conversations: Conversations, bounds: Turns, longest: int, seed: Sequence[int]
+    ):
+        self.conversations, self.bounds, self.longest = conversations, bounds, longest
+        self.seed = seed
+        self._calls = 0  # of `replies`
+        self._due: dict[Key, int] = {}  # samples that wait for a reply, and the call that gives it
+        self._arrived: dict[Key, Reply] = {}  # and is not due
+        self._broken: set[Key] = set()  # samples that cannot be scored
+        self._ordinals: list[int] = []  # by place
+        self._local: set[Key] = set()  # that this process answers
+        self._ends: dict[Key, list[int]] = {}  # where each turn ends, in tokens of the sample
+        self._rewards: dict[Key, list[float]] = {}
+        self._states: dict[Key, list[int]] = {}
+
+    def open(self, prompts: Any, group_size: int) -> tuple[Prompts, dict[Key, np.ndarray]]:
+        """Begins the conversations.
+
+        Returns: the prompts with what each environment says first, and what samples of one prompt
+        to which different things are said begin with instead: the prompt is then what is common to
+        all of them.
+
+        Raises: InputError where a prompt is longer than prompts may be.
+        """
+        ordinals, rows = prompts.ordinal.tolist(), prompts.row.tolist()
+        self._ordinals = ordinals
+        places = {ordinal: (place, ordinal, rows[place]) for place, ordinal in enumerate(ordinals)}
+        step = int(prompts.step)
+        seed = *self.seed, step
+        opened = self.conversations.open([*places.values()], group_size, seed)
+        self._local = {*opened}
+        shares = gather_json([[*key, ids] for key, ids in opened.items()])
+        by_key = {(o, s): np.asarray(ids, np.int32) for share in shares for o, s, ids in share}
+        width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
+        for ordinal in places:
+            group = [by_key[ordinal, sample] for sample in range(group_size)]
+            number = _common(group)
+            if number > width:
+                raise InputError(
+                    f"row {places[ordinal][2]}: with what its environment says the prompt has "
+                    f"{number} tokens: set rollout.max_prompt_tokens to as many"
+                )
+            common[ordinal] = group[0][:number]
+            begin |= {(ordinal, sample): ids[number:] for sample, ids in enumerate(group)}
+        tokens = [common[ordinal] for ordinal in ordinals]
+        return pad_prompts(tokens, width, prompts.ordinal, prompts.row, step), begin
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a reply."""
+        return len(self._due)
+
+    def limit(self, offset: int) -> int:
+        """New tokens that a turn may have behind `offset` tokens of its sample."""
+        return min(self.bounds.tokens, self.longest - offset)
+
+    def take(self, request: Request, turn: Turn) -> bool:
+        """Takes a turn that has ended. Returns: whether it will be answered.
+
+        It is not where it is the sample's last, and where the sample has no room left or was
+        stopped. A turn that was cut at its limit is answered as it stands.
+        """
+        key, end = (turn.ordinal, turn.sample), request.offset + len(turn.tokens)
+        self._ends.setdefault(key, []).append(end)
+        is_cut = turn.reason == "length" and end < self.longest
+        is_last = len(self._ends[key]) >= self.bounds.most or end >= self.longest
+        if is_last or not (is_cut or turn.reason in COMPLETE):
+            if key in self._local:
+                self.conversations.end(key, turn.tokens.tolist())
+            return False
+        self._due[key] = self._calls + self.bounds.reply_after
+        if key in self._local:
+            self.conversations.answer(key, turn.tokens.tolist(), self.longest - end)
+        return True
+
+    def replies(self, is_idle: bool) -> list[Reply]:
+        """The replies that are due, of all processes; waits for those that have not come.
+
+        A reply is taken a fixed number of calls after its turn, however early it came, so that no
+        log-prob of what follows depends on the time that tools take.
+
+        Args:
+          is_idle: nothing else can be done: the next ones are due.
+        """
+        self._calls += 1
+        now = min(self._due.values(), default=0) if is_idle else self._calls
+        keys = [key for key, due in self._due.items() if due <= now]
+        if not keys:
+            return []
+        local = [key for key in keys if key in self._local]
+        while any(key not in self._arrived for key in local):
+            new = self.conversations.replies()
+            self._arrived |= {(reply.ordinal, reply.sample): reply for reply in new}
+        shares = gather_json([self._arrived.pop(key) for key in local])
+        by_key = {(entry[0], entry[1]): Reply(*entry) for share in shares for entry in share}
+        for key in keys:
+            del self._due[key]
+            self._rewards.setdefault(key, []).append(by_key[key].reward)
+            self._states.setdefault(key, []).append(by_key[key].state)
+        return [by_key[key] for key in keys]
+
+    def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
+        """The conversations of some groups, in the process that answers them."""
+        ordinals = [self._ordinals[int(place)] for place in places]
+        return [self.conversations.spoken((o, s)) for o in ordinals for s in range(samples)]
+
+    def unscored(self, groups: int, samples: int) -> np.ndarray:
+        """Which samples of the batch cannot be scored, [P, G] bool."""
+        local = {key: self.conversations.spoken(key).problem for key in self._local}
+        shares = gather_json([key for key, problem in local.items() if problem])
+        broken = self._broken = {(key[0], key[1]) for share in shares for key in share}
+        flags = [(self._ordinals[p], s) in broken for p in range(groups) for s in range(samples)]
+        return np.reshape(flags, (groups, samples))
+
+    def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
+        """Of the samples [P, G, T] of a batch that has ended.
+
+        Returns: "turn" [P, G, T] int32, the turn of a token that was drawn and of what answers it,
+        -1 elsewhere; of each turn "turn_reward" [P, G, K] float32, 0 where there is none, and
+        "state_hash" [P, G, K] int32, of what answered it, 0 where nothing did.
+        """
+        turns = np.full(mask.shape, -1, np.int32)
+        shape = (*mask.shape[:2], self.bounds.most)
+        rewards, states = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        drawn = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[..., ::-1], axis=-1), 0)
+        for place, ordinal in enumerate(ordinals):
+            for sample in range(mask.shape[1]):
+                at, key = (place, sample), (ordinal, sample)
+                begin = int(np.argmax(mask[at]))
+                # A reply belongs to the turn before it.
+                starts = [begin]
+                for end in self._ends[key][:-1]:
+                    behind = np.flatnonzero(mask[at][end:])
+                    starts.append(end + int(behind[0]) if len(behind) else int(drawn[at]))
+                for number, start in enumerate(starts):
+                    turns[at][start : drawn[at]] = number
+                for array, values in ((rewards, self._rewards), (states, self._states)):
+                    entries = np.nan_to_num(np.asarray(values.get(key, ()), np.float64))
+                    array[at][: len(entries)] = entries
+        return {TURN: turns, REWARD: rewards, STATE: states}
+
+    def metrics(self, samples: int) -> dict[str, float]:
+        """Of a batch of `samples` that has ended, over all processes."""
+        total: Counter[str] = Counter()
+        for share in gather_json(self.conversations.counts):
+            total.update(share)
+        calls = total["calls"]
+        failed = sum(total[name] for name in ("malformed", "unknown", "too_many", "timed_out"))
+        failed += total["raised"]
+        return {
+            "turns/mean": sum(map(len, self._ends.values())) / max(1, len(self._ends)),
+            "turns/cut": total["cut"] / samples,
+            "tools/call_frequency": calls / samples,
+            "tools/failure_frequency": failed / calls if calls else 0.0,
+            "environment/broken": len(self._broken) / samples,
+        }
+
+
+def _common(group: Sequence[np.ndarray]) -> int:
+    """How many first tokens are the same in all; all but one at most, where they differ."""
+    shortest = min(map(len, group))
+    if all(len(ids) == shortest and np.array_equal(ids, group[0]) for ids in group):
+        return shortest
+    differs = np.any([ids[:shortest] != group[0][:shortest] for ids in group], axis=0)
+    return max(1, int(np.argmax(differs)) if differs.any() else shortest)
+
+
+Converse = Callable[[int, Sequence[int]], Dialogue]
+"""(tokens of a sample, seed) -> the dialogue of a batch"""

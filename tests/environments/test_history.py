@@ -1,0 +1,97 @@
+"""What a chat template writes behind a turn: exactly that, and never a word of the model anew."""
+
+from __future__ import annotations
+
+import chatting
+import pytest
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.history import History, check
+
+ANSWER = {"role": "tool", "name": "look", "content": "42"}
+GOOD = ["closed", "open", "called", "thinking"]
+
+
+def history(style: str) -> History:
+    return History(chatting.chat(style), chatting.stop_tokens(style))
+
+
+@pytest.mark.parametrize(
+    ("style", "last", "between"),
+    [
+        ("closed", "<|end|>", "\n<|start|>tool\n42<|end|>\n<|start|>assistant\n"),
+        ("open", "<|tool|>", "42<|assistant|>"),
+        # The model closed its turn as if the user were next: its token stays.
+        ("open", "<|user|>", "42<|assistant|>"),
+        ("called", "<|call|>", "<|start|>tool\n42<|end|><|start|>assistant\n"),
+        ("thinking", "<|end|>", "\n<|start|>tool\n42<|end|>\n<|start|>assistant\n"),
+        # A turn that was cut is closed first.
+        ("closed", "x", "<|end|>\n<|start|>tool\n42<|end|>\n<|start|>assistant\n"),
+        ("open", "x", "<|tool|>42<|assistant|>"),
+        ("called", "x", "<|call|><|start|>tool\n42<|end|><|start|>assistant\n"),
+    ],
+)
+def test_the_reply_follows_what_the_model_drew(style, last, between):
+    (token,) = chatting.ids(last)
+    assert chatting.text(history(style).between([ANSWER], token)) == between
+
+
+@pytest.mark.parametrize("style", ["closed", "open", "called", "thinking"])
+def test_a_conversation_in_parts_is_the_rendered_one(style):
+    """Where the model writes as the template would; an empty thought is none of its words."""
+    call = '<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
+    chat = chatting.chat(style)
+    function = {"name": "look", "arguments": {"a": 1}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    question = {"role": "user", "content": "what?"}
+    render = chat.tokenizer.apply_chat_template
+    options = {"chat_template": chat.template, "tokenize": False, "add_generation_prompt": True}
+    last = {"closed": "<|end|>", "open": "<|tool|>", "called": "<|call|>", "thinking": "<|end|>"}
+    prompt = render([question], **options)
+    drawn = chatting.ids(call + last[style])
+    between = history(style).between([ANSWER], drawn[-1])
+    rendered = render([question, turn, ANSWER], **options)
+    assert prompt + chatting.text(drawn) + chatting.text(between) == rendered
+
+
+def test_several_answers_stand_in_order_and_one_of_the_user_too():
+    answers = [ANSWER, {**ANSWER, "content": "43"}]
+    (end,) = chatting.ids("<|end|>")
+    written = chatting.text(history("closed").between(answers, end))
+    assert written.index("42") < written.index("43") < written.index("assistant")
+    user = {"role": "user", "content": "warmer"}
+    written = chatting.text(history("closed").between([user], end))
+    assert written == "\n<|start|>user\nwarmer<|end|>\n<|start|>assistant\n"
+
+
+def test_without_a_template_an_answer_stands_as_it_is():
+    plain = History(chatting.chat(None), frozenset([1]))
+    check(plain, has_tools=True)
+    assert chatting.text(plain.between([ANSWER, ANSWER], None)) == "4242"
+
+
+@pytest.mark.parametrize("style", GOOD)
+def test_templates_that_go_on_are_taken(style):
+    for has_tools in (True, False):
+        check(history(style), has_tools)
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        ("deaf", "the template deaf does not write calls of tools"),
+        ("endless", r"the template endless ends a turn with none of the tokens .*<\|end\|>"),
+    ],
+)
+def test_a_template_that_cannot_go_on_is_refused_before_anything_starts(style, message):
+    with pytest.raises(InputError, match=message):
+        check(history(style), has_tools=True)
+
+
+def test_every_rendering_is_given_the_same_tools():
+    schema = {"type": "function", "function": {"name": "look"}}
+    shown = chatting.chat("closed")._replace(tools=(schema,))
+    # Names of tools stand at the head, before the turn: nothing of them follows it.
+    (end,) = chatting.ids("<|end|>")
+    with_tools = History(shown, chatting.stop_tokens("closed")).between([ANSWER], end)
+    assert with_tools == history("closed").between([ANSWER], end)

@@ -1,0 +1,211 @@
+"""Environments of TRL's and of Gym's protocol: what each of their methods does to a sample."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.calls import Call, Reading
+from jaxgrpo.environments.conversations import check_rows, joined
+from jaxgrpo.environments.partners import Broken, make_kind
+
+
+def parse(text):
+    """Every word is a call of the tool of its name."""
+    return Reading(text, [Call(word, {}) for word in text.split()])
+
+
+class Counter:
+    """As TRL's documentation has them."""
+
+    def reset(self, start: int = 0, **row) -> str | None:
+        self.count = start
+        return f" From {start}." if start else None
+
+    def up(self) -> str:
+        """Counts up."""
+        self.count += 1
+        return str(self.count)
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+class Guess:
+    """As Gymnasium's, with its five values."""
+
+    def reset(self, *, seed, low=0):
+        self.number, self.steps = low + seed % 5, 0
+        return "guess", {}
+
+    def step(self, action):
+        self.steps += 1
+        return "no", 0.25, self.steps == 2, False, {}
+
+
+def kind(factory, seconds=5.0, functions=None):
+    return make_kind(factory, functions or {}, (), parse, seconds, "environment")
+
+
+def test_trls_protocol():
+    partner = kind(Counter).make()
+    assert partner.open({"start": 3, "answer": "x"}, 0) == " From 3."
+    answer = partner.answer("up up down")
+    assert [message["content"] for message in answer.messages][:2] == ["4", "5"]
+    assert answer.messages[2]["content"].startswith("{'error': 'Tool down not found")
+    assert [message["role"] for message in answer.messages] == ["tool"] * 3
+    assert (answer.calls, answer.problems) == (3, ("unknown",))
+    assert partner.answer("").messages == []
+    assert partner.reward() == 5
+    assert partner.open({}, 0) is None
+    assert partner.reward() == 0
+    assert [tool.name for tool in kind(Counter).tools] == ["up"]
+
+
+def test_a_seed_is_given_where_reset_names_one():
+    class Seeded(Counter):
+        def reset(self, seed, **row):
+            return str(seed)
+
+    assert kind(Seeded).make().open({}, 7) == "7"
+    assert kind(Seeded).make().open({"seed": 9}, 7) == "9"  # a column of the data
+
+
+def test_gyms_protocol():
+    partner = kind(Guess).make()
+    assert partner.open({"low": 3, "answer": "x"}, 4) == "guess"
+    assert partner.environment.number == 7
+    answer = partner.answer("8")
+    assert answer.messages == [{"role": "user", "content": "no"}]
+    assert answer.reward == 0.25
+    assert partner.answer("9").messages == []
+    assert partner.reward() == 0.5
+    assert kind(Guess).tools == ()
+    assert kind(Guess).has_reward
+
+
+def test_a_reset_and_a_done_of_the_older_form():
+    class Old:
+        def reset(self, seed=None):
+            return None
+
+        def step(self, text):
+            return text.upper(), 1, text == "stop"
+
+    partner = kind(Old).make()
+    assert partner.open({}, 0) is None
+    assert partner.answer("a").messages[0]["content"] == "A"
+    assert partner.answer("stop").messages == []
+
+
+class Raises(Counter):
+    def reset(self, **row):
+        raise KeyError("board")
+
+
+class Talks(Counter):
+    def reset(self, **row):
+        return ["hello"]
+
+
+class Slow(Counter):
+    def up(self) -> str:
+        """Takes long."""
+        for _ in range(500):
+            time.sleep(0.01)
+        return "late"
+
+
+class Judges(Counter):
+    def get_reward(self):
+        return "good"
+
+
+class Steps(Guess):
+    def step(self, action):
+        return "no"
+
+
+class Pays(Guess):
+    def step(self, action):
+        return "no", None, False
+
+
+def play(factory):
+    partner = kind(factory, seconds=0.2).make()
+    partner.open({}, 0)
+    partner.answer("up")
+    return partner.reward()
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (Raises, "reset raised KeyError: 'board'"),
+        (Talks, "reset returned a list: return a text or None"),
+        (Slow, "up took more than 0.2 s"),
+        (Judges, "get_reward returned the reward 'good': return a number"),
+        (Steps, "step returned a str: return observation, reward, done"),
+        (Pays, "step returned the reward None: return a number"),
+    ],
+)
+def test_an_environment_that_breaks_says_how(factory, message):
+    with pytest.raises(Broken, match=message):
+        play(factory)
+
+
+class NoReset:
+    def up(self): ...
+
+
+class Untyped(Counter):
+    def down(self, number):
+        return number
+
+
+def explode():
+    raise OSError("no such board")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (NoReset, "environment: NoReset has no method reset: give a class"),
+        (Untyped, "environment: Untyped: no schema can be made of down"),
+        (explode, r"environment \(.*explode.*no such board"),
+    ],
+)
+def test_what_is_no_environment_is_refused(factory, message):
+    with pytest.raises(InputError, match=message):
+        kind(factory)
+
+
+def test_a_tool_and_a_method_of_one_name_are_refused():
+    with pytest.raises(InputError, match="Counter and tools have both a tool 'up'"):
+        kind(Counter, functions={"up": print})
+
+
+def test_what_reset_says_joins_the_last_message_and_leaves_the_row_alone():
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Play."}]
+    assert joined(prompt, " Go.")[-1]["content"] == "Play. Go."
+    assert prompt[-1]["content"] == "Play."
+
+
+def test_rows_name_one_of_several_environments():
+    kinds = {"game": kind(Counter), "guess": kind(Guess)}
+    check_rows(kinds, [{"environment": "game"}, {"environment": "guess"}])
+    with pytest.raises(InputError, match=r"row 1: .* holds 'gam': write one of game, guess"):
+        check_rows(kinds, [{"environment": "game"}, {"environment": "gam"}])
+    with pytest.raises(InputError, match=r"row 0: .* holds no value"):
+        check_rows(kinds, [{"prompt": "x"}])
+    check_rows({"": kind(Counter)}, [{"prompt": "x"}])
+
+
+def test_a_reward_that_is_not_given_is_none():
+    class Silent(Counter):
+        get_reward = None  # pyright: ignore[reportAssignmentType]
+
+    assert math.isnan(math.nan if kind(Silent).make().reward() is None else 0)

@@ -1,0 +1,128 @@
+"""Tools: schemas, answers, failures in words, limits of time and number."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.calls import Call
+from jaxgrpo.environments.tools import MOST_CALLS, make_tools, run_calls, tool_methods
+
+
+def add(a: int, b: int = 2) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def later(a: int) -> str:
+    """Waits a little.
+
+    Args:
+        a: what comes back
+    """
+    await asyncio.sleep(0.05)
+    return f"late {a}"
+
+
+def fail(a: int) -> str:
+    """Fails.
+
+    Args:
+        a: nothing
+    """
+    raise ValueError(f"no {a}")
+
+
+def sleep(a: int) -> str:
+    """Takes long.
+
+    Args:
+        a: nothing
+    """
+    for _ in range(1000):
+        time.sleep(0.01)
+    return "done"
+
+
+TOOLS = {function.__name__: function for function in (add, later, fail, sleep)}
+
+
+def answers(*calls: Call, seconds: float = 5.0):
+    results = run_calls(calls, TOOLS, seconds)
+    return [result.text for result in results], [result.problem for result in results]
+
+
+def test_a_schema_is_made_of_hints_and_docstring():
+    (tool,) = make_tools([add], "tools")
+    function = tool.schema["function"]
+    assert function["name"] == "add"
+    assert function["description"] == "Adds two numbers."
+    assert function["parameters"]["required"] == ["a"]
+
+
+def test_answers_are_texts_in_order_and_async_ones_wait_side_by_side():
+    began = time.monotonic()
+    calls = [Call("later", {"a": n}) for n in range(10)]
+    texts, problems = answers(Call("add", {"a": 1}), *calls, Call("add", {"a": 1, "b": 5}))
+    assert texts == ["3", *(f"late {n}" for n in range(10)), "6"]
+    assert not any(problems)
+    assert time.monotonic() - began < 0.4  # ten times 0.05, one after another, would be more
+
+
+@pytest.mark.parametrize(
+    ("call", "problem", "words"),
+    [
+        (Call("fail", {"a": 3}), "raised", "no 3"),
+        (Call("add", {"c": 3}), "raised", "unexpected keyword argument 'c'"),
+        (Call("later", {"c": 3}), "raised", "unexpected keyword argument 'c'"),
+        (Call("ad", {"a": 3}), "unknown", "Tool ad not found. There are: add, later"),
+        (Call("", {}, "a tool call that cannot be read: x"), "malformed", "cannot be read: x"),
+        (Call("sleep", {"a": 1}), "timed_out", "it took more than 0.2 s"),
+    ],
+)
+def test_a_failure_answers_in_words(call, problem, words):
+    texts, problems = answers(call, Call("add", {"a": 1}), seconds=0.2)
+    assert problems == [problem, ""]
+    assert texts[1] == "3"
+    assert texts[0].startswith("{'error': ")
+    assert words in texts[0]
+
+
+def test_calls_beyond_the_limit_of_a_turn_are_not_run():
+    texts, problems = answers(*[Call("add", {"a": 1})] * (MOST_CALLS + 2))
+    assert problems == [""] * MOST_CALLS + ["too_many"] * 2
+    assert f"a turn may have {MOST_CALLS} calls" in texts[-1]
+
+
+def test_tools_that_cannot_be_tools_are_refused():
+    def bare(a):
+        return a
+
+    with pytest.raises(InputError, match=r"tools: no schema can be made of bare .*type hint"):
+        make_tools([bare], "tools")
+    with pytest.raises(InputError, match="tools: two tools are called 'add': rename one"):
+        make_tools([add, add], "tools")
+    with pytest.raises(InputError, match="tools: a int: give a function"):
+        make_tools([3], "tools")  # pyright: ignore[reportArgumentType]
+
+
+def test_public_methods_are_tools_and_properties_are_not_asked():
+    class Env:
+        @property
+        def broken(self):
+            raise AssertionError("a property was read")
+
+        def reset(self): ...
+        def get_reward(self): ...
+        def _hidden(self): ...
+        def look(self): ...
+
+    assert [method.__name__ for method in tool_methods(Env())] == ["look"]

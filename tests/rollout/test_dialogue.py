@@ -1,0 +1,240 @@
+"""Samples that are answered: exact tokens, whenever a reply comes, and what is known of turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import time
+from typing import Any
+
+import chatting
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.calls import Call, Reading
+from jaxgrpo.environments.conversations import Conversations
+from jaxgrpo.environments.partners import make_kind
+from jaxgrpo.models import decoder
+from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.dialogue import Dialogue, Turns
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.selection import pad_prompts
+from jaxgrpo.rollout.slots.driver import SlotEngine
+
+KEY = jax.random.key_data(jax.random.key(3))
+PROMPTS, GROUP, STEPS, WIDTH, TURNS, LIMIT = 4, 3, 60, 24, 4, 10
+(END,) = chatting.ids("<|end|>")
+
+
+def parse(text):
+    """Two turns of three have a call."""
+    is_call = sum(map(ord, text)) % 3
+    return Reading(text, [Call("look", {"words": text})] if is_call else [])
+
+
+def look(words: str) -> str:
+    """Looks.
+
+    Args:
+        words: for what
+    """
+    return words[::-1][: len(words) % 7]
+
+
+class Random:
+    """Says something else to every sample."""
+
+    def reset(self, seed, **row):
+        self.random = np.random.default_rng(seed)
+        return f" {self.random.integers(1000)}"
+
+    def look(self, words: str) -> str:
+        """Looks.
+
+        Args:
+            words: for what
+        """
+        return str(self.random.integers(1000))
+
+    def get_reward(self):
+        return float(self.random.integers(10))
+
+
+@functools.cache
+def model():
+    config = dataclasses.replace(tiny.UNIFORM, vocab_size=len(chatting.tokenizer()))
+    built = decoder.build(config)
+    params = built.init(jax.random.key(0))
+    return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 15, params["head"])}
+
+
+def talk(
+    factory: Any = None, functions=(look,), style=None, delay=0.0, slots=0, steps=STEPS
+) -> Any:
+    """A batch that has been drawn: rollouts, its dialogue, the slot-steps."""
+    built, params = model()
+    rows = [{"prompt": "abcdef"[: number + 1], "answer": "1"} for number in range(PROMPTS)]
+    if style is not None:
+        rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+
+    def slowly(function):
+        def run(**arguments):
+            time.sleep(random.random() * delay)
+            return function(**arguments)
+
+        return run
+
+    tools = {function.__name__: slowly(function) for function in functions}
+    kind = make_kind(factory, tools, (), parse, 5.0, "environment")
+    talks = Conversations({"": kind}, chatting.chat(style), [END], rows)
+    settings = SamplingSettings(steps, 1.0, (END,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
+    engine = SlotEngine(built, settings, width=WIDTH)
+    bare = [np.asarray(chatting.ids("x"), np.int32)] * PROMPTS
+    prompts = pad_prompts(bare, WIDTH, np.arange(PROMPTS), np.arange(PROMPTS), 0)
+    converse = lambda longest, seed: Dialogue(talks, Turns(TURNS, LIMIT), longest, seed)  # noqa: E731
+    drawing = draw(engine, params, prompts, KEY, GROUP, converse=converse)
+    return drawing.finish(), drawing.dialogue, int(engine.slot_steps)
+
+
+@functools.cache
+def expected():
+    return talk()
+
+
+def assert_same(rollouts, alike):
+    for name in ("prompt_tokens", "completion_tokens", "token_mask", "truncated"):
+        np.testing.assert_array_equal(getattr(rollouts, name), getattr(alike, name))
+    np.testing.assert_allclose(rollouts.behavior_logp, alike.behavior_logp, atol=1e-5)
+    for name, field in alike.fields.items():
+        np.testing.assert_array_equal(rollouts.fields[name], field)
+
+
+@pytest.mark.slow
+def test_samples_do_not_depend_on_slots():
+    assert_same(talk(slots=4, delay=0.05)[0], expected()[0])
+
+
+def test_whatever_time_tools_take_all_is_the_same_bit_for_bit():
+    rollouts, _, slot_steps = talk(delay=0.1)
+    alike, _, steps = expected()
+    for name, array in vars(rollouts).items():
+        jax.tree.map(np.testing.assert_array_equal, array, getattr(alike, name))
+    assert slot_steps == steps
+
+
+def test_what_a_tool_says_stands_between_the_turns_and_is_not_the_models():
+    rollouts, dialogue, _ = expected()
+    several = 0
+    for place, sample in np.ndindex(PROMPTS, GROUP):
+        tokens, mask = rollouts.completion_tokens[place, sample], rollouts.token_mask[place, sample]
+        turn = rollouts.fields["turn"][place, sample]
+        (conversation,) = dialogue.spoken([place], GROUP)[sample : sample + 1]
+        roles = [message["role"] for message in conversation.messages]
+        assert roles == ["assistant", "tool"] * (len(roles) // 2) + ["assistant"] * (len(roles) % 2)
+        for number, message in enumerate(conversation.messages):
+            is_drawn = message["role"] == "assistant"
+            written = tokens[(turn == number // 2) & (mask == is_drawn)]
+            text = chatting.text(written).removesuffix("<|end|>")
+            assert text == message["content"]
+        assert not rollouts.behavior_logp[place, sample][~mask].any()
+        several += len(roles) > 2
+    assert several >= 4
+
+
+@pytest.mark.slow
+def test_a_conversation_with_a_template_is_what_the_template_writes():
+    rollouts, dialogue, _ = talk(style="closed", steps=200)
+    chat = chatting.chat("closed")
+    for place, sample in np.ndindex(PROMPTS, GROUP):
+        (conversation,) = dialogue.spoken([place], GROUP)[sample : sample + 1]
+        prompt = rollouts.prompt_tokens[place][rollouts.prompt_mask[place]]
+        tokens, turn = rollouts.completion_tokens[place, sample], rollouts.fields["turn"]
+        written = chatting.text([*prompt, *tokens[turn[place, sample] >= 0]])
+        # Calls are in the words already; the model's own marks stay as it drew them.
+        messages = [{**m, "tool_calls": None} for m in conversation.messages]
+        options = {"chat_template": chat.template, "tokenize": False}
+        rendered = chat.tokenizer.apply_chat_template([*conversation.prompt, *messages], **options)
+        assert rendered.startswith(written) or rendered.removesuffix("\n") == written
+
+
+@pytest.mark.slow
+def test_environments_that_say_something_else_to_each_sample():
+    rollouts, dialogue, _ = talk(Random, ())
+    for place in range(PROMPTS):
+        prompt = rollouts.prompt_tokens[place][rollouts.prompt_mask[place]]
+        for sample, conversation in enumerate(dialogue.spoken([place], GROUP)):
+            turn = rollouts.fields["turn"][place, sample]
+            begin = rollouts.completion_tokens[place, sample][: int((turn >= 0).argmax())]
+            assert chatting.text([*prompt, *begin]) == conversation.prompt
+            assert not rollouts.token_mask[place, sample][: len(begin)].any()
+    assert_same(talk(Random, (), slots=4)[0], rollouts)
+
+
+def test_a_sample_ends_at_its_last_turn_or_where_a_reply_leaves_no_room():
+    rollouts, dialogue, _ = talk(steps=26)
+    turns = rollouts.fields["turn"].max(-1) + 1
+    assert turns.max() <= TURNS
+    ends = rollouts.token_mask[..., -1]
+    assert rollouts.truncated[ends].all() or not ends.any()
+    assert dialogue.metrics(PROMPTS * GROUP)["turns/mean"] == pytest.approx(turns.mean())
+
+
+@pytest.mark.slow
+def test_rewards_of_turns_and_hashes_of_states_are_fields():
+    class Pays:
+        def reset(self, seed):
+            self.turns = 0
+
+        def step(self, text):
+            self.turns += 1
+            return "same", self.turns, self.turns == 3
+
+    rollouts, dialogue, _ = talk(Pays, ())
+    reward, state = rollouts.fields["turn_reward"], rollouts.fields["state_hash"]
+    turns = rollouts.fields["turn"].max(-1) + 1
+    assert (turns <= 3).all()
+    for place, sample in np.ndindex(PROMPTS, GROUP):
+        # A turn that ends the sample by its length is not answered.
+        answered = int((reward[place, sample] != 0).sum())
+        assert answered in (turns[place, sample] - 1, turns[place, sample])
+        np.testing.assert_array_equal(reward[place, sample][:answered], np.arange(answered) + 1)
+    assert len({*state[state != 0].tolist()} - {0}) <= 2  # "same", and the end
+    total = [c.reward() for place in range(PROMPTS) for c in dialogue.spoken([place], GROUP)]
+    np.testing.assert_array_equal(np.reshape(total, (PROMPTS, GROUP)), reward.sum(-1))
+
+
+def test_a_sample_whose_environment_breaks_is_not_scored_and_the_others_go_on():
+    class Fragile(Random):
+        def look(self, words: str) -> str:
+            """Looks.
+
+            Args:
+                words: for what
+            """
+            return str(self.random.integers(1000))
+
+        def get_reward(self):
+            if self.random.integers(2):
+                raise RuntimeError("lost the board")
+            return 1.0
+
+    _, dialogue, _ = talk(Fragile, ())
+    rewards = [[c.reward() for c in dialogue.spoken([place], GROUP)] for place in range(PROMPTS)]
+    unscored = dialogue.unscored(PROMPTS, GROUP)
+    np.testing.assert_array_equal(unscored, np.isnan(rewards))
+    assert 0 < unscored.sum() < PROMPTS * GROUP
+    broken = dialogue.metrics(PROMPTS * GROUP)["environment/broken"]
+    assert broken == pytest.approx(unscored.mean())
+
+
+def test_a_prompt_that_an_environment_makes_too_long_is_refused():
+    class Wordy(Random):
+        def reset(self, **row):
+            return "x" * WIDTH
+
+    with pytest.raises(InputError, match=r"row 0: with what its environment says .* 25 tokens"):
+        talk(Wordy, ())

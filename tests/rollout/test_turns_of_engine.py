@@ -1,0 +1,141 @@
+"""Samples that go on after a turn: with what others say in between, in any slot, at any time."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models import attention, decoder, sharding
+from jaxgrpo.rollout.batch import Batch
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.driver import SlotEngine
+
+KEY = jax.random.key_data(jax.random.key(3))
+PROMPTS, GROUP, STEPS, LIMIT = 5, 3, 48, 8
+
+
+def settings(**changes):
+    return SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD, 4, max_turns=4)._replace(**changes)
+
+
+def reply(sample, turn):
+    """What is said between two turns: 0 to 9 tokens."""
+    random = np.random.default_rng([*sample, turn])
+    return random.integers(3, tiny.VOCAB, random.integers(0, 10)).astype(np.int32)
+
+
+def converse(turns, delay=0, config=tiny.UNIFORM, mesh=None, **changes):
+    """Every sample in `turns` turns of at most LIMIT tokens, whose replies come `delay` polls late
+    at most. Returns: (ordinal, sample) -> tokens, log-probs and reasons of its turns; its request
+    for the last one; the slot-steps."""
+    prompts, sampling = tiny.prompts(PROMPTS), settings(**changes)
+    model, params = tiny.model(config), tiny.params(config)
+    if mesh is not None:
+        model = decoder.build(config, constrain=sharding.constrain(mesh))
+        layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+        params = jax.device_put(params, layout)
+    engine = SlotEngine(model, sampling, mesh, width=prompts.prompt_tokens.shape[1])
+    engine.load(params, 0)
+    first = Batch(prompts, GROUP, sampling).requests(KEY)
+    first = [request._replace(limit=LIMIT) for request in first]
+    requests = {(request.ordinal, request.sample): request for request in first}
+    spoken = {sample: [] for sample in requests}
+    engine.submit(first, GROUP)
+    random, waiting, polls, running = np.random.default_rng(delay), [], 0, len(first)
+    while running:
+        ended, polls, more = engine.poll(len(waiting)), polls + 1, []
+        for turn in ended:
+            sample = turn.ordinal, turn.sample
+            spoken[sample].append(turn)
+            words, request = reply(sample, len(spoken[sample])), requests[sample]
+            offset = request.offset + len(turn.tokens) + len(words)
+            if len(spoken[sample]) == turns or offset >= STEPS:
+                running -= 1
+                continue
+            requests[sample] = request._replace(
+                tokens=np.concatenate([request.tokens, turn.tokens, words]),
+                offset=offset,
+                limit=min(LIMIT, STEPS - offset),
+                chunked=True,
+            )
+            waiting.append((polls + int(random.integers(0, delay + 1)), requests[sample]))
+        more = [request for due, request in waiting if due <= polls]
+        waiting = [entry for entry in waiting if entry[0] > polls]
+        engine.submit(more)
+    engine.unload()
+    return spoken, requests, int(engine.slot_steps)
+
+
+@functools.cache
+def expected(config=tiny.UNIFORM):
+    return converse(4, config=config)
+
+
+def assert_same(spoken, config=tiny.UNIFORM):
+    for sample, turns in expected(config)[0].items():
+        assert [turn.reason for turn in spoken[sample]] == [turn.reason for turn in turns]
+        for turn, alike in zip(spoken[sample], turns, strict=True):
+            np.testing.assert_array_equal(turn.tokens, alike.tokens)
+            np.testing.assert_allclose(turn.logp, alike.logp, atol=1e-5)
+
+
+@pytest.mark.parametrize(("slots", "delay"), [(4, 0), (4, 6), (7, 3), (0, 9)])
+def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(slots, delay):
+    assert_same(converse(4, delay, slots=slots)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}])
+def test_tokens_are_those_of_one_device_on_four(axes):
+    assert_same(converse(4, 3, mesh=sharding.make_mesh(**axes))[0])
+
+
+@pytest.mark.slow
+def test_windows_reach_back_over_turns():
+    config = tiny.LOCAL_GLOBAL
+    assert_same(converse(4, 2, config, slots=6)[0], config)
+
+
+def test_slots_become_fewer_as_conversations_end():
+    all_slots = PROMPTS * GROUP
+    with_shrinking, without = converse(4, slots=all_slots), converse(4, slots=4)
+    assert_same(with_shrinking[0])
+    steps = max(sum(len(turn.tokens) for turn in turns) for turns in with_shrinking[0].values())
+    assert without[2] < with_shrinking[2] < all_slots * 2 * steps
+
+
+@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["full", "windows"])
+def test_log_probs_are_those_of_the_whole_conversation(config):
+    spoken, requests, _ = expected(config)
+    model, params = tiny.model(config), tiny.params(config)
+    for sample, turns in spoken.items():
+        tokens = np.concatenate([requests[sample].tokens, turns[-1].tokens])
+        position = np.arange(len(tokens))
+        attend = attention.causal(jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), bool))
+        inputs = jnp.asarray(tokens[None]), jnp.asarray(position[None], jnp.int32)
+        hidden, _ = model.apply(params, *inputs, attend, None)
+        logits = model.unembed(params, hidden)
+        logp = np.asarray(jax.nn.log_softmax(logits.astype(np.float32))[0])
+        end = len(tokens)
+        for number, turn in enumerate(reversed(turns)):
+            begin = end - len(turn.tokens)
+            places = np.arange(begin, end)
+            np.testing.assert_array_equal(tokens[places], turn.tokens)
+            np.testing.assert_allclose(turn.logp, logp[places - 1, tokens[places]], atol=1e-5)
+            end = begin - len(reply(sample, len(turns) - number - 1))
+
+
+def test_a_further_turn_is_refused_where_the_settings_have_one():
+    prompts, sampling = tiny.prompts(1), settings(max_turns=1)
+    engine = SlotEngine(tiny.model(), sampling, width=prompts.prompt_tokens.shape[1])
+    engine.load(tiny.params(), 0)
+    (request,) = Batch(prompts, 1, sampling).requests(KEY)
+    tokens = np.append(request.tokens, np.int32(5))
+    with pytest.raises(InputError, match=r"prompt 0: a further turn, .* max_turns = 1"):
+        engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])

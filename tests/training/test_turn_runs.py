@@ -1,0 +1,178 @@
+"""Runs whose samples are answered: by tools, by environments of both protocols, from TOML."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.training import loop
+from jaxgrpo.training.records.rollout_files import load as load_rollouts
+
+CODE = '''
+def parse(text):
+    return text, [{"name": "look", "arguments": {"words": text}}] if "=" in text else []
+
+
+def look(words: str) -> str:
+    """Looks.
+
+    Args:
+        words: for what
+    """
+    return str(len(words))
+
+
+class Count:
+    def reset(self, **row):
+        assert row["answer"]
+        self.count = 0
+        return "1+"
+
+    def look(self, words: str) -> str:
+        """Looks.
+
+        Args:
+            words: for what
+        """
+        self.count += 1
+        return str(self.count)
+
+    def get_reward(self):
+        return float(self.count)
+
+
+class Longer:
+    def reset(self, seed):
+        self.length = 3 + seed % 5
+
+    def step(self, text):
+        return "+", float(len(text) > self.length), len(text) > 9
+
+
+def tools_used(completions, environments, **columns):
+    return [float(environment.count) for environment in environments]
+'''
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "mine.py"
+    path.write_text(CODE)
+    return path
+
+
+def options(folder, mine, **changes):
+    values = {
+        "rollout.max_completion_tokens": 40,
+        "rollout.max_prompt_tokens": 12,
+        "rollout.call_format": f"{mine}:parse",
+        "rollout.max_turns": 3,
+        "checkpoint.every": 1,
+        "run.rollouts_every": 1,
+    }
+    return small_run.tables(folder / "run", **{**values, **changes})
+
+
+def train(folder, mine, **changes):
+    return loop.train(configs.from_dict(options(folder, mine, **changes)))
+
+
+WAYS = {
+    "tools": {"tools": ["{mine}:look"]},
+    "trl": {"environment": "{mine}:Count"},
+    "gym": {"environment": "{mine}:Longer", "rollout.call_format": "auto"},
+}
+
+
+def way(name, mine):
+    def named(value):
+        if isinstance(value, list):
+            return [named(entry) for entry in value]
+        return value.replace("{mine}", str(mine))
+
+    return {key: named(value) for key, value in WAYS[name].items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_a_run_trains_and_says_what_its_turns_were(tmp_path, mine, name):
+    run = train(tmp_path, mine, **way(name, mine))
+    lines = small_run.metrics(run.path)
+    assert len(lines) == 3
+    for line in lines:
+        assert 1 <= line["turns/mean"] <= 3
+        assert line["environment/broken"] == 0
+        assert (line["tools/call_frequency"] > 0) == (name != "gym")
+        # The update computes what the engine drew, behind replies too.
+        assert line["sampling/mean_disagreement"] is None or line["sampling/mean_disagreement"] < 1
+    assert any(line["live_groups"] > 0 for line in lines)
+    names = {"tools": [], "trl": ["Count"], "gym": ["Longer"]}[name]
+    assert all(f"rewards/{reward}/mean" in lines[0] for reward in names)
+    rollouts = load_rollouts(run.path / "rollouts" / "00000001.safetensors")
+    turn, mask = rollouts.fields["turn"], rollouts.token_mask
+    assert set(np.unique(turn)) <= {-1, 0, 1, 2}
+    assert (turn[mask] >= 0).all()
+    assert (~mask & (turn >= 0)).any()
+
+
+@pytest.mark.slow
+def test_it_resumes_bit_for_bit(tmp_path, mine):
+    unbroken = train(tmp_path / "whole", mine, **way("trl", mine))
+    tables = options(tmp_path / "parts", mine, **way("trl", mine))
+    loop.train(configs.from_dict({**tables, "train": {"steps": 1}}))
+    resumed = loop.train(configs.from_dict(tables), resume="auto")
+    weights = [run.path / "model" / "model.safetensors" for run in (resumed, unbroken)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_a_reward_sees_environments_and_several_are_chosen_by_the_row(tmp_path, mine):
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "environment": ["count", "longer"][n % 2]}
+        for n in range(8)
+    ]
+    environments = {"count": f"{mine}:Count", "longer": f"{mine}:Longer"}
+    tables = options(tmp_path, mine, environment=environments)
+    del tables["data"]
+    run = loop.train(configs.from_dict(tables), dataset=rows)
+    line = small_run.metrics(run.path)[0]
+    assert line["rewards/Count/unscored"] == pytest.approx(0.5)
+    assert line["rewards/Longer/unscored"] == pytest.approx(0.5)
+    with pytest.raises(InputError, match=r"row 3: the column 'environment' holds 'game'"):
+        loop.train(
+            configs.from_dict({**tables, "run": {"dir": str(tmp_path / "other")}}),
+            dataset=[*rows[:3], {**rows[3], "environment": "game"}],
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.max_turns": 3}, "rollout.max_turns = 3: nothing reads it without tools"),
+        ({"rollout.call_format": "hermes"}, "rollout.call_format = .*: nothing reads it"),
+        ({"environment": 3}, 'environment = 3: expected a class, "mine.py:Env"'),
+        ({"environment": {"a": 1}}, "environment.a = 1: expected a class"),
+        ({"environment": {}}, "environment = {}: name at least one class"),
+        ({"tools": "look"}, 'tools = "look": expected a list of texts'),
+        (
+            {"tools": ["mine.py:look"], "rollout.interrupt": {"after": 3, "text": "="}},
+            "rollout.interrupt: with tools or an environment a turn would end",
+        ),
+        (
+            {"environment": "mine.py:Env", "tree.branch": "uniform"},
+            "tree.branch: with tools or an environment a branch would need",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        configs.from_dict(small_run.tables(tmp_path, **changes))
+
+
+def test_rewards_may_be_missing_where_an_environment_is_there_to_give_one(tmp_path):
+    tables = small_run.tables(tmp_path, environment="mine.py:Env")
+    del tables["rewards"]
+    assert configs.from_dict(tables).rewards == ()
