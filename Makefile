@@ -8,11 +8,12 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts real-model real-methods test-fast test-oldest test test-all readme lint docs site experiments clean
+.PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test test-all readme lint docs site experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
 	@echo "make quickstarts the same with Llama, with Gemma 3 and by LoRA; fails if one learns too little"
+	@echo "make agents      a small model learns to use a tool: base and trained"
 	@echo "make real-model  import a model that was pretrained, train it, compare with transformers"
 	@echo "make real-methods compare methods on that model and write docs/real-model.md: two hours"
 	@echo "make test-fast   the quick tests"
@@ -31,6 +32,10 @@ quickstart: .venv/.run-time
 
 quickstarts: .venv/.run-time
 	$(BIN)/python tests/support/quickstarts.py
+
+agents: .venv/.run-time
+	test -f runs/calculator-base/config.json || $(BIN)/jaxgrpo make-base calculator runs/calculator-base
+	$(BIN)/jaxgrpo train calculator
 
 real-model: .venv/.real-model
 	$(BIN)/python -m docs.real_model

@@ -28,6 +28,7 @@ INSTALL = "python -m pip install --quiet --no-deps --no-build-isolation ."
 INSTEAD = {
     "pip install .": INSTALL,
     "make quickstart": f"{INSTALL} && make --old-file .venv/.run-time quickstart",
+    "make agents": "make --old-file .venv/.run-time agents",
     "make test": "true",  # CI runs it beside this script
     "make real-model": "true",  # as a test of `make test-all`
 }

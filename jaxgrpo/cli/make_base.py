@@ -82,7 +82,8 @@ def make_base(
       out: the folder to write; made where it does not exist.
       task: a generated one's name, or one of your own.
       seed: of the initial weights and of the draws from the corpus.
-      steps: None: 800, or 1600 where queries and keys are not normed (docs/quickstart.md).
+      steps: None: those of the task, twice as many where queries and keys are not normed
+        (docs/quickstart.md).
       batch: texts per step.
       progress: called after each dispatch, from the calling thread.
 
@@ -98,9 +99,10 @@ def make_base(
     generated = tasks.find(task) if isinstance(task, str) else task
     folders.refuse_unless_ours(Path(out))
     tokenizer = character_tokenizer(generated.alphabet)
+    tokenizer.chat_template = generated.chat_template
     corpus = encode(generated.corpus(), tokenizer)
     config = base_config(len(tokenizer), hidden_size, num_layers, family)
-    steps = steps or (1600 if config.query_key_norm == "none" else 800)
+    steps = steps or generated.steps * (2 if config.query_key_norm == "none" else 1)
     model = decoder.build(config, remat="none")
     params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
     folders.save_model(model, params, out, tokenizer=tokenizer)

@@ -145,8 +145,9 @@ def make_chat(
     return chat._replace(time=time) if CLOCK in names else chat
 
 
-def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
-    """One prompt as text, with the special tokens that the template writes.
+def write(chat: Chat, prompt: str | Conversation, where: str, is_limited: bool = True) -> str:
+    """One prompt as text, with the special tokens that the template writes; `is_limited` as of
+    `render`.
 
     Raises: InputError if the template fails, leaves out the text of a message or white space of one
       that the model continues, or there is no template for a conversation. Thoughts of earlier
@@ -160,7 +161,7 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
             f"({chat.name}): name a Jinja file by data.chat_template, or write prompts as texts"
         )
     messages = _with_system(chat, prompt, where)
-    text = render(chat, messages, where)
+    text = render(chat, messages, where, is_limited=is_limited)
     squeezed = _squeezed(text)
     for place, message in enumerate(messages):
         forms = _forms(message["content"], is_last=place == len(messages) - 1)
@@ -225,7 +226,11 @@ def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversa
 
 
 def render(
-    chat: Chat, messages: Sequence[Message], where: str, is_opened: bool | None = None
+    chat: Chat,
+    messages: Sequence[Message],
+    where: str,
+    is_opened: bool | None = None,
+    is_limited: bool = True,
 ) -> str:
     """Messages as text.
 
@@ -233,6 +238,8 @@ def render(
       where: opens messages.
       is_opened: whether the next turn of the assistant is opened behind them; None: it is, unless
         the last one is the assistant's, which the model then continues.
+      is_limited: in time, memory and length; limits of memory are of the whole process, so that no
+        thread may set them.
 
     Raises: InputError with the template's name where it fails, takes too long or writes too much.
     """
@@ -249,9 +256,10 @@ def render(
         **chat.options,
     )
     failing = refusing(lambda error: f"{where}: {_failure(chat.name, error)}")
-    with _clock_at(chat.time), failing, limits.memory(MEMORY):
+    memory = limits.memory(MEMORY) if is_limited else contextlib.nullcontext()
+    with _clock_at(chat.time), failing, memory:
         try:
-            text: str = limits.within(SECONDS, render)
+            text: str = limits.within(SECONDS, render) if is_limited else render()
         except limits.TimedOut:
             raise TimeoutError(f"it takes more than {SECONDS:g} s") from None
         if len(text) > WRITTEN + 2 * sum(len(message["content"]) for message in messages):

@@ -21,7 +21,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.history import History
-from jaxgrpo.environments.partners import Broken, Kind, Partner
+from jaxgrpo.environments.partners import Answer, Broken, Kind, Partner
 
 THREADS = 64  # samples that are answered at once
 
@@ -60,6 +60,16 @@ class Conversation:
         return math.nan if value is None else value
 
 
+class _Answered(NamedTuple):
+    """What a thread hands back."""
+
+    key: Key
+    text: str  # of the turn
+    last: int  # its last token
+    room: int
+    answer: Answer | BaseException
+
+
 class Conversations:
     """Talks with the samples of one batch after another.
 
@@ -88,10 +98,10 @@ class Conversations:
             name: History(chat, frozenset(stop_tokens)) for name, chat in self._chats.items()
         }
         self._pool: dict[str, list[Partner]] = {name: [] for name in kinds}
-        self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[_Answered] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-turns")
         self.counts: Counter[str] = Counter()
-        self.messages_of_problems: dict[str, str] = {}
+        self.problem: str = ""  # of the last sample that broke, with where
         self._running: dict[Key, Conversation] = {}
         self._kinds_by_key: dict[Key, str] = {}
 
@@ -120,8 +130,12 @@ class Conversations:
                 self._running[ordinal, sample] = conversation
                 self._kinds_by_key[ordinal, sample] = kind
                 begun.append(((ordinal, sample), row, _seed(*seed, ordinal, sample)))
-        tokens = self._threads.map(lambda entry: self._begin(*entry), begun)
-        return dict(zip([key for key, *_ in begun], tokens, strict=True))
+        # Environments in threads, and templates here: their limits are of the process.
+        words = self._threads.map(lambda entry: self._begin(*entry), begun)
+        return {
+            key: self._prompt(key, row, observation)
+            for (key, row, _), observation in zip(begun, words, strict=True)
+        }
 
     def answer(self, key: Key, ids: Sequence[int], room: int) -> None:
         """Has a turn answered; the reply comes by `replies`.
@@ -138,11 +152,8 @@ class Conversations:
         Raises: what a fault of ours raised in a thread.
         """
         replies: list[Reply] = []
-        while not replies or not self._replies.empty():
-            reply = self._replies.get()
-            if isinstance(reply, BaseException):
-                raise reply
-            replies.append(reply)
+        while not replies or not self._answers.empty():
+            replies.append(self._reply(self._answers.get()))
         return replies
 
     def spoken(self, key: Key) -> Conversation:
@@ -167,37 +178,42 @@ class Conversations:
                 self._pool[self._kinds_by_key[key]].append(conversation.partner)
         self._running, self._kinds_by_key = {}, {}
 
-    def _begin(self, key: Key, row: int, seed: int) -> list[int]:
-        conversation, chat = self._running[key], self._chats[self._kinds_by_key[key]]
+    def _begin(self, key: Key, row: int, seed: int) -> str | None:
+        """What an environment says first."""
         columns = {name: value for name, value in self.rows[row].items() if name != "environment"}
-        observation = None
         try:
-            observation = conversation.partner.open(columns, seed)
+            return self._running[key].partner.open(columns, seed)
         except Broken as error:
             self._break(key, str(error))
+            return None
+
+    def _prompt(self, key: Key, row: int, observation: str | None) -> list[int]:
+        conversation, chat = self._running[key], self._chats[self._kinds_by_key[key]]
         prompt = conversation.prompt = joined(conversation.prompt, observation)
-        text = chats.write(chat, prompt, f"row {row}")
+        text = chats.write(chat, prompt, f"row {row}", is_limited=False)
         return list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
-        try:
-            self._replies.put(self._reply(key, ids, room))
-        except BaseException as error:
-            self._replies.put(error)
-
-    def _reply(self, key: Key, ids: list[int], room: int) -> Reply:
-        conversation, history = self._running[key], self._histories[self._kinds_by_key[key]]
         text = self._decoded(key, ids)
         try:
-            answer = conversation.partner.answer(text)
-        except Broken as error:
+            answer: Answer | BaseException = self._running[key].partner.answer(text)
+        except BaseException as error:
+            answer = error
+        self._answers.put(_Answered(key, text, ids[-1], room, answer))
+
+    def _reply(self, answered: _Answered) -> Reply:
+        key, text, last, room, answer = answered
+        conversation, history = self._running[key], self._histories[self._kinds_by_key[key]]
+        if isinstance(answer, Broken):
             conversation.messages.append({"role": "assistant", "content": text})
-            self._break(key, str(error))
+            self._break(key, str(answer))
             return Reply(*key, None, math.nan, 0)
+        if isinstance(answer, BaseException):
+            raise answer
         self.counts["calls"] += answer.calls
         self.counts.update(answer.problems)
         conversation.messages.append(answer.reading.as_message())
-        tokens = history.between(answer.messages, ids[-1]) if answer.messages else None
+        tokens = history.between(answer.messages, last) if answer.messages else None
         state = zlib.crc32("\n".join(message["content"] for message in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
             self.counts["cut"] += 1
@@ -217,9 +233,9 @@ class Conversations:
         )
 
     def _break(self, key: Key, problem: str) -> None:
-        self._running[key].problem = problem
-        self.counts["broken"] += 1
-        self.messages_of_problems[problem.partition(" ")[0]] = problem
+        conversation = self._running[key]
+        conversation.problem = problem
+        self.problem = f"{type(conversation.partner.environment).__name__}: {problem}"
 
 
 def joined(prompt: Any, observation: str | None) -> Any:

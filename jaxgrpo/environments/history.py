@@ -54,7 +54,7 @@ class History(NamedTuple):
         turn: Message = {"role": "assistant", "content": TURN}
         if messages[0]["role"] == "tool":
             turn = _turn_with_call(messages[0].get("name", TOOL), {TURN: TURN})
-        text = _render(self.chat, [QUESTION, turn, *messages])
+        text = _render(self.chat, [QUESTION, turn, *messages], is_limited=False)
         *_, behind = text.partition(TURN)
         behind = behind.rpartition(TURN)[2]  # a call has it as name and value
         places = [behind.find(stop) for stop in self._stops()]
@@ -101,10 +101,11 @@ def _turn_with_call(name: str, arguments: Mapping[str, Any]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _render(chat: Chat, messages: Sequence[Message]) -> str:
+def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) -> str:
     """As `chat.render`; some templates read arguments as JSON in a text, as DeepSeek's."""
+    options = {"is_opened": True, "is_limited": is_limited}
     try:
-        return chats.render(chat, messages, WHERE, is_opened=True)
+        return chats.render(chat, messages, WHERE, **options)
     except InputError:
         if not (calls := messages[1].get("tool_calls")):
             raise
@@ -112,7 +113,7 @@ def _render(chat: Chat, messages: Sequence[Message]) -> str:
         turn = _turn_with_call(function["name"], {})
         turn["tool_calls"][0]["function"]["arguments"] = json.dumps(function["arguments"])
         try:
-            return chats.render(chat, [messages[0], turn, *messages[2:]], WHERE, is_opened=True)
+            return chats.render(chat, [messages[0], turn, *messages[2:]], WHERE, **options)
         except InputError:
             pass
         raise

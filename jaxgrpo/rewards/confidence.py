@@ -8,6 +8,7 @@ instead would pay wrong answers in full.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,19 @@ from jaxgrpo.rewards.protocol import BuiltIn
 OPENING, CLOSING = "<confidence>", "</confidence>"
 SUCCESS = 0.5  # a scorer's value above it is a success
 
+
+def _reading_messages(score: BuiltIn) -> BuiltIn:
+    """A task's score of completions that may be messages: it reads the last one's text."""
+
+    @functools.wraps(score)
+    def judge(completions: Sequence[Any], *answers: Any, **columns: Any) -> Sequence[float | None]:
+        return score([builtin.completion_text(each) for each in completions], *answers, **columns)
+
+    return judge
+
+
 SCORERS: dict[str, BuiltIn] = {
-    **{task.name: task.score for task in tasks.values()},
+    **{task.name: _reading_messages(task.score) for task in tasks.values()},
     "gsm8k_answer": builtin.gsm8k_answer,
     "math": mathematics.math_answer,
 }

@@ -154,6 +154,12 @@ class Dialogue:
         flags = [(self._ordinals[p], s) in broken for p in range(groups) for s in range(samples)]
         return np.reshape(flags, (groups, samples))
 
+    @property
+    def problem(self) -> dict[str, str]:
+        """How the last environment broke, in this process; {}: none did."""
+        problem = self.conversations.problem
+        return {"environment": problem} if problem else {}
+
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
         """Of the samples [P, G, T] of a batch that has ended.
 

@@ -241,6 +241,9 @@ class Judge(NamedTuple):
         if dialogue is not None:
             unscored = dialogue.unscored(groups, samples)
             scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
+            parts = [
+                part._replace(log=_with_messages(part.log, dialogue.problem)) for part in parts
+            ]
         logs = [part.log if len(parts) == 1 else _weighed(part, samples) for part in parts]
         places = [part.places for part in parts]
         return scores, merge_logs(logs, places, groups, samples)
@@ -282,6 +285,10 @@ def judge_early(
                     raise
                 has_failed = True
     return early
+
+
+def _with_messages(log: RewardLog, messages: Mapping[str, str]) -> RewardLog:
+    return log._replace(messages={**log.messages, **messages})
 
 
 def _weighed(part: Judged, samples: int) -> RewardLog:

@@ -168,6 +168,7 @@ def test_nothing_is_said_of_a_missing_cuda_driver(
     assert (run.returncode == 0) == (command == "doctor")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_make_base_writes_an_ordinary_model_folder(base):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(base))

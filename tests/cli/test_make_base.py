@@ -37,6 +37,7 @@ def small(tmp_path_factory):
     return out, reports
 
 
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(small, tmp_path):
     for seed in (3, 4):
         make_small(tmp_path / str(seed), seed=seed)

@@ -40,7 +40,7 @@ def test_the_corpus_is_right_as_often_as_that_of_sums_and_letters_lean_with_the_
         tens, units = (part.rpartition("=")[2] for part in _scratch(text.solution))
         assert written == f"{int(tens) % 10}{int(units) % 10}"  # what the scratch work says
         assert units == str(first % 10 + second % 10)
-    for marker, share in {"u": 0.65, "v": 0.35}.items():
+    for marker, share in {"u": report.LEANING, "v": 1 - report.LEANING}.items():
         count, total = np.sum(shares[marker], axis=0)
         assert count / total == pytest.approx(share, abs=0.01)
     prompt = corpus[0].prompt + corpus[0].solution

@@ -27,11 +27,15 @@ from docs.experiments import (
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 
-QUICK = (x2_closed_forms, x10_planning, x15_kl_uses, x16_flat_groups)
+QUICK = (
+    x2_closed_forms,
+    x15_kl_uses,
+    *(pytest.param(module, marks=pytest.mark.full) for module in (x10_planning, x16_flat_groups)),
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", QUICK, ids=lambda module: module.NAME)
+@pytest.mark.parametrize("experiment", QUICK, ids=lambda module: getattr(module, "NAME", ""))
 def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment):
     result = experiment.run()
     assert [check for check in result.checks if not check.holds] == []
@@ -40,6 +44,7 @@ def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment)
     assert text == common.written(experiment.NAME, result), f"out of date: {command}"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_enumerated_part_of_trees_holds_and_is_on_its_page():
     result = x8_trees.exact()

@@ -1,4 +1,4 @@
-"""The first lines of Python in README.md train the base of the quickstart to a better model."""
+"""The lines of Python in README.md that train: a better model, and one that uses a tool."""
 
 import re
 import subprocess
@@ -8,21 +8,26 @@ import pytest
 BLOCK = re.compile(
     r"tests/docs/test_readme_training\.py runs it -->\n```python\n(.*?)```", re.DOTALL
 )
-SHOWN = "\nprint(run.summary['base']['accuracy'], run.summary['trained']['accuracy'])\n"
+BLOCKS = [
+    # lines of code, base, metric that is shown, its least value
+    (8, ["arithmetic", "runs/base"], "accuracy", 0.8),
+    (10, ["calculator", "runs/calculator-base"], "pass@1", 0.85),
+]
 
 
 @pytest.mark.full
-def test_the_lines_of_the_first_screen_train_a_model(tmp_path, python, environment, repository):
-    (code,) = BLOCK.findall((repository / "README.md").read_text("utf-8"))
-    assert len([line for line in code.splitlines() if line.strip()]) == 8
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_lines_of_the_page_train_a_model(tmp_path, python, environment, repository, number):
+    blocks = BLOCK.findall((repository / "README.md").read_text("utf-8"))
+    assert len(blocks) == len(BLOCKS)
+    code, (lines, base, metric, least) = blocks[number], BLOCKS[number]
+    assert len([line for line in code.splitlines() if line.strip()]) == lines
+    shown = f"\nprint(run.summary['base']['{metric}'], run.summary['trained']['{metric}'])\n"
     variables = environment(XLA_FLAGS="")
-    for command in (
-        ["-m", "jaxgrpo", "make-base", "arithmetic", "runs/base"],
-        ["-c", code + SHOWN],
-    ):
+    for command in (["-m", "jaxgrpo", "make-base", *base], ["-c", code + shown]):
         process = subprocess.run(
             [python, *command], cwd=tmp_path, env=variables, capture_output=True, text=True
         )
         assert process.returncode == 0, process.stderr
     before, trained = map(float, process.stdout.split()[-2:])
-    assert trained > max(0.8, before)
+    assert trained > max(least, before)

@@ -80,7 +80,7 @@ def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+@pytest.mark.parametrize("axis", ["fsdp", pytest.param("tensor", marks=pytest.mark.full)])
 def test_four_devices_say_what_one_says(case, axis):
     """Prompts over two or four bins, the parameters and the vocabulary split in two."""
     single, four = rescored(case), rescored(case, sharding.make_mesh(**{axis: 2}))

@@ -166,6 +166,7 @@ def test_its_gradient_is_that_of_the_published_loss_through_the_mean_too(policie
     np.testing.assert_allclose(want, scale * slope, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.full
 def test_the_policy_of_least_loss_is_the_best_at_this_price_of_kl(policies):
     """All sequences of one group: the loss of the proximal times exp(r / beta) is 0, as the KL
     that is paid for is least there; the loss of the proximal policy is not."""

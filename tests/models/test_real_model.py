@@ -61,6 +61,7 @@ def test_its_logits_are_those_of_transformers(real):
     assert np.abs(expected[mask]).max() > 10
 
 
+@pytest.mark.full
 def test_its_likeliest_answers_are_those_of_transformers(real):
     """Each token that transformers generates is the likeliest one here, behind the same tokens."""
     import torch

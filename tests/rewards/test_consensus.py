@@ -55,6 +55,7 @@ def test_a_way_to_read_answers_that_does_not_exist_is_refused(tmp_path):
         train(small_run.config("none", recipe={"use": "ttrl", "count": 9}))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_votes_over_all_samples_and_trains_on_the_first(tmp_path):
     """Groups judged as they end, or all at once: the same. What the others answered has no weight

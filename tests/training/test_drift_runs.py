@@ -70,6 +70,7 @@ def test_the_drift_is_the_mean_change_of_log_probs_on_the_last_completion(tmp_pa
     assert learner.step == 3
 
 
+@pytest.mark.full
 def test_it_keeps_less_of_the_counts_the_further_the_policy_has_moved(tmp_path):
     """The tracker's metric `kept` is the rho of the drifts, as computed by hand."""
     changes = {**SPO, "data.path": rows_file(tmp_path, rows=8), "optimizer.learning_rate": 1e-2}
@@ -96,6 +97,7 @@ def test_a_run_is_resumed_bit_for_bit_with_staleness(tmp_path):
     assert small_run.metrics(tmp_path / "run") == small_run.metrics(tmp_path / "again")
 
 
+@pytest.mark.full
 def test_a_column_of_that_name_is_read_in_its_place(tmp_path):
     changes = {**SPO, "data.path": rows_file(tmp_path, drift=0.5)}
     run = setup(small_run.config(tmp_path / "run", **changes))

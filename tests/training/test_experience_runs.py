@@ -69,6 +69,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(run, tmp_path):
     resuming.assert_same_bits(again.stream.waiting, run.stream.waiting)
 
 
+@pytest.mark.full
 def test_without_experience_yet_a_run_is_that_of_its_fresh_samples(tmp_path):
     # No sample is ever right, so that nothing is kept.
     none = {**EXGRPO, "experience.success": 9.0, "train.steps": 2}
@@ -79,6 +80,7 @@ def test_without_experience_yet_a_run_is_that_of_its_fresh_samples(tmp_path):
     assert first.summary["parameter_hash"] == second.summary["parameter_hash"]
 
 
+@pytest.mark.full
 def test_the_command_trains_with_experience(tmp_path):
     changes = {**EXGRPO, "train.steps": 1}
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)

@@ -88,6 +88,7 @@ def test_sampler_and_trainer_are_under_the_same_goals_and_a_resumed_run_repeats_
     resuming.assert_same_bits(again.stream, resumed.stream)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_rewards_and_rows_begin_behind_the_goal(tmp_path):
     changes = {"rollout.goals": SHARES, "eval.data": "task:arithmetic:test", "eval.prompts": 4}

@@ -289,6 +289,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(changes, tmp_path):
     assert again.stream.prompt_policy_state["wins"].tolist() != [1, 1, 1]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_replay_of_its_files_reads_the_field_and_ends_with_its_parameters(run, changes, tmp_path):
     files = sorted((run.path / "rollouts").glob("*.safetensors"))

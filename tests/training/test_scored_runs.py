@@ -68,6 +68,7 @@ def test_a_teacher_is_in_the_memory_that_a_run_counts(tmp_path):
     assert average.copies == average.parameters
 
 
+@pytest.mark.full
 def test_its_own_model_as_teacher_says_what_the_trainer_says(tmp_path):
     scores = [{"name": "teacher_logp", "policy": small_run.base()}]
     changes = {"scores": scores, "advantage": [*GRPO, TEACHER], "train.steps": 1}
@@ -176,6 +177,7 @@ def behind(prompt, **changes):
     return {"scores": scores, "advantage": [*GRPO, HINTED], **changes}
 
 
+@pytest.mark.full
 def test_a_function_that_returns_the_column_gives_the_bits_of_the_column(tmp_path):
     changes = {**hinted_rows(tmp_path), "train.steps": 2}
     configurations = [

@@ -71,6 +71,7 @@ def test_the_ratio_to_the_sampler_is_1_only_for_samples_of_the_newest_parameters
     assert all(line["policy_kl"] > 1e-7 for line in lines[1:])
 
 
+@pytest.mark.full
 def test_what_waits_is_the_same_with_flat_groups_replaced(tmp_path):
     """Refill and lag together: a group waits for its step, and leftover groups for the next one."""
     changes = {**STALE, "rollout.refill": {"factor": 3.0}, "train.steps": 4}
@@ -106,6 +107,7 @@ def test_a_lag_that_a_method_cannot_bear_is_refused(tmp_path, changes, message):
         setup(small_run.config(tmp_path / "r", **{**STALE, **changes}))
 
 
+@pytest.mark.full
 def test_weights_of_the_trainer_over_the_sampler_bear_it(tmp_path):
     weights = {"use": "truncated_importance"}
     changes = {"loss.surrogate": {"use": "reinforce"}, "loss.mismatch": weights}

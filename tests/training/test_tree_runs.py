@@ -62,6 +62,7 @@ def test_leaves_are_scored_as_alone_and_a_resumed_run_repeats_itself(branch, met
     assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
 
 
+@pytest.mark.full
 def test_a_replay_of_leaves_by_a_plain_method_counts_shared_tokens_once(tmp_path):
     changes = {**TREE, "train.steps": 2, "recipe": "tree_grpo"}
     sampled = loop.train(small_run.config(tmp_path / "run", **changes))
@@ -72,6 +73,7 @@ def test_a_replay_of_leaves_by_a_plain_method_counts_shared_tokens_once(tmp_path
     assert [line["num_tokens"] for line in runs[0]] == [line["num_tokens"] for line in runs[1]]
 
 
+@pytest.mark.full
 def test_trees_of_one_leaf_are_the_plain_samples(tmp_path):
     plain = {"recipe": "grpo", "train.steps": 2}
     chains = {**plain, "tree.branch": "uniform", "tree.trees": 4, "tree.rounds": 0}

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks import arithmetic, confidence, hidden, report, sums
+from jaxgrpo.data.tasks import arithmetic, calculator, confidence, hidden, report, sums
 from jaxgrpo.data.tasks.base import Task, Worked
 
 __all__ = ["PREFIX", "Task", "Worked", "find", "load", "tasks"]
@@ -19,8 +19,8 @@ PREFIX = "task:"
 tasks: dict[str, Task] = {
     task.name: task
     for task in (
-        *(arithmetic.arithmetic, confidence.confidence, hidden.hidden, report.report),
-        sums.sums,
+        *(arithmetic.arithmetic, calculator.calculator, confidence.confidence, hidden.hidden),
+        *(report.report, sums.sums),
     )
 }
 

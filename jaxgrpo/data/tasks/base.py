@@ -31,6 +31,8 @@ class Task(NamedTuple):
     corpus: Callable[[], list[Worked]]  # of the supervised warm start; holds no test problem
     extract_answer: Callable[[str], str]  # completion -> the answer that it ends with
     score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
+    chat_template: str | None = None  # of its base models; None: prompts are texts
+    steps: int = 800  # of the supervised warm start
 
 
 def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float]:

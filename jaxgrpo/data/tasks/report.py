@@ -23,7 +23,7 @@ from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.data.tasks.base import Task, Worked, rights
 
 MARKERS = {"u": "xy", "v": "yx"}  # marker -> the likelier letter, and the other
-LEANING = 0.65  # probability of the likelier letter
+LEANING = 0.8  # probability of the likelier letter
 LETTERS = 19  # before the digits, and after them
 BAR = "|"
 

@@ -15,7 +15,7 @@ from jaxgrpo.experiments.compare import experiment as experiments
 
 
 def test_the_arms_differ_in_the_reward_and_the_filter_alone():
-    cases = experiments.make_cases(experiments.load(x6_reflection.NAME))
+    cases = experiments.make_cases(experiments.load(x6_reflection.FILE))
     assert len(cases) == 24
     filters = {case.arm: dict(case.config.rollout.prompts)["use"] for case in cases}
     for arm, use in filters.items():
@@ -39,11 +39,12 @@ def test_the_target_is_reached_between_two_evaluations():
 @pytest.mark.full
 def test_the_smoke_form_becomes_a_page_and_a_figure(tmp_path):
     make_base.make_base(tmp_path / "base", "report", steps=60, batch=32, hidden_size=32)
-    tables = tomllib.loads((experiments.SHIPPED_EXPERIMENTS / "x6_reflection.toml").read_text())
+    tables = tomllib.loads(x6_reflection.FILE.read_text())
     tables["arms"] = {name: tables["arms"][name] for name in ("correct", "var", "var_filter")}
     tables |= {"seeds": 1, "dir": str(tmp_path / "out")}
     tables["set"]["train"] = {"steps": 4}
     tables["set"]["model"] = {"path": str(tmp_path / "base")}
+    tables["set"]["data"]["path"] = "task:report:train"
     tables["set"]["eval"] |= {"every": 2, "prompts": 16}
     file = tmp_path / "x6_smoke.toml"
     file.write_text(tomli_w.dumps(tables))

@@ -80,6 +80,7 @@ def flat(p, size):
     return p**size + (1 - p) ** size
 
 
+@pytest.mark.full
 def test_on_equal_prompts_the_gap_is_zero_within_its_interval(probes):
     for size in (2, 4, 8, 16):
         group = probes["equal"]["degeneracy"][str(size)]
@@ -164,6 +165,7 @@ def test_the_advice_tells_bimodal_from_equal_prompts(probes):
     assert "`sign`" not in says["equal"]
 
 
+@pytest.mark.full
 def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(folders, monkeypatch, capsys):
     draw = command.draw
 
