@@ -74,6 +74,7 @@ from jaxgrpo.advantages.trees import (
     tree_process,
     tree_subgroup,
 )
+from jaxgrpo.advantages.turns import turn_normalise, turn_returns
 from jaxgrpo.advantages.weights import (
     darling,
     shrink_rare_success,
@@ -154,6 +155,8 @@ __all__ = [
     "tree_process",
     "tree_subgroup",
     "truncated_importance",
+    "turn_normalise",
+    "turn_returns",
     "unlikeliness",
     "weight_by_absolute_advantage",
     "weight_by_learnability",

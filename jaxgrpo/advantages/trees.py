@@ -58,10 +58,10 @@ def tree_normalise(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         ids = base.read_field("tree_normalise", field, rollouts)
-        tree, prompt = _node(value, ids, mask), stats.summary(value, mask)
+        tree, prompt = node_summary(value, ids, mask), stats.summary(value, mask)
         eps_value = jnp.asarray(base.at_step(eps, rollouts, value.dtype), value.dtype)
         total = jnp.zeros_like(value)
-        tree_variance = _variance(value, ids, mask, tree, ddof)
+        tree_variance = node_variance(value, ids, mask, tree, ddof)
         prompt_variance = stats.variance(value, mask, ddof=ddof, about=prompt)
         for node, variance in ((tree, tree_variance), (prompt, prompt_variance)):
             part = node.centred(value)
@@ -154,7 +154,7 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
         total, weight, subgroups = (jnp.zeros_like(value) for _ in range(3))
         for depth in range(path.shape[-1]):
             ids = path[..., depth]
-            node = _node(value, ids, signal.mask & (ids >= 0))
+            node = node_summary(value, ids, signal.mask & (ids >= 0))
             shared = (node.count > 1).astype(value.dtype)
             size = shared * (node.count.astype(value.dtype) if weighting == "size" else 1)
             total = total + size * (value - node.mean)
@@ -213,7 +213,7 @@ def _pairs(ids: Array, mask: Array) -> Array:
     return (ids[:, :, None] == ids[:, None]) & mask[:, :, None]
 
 
-def _node(value: Array, ids: Array, mask: Array) -> stats.Summary:
+def node_summary(value: Array, ids: Array, mask: Array) -> stats.Summary:
     """What each leaf [P, G] finds at one node above it; masked leaves are of no node."""
     same_node = _pairs(ids, mask)
     other_value = jnp.broadcast_to(value[:, :, None], same_node.shape)
@@ -223,7 +223,7 @@ def _node(value: Array, ids: Array, mask: Array) -> stats.Summary:
     return stats.Summary(low, high, *(jnp.where(mask, statistic, 0) for statistic in statistics))
 
 
-def _variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: int) -> Array:
+def node_variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: int) -> Array:
     same_node = _pairs(ids, mask)
     squares = jnp.broadcast_to(jnp.square(node.centred(value))[:, :, None], same_node.shape)
     (total,) = reduce(summed(squares, same_node), axis=1)
@@ -235,11 +235,11 @@ def _steps(
 ) -> list[Array]:
     """Per depth [P, G]: what its node adds against the prompt and its parent; 0 without a node."""
     prompt_weight, parent_weight = (jnp.asarray(weight, value.dtype) for weight in weights)
-    prompt = _node(value, jnp.zeros(mask.shape, jnp.int32), mask).mean
+    prompt = node_summary(value, jnp.zeros(mask.shape, jnp.int32), mask).mean
     steps, parent = [], None
     for depth in range(path.shape[-1]):
         has_node = path[..., depth] >= 0
-        node = _node(value, path[..., depth], mask & has_node)
+        node = node_summary(value, path[..., depth], mask & has_node)
         step = prompt_weight * (node.mean - prompt)
         if parent is not None:
             step = step + parent_weight * (node.mean - parent)

@@ -51,6 +51,9 @@ FIELDS: dict[str, Field] = {
     "token_value": Field(PER_TOKEN, float, "estimated return from the token on"),
     "planning": Field(PER_TOKEN, bool, "whether the token plans"),
     "token_depth": Field(PER_TOKEN, int, "depth of the tree's node that the token belongs to"),
+    "turn": Field(PER_TOKEN, int, "the turn that the token belongs to, -1 for none"),
+    "turn_reward": Field("[P, G, K]", float, "what the environment gave for each turn"),
+    "state_hash": Field("[P, G, K]", int, "a hash of what was said before each turn"),
     "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
     "thought_tokens": Field("[P, G]", int, "tokens of each sample that are its thought"),
     **{

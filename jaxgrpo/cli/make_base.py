@@ -82,8 +82,7 @@ def make_base(
       out: the folder to write; made where it does not exist.
       task: a generated one's name, or one of your own.
       seed: of the initial weights and of the draws from the corpus.
-      steps: None: those of the task, twice as many where queries and keys are not normed
-        (docs/quickstart.md).
+      steps: None: the task's, or twice that without normed queries and keys (docs/quickstart.md).
       batch: texts per step.
       progress: called after each dispatch, from the calling thread.
 
@@ -98,8 +97,7 @@ def make_base(
             raise InputError(f"make-base: {name} = {value}: give 1 or more")
     generated = tasks.find(task) if isinstance(task, str) else task
     folders.refuse_unless_ours(Path(out))
-    tokenizer = character_tokenizer(generated.alphabet)
-    tokenizer.chat_template = generated.chat_template
+    tokenizer = character_tokenizer(generated.alphabet, generated.chat_template)
     corpus = encode(generated.corpus(), tokenizer)
     config = base_config(len(tokenizer), hidden_size, num_layers, family)
     steps = steps or generated.steps * (2 if config.query_key_norm == "none" else 1)

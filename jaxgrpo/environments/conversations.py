@@ -103,6 +103,7 @@ class Conversations:
         self.counts: Counter[str] = Counter()
         self.problem: str = ""  # of the last sample that broke, with where
         self._running: dict[Key, Conversation] = {}
+        self._prompts: dict[int, list[int]] = {}  # of rows whose environment says nothing first
         self._kinds_by_key: dict[Key, str] = {}
 
     def open(
@@ -188,10 +189,15 @@ class Conversations:
             return None
 
     def _prompt(self, key: Key, row: int, observation: str | None) -> list[int]:
+        if observation is None and row in self._prompts:
+            return self._prompts[row]
         conversation, chat = self._running[key], self._chats[self._kinds_by_key[key]]
         prompt = conversation.prompt = joined(conversation.prompt, observation)
         text = chats.write(chat, prompt, f"row {row}", is_limited=False)
-        return list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
+        ids = list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
+        if observation is None:
+            self._prompts[row] = ids
+        return ids
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
         text = self._decoded(key, ids)
@@ -214,13 +220,13 @@ class Conversations:
         self.counts.update(answer.problems)
         conversation.messages.append(answer.reading.as_message())
         tokens = history.between(answer.messages, last) if answer.messages else None
-        state = zlib.crc32("\n".join(message["content"] for message in answer.messages).encode())
+        state = hash_state("\n".join(m["content"] for m in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
             self.counts["cut"] += 1
             tokens = None
         if tokens is not None:
             conversation.messages += answer.messages
-        return Reply(*key, tokens, answer.reward, state & 0x7FFFFFFF)
+        return Reply(*key, tokens, answer.reward, state)
 
     def _decoded(self, key: Key, ids: Sequence[int]) -> str:
         """The text of a turn without the token that ended it."""
@@ -236,6 +242,11 @@ class Conversations:
         conversation = self._running[key]
         conversation.problem = problem
         self.problem = f"{type(conversation.partner.environment).__name__}: {problem}"
+
+
+def hash_state(content: bytes) -> int:
+    """A hash within int32 of what the model was told: equal content is one state."""
+    return zlib.crc32(content) & 0x7FFFFFFF
 
 
 def joined(prompt: Any, observation: str | None) -> Any:

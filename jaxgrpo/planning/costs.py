@@ -98,7 +98,9 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     prompts, group = geometry.num_prompts, geometry.group_size
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
     mesh = blueprint.samples_on
-    sizes = Sizes.for_prompts(settings.slots, sharding.num_bins(mesh), prompts, group, width)
+    sizes = Sizes.for_prompts(
+        settings.slots, sharding.num_bins(mesh), prompts, group, width, settings.turn_tokens
+    )
     params = sampler_params(run)
     looked_up = 0 if config.tie_embeddings else memory.on_device(params["embed"])
     weights = memory.on_device(params) - looked_up

@@ -95,7 +95,7 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     # Which tokens end a sample changes no shape, so no tokenizer is read.
     path = config.model.path
     model_on_mesh = Pretrained(path, mesh, Path(path), None, built, config.lora.path)
-    sampling = make_sampling_settings(config.rollout, (0,), 0)
+    sampling = make_sampling_settings(config.rollout, (0,), 0)._replace(max_turns=config.turns)
     method = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
     return Run(config, *method, abstract_learner(method.blueprint))
 
@@ -220,7 +220,9 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
         return placed(traced.out_info, out)
 
     groups = geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens
-    sizes = Sizes.for_prompts(blueprint.sampling.slots, bins, *groups)
+    sizes = Sizes.for_prompts(
+        blueprint.sampling.slots, bins, *groups, blueprint.sampling.turn_tokens
+    )
     params = laid_out(jax.jit(programs.split), sampler_params(run))
     state = laid_out(programs.begin, sizes)
     shape = (bins, *chunk_shape(sizes))

@@ -7,14 +7,21 @@ submit the same requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts
-from jaxgrpo.environments.conversations import Conversation, Conversations, Key, Reply
+from jaxgrpo.environments.conversations import (
+    Conversation,
+    Conversations,
+    Key,
+    Reply,
+    hash_state,
+)
+from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.engine import COMPLETE, Request, Turn
 from jaxgrpo.rollout.exchange import gather_json
 from jaxgrpo.rollout.selection import pad_prompts
@@ -73,6 +80,7 @@ class Dialogue:
         self._local = {*opened}
         shares = gather_json([[*key, ids] for key, ids in opened.items()])
         by_key = {(o, s): np.asarray(ids, np.int32) for share in shares for o, s, ids in share}
+        self._states = {key: [hash_state(ids.tobytes())] for key, ids in by_key.items()}
         width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
         for ordinal in places:
             group = [by_key[ordinal, sample] for sample in range(group_size)]
@@ -138,7 +146,8 @@ class Dialogue:
         for key in keys:
             del self._due[key]
             self._rewards.setdefault(key, []).append(by_key[key].reward)
-            self._states.setdefault(key, []).append(by_key[key].state)
+            if by_key[key].tokens is not None:
+                self._states[key].append(by_key[key].state)
         return [by_key[key] for key in keys]
 
     def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
@@ -154,18 +163,23 @@ class Dialogue:
         flags = [(self._ordinals[p], s) in broken for p in range(groups) for s in range(samples)]
         return np.reshape(flags, (groups, samples))
 
-    @property
-    def problem(self) -> dict[str, str]:
-        """How the last environment broke, in this process; {}: none did."""
-        problem = self.conversations.problem
-        return {"environment": problem} if problem else {}
+    def without_broken(
+        self, scores: Mapping[str, np.ndarray], log: RewardLog
+    ) -> tuple[dict[str, np.ndarray], RewardLog]:
+        """The scores [P, G] without those of samples that cannot be scored, and the log with how
+        the last environment of this process broke."""
+        samples = next(iter(scores.values())).shape
+        unscored, problem = self.unscored(*samples), self.conversations.problem
+        scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
+        messages = {"environment": problem} if problem else {}
+        return scores, log._replace(messages=log.messages | messages)
 
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
         """Of the samples [P, G, T] of a batch that has ended.
 
         Returns: "turn" [P, G, T] int32, the turn of a token that was drawn and of what answers it,
         -1 elsewhere; of each turn "turn_reward" [P, G, K] float32, 0 where there is none, and
-        "state_hash" [P, G, K] int32, of what answered it, 0 where nothing did.
+        "state_hash" [P, G, K] int32, of what was said before it, 0 where there is no such turn.
         """
         turns = np.full(mask.shape, -1, np.int32)
         shape = (*mask.shape[:2], self.bounds.most)

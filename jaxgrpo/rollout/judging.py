@@ -238,15 +238,9 @@ class Judge(NamedTuple):
         for part in parts:
             for name, values in part.scores.items():
                 scores[name][part.places] = values
-        if dialogue is not None:
-            unscored = dialogue.unscored(groups, samples)
-            scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
-            parts = [
-                part._replace(log=_with_messages(part.log, dialogue.problem)) for part in parts
-            ]
         logs = [part.log if len(parts) == 1 else _weighed(part, samples) for part in parts]
-        places = [part.places for part in parts]
-        return scores, merge_logs(logs, places, groups, samples)
+        log = merge_logs(logs, [part.places for part in parts], groups, samples)
+        return (scores, log) if dialogue is None else dialogue.without_broken(scores, log)
 
 
 def judge_early(
@@ -285,10 +279,6 @@ def judge_early(
                     raise
                 has_failed = True
     return early
-
-
-def _with_messages(log: RewardLog, messages: Mapping[str, str]) -> RewardLog:
-    return log._replace(messages={**log.messages, **messages})
 
 
 def _weighed(part: Judged, samples: int) -> RewardLog:

@@ -34,6 +34,9 @@ OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
 
 
+BROKEN = "an environment broke: its sample is not scored (environment/broken counts them)"
+
+
 @dataclasses.dataclass(frozen=True)
 class StepEnd:
     """A step that has been taken."""
@@ -119,7 +122,9 @@ def count_work(opened: OpenRun) -> Hook:
         for name, message in step.collected.reward_log.messages.items():
             if name not in progress.reported:
                 progress.reported.add(name)
-                display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
+                is_reward = name != "environment"
+                why = 'left unscored, as on_error = "unscored" says' if is_reward else BROKEN
+                display.say(f"{message}\n{why}")
         flops = step_flops(config.product_weights, trained, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 

@@ -165,9 +165,9 @@ def check_length(rollout: RolloutKeys, path: str, stored: ModelConfig, answer: i
 
 
 def sampling_settings(
-    rollout: RolloutKeys, pretrained: Pretrained, has_turns: bool = False
+    rollout: RolloutKeys, pretrained: Pretrained, turns: int = 1
 ) -> SamplingSettings:
-    """How a config samples from a model, whose samples are answered where they have turns.
+    """How a config samples from a model, in so many turns at most.
 
     Raises: InputError where no token ends a sample.
     """
@@ -186,8 +186,7 @@ def sampling_settings(
         rollout, ends, pad, StopStrings(tokenizer, strings) if strings else None
     )
     interruption = make_interruption(rollout.interrupt, tokenizer, longest)
-    most = rollout.max_turns if has_turns else 1
-    return settings._replace(interruption=interruption, max_turns=most)
+    return settings._replace(interruption=interruption, max_turns=turns)
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:

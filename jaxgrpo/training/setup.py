@@ -310,7 +310,7 @@ def build_method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling or sampling_settings(rollout, pretrained, config.has_turns),
+        sampling=sampling or sampling_settings(rollout, pretrained, config.turns),
         mesh=mesh,
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},

@@ -202,7 +202,12 @@ def test_rewards_of_turns_and_hashes_of_states_are_fields():
         answered = int((reward[place, sample] != 0).sum())
         assert answered in (turns[place, sample] - 1, turns[place, sample])
         np.testing.assert_array_equal(reward[place, sample][:answered], np.arange(answered) + 1)
-    assert len({*state[state != 0].tolist()} - {0}) <= 2  # "same", and the end
+    # Before a first turn there is the prompt, before all others the same answer.
+    assert (state[..., 0][..., None] == state[:, :1, :1]).all()
+    assert len({*state[..., 0].ravel().tolist()}) == PROMPTS
+    later = state[..., 1:][np.arange(1, TURNS) < turns[..., None]]
+    assert later.size
+    assert len({*later.tolist()}) == 1
     total = [c.reward() for place in range(PROMPTS) for c in dialogue.spoken([place], GROUP)]
     np.testing.assert_array_equal(np.reshape(total, (PROMPTS, GROUP)), reward.sum(-1))
 

@@ -15,7 +15,7 @@ from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import registry
 from jaxgrpo.core.types import Rollouts
 
-P, G, T, S, J, D = 8, 5, 6, 3, 4, 3
+P, G, T, S, J, D, K = 8, 5, 6, 3, 4, 3, 3
 ROWS = 5
 MISSING = {(1, 2), (3, 0), (5, 4), *((6, sample) for sample in range(G))}
 """(prompt, sample) that no reward could score; prompt 6 has no scored sample at all."""
@@ -86,6 +86,9 @@ def make_fields(random: np.random.Generator, logp: np.ndarray) -> dict[str, jax.
             np.int32
         ),
         "difficulty": random.random(P).astype(dtype),
+        "turn": np.minimum(np.arange(T) // 2 + 0 * parents[..., None], K - 1).astype(np.int32),
+        "turn_reward": random.normal(size=(P, G, K)).astype(dtype),
+        "state_hash": random.integers(0, 3, (P, G, K)).astype(np.int32),
     }
     return {name: jnp.asarray(value) for name, value in values.items()}
 

@@ -30,6 +30,7 @@ from jaxgrpo.advantages.recipes.several import (
     ema,
     f_dpg,
     gdpo,
+    gigpo,
     hicra,
     rlcr,
     spo,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxgrpo.advantages import filtered_model, streams, tokens, trees
+from jaxgrpo.advantages import filtered_model, streams, tokens, trees, turns
 from jaxgrpo.advantages import weights as diversity
 from jaxgrpo.advantages.absolute import clip_advantage
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
@@ -188,6 +188,34 @@ def tree_grpo(
     [[0.5, -0.5]]
     """
     return sum_then("tree_grpo", weights, trees.tree_normalise(eps, ddof))
+
+
+def gigpo(
+    gamma: Scheduled = 0.95,
+    weight: Scheduled = 1.0,
+    std: bool = True,
+    eps: Scheduled = 1e-6,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, normalised within the group, plus each turn among the turns in the same state.
+
+    Use it when samples have turns and meet the same states again, as in games and shops.
+
+    Needs the fields `turn` [P, G, T], `turn_reward` and `state_hash` [P, G, K]: in a run set
+    `environment` or `tools`.
+
+    Args:
+      gamma, weight, std, eps: as of the part `turn_normalise`.
+
+    Source: GiGPO, arXiv 2505.10978.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"turn": [[[0], [0]]], "turn_reward": [[[0.0], [0.0]]], "state_hash": [[[7], [7]]]}
+    >>> options = {"gamma": 1.0, "std": False}
+    >>> evaluate("gigpo", [[1.0, 0.0]], options=options, **fields)[0].tolist()
+    [[[1.0], [-1.0]]]
+    """
+    return sum_then("gigpo", weights, turns.turn_normalise(gamma, weight, std, eps))
 
 
 def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> AdvantageTransform:

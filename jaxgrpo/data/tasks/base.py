@@ -40,7 +40,9 @@ def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float]:
     return [float(answer == str(gold)) for answer, gold in zip(answers, golds, strict=True)]
 
 
-def character_tokenizer(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
+def character_tokenizer(
+    alphabet: Sequence[str], chat_template: str | None = None
+) -> PreTrainedTokenizerFast:
     """One token per character or word of `alphabet`, after the pad, end and unknown tokens.
 
     Encoding adds no special token; decoding joins the characters and puts nothing between them.
@@ -71,4 +73,5 @@ def character_tokenizer(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
     )

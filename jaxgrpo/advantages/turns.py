@@ -1,0 +1,177 @@
+"""Advantages of samples that have turns: what each turn earned, and among which it is compared.
+
+The fields, by their default names:
+
+    turn         [P, G, T] int      the turn that a token belongs to, -1 for none
+    turn_reward  [P, G, K] float    what the environment gave for each turn; 0: nothing
+    state_hash   [P, G, K] int      what the model had been told before each turn: equal is equal
+
+A run with tools or environments brings them (docs/environments.md).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import base, stats, trees
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, Signal
+
+_BASELINES = ("turn", "none")
+
+
+def turn_returns(
+    gamma: Scheduled = 1.0,
+    baseline: str = "turn",
+    turn: str = "turn",
+    turn_reward: str = "turn_reward",
+) -> AdvantageTransform:
+    """Gives the tokens of a turn what is earned from this turn on.
+
+        R[k] = sum_{j >= k} gamma^(j - k) r[j],   r[last] += r - sum_j r[j]
+        a[t] = R[k] - mean_g R[k],   k the turn of token t
+
+    The reward of the sample that its turns did not bring counts at its last turn, so that the
+    rewards of the turns add up to it. The mean is over the samples of the group that have a turn
+    of that number. With one turn it is centred GRPO.
+
+    Args:
+      gamma: the discount; a number or a function of the step.
+      baseline: "turn", that mean; "none" subtracts nothing.
+      turn, turn_reward: names of the fields.
+
+    Signal: [P, G], rewards -> [P, G, T], mask = that of the sample on its token_mask.
+    Raises: InputError on values that are already [P, G, T].
+    Metrics: turns, the mean number of turns.
+    Source: reward-to-go, Sutton and Barto 2018 (13.4), by turns; the mean is a group's baseline.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"turn": [[[0, 1], [0, 1]]], "turn_reward": [[[1.0, 0.0], [0.0, 0.0]]]}
+    >>> fields["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate(turn_returns(), [[1.0, 1.0]], **fields)[0].tolist()
+    [[[0.0, -0.5], [0.0, 0.5]]]
+    """
+    base.check_choice("turn_returns", _BASELINES, baseline=baseline)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        turns = _drawn_turns("turn_returns", turn, rollouts)
+        rewards = base.read_field("turn_returns", turn_reward, rollouts)
+        returns, valid = _returns(signal, turns, rewards, base.at_step(gamma, rollouts, float))
+        if baseline == "turn":
+            returns = returns - stats.mean(returns, valid)
+        spread = _on_turns(jnp.where(valid, returns, 0), turns)
+        mask = (turns >= 0) & signal.mask[..., None]
+        value = jnp.where(mask, spread, 0).astype(signal.value.dtype)
+        return Signal(value=value, mask=mask), {"turns": mean(valid.sum(-1), signal.mask)}
+
+    needs = frozenset({turn, turn_reward})
+    relative = baseline == "turn"
+    return base.stateless("turn_returns", apply, needs=needs, levels=(2,), relative=relative)
+
+
+def turn_normalise(
+    gamma: Scheduled = 0.95,
+    weight: Scheduled = 1.0,
+    std: bool = True,
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    turn: str = "turn",
+    turn_reward: str = "turn_reward",
+    state: str = "state_hash",
+) -> AdvantageTransform:
+    """Normalises a sample among its group and each turn among turns in its state, and adds both.
+
+        a[t] = (r - mean_group r) / (std_group r + eps)
+             + weight (R[k] - mean_same R[k]) / (std_same R[k] + eps),   k the turn of token t
+
+    R as of `turn_returns`; "same" are the turns of all samples of the group, of any number, before
+    which the model had been told the same (equal `state`). A part is exactly 0 where all are equal
+    or there are fewer than two. Without turns that meet it is GRPO.
+
+    Args:
+      gamma: the discount; a number or a function of the step.
+      weight: of the second part; a number or a function of the step.
+      std: False subtracts the two means only.
+      eps: added to the standard deviations, in units of reward; a number or a function of the step.
+      ddof: 0 divides the variances by n, 1 by n - 1.
+      turn, turn_reward, state: names of the fields.
+
+    Signal: [P, G], rewards -> [P, G, T], mask = that of the sample on its token_mask.
+    Raises: InputError on values that are already [P, G, T].
+    Metrics: alone, the share of turns that no other turn of the group shares a state with.
+    Source: GiGPO, arXiv 2505.10978 (episode and step advantages, and their sum).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"turn": [[[0, 1], [0, 1]]], "turn_reward": [[[1.0, 0.0], [0.0, 0.0]]]}
+    >>> fields |= {"state_hash": [[[7, 8], [7, 9]]], "token_mask": [[[True] * 2] * 2]}
+    >>> evaluate(turn_normalise(1.0, std=False), [[1.0, 0.0]], **fields)[0].tolist()
+    [[[1.0, 0.5], [-1.0, -0.5]]]
+    """
+    stats.check_ddof("turn_normalise", ddof)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        turns = _drawn_turns("turn_normalise", turn, rollouts)
+        rewards = base.read_field("turn_normalise", turn_reward, rollouts)
+        states = base.read_field("turn_normalise", state, rollouts)
+        returns, valid = _returns(signal, turns, rewards, base.at_step(gamma, rollouts, float))
+        value, dtype = stats.widen(signal.value), returns.dtype
+        eps_value = jnp.asarray(base.at_step(eps, rollouts, dtype), dtype)
+        episode = stats.summary(value, signal.mask)
+        variance = stats.variance(value, signal.mask, ddof=ddof, about=episode)
+        total = _divided(episode, value, variance, std, eps_value)
+        flat = returns.shape[0], -1
+        steps, members, ids = (x.reshape(flat) for x in (returns, valid, states))
+        same = trees.node_summary(steps, ids, members)
+        variance = trees.node_variance(steps, ids, members, same, ddof)
+        step = _divided(same, steps, variance, std, eps_value)
+        step = jnp.where(members, step, 0).reshape(returns.shape)
+        step = jnp.asarray(base.at_step(weight, rollouts, dtype), dtype) * step
+        spread = total[..., None] + _on_turns(step, turns)
+        mask = (turns >= 0) & signal.mask[..., None]
+        spread = jnp.where(mask, spread, 0).astype(signal.value.dtype)
+        return Signal(value=spread, mask=mask), {"alone": mean(same.count < 2, members)}
+
+    needs = frozenset({turn, turn_reward, state})
+    return base.stateless("turn_normalise", apply, needs=needs, levels=(2,), relative=True)
+
+
+def _drawn_turns(name: str, field: str, rollouts: Rollouts) -> Array:
+    """The turn of each token that the policy chose, -1 elsewhere."""
+    tokens = base.read(name, rollouts, "token_mask").astype(bool)
+    return jnp.where(tokens, base.read_field(name, field, rollouts), -1)
+
+
+def _returns(
+    signal: Signal, turns: Array, rewards: Array, gamma: float | Array
+) -> tuple[Array, Array]:
+    """R [P, G, K], and which turns there are; those of masked samples are none."""
+    number = turns.max(-1, keepdims=True) + 1  # [P, G, 1]
+    index = jnp.broadcast_to(jnp.arange(rewards.shape[-1]), rewards.shape)
+    valid = (index < number) & signal.mask[..., None]
+    rewards = jnp.where(valid, stats.widen(rewards), 0)
+    rest = stats.widen(signal.value).astype(rewards.dtype) - rewards.sum(-1)
+    rewards = rewards + jnp.where(index == number - 1, rest[..., None], 0)
+    rewards = jnp.where(valid, rewards, 0)
+    total, returns = jnp.zeros_like(rest), []
+    for turn in range(rewards.shape[-1] - 1, -1, -1):
+        total = rewards[..., turn] + jnp.asarray(gamma, rewards.dtype) * total
+        returns.append(total)
+    return jnp.stack(returns[::-1], axis=-1), valid
+
+
+def _divided(group: stats.Summary, value: Array, variance: Array, std: bool, eps: Array) -> Array:
+    """What a value is above the mean of its group, over the deviation; 0 in a flat group."""
+    part = group.centred(value)
+    if std:
+        part = part / jnp.where(group.flat, 1, jnp.sqrt(variance) + eps)
+    return jnp.where(group.flat, 0, part)
+
+
+def _on_turns(values: Array, turns: Array) -> Array:
+    """[P, G, K] -> [P, G, T] by the turn of the token; 0 for none. Few turns: no gather."""
+    spread = jnp.zeros(turns.shape, values.dtype)
+    for turn in range(values.shape[-1]):
+        spread = jnp.where(turns == turn, values[..., turn, None], spread)
+    return spread

@@ -1,0 +1,133 @@
+"""Advantages of turns against loops in float64, written from the papers."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgrpo.advantages import evaluate, to_tokens, turn_normalise, turn_returns
+from jaxgrpo.core.errors import InputError
+
+P, G, K, T = 5, 6, 4, 12
+
+
+def drawn(seed=0):
+    """Samples of 1 to K turns, whose tokens are divided among them, some not drawn."""
+    random = np.random.default_rng(seed)
+    number = random.integers(1, K + 1, (P, G))
+    turn, mask = np.full((P, G, T), -1), np.zeros((P, G, T), bool)
+    for place in np.ndindex(P, G):
+        length = random.integers(number[place] + 2, T + 1)
+        cuts = np.sort(random.choice(np.arange(1, length), number[place] - 1, replace=False))
+        turn[place][:length] = np.searchsorted(cuts, np.arange(length), side="right")
+        firsts = [0, *cuts]
+        mask[place][firsts] = True
+        mask[place][:length] |= random.random(length) < 0.5
+    reward = random.normal(size=(P, G, K)) * (np.arange(K) < number[..., None])
+    state = random.integers(0, 3, (P, G, K))
+    scored = random.random((P, G)) < 0.8
+    total = random.normal(size=(P, G))
+    total[1] = 1.0  # a flat group
+    return number, turn, mask, reward, state, scored, total
+
+
+def returns(number, reward, total, gamma):
+    out = np.zeros((P, G, K))
+    for place in np.ndindex(P, G):
+        earned = reward[place][: number[place]].copy()
+        earned[-1] += total[place] - earned.sum()
+        for k in range(number[place]):
+            out[place][k] = sum(gamma ** (j - k) * earned[j] for j in range(k, number[place]))
+    return out
+
+
+def evaluated(part, case):
+    _, turn, mask, reward, state, scored, total = case
+    fields = {"turn": turn, "turn_reward": reward, "token_mask": mask}
+    fields |= {"state_hash": state} if "state_hash" in part.needs else {}
+    return evaluate(part, np.where(scored, total, np.nan), **fields)
+
+
+def assert_tokens(value, case, per_turn):
+    """Each drawn token of a scored sample has what its turn has; all others 0."""
+    _, turn, mask, _, _, scored, _ = case
+    expected = np.zeros((P, G, T))
+    for place in np.ndindex(P, G):
+        for token in np.flatnonzero(mask[place] & scored[place]):
+            expected[place][token] = per_turn[place][turn[place][token]]
+    np.testing.assert_allclose(value, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+@pytest.mark.parametrize("baseline", ["turn", "none"])
+def test_a_turn_gets_what_is_earned_from_it_on(gamma, baseline):
+    with jax.enable_x64():
+        case = drawn()
+        number, _, _, reward, _, scored, total = case
+        value, *_ = evaluated(turn_returns(gamma, baseline), case)
+        expected = returns(number, reward, total, gamma)
+        if baseline == "turn":
+            raw = expected.copy()
+            for p, k in np.ndindex(P, K):
+                there = [g for g in range(G) if scored[p, g] and number[p, g] > k]
+                if there:
+                    expected[p, there, k] -= raw[p, there, k].mean()
+        assert_tokens(value, case, expected)
+
+
+@pytest.mark.parametrize("std", [True, False])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_turns_are_compared_with_turns_in_the_same_state(std, ddof):
+    gamma, weight, eps = 0.9, 0.5, 1e-3
+    with jax.enable_x64():
+        case = drawn(1)
+        number, _, _, reward, state, scored, total = case
+        value, *_ = evaluated(turn_normalise(gamma, weight, std, eps, ddof), case)
+        r = returns(number, reward, total, gamma)
+
+        def divided(values, own):
+            if len(values) < 2 or np.ptp(values) == 0:
+                return 0.0
+            return (own - np.mean(values)) / (np.std(values, ddof=ddof) + eps if std else 1)
+
+        expected = np.zeros((P, G, K))
+        for p in range(P):
+            members = [g for g in range(G) if scored[p, g]]
+            steps = [(g, k) for g in members for k in range(number[p, g])]
+            for g, k in steps:
+                alike = [r[p, i, j] for i, j in steps if state[p, i, j] == state[p, g, k]]
+                episode = divided(total[p, members], total[p, g])
+                expected[p, g, k] = episode + weight * divided(alike, r[p, g, k])
+        assert_tokens(value, case, expected)
+
+
+def test_without_turns_that_meet_it_is_grpo():
+    number, turn, mask, reward, _, scored, total = drawn(2)
+    state = np.arange(P * G * K).reshape(P, G, K)
+    case = number, turn, mask, reward, state, scored, total
+    value, tokens = evaluated(turn_normalise(), case)
+    rewards = np.where(scored, total, np.nan)
+    plain = np.asarray(evaluate("grpo", rewards, options={"eps": 1e-6})[0])
+    np.testing.assert_allclose(value, np.where(tokens, plain[..., None], 0), atol=1e-5)
+
+
+def test_what_answers_a_sample_has_no_value_and_is_not_read():
+    case = drawn(3)
+    number, turn, mask, reward, state, scored, total = case
+    value, tokens = evaluated(turn_returns(), case)
+    assert not np.asarray(tokens)[~mask].any()
+    changed = np.where(mask, turn, 3)
+    again, _ = evaluated(turn_returns(), (number, changed, mask, reward, state, scored, total))
+    np.testing.assert_array_equal(value, again)
+
+
+def test_values_of_tokens_and_unknown_baselines_are_refused():
+    with pytest.raises(InputError, match="baseline"):
+        turn_returns(baseline="group")
+    with pytest.raises(InputError, match="ddof"):
+        turn_normalise(ddof=2)
+    fields = {"turn": np.zeros((1, 2, 3), int), "turn_reward": np.zeros((1, 2, 1))}
+    fields["token_mask"] = np.ones((1, 2, 3), bool)
+    with pytest.raises(InputError, match="turn_returns"):
+        evaluate([to_tokens(), turn_returns()], np.zeros((1, 2)), **fields)
