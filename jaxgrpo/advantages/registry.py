@@ -26,6 +26,7 @@ from jaxgrpo.advantages import (
     tokens,
     tracked,
     trees,
+    turns,
     weights,
 )
 from jaxgrpo.advantages.base import AdvantageTransform, as_floats, transform
@@ -59,7 +60,7 @@ def _factories(*modules: ModuleType) -> dict[str, Factory]:
 
 parts: dict[str, Factory] = _factories(
     *(streams, group, batch, masks, absolute, weights, tracked, reflection, filtered_model),
-    *(tokens, kl_return, mismatch, scored, trees),
+    *(tokens, kl_return, mismatch, scored, trees, turns),
 )
 recipes: dict[str, Factory] = _factories(group_recipes, several, peers)
 

@@ -60,7 +60,8 @@ def turn_returns(
         rewards = base.read_field("turn_returns", turn_reward, rollouts)
         returns, valid = _returns(signal, turns, rewards, base.at_step(gamma, rollouts, float))
         if baseline == "turn":
-            returns = returns - stats.mean(returns, valid)
+            group = stats.summary(returns, valid)
+            returns = jnp.where(group.flat, 0, group.centred(returns))
         spread = _on_turns(jnp.where(valid, returns, 0), turns)
         mask = (turns >= 0) & signal.mask[..., None]
         value = jnp.where(mask, spread, 0).astype(signal.value.dtype)
@@ -133,14 +134,15 @@ def turn_normalise(
         spread = jnp.where(mask, spread, 0).astype(signal.value.dtype)
         return Signal(value=spread, mask=mask), {"alone": mean(same.count < 2, members)}
 
+    # Not relative: a sample that meets one state twice says something by itself.
     needs = frozenset({turn, turn_reward, state})
-    return base.stateless("turn_normalise", apply, needs=needs, levels=(2,), relative=True)
+    return base.stateless("turn_normalise", apply, needs=needs, levels=(2,))
 
 
 def _drawn_turns(name: str, field: str, rollouts: Rollouts) -> Array:
     """The turn of each token that the policy chose, -1 elsewhere."""
     tokens = base.read(name, rollouts, "token_mask").astype(bool)
-    return jnp.where(tokens, base.read_field(name, field, rollouts), -1)
+    return jnp.where(tokens, base.read_field(name, field, rollouts).astype(jnp.int32), -1)
 
 
 def _returns(
@@ -148,7 +150,7 @@ def _returns(
 ) -> tuple[Array, Array]:
     """R [P, G, K], and which turns there are; those of masked samples are none."""
     number = turns.max(-1, keepdims=True) + 1  # [P, G, 1]
-    index = jnp.broadcast_to(jnp.arange(rewards.shape[-1]), rewards.shape)
+    index = jnp.broadcast_to(jnp.arange(rewards.shape[-1], dtype=jnp.int32), rewards.shape)
     valid = (index < number) & signal.mask[..., None]
     rewards = jnp.where(valid, stats.widen(rewards), 0)
     rest = stats.widen(signal.value).astype(rewards.dtype) - rewards.sum(-1)

@@ -52,6 +52,14 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         "tree_process": [(adv.sum_rewards(), adv.tree_process())],
         "tree_subgroup": [(adv.sum_rewards(), adv.tree_subgroup(weighting="size"))],
         "token_share_weights": [(*every, adv.token_share_weights())],
+        "turn_returns": [
+            (adv.sum_rewards(), adv.turn_returns(_growing)),
+            (*start, adv.turn_returns(0.9, baseline="none")),
+        ],
+        "turn_normalise": [
+            (adv.sum_rewards(), adv.turn_normalise()),
+            (adv.sum_rewards(), adv.turn_normalise(_growing, _growing, ddof=0)),
+        ],
         "darling": [
             (adv.sum_rewards(), adv.darling()),
             (adv.sum_rewards(), adv.darling(field="classes", floor=_growing)),
@@ -67,6 +75,7 @@ def recipes() -> dict[str, list[Any]]:
         "tree_grpo": [adv.build("tree_grpo")],
         "tree_rl": [adv.build("tree_rl")],
         "tree_po": [adv.build("tree_po")],
+        "gigpo": [adv.build("gigpo")],
     }
 
 
