@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ P, G, K, T = 5, 6, 4, 12
 def drawn(seed=0):
     """Samples of 1 to K turns, whose tokens are divided among them, some not drawn."""
     random = np.random.default_rng(seed)
-    number = random.integers(1, K + 1, (P, G))
-    turn, mask = np.full((P, G, T), -1), np.zeros((P, G, T), bool)
+    number: Any = random.integers(1, K + 1, (P, G))
+    turn: Any = np.full((P, G, T), -1)
+    mask: Any = np.zeros((P, G, T), bool)
     for place in np.ndindex(P, G):
         length = random.integers(number[place] + 2, T + 1)
         cuts = np.sort(random.choice(np.arange(1, length), number[place] - 1, replace=False))

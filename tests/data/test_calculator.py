@@ -22,11 +22,15 @@ def chat(tools=(TOOL.schema,)):
     return Chat(tokenizer, calculator.TEMPLATE, "its template", None, {}, tools=tools)
 
 
+def question_in(prompt):
+    return re.findall(r"<user>(.*?)<end>", prompt)[0]
+
+
 def test_rows_are_products_and_no_test_problem_is_trained_on():
     rows = load("task:calculator:test", 200)
     assert all(str(eval(row["prompt"].rstrip("="))) == row["answer"] for row in rows)
     assert {row["level"] for row in rows} == {1, 2}
-    prompts = {re.search(r"<user>(.*?)<end>", text.prompt).group(1) for text in calculator.corpus()}
+    prompts = {question_in(text.prompt) for text in calculator.corpus()}
     assert not prompts & {row["prompt"] for row in rows}
     assert prompts & {row["prompt"] for row in load("task:calculator:train", 200)}
     with pytest.raises(InputError, match="calculator has no split 'dev'"):
@@ -37,8 +41,7 @@ def test_the_corpus_is_what_the_chat_template_writes():
     texts = calculator.corpus()[:600]
     render = chat().tokenizer.apply_chat_template
     for text in texts:
-        question = re.search(r"<user>(.*?)<end>", text.prompt).group(1)
-        messages = [{"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question_in(text.prompt)}]
         if called := re.search(r'"expression": "(.*?)"}}.*<tool>(\d+)<end>', text.prompt):
             function = {"name": "calculate", "arguments": {"expression": called.group(1)}}
             call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
