@@ -4,7 +4,7 @@ The fields, by their default names:
 
     turn         [P, G, T] int      the turn that a token belongs to, -1 for none
     turn_reward  [P, G, K] float    what the environment gave for each turn; 0: nothing
-    state_hash   [P, G, K] int      what the model had been told before each turn: equal is equal
+    state_hash   [P, G, K] int      what the model had read before each turn: equal is equal
 
 A run with tools or environments brings them (docs/environments.md).
 """
@@ -88,7 +88,7 @@ def turn_normalise(
              + weight (R[k] - mean_same R[k]) / (std_same R[k] + eps),   k the turn of token t
 
     R as of `turn_returns`; "same" are the turns of all samples of the group, of any number, before
-    which the model had been told the same (equal `state`). A part is exactly 0 where all are equal
+    which the model had read the same (equal `state`). A part is exactly 0 where all are equal
     or there are fewer than two. Without turns that meet it is GRPO.
 
     Args:

@@ -245,7 +245,7 @@ class Conversations:
 
 
 def hash_state(content: bytes) -> int:
-    """A hash within int32 of what the model was told: equal content is one state."""
+    """A hash within int32 of what the model has read: equal content is one state."""
     return zlib.crc32(content) & 0x7FFFFFFF
 
 
