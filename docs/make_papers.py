@@ -46,6 +46,7 @@ NOT_REPRODUCED = {
     "2503.19595": "pass@k gained in training; X2 has its expected gradient",
     "2503.20783": "its score in AIME with 7B; X2 has its expected gradient",
     "2504.07912": "which format wins at 150M and 1B; X13 trains a small model on three formats",
+    "2505.10978": "its scores in ALFWorld and WebShop: environments of many turns and 1.5B to 7B",
     "2504.14945": "its gains from a stronger model's solutions: such solutions",
     "2504.16084": "its gains in AIME without labels: models that are right now and then",
     "2504.19599": TASKS,
