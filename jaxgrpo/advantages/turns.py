@@ -11,6 +11,9 @@ A run with tools or environments brings them (docs/environments.md).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -111,32 +114,32 @@ def turn_normalise(
     [[[1.0, 0.5], [-1.0, -0.5]]]
     """
     stats.check_ddof("turn_normalise", ddof)
-
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        turns = _drawn_turns("turn_normalise", turn, rollouts)
-        rewards = base.read_field("turn_normalise", turn_reward, rollouts)
-        states = base.read_field("turn_normalise", state, rollouts)
-        returns, valid = _returns(signal, turns, rewards, base.at_step(gamma, rollouts, float))
-        value, dtype = stats.widen(signal.value), returns.dtype
-        eps_value = jnp.asarray(base.at_step(eps, rollouts, dtype), dtype)
-        episode = stats.summary(value, signal.mask)
-        variance = stats.variance(value, signal.mask, ddof=ddof, about=episode)
-        total = _divided(episode, value, variance, std, eps_value)
-        flat = returns.shape[0], -1
-        steps, members, ids = (x.reshape(flat) for x in (returns, valid, states))
-        same = trees.node_summary(steps, ids, members)
-        variance = trees.node_variance(steps, ids, members, same, ddof)
-        step = _divided(same, steps, variance, std, eps_value)
-        step = jnp.where(members, step, 0).reshape(returns.shape)
-        step = jnp.asarray(base.at_step(weight, rollouts, dtype), dtype) * step
-        spread = total[..., None] + _on_turns(step, turns)
-        mask = (turns >= 0) & signal.mask[..., None]
-        spread = jnp.where(mask, spread, 0).astype(signal.value.dtype)
-        return Signal(value=spread, mask=mask), {"alone": mean(same.count < 2, members)}
-
+    fields, numbers = (turn, turn_reward, state), (gamma, weight, eps)
+    apply = functools.partial(_turn_normalised, fields, numbers, std, ddof)
     # Not relative: a sample that meets one state twice says something by itself.
-    needs = frozenset({turn, turn_reward, state})
-    return base.stateless("turn_normalise", apply, needs=needs, levels=(2,))
+    return base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
+
+
+def _turn_normalised(
+    fields: Sequence[str],
+    numbers: Sequence[Scheduled],
+    std: bool,
+    ddof: int,
+    signal: Signal,
+    rollouts: Rollouts,
+) -> tuple[Signal, Metrics]:
+    """Args: fields, numbers: turn, turn_reward, state; gamma, weight, eps."""
+    turns = _drawn_turns("turn_normalise", fields[0], rollouts)
+    rewards, states = (base.read_field("turn_normalise", f, rollouts) for f in fields[1:])
+    gamma, *scales = (base.at_step(number, rollouts, float) for number in numbers)
+    returns, valid = _returns(signal, turns, rewards, gamma)
+    weight, eps = (jnp.asarray(number, returns.dtype) for number in scales)
+    episode = _among_samples(signal, std, eps, ddof)
+    step, alone = _among_states(returns, valid, states, std, eps, ddof)
+    spread = episode[..., None] + _on_turns(weight * step, turns)
+    mask = (turns >= 0) & signal.mask[..., None]
+    spread = jnp.where(mask, spread, 0).astype(signal.value.dtype)
+    return Signal(value=spread, mask=mask), {"alone": mean(alone, valid)}
 
 
 def _drawn_turns(name: str, field: str, rollouts: Rollouts) -> Array:
@@ -161,6 +164,25 @@ def _returns(
         total = rewards[..., turn] + jnp.asarray(gamma, rewards.dtype) * total
         returns.append(total)
     return jnp.stack(returns[::-1], axis=-1), valid
+
+
+def _among_samples(signal: Signal, std: bool, eps: Array, ddof: int) -> Array:
+    """[P, G]: a sample normalised among its group."""
+    value = stats.widen(signal.value)
+    group = stats.summary(value, signal.mask)
+    variance = stats.variance(value, signal.mask, ddof=ddof, about=group)
+    return _divided(group, value, variance, std, eps)
+
+
+def _among_states(
+    returns: Array, valid: Array, states: Array, std: bool, eps: Array, ddof: int
+) -> tuple[Array, Array]:
+    """[P, G, K]: a turn normalised among the turns in its state, and whether it is alone there."""
+    steps, members, ids = (array.reshape(len(returns), -1) for array in (returns, valid, states))
+    same = trees.node_summary(steps, ids, members)
+    variance = trees.node_variance(steps, ids, members, same, ddof)
+    part = jnp.where(members, _divided(same, steps, variance, std, eps), 0)
+    return part.reshape(returns.shape), (same.count < 2).reshape(returns.shape)
 
 
 def _divided(group: stats.Summary, value: Array, variance: Array, std: bool, eps: Array) -> Array:

@@ -109,7 +109,7 @@ def print_evaluation(
         title = without_passwords(f"{target} on {config.eval.data}")
         show_whole(console, metrics_table(evaluation.metrics, title))
     if answers:
-        name = config.eval.scorer or config.rewards[0].use
+        name = config.scorer_name
         _write_rows(answers, _all_rows(evaluation, questions, name))
     return Document(evaluation.metrics) if as_json else 0
 
@@ -128,8 +128,9 @@ def _measure(
     base_keys = _find_base(target, config.model, config.eval, base) if measures_kl else None
     policy, held_out = find_policy(console, config, rows, has_base=base_keys is not None)
     keys, longest = config.eval, config.rollout.max_completion_tokens
-    judge = resolve_judge(keys.scorer, config.rewards, longest, scorer)
-    questions = make_questions(keys, held_out, judge, config.scorer_name)
+    judge = resolve_judge(keys.scorer, config.rewards, longest, scorer, policy.world)
+    converse = policy.converse(held_out.rows[: keys.prompts])
+    questions = make_questions(keys, held_out, judge, config.scorer_name, converse)
     anchor, train = None, config.train
     if base_keys is not None:
         pretrained = find_model(*base_keys, config.rollout, train.remat, policy.mesh)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
+from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import Place, checksum
 from jaxgrpo.evaluation.evaluate import (
     Batches,
@@ -76,7 +77,7 @@ def sample(
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
     console = Console(highlight=False)
     policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
-    questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
+    questions = _unjudged(policy, prompt_data)
     ask = make_asker(policy, questions, samples, rounds=ROUNDS)
     with telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
@@ -117,7 +118,7 @@ def write_samples(
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     console = Console(highlight=False)
     policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
-    questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
+    questions = _unjudged(policy, prompt_data)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS)
     facts = _facts(samples, temperature, config_facts(config), questions)
     with SampleFile(out) as file:
@@ -133,6 +134,12 @@ def write_samples(
         message = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {message}"
         console.print(message, soft_wrap=True, markup=False)
     return 0
+
+
+def _unjudged(policy: StoredPolicy, prompts: PromptData) -> Questions:
+    """Prompts whose samples are answered, where the policy has turns, and not judged."""
+    converse = policy.converse(prompts.rows)
+    return Questions(prompts.rows, prompts.encoded, _judge_nothing, converse=converse)
 
 
 class SampleFile(Closing):

@@ -433,8 +433,9 @@ class Config:
 
     @property
     def scorer_name(self) -> str:
-        """What judges evaluations: eval.scorer, else the first reward."""
-        return self.eval.scorer or (self.rewards[0].use if self.rewards else "")
+        """What judges evaluations: eval.scorer, else the first reward, else the environment."""
+        first = self.rewards[0].use if self.rewards else "environment" * bool(self.environment)
+        return self.eval.scorer or first
 
     @property
     def measures_kl_to_base(self) -> bool:

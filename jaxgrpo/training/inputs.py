@@ -382,6 +382,8 @@ def show_previews(
     previews: Mapping[str, Preview],
 ) -> None:
     """Prints what `try_rewards` gives, one line each."""
+    if not previews:  # all of them read conversations
+        return
 
     def score(value: float | None) -> str:
         return "not scored" if value is None else f"{value:g}"

@@ -19,6 +19,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.keys import RewardKeys, RolloutKeys
 from jaxgrpo.config.own_code import python_name
+from jaxgrpo.config.world import World, make_world
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params
 from jaxgrpo.data import storage
@@ -29,9 +30,11 @@ from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_q
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import params_per_layer
+from jaxgrpo.models.hf import folders
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory
 from jaxgrpo.training.inputs import (
@@ -85,6 +88,11 @@ class StoredPolicy(Policy):
 
     pretrained: Pretrained
     seed: int  # of fresh adapters
+    world: World | None = None  # what answers its samples
+
+    def converse(self, rows: Sequence[Mapping[str, Any]]) -> Converse | None:
+        """What gives the dialogue of a batch of rows; None: samples are not answered."""
+        return None if self.world is None else self.world.converse(rows)
 
     def read_params(self) -> Params:
         """The weights as the sampler reads them."""
@@ -162,7 +170,11 @@ def find_policy(
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained = find_model(*start, make_mesh(config.mesh))
     data, tokenizer = config.data, pretrained.tokenizer
-    chat = make_chat(data, pretrained.path, tokenizer, pretrained.model.config.vocab_size)
+    size = pretrained.model.config.vocab_size
+    chat = make_chat(data, pretrained.path, tokenizer, size)
+    ends = folders.read_end_tokens(pretrained.folder, tokenizer, size)
+    world = make_world(config.tools, config.environments, config.rollout, chat, ends)
+    chat = chat if world is None else world.first_chat
     source = rows if rows is not None else eval_source(config.eval, data)
     prompts = load_prompts(data, config.rollout.max_prompt_tokens, chat, source)
     model = pretrained.model
@@ -171,13 +183,13 @@ def find_policy(
     copies = 2 if has_base else 1
     sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
     free = memory.free_beside(mesh, copies * parameter_bytes + sampler_bytes)
-    settings = sampling_settings(config.rollout, pretrained)
+    settings = sampling_settings(config.rollout, pretrained, config.turns)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
     width = config.rollout.max_prompt_tokens
     engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
     policy = _policy(pretrained, engine, mesh, config.rollout, config.train.seed)
-    return policy, prompts
+    return dataclasses.replace(policy, world=world), prompts
 
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:
@@ -190,16 +202,19 @@ def resolve_judge(
     keys: Sequence[RewardKeys],
     max_completion_tokens: int,
     scorer: str | RewardFunction | None = None,
+    world: World | None = None,
 ) -> Reward:
     """What judges the answers: a function from Python, or what the config names.
 
     Args:
       use, keys, max_completion_tokens: as of `resolve_scorer`.
       scorer: None, or a name: as the config says.
+      world: whose environments judge where the config names no reward.
     """
     if callable(scorer):
         return Reward(callable_name(scorer), scorer, 1.0)
-    return resolve_scorer(use, keys, max_completion_tokens)
+    rewards = [] if keys or world is None else world.rewards()
+    return resolve_scorer(use, keys, max_completion_tokens, rewards)
 
 
 def _policy(

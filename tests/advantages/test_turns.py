@@ -73,9 +73,9 @@ def test_a_turn_gets_what_is_earned_from_it_on(gamma, baseline):
         if baseline == "turn":
             raw = expected.copy()
             for p, k in np.ndindex(P, K):
-                there = [g for g in range(G) if scored[p, g] and number[p, g] > k]
-                if there:
-                    expected[p, there, k] -= raw[p, there, k].mean()
+                members = [g for g in range(G) if scored[p, g] and number[p, g] > k]
+                if members:
+                    expected[p, members, k] -= raw[p, members, k].mean()
         assert_tokens(value, case, expected)
 
 
@@ -89,10 +89,10 @@ def test_turns_are_compared_with_turns_in_the_same_state(std, ddof):
         value, *_ = evaluated(turn_normalise(gamma, weight, std, eps, ddof), case)
         r = returns(number, reward, total, gamma)
 
-        def divided(values, own):
+        def divided(values, value):
             if len(values) < 2 or np.ptp(values) == 0:
                 return 0.0
-            return (own - np.mean(values)) / (np.std(values, ddof=ddof) + eps if std else 1)
+            return (value - np.mean(values)) / (np.std(values, ddof=ddof) + eps if std else 1)
 
         expected = np.zeros((P, G, K))
         for p in range(P):

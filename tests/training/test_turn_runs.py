@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import small_run
+import tomli_w
 
+from jaxgrpo import evaluate, probe, sample
+from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.training import loop
@@ -176,3 +179,26 @@ def test_rewards_may_be_missing_where_an_environment_is_there_to_give_one(tmp_pa
     tables = small_run.tables(tmp_path, environment="mine.py:Env")
     del tables["rewards"]
     assert configs.from_dict(tables).rewards == ()
+
+
+@pytest.mark.slow
+def test_commands_that_ask_a_run_answer_its_samples_too(tmp_path, mine):
+    run = train(tmp_path, mine, **way("trl", mine), **{"train.steps": 1})
+    request = {"data": "task:arithmetic:test", "samples": 4, "prompts": 4}
+    # It is called above 0 times, and only where samples are answered.
+    metrics = evaluate(str(run.path), scorer=f"{mine}:tools_used", **request)
+    assert metrics["pass@1"] > 0
+    assert probe(str(run.path), reward=f"{mine}:tools_used", **request)
+    rows = sample(str(run.path), ["1+1="], samples=8)
+    assert len(rows) == 8
+    assert {row["completion"][:2] for row in rows}
+
+
+def test_a_dry_run_with_an_environment_alone_shows_what_would_be_trained(tmp_path, mine, capsys):
+    tables = options(tmp_path, mine, environment=f"{mine}:Count")
+    del tables["rewards"]
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(tables))
+    assert main(["train", str(file), "--dry-run"]) == 0
+    assert not (tmp_path / "run").exists()
+    assert "Count" in capsys.readouterr().out

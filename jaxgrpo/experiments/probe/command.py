@@ -12,6 +12,7 @@ from rich.console import Console
 from jaxgrpo.config.files import Config, flat
 from jaxgrpo.config.keys import DataKeys, EvalKeys
 from jaxgrpo.config.tables import AskOverrides
+from jaxgrpo.config.world import COLUMNS
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
@@ -21,7 +22,7 @@ from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import measure, report
 from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.rewards import RewardFunction
-from jaxgrpo.rewards.protocol import TrainerState
+from jaxgrpo.rewards.protocol import TrainerState, reads_any
 from jaxgrpo.training.inputs import show_previews, try_rewards
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
@@ -119,13 +120,14 @@ def _probe(
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     policy, held_out = find_policy(console, config, rows)
-    judge = resolve_judge(
-        config.eval.scorer, config.rewards, config.rollout.max_completion_tokens, reward
-    )
-    questions = make_questions(config.eval, held_out, judge, config.scorer_name)
+    longest, world = config.rollout.max_completion_tokens, policy.world
+    judge = resolve_judge(config.eval.scorer, config.rewards, longest, reward, world)
+    converse = policy.converse(held_out.rows[: config.eval.prompts])
+    questions = make_questions(config.eval, held_out, judge, config.scorer_name, converse)
     if process.is_main():
         first, ends = questions.rows[0], policy.engine.settings.stop_tokens
-        previews = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
+        tried = [] if reads_any(judge.function, COLUMNS) else [judge]
+        previews = try_rewards(tried, first, policy.tokenizer, ends, TrainerState())
         show_previews(console, [judge], first, previews)
     with telling(console, "probe: sampling"):
         train = config.train

@@ -52,6 +52,18 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         "tree_process": [(adv.sum_rewards(), adv.tree_process())],
         "tree_subgroup": [(adv.sum_rewards(), adv.tree_subgroup(weighting="size"))],
         "token_share_weights": [(*every, adv.token_share_weights())],
+        **_turn_parts(),
+        "darling": [
+            (adv.sum_rewards(), adv.darling()),
+            (adv.sum_rewards(), adv.darling(field="classes", floor=_growing)),
+        ],
+        "unlikeliness": [(adv.sum_rewards(), adv.unlikeliness())],
+    }
+
+
+def _turn_parts() -> dict[str, list[tuple[Any, ...]]]:
+    start = (adv.sum_rewards(), adv.subtract_group_mean())
+    return {
         "turn_returns": [
             (adv.sum_rewards(), adv.turn_returns(_growing)),
             (*start, adv.turn_returns(0.9, baseline="none")),
@@ -60,11 +72,6 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
             (adv.sum_rewards(), adv.turn_normalise()),
             (adv.sum_rewards(), adv.turn_normalise(_growing, _growing, ddof=0)),
         ],
-        "darling": [
-            (adv.sum_rewards(), adv.darling()),
-            (adv.sum_rewards(), adv.darling(field="classes", floor=_growing)),
-        ],
-        "unlikeliness": [(adv.sum_rewards(), adv.unlikeliness())],
     }
 
 
