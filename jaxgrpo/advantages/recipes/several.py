@@ -211,6 +211,7 @@ def gigpo(
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"turn": [[[0], [0]]], "turn_reward": [[[0.0], [0.0]]], "state_hash": [[[7], [7]]]}
+    >>> fields["token_mask"] = [[[True], [True]]]
     >>> options = {"gamma": 1.0, "std": False}
     >>> evaluate("gigpo", [[1.0, 0.0]], options=options, **fields)[0].tolist()
     [[[1.0], [-1.0]]]

@@ -209,7 +209,7 @@ def segment(
     counters = Counters(
         live=state.live.sum(-1).max(),
         drained=is_drained(state),
-        ended=parts.constrain(state.samples.ended, (None, None)),
+        ended=parts.constrain(jnp.packbits(state.samples.ended, axis=-1), (None, None)),
     )
     return state, counters
 

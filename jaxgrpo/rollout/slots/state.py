@@ -88,7 +88,7 @@ class Counters(NamedTuple):
 
     live: Array  # [] int32, slots in use, of the bin that has most
     drained: Array  # [] bool, no sample of a filled row waits for a slot in any bin
-    ended: Array  # [D, M] bool, places whose samples have ended
+    ended: Array  # [D, M / 8] uint8, bits of places whose samples have ended
 
 
 class Finals(NamedTuple):

@@ -162,11 +162,12 @@ class Table:
                     self.ready[bin_] += 1
         return fillings if any(fillings) else None
 
-    def leave(self, is_ended: np.ndarray, segment: int, rows: Rows) -> list[Leaver]:
-        """Frees the places of samples that have ended, as a segment's counters [D, M] say, and the
+    def leave(self, ended_bits: np.ndarray, segment: int, rows: Rows) -> list[Leaver]:
+        """Frees the places of samples that have ended, as a segment's counters say, and the
         rows that no sample reads any more. Returns: who leaves."""
         leavers: list[Leaver] = []
-        is_ended = is_ended & (self._since <= segment)
+        is_ended = np.unpackbits(ended_bits, axis=-1, count=self.queue.shape[1]).astype(bool)
+        is_ended &= self._since <= segment
         for bin_, parties in enumerate(self._parties):
             if not is_ended[bin_].any():
                 continue

@@ -14,8 +14,12 @@ from jaxgrpo.cli import make_base
 from jaxgrpo.experiments.compare import experiment as experiments
 
 
-def test_the_arms_differ_in_the_reward_and_the_filter_alone():
-    cases = experiments.make_cases(experiments.load(x6_reflection.FILE))
+def test_the_arms_differ_in_the_reward_and_the_filter_alone(tmp_path):
+    tables = tomllib.loads(x6_reflection.FILE.read_text())
+    tables["set"]["data"]["path"] = "task:report:train"  # the rows are made by the command
+    file = tmp_path / "x6.toml"
+    file.write_text(tomli_w.dumps(tables))
+    cases = experiments.make_cases(experiments.load(file))
     assert len(cases) == 24
     filters = {case.arm: dict(case.config.rollout.prompts)["use"] for case in cases}
     for arm, use in filters.items():
