@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.config.keys import LARGEST, RolloutKeys
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
@@ -23,6 +23,9 @@ from jaxgrpo.rollout.exchange import is_own
 
 COLUMNS = ("environments", "conversations")
 """What rewards may ask for where samples are answered."""
+
+KEYS = ("max_turns", "max_turn_tokens", "call_format", "call_timeout", "reply_after")
+"""Keys of `rollout` about turns."""
 
 EXCLUDED = {
     "rollout.interrupt": "a turn would end where it is interrupted",
@@ -42,7 +45,7 @@ def check(values: Values) -> Iterator[str]:
     """Keys about turns that nothing reads, and keys that do not go with turns."""
     has_turns = bool(values.get("tools") or values.get("environment"))
     defaults = {field.name: field.default for field in dataclasses.fields(RolloutKeys)}
-    for name in ("max_turns", "max_turn_tokens", "call_format", "call_timeout", "reply_after"):
+    for name in KEYS:
         value = values.get(f"rollout.{name}", defaults[name])
         if value != defaults[name] and not has_turns:
             yield (
@@ -113,8 +116,7 @@ def make_world(
         parts = by_name, tuple(functions), parse, rollout.call_timeout, where
         make = None if factory is None else own_code.resolve(factory)
         kinds[name] = make_kind(make, *parts)
-    tokens = rollout.max_turn_tokens or rollout.max_completion_tokens
-    bounds = Turns(rollout.max_turns, tokens, rollout.reply_after)
+    bounds = Turns(rollout.max_turns, rollout.max_turn_tokens or LARGEST, rollout.reply_after)
     world = World(kinds, chat, tuple(stop_tokens), bounds)
     for kind in kinds.values():
         schemas = tuple(tool.schema for tool in kind.tools)

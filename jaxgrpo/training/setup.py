@@ -19,7 +19,7 @@ from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.config.scoring import make_scores
-from jaxgrpo.config.world import COLUMNS, Factories
+from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
@@ -57,9 +57,12 @@ DIVIDED = {
 BATCHES = 100
 """Batches that programs of decoding are chosen for; not train.steps: a run may be prolonged."""
 
-_TURN_KEYS = ("tools", "environment")
-_SAMPLING_KEYS = ("model", "lora", "mesh", "rollout", *_TURN_KEYS)
-_INPUT_KEYS = ("model", "lora", "mesh", "data", "eval", "rollout", "train.remat", *_TURN_KEYS)
+_TURN_KEYS = ("tools", "environment", *(f"rollout.{name}" for name in KEYS))
+_SAMPLING_KEYS = ("model", "lora", "mesh", "rollout", "tools", "environment")
+_INPUT_KEYS = (
+    *("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat"),
+    *_TURN_KEYS,
+)
 _LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat")
 _COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
 _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")

@@ -51,10 +51,12 @@ def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(run
                 replays += 1
                 assert place[1] == replayed.shape[1] - 1
                 assert rollouts.rewards["digits"][place] >= 0.9
-                np.testing.assert_array_equal(logps[key], logp)
+                # A short text may have been drawn in several steps, each with other log-probs.
+                assert any(np.array_equal(earlier, logp) for earlier in logps[key])
             else:
-                fresh[key] = logp
-        logps |= fresh
+                fresh.setdefault(key, []).append(logp)
+        for key, values in fresh.items():
+            logps.setdefault(key, []).extend(values)
     assert replays > 0
     lines = small_run.metrics(run.path)
     assert lines[0]["experience/groups"] == 0
