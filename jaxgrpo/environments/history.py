@@ -3,8 +3,8 @@
 What a model wrote stays the ids that it drew. What comes between two turns (the end of the first,
 the messages that answer it, the opening of the next) is what the chat template writes there. It is
 read off a rendering of a short conversation: all that follows a turn, from the token that ends it
-on. Nothing is tokenised twice and nothing written earlier is written anew, by no template, not even
-by one that drops thoughts of earlier turns.
+on. Nothing is tokenised twice, and the tokens of earlier turns never change: a template that drops
+thoughts of earlier turns drops none here.
 
 Without a chat template the answers follow a turn as they are.
 """

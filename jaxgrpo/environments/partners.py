@@ -42,7 +42,7 @@ class Partner(Protocol):
     environment: Any  # the user's object; None: there are tools alone
 
     def open(self, row: Mapping[str, Any], seed: int) -> str | None:
-        """Begins anew. Returns: what joins the last message of the prompt. Raises: Broken."""
+        """Starts again. Returns: what joins the last message of the prompt. Raises: Broken."""
         ...
 
     def answer(self, text: str) -> Answer:
