@@ -28,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks.base import Task, Worked, rights
+from jaxgrpo.data.tasks.base import Task, Worked, refuse_unknown_split, rights
 
 LOWEST, HIGHEST = 10, 99  # operands
 LEVELS = (1, 2, 3)  # one more than the number of columns with a carry
@@ -93,8 +92,7 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     >>> rows("test", 2, seed=0) == rows("test", 2, seed=0)
     True
     """
-    if split not in SPLITS:
-        raise InputError(f"arithmetic has no split {split!r}: take {' or '.join(SPLITS)}")
+    refuse_unknown_split("arithmetic", split, SPLITS)
     random = np.random.default_rng([seed, split == "test"])
     picked: list[tuple[int, int]] = []
     counts = _share_out(count)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxgrpo.core.errors import InputError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +35,12 @@ class Task(NamedTuple):
     score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
     chat_template: str | None = None  # of its base models; None: prompts are texts
     steps: int = 800  # of the supervised warm start
+
+
+def refuse_unknown_split(task: str, split: str, splits: Iterable[str]) -> None:
+    """Raises: InputError where a task has no such split."""
+    if split not in splits:
+        raise InputError(f"{task} has no split {split!r}: take {' or '.join(splits)}")
 
 
 def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float]:

@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.arithmetic import is_test
-from jaxgrpo.data.tasks.base import END, Task, Worked, rights
+from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split, rights
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
 MARKS = ("<tools>", "<user>", "<assistant>", "<tool>")
@@ -74,8 +73,7 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     >>> rows("test", 1)[0].keys()
     dict_keys(['prompt', 'answer', 'level'])
     """
-    if split not in SPLITS:
-        raise InputError(f"calculator has no split {split!r}: take {' or '.join(SPLITS)}")
+    refuse_unknown_split("calculator", split, SPLITS)
     random = np.random.default_rng([seed, split == "test", 7])
     levels = random.choice(LEVELS, count).tolist()
     pairs = [

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.arithmetic import is_test
-from jaxgrpo.data.tasks.base import Task, Worked
+from jaxgrpo.data.tasks.base import Task, Worked, refuse_unknown_split
 from jaxgrpo.data.tasks.confidence import CLOSING, OPENING, extract_answer, score, stating
 
 HIDDEN = "?"
@@ -71,8 +70,7 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     >>> rows("test", 2, seed=0) == rows("test", 2, seed=0)
     True
     """
-    if split not in SPLITS:
-        raise InputError(f"hidden has no split {split!r}: take {' or '.join(SPLITS)}")
+    refuse_unknown_split("hidden", split, SPLITS)
     random = np.random.default_rng([seed, split == "test", 3])
     levels = random.choice(LEVELS, count, p=list(SHARE.values())).tolist()
     return [_row(random, split == "test", level) for level in levels]

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks.base import Task, Worked, rights
+from jaxgrpo.data.tasks.base import Task, Worked, refuse_unknown_split, rights
 
 HIGHEST = 20  # operands are 1 to HIGHEST
 EXAMPLES = (
@@ -52,8 +51,7 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
     Raises: InputError on an unknown split.
     """
-    if split not in SPLITS:
-        raise InputError(f"sums has no split {split!r}: take {' or '.join(SPLITS)}")
+    refuse_unknown_split("sums", split, SPLITS)
     problems = _problems(split)
     random = np.random.default_rng([seed, split == "test", 2])
     laps = -(-count // len(problems))
