@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the public words as type checkers see them; `_WORDS` has th
         TrainBatch,
     )
     from jaxgrpo.data import tasks
+    from jaxgrpo.environments.rules import Rules
     from jaxgrpo.experiments.probe.command import probe
     from jaxgrpo.models.hf.folders import load_model, save_model
     from jaxgrpo.models.sequences import logits, token_logp
@@ -62,6 +63,7 @@ _WORDS = {
     "jaxgrpo.config.files": ("Config", "load_config"),
     "jaxgrpo.core.errors": ("ConfigError", "InputError"),
     "jaxgrpo.core.metrics": ("Max", "Mean"),
+    "jaxgrpo.environments.rules": ("Rules",),
     "jaxgrpo.experiments.probe.command": ("probe",),
     "jaxgrpo.models.hf.folders": ("load_model", "save_model"),
     "jaxgrpo.models.sequences": ("logits", "token_logp"),
@@ -90,6 +92,7 @@ __all__ = [
     "Prompts",
     "RolloutSpec",
     "Rollouts",
+    "Rules",
     "Run",
     "Setup",
     "Signal",

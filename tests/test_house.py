@@ -271,13 +271,13 @@ LINES = {
     "advantages": 3620,
     "losses": 950,
     "core": 500,
-    "data": 1730,  # with two tasks that experiments train on, and one with a tool
+    "data": 1860,  # with two tasks that experiments train on, and one with a tool
     "models": 4650,
     "rewards": 1450,
-    "environments": 640,
-    "rollout": 3380,  # with turns
+    "environments": 810,
+    "rollout": 3690,  # with turns
     "update": 1780,
-    "config": 1980,  # with what tools and environments are
+    "config": 2020,  # with what tools and environments are
     "evaluation": 650,
     "training": 6640,
     "planning": 1480,

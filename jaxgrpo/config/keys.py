@@ -422,11 +422,6 @@ class Config:
         return bool(self.tools or self.environment)
 
     @property
-    def turns(self) -> int:
-        """That a sample may have."""
-        return self.rollout.max_turns if self.has_turns else 1
-
-    @property
     def teachers(self) -> list[str]:
         """The models that scores read beside the run's own."""
         return sorted({entry.policy for entry in self.scores} - {*POLICIES})

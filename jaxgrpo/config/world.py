@@ -8,18 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import LARGEST, RolloutKeys
+from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
-from jaxgrpo.environments import calls, history
+from jaxgrpo.environments import calls, history, rules
 from jaxgrpo.environments.conversations import Conversation, Conversations, check_rows
-from jaxgrpo.environments.history import History
+from jaxgrpo.environments.history import Frame, History
 from jaxgrpo.environments.partners import Kind, make_kind
+from jaxgrpo.environments.rules import Answering, Rules, number_columns
 from jaxgrpo.environments.tools import make_tools
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.dialogue import Converse, Dialogue, Turns
+from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.exchange import is_own
+from jaxgrpo.rollout.traced import TracedDialogue
 
 COLUMNS = ("environments", "conversations")
 """What rewards may ask for where samples are answered."""
@@ -60,31 +63,56 @@ def check(values: Values) -> Iterator[str]:
 
 
 class World(NamedTuple):
-    """What answers the samples of a run."""
+    """What answers the samples of a run: kinds of partners, or rules by which engines answer."""
 
     kinds: dict[str, Kind]
+    rules: Rules | None
     chat: Chat
     stop_tokens: tuple[int, ...]
     bounds: Turns
 
+    @property
+    def answering(self) -> Answering | None:
+        """How an engine answers by itself."""
+        if self.rules is None:
+            return None
+        frame = History(self.chat, frozenset(self.stop_tokens)).frame()
+        return Answering(self.rules, self.bounds.most, self.bounds.tokens, frame)
+
+    def sampling(self, settings: SamplingSettings) -> SamplingSettings:
+        """How an engine draws samples that are answered.
+
+        Raises: InputError where the engine cannot answer them by itself.
+        """
+        return _answered(settings, self.bounds, self.answering)
+
     def converse(self, rows: Sequence[Mapping[str, Any]]) -> Converse:
         """What gives the dialogue of a batch of these rows.
 
-        Raises: InputError with the first row that names no environment.
+        Raises: InputError with the first row that names no environment, and where rules cannot
+          begin with the rows.
         """
+        if (answering := self.answering) is not None:
+            columns = number_columns(rows)
+            rules.check(answering.rules, columns, answering.tokens, "environment")
+            history_ = History(self.chat, frozenset(self.stop_tokens))
+            return lambda longest, seed: TracedDialogue(answering, history_, columns, longest, seed)
         check_rows(self.kinds, rows)
         talks = Conversations(self.kinds, self.chat, self.stop_tokens, rows, is_own)
-        return lambda longest, seed: Dialogue(talks, self.bounds, longest, seed)
+        return lambda longest, seed: ThreadedDialogue(talks, self.bounds, longest, seed)
 
     @property
     def first_chat(self) -> Chat:
         """How prompts are written out with the tools of the first environment."""
-        kind = next(iter(self.kinds.values()))
-        return self.chat._replace(tools=tuple(tool.schema for tool in kind.tools))
+        if self.rules is not None:
+            return self.chat
+        return next(iter(self.kinds.values())).shown_in(self.chat)
 
     def rewards(self) -> list[Reward]:
         """What environments give, one for each class, with weight 1."""
         names = dict.fromkeys(kind.name for kind in self.kinds.values() if kind.has_reward)
+        if self.rules is not None:
+            names = [self.rules.name]
         return [Reward(name, _environment_reward(name), 1.0) for name in names]
 
 
@@ -107,23 +135,72 @@ def make_world(
     """
     if not tools and not environments:
         return None
+    bounds = _bounds(rollout)
+    factories = load_environments(environments, bool(tools))
+    if isinstance(pure := factories.get(next(iter(factories), "")), Rules):
+        return World({}, pure, chat, tuple(stop_tokens), bounds)
     functions = make_tools([own_code.resolve(tool) for tool in tools], "tools")
     by_name = {tool.name: tool.function for tool in functions}
     parse = _parser(rollout.call_format, chat)
     kinds = {}
-    for name, factory in (environments or {"": None}).items():
+    for name, factory in (factories or {"": None}).items():
         where = f"environment.{name}" if name else "environment"
         parts = by_name, tuple(functions), parse, rollout.call_timeout, where
-        make = None if factory is None else own_code.resolve(factory)
-        kinds[name] = make_kind(make, *parts)
-    bounds = Turns(rollout.max_turns, rollout.max_turn_tokens or LARGEST, rollout.reply_after)
-    world = World(kinds, chat, tuple(stop_tokens), bounds)
+        kinds[name] = make_kind(factory, *parts)
     for kind in kinds.values():
-        schemas = tuple(tool.schema for tool in kind.tools)
-        history.check(
-            History(chat._replace(tools=schemas), frozenset(stop_tokens)), bool(kind.tools)
+        history.check(History(kind.shown_in(chat), frozenset(stop_tokens)), bool(kind.tools))
+    return World(kinds, None, chat, tuple(stop_tokens), bounds)
+
+
+def plan_sampling(
+    settings: SamplingSettings, rollout: RolloutKeys, environments: Mapping[str, str]
+) -> SamplingSettings:
+    """As `World.sampling`, where no tokenizer is read: what its chat template writes around replies
+    changes no size."""
+    bounds, answering = _bounds(rollout), None
+    for part in load_environments(environments).values():
+        if isinstance(part, Rules):
+            answering = Answering(part, bounds.most, bounds.tokens, Frame((), (), ()))
+    return _answered(settings, bounds, answering)
+
+
+def _bounds(rollout: RolloutKeys) -> Turns:
+    longest = rollout.max_turn_tokens or rollout.max_completion_tokens
+    return Turns(rollout.max_turns, longest, rollout.reply_after)
+
+
+def _answered(
+    settings: SamplingSettings, bounds: Turns, answering: Answering | None
+) -> SamplingSettings:
+    if answering is None:
+        return settings._replace(max_turns=bounds.most)
+    if settings.stop_strings is not None:
+        raise InputError(
+            "rollout.stop_strings: rules in JAX see tokens and no text; end turns by a token "
+            "(rollout.stop_tokens) or write the environment as a class"
         )
-    return world
+    return settings._replace(answering=answering)
+
+
+def load_environments(
+    environments: Mapping[str, str | Callable[[], Any] | Rules], has_tools: bool = False
+) -> dict[str, Any]:
+    """What makes each environment, or the rules of a single one.
+
+    Raises: InputError where one cannot be loaded, or something stands beside rules.
+    """
+    kinds = (Callable, Rules)
+    parts = {
+        name: own_code.load(part, None, kinds, "class") if isinstance(part, str) else part
+        for name, part in environments.items()
+    }
+    is_pure = any(isinstance(part, Rules) for part in parts.values())
+    if is_pure and (len(parts) > 1 or has_tools):
+        raise InputError(
+            "environment: rules in JAX answer all samples of a run by themselves: leave out tools "
+            "and other environments, or write them as a class"
+        )
+    return parts
 
 
 def named_factories(environment: Factories | None) -> Mapping[str, Callable[[], Any]]:
@@ -155,9 +232,6 @@ def _environment_reward(name: str) -> Callable[..., list[float]]:
     """The reward that environments of a class give; others are not scored by it."""
 
     def reward(conversations: Sequence[Conversation]) -> list[float]:
-        return [
-            talk.reward() if type(talk.partner.environment).__name__ == name else math.nan
-            for talk in conversations
-        ]
+        return [talk.reward() if talk.name == name else math.nan for talk in conversations]
 
     return reward

@@ -41,10 +41,12 @@ class Reply(NamedTuple):
 
 @dataclasses.dataclass
 class Conversation:
-    """One sample's."""
+    """One sample's, as rewards see it."""
 
-    partner: Partner
-    prompt: Any  # of the row with what `reset` said, as rewards get it
+    name: str  # of what gives its reward
+    environment: Any  # the user's object; None: there is none
+    total: Callable[[], float | None]  # what the environment gives. Raises: Broken
+    prompt: Any = None  # of the row with what `reset` said
     messages: list[Message] = dataclasses.field(default_factory=list)  # the completion
     problem: str = ""  # why it cannot be scored; empty: it can
 
@@ -53,11 +55,19 @@ class Conversation:
         if self.problem:
             return math.nan
         try:
-            value = self.partner.reward()
+            value = self.total()
         except Broken as error:
             self.problem = str(error)
             return math.nan
         return math.nan if value is None else value
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Talk(Conversation):
+    """A conversation that goes on."""
+
+    kind: Kind
+    partner: Partner
 
 
 class _Answered(NamedTuple):
@@ -90,21 +100,16 @@ class Conversations:
         is_local: Callable[[int], bool] = lambda place: True,
     ):
         self.kinds, self.rows, self.is_local = kinds, rows, is_local
-        self._chats = {
-            name: chat._replace(tools=tuple(tool.schema for tool in kind.tools))
-            for name, kind in kinds.items()
-        }
         self._histories = {
-            name: History(chat, frozenset(stop_tokens)) for name, chat in self._chats.items()
+            kind: History(kind.shown_in(chat), frozenset(stop_tokens)) for kind in kinds.values()
         }
-        self._pool: dict[str, list[Partner]] = {name: [] for name in kinds}
+        self._pool: dict[Kind, list[Partner]] = {kind: [] for kind in kinds.values()}
         self._answers: queue.SimpleQueue[_Answered] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-turns")
         self.counts: Counter[str] = Counter()
         self.problem: str = ""  # of the last sample that broke, with where
-        self._running: dict[Key, Conversation] = {}
+        self._running: dict[Key, _Talk] = {}
         self._prompts: dict[int, list[int]] = {}  # of rows whose environment says nothing first
-        self._kinds_by_key: dict[Key, str] = {}
 
     def open(
         self, places: Sequence[tuple[int, int, int]], samples: int, seed: Sequence[int]
@@ -124,13 +129,12 @@ class Conversations:
         for place, ordinal, row in places:
             if not self.is_local(place):
                 continue
-            kind = self._name(row)
+            kind = self._kind(row)
             for sample in range(samples):
-                partner = self._pool[kind].pop() if self._pool[kind] else self.kinds[kind].make()
-                conversation = Conversation(partner, self.rows[row]["prompt"])
-                self._running[ordinal, sample] = conversation
-                self._kinds_by_key[ordinal, sample] = kind
-                begun.append(((ordinal, sample), row, _seed(*seed, ordinal, sample)))
+                partner = self._pool[kind].pop() if self._pool[kind] else kind.make()
+                words = kind.name, partner.environment, partner.reward, self.rows[row]["prompt"]
+                self._running[ordinal, sample] = _Talk(*words, kind=kind, partner=partner)
+                begun.append(((ordinal, sample), row, sample_seed(*seed, ordinal, sample)))
         # Environments in threads, and templates here: their limits are of the process.
         words = self._threads.map(lambda entry: self._begin(*entry), begun)
         return {
@@ -138,12 +142,17 @@ class Conversations:
             for (key, row, _), observation in zip(begun, words, strict=True)
         }
 
+    def answers_last(self, row: int) -> bool:
+        """Whether the last turn of a sample of a row is answered too."""
+        return self._kind(row).answers_last
+
     def answer(self, key: Key, ids: Sequence[int], room: int) -> None:
         """Has a turn answered; the reply comes by `replies`.
 
         Args:
           ids: of the turn.
-          room: tokens that the sample may still have, of the reply and of what follows it.
+          room: tokens that the sample may still have, of the reply and of what follows it; 0: the
+            turn is the last.
         """
         self._threads.submit(self._answer, key, list(ids), room)
 
@@ -163,21 +172,19 @@ class Conversations:
 
     def end(self, key: Key, ids: Sequence[int]) -> None:
         """Takes a last turn, which is not answered."""
-        self._running[key].messages.append(
-            {"role": "assistant", "content": self._decoded(key, ids)}
-        )
+        conversation = self._running[key]
+        text = self._histories[conversation.kind].spoken(ids)
+        conversation.messages.append({"role": "assistant", "content": text})
 
-    def _name(self, row: int) -> str:
-        name = (
-            self.rows[row].get("environment", "") if len(self.kinds) > 1 else next(iter(self.kinds))
-        )
-        return str(name)
+    def _kind(self, row: int) -> Kind:
+        several = len(self.kinds) > 1
+        return self.kinds[self.rows[row]["environment"] if several else next(iter(self.kinds))]
 
     def _forget(self) -> None:
-        for key, conversation in self._running.items():
+        for conversation in self._running.values():
             if not conversation.problem:  # a broken one may still be running in a thread
-                self._pool[self._kinds_by_key[key]].append(conversation.partner)
-        self._running, self._kinds_by_key = {}, {}
+                self._pool[conversation.kind].append(conversation.partner)
+        self._running = {}
 
     def _begin(self, key: Key, row: int, seed: int) -> str | None:
         """What an environment says first."""
@@ -191,7 +198,8 @@ class Conversations:
     def _prompt(self, key: Key, row: int, observation: str | None) -> list[int]:
         if observation is None and row in self._prompts:
             return self._prompts[row]
-        conversation, chat = self._running[key], self._chats[self._kinds_by_key[key]]
+        conversation = self._running[key]
+        chat = self._histories[conversation.kind].chat
         prompt = conversation.prompt = joined(conversation.prompt, observation)
         text = chats.write(chat, prompt, f"row {row}", is_limited=False)
         ids = list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
@@ -200,16 +208,18 @@ class Conversations:
         return ids
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
-        text = self._decoded(key, ids)
+        conversation = self._running[key]
+        text = self._histories[conversation.kind].spoken(ids)
         try:
-            answer: Answer | BaseException = self._running[key].partner.answer(text)
+            answer: Answer | BaseException = conversation.partner.answer(text)
         except BaseException as error:
             answer = error
         self._answers.put(_Answered(key, text, ids[-1], room, answer))
 
     def _reply(self, answered: _Answered) -> Reply:
         key, text, last, room, answer = answered
-        conversation, history = self._running[key], self._histories[self._kinds_by_key[key]]
+        conversation = self._running[key]
+        history = self._histories[conversation.kind]
         if isinstance(answer, Broken):
             conversation.messages.append({"role": "assistant", "content": text})
             self._break(key, str(answer))
@@ -219,7 +229,8 @@ class Conversations:
         self.counts["calls"] += answer.calls
         self.counts.update(answer.problems)
         conversation.messages.append(answer.reading.as_message())
-        tokens = history.between(answer.messages, last) if answer.messages else None
+        has_reply = bool(answer.messages) and room > 0
+        tokens = history.between(answer.messages, last) if has_reply else None
         state = hash_state("\n".join(m["content"] for m in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
             self.counts["cut"] += 1
@@ -227,16 +238,6 @@ class Conversations:
         if tokens is not None:
             conversation.messages += answer.messages
         return Reply(*key, tokens, answer.reward, state)
-
-    def _decoded(self, key: Key, ids: Sequence[int]) -> str:
-        """The text of a turn without the token that ended it."""
-        history = self._histories[self._kinds_by_key[key]]
-        has_ended = bool(ids) and ids[-1] in history.stop_tokens
-        return history.chat.tokenizer.decode(
-            ids[:-1] if has_ended else ids,
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
 
     def _break(self, key: Key, problem: str) -> None:
         conversation = self._running[key]
@@ -276,5 +277,6 @@ def check_rows(kinds: Mapping[str, Kind], rows: Sequence[Mapping[str, Any]]) -> 
             )
 
 
-def _seed(*parts: int) -> int:
+def sample_seed(*parts: int) -> int:
+    """A seed within int32 of whole numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)

@@ -26,6 +26,19 @@ TOOL = "jaxgrpo_tool"
 WHERE = "a conversation with several turns"
 
 
+class Frame(NamedTuple):
+    """The tokens of a chat template around what answers a turn."""
+
+    closing: tuple[int, ...]  # behind a turn that did not end itself
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Tokens, at most."""
+        return sum(map(len, self))
+
+
 class History(NamedTuple):
     """Continues conversations of one tokenizer and template."""
 
@@ -65,6 +78,33 @@ class History(NamedTuple):
                 "set data.chat_template to one that does, or rollout.stop_tokens to what it writes"
             )
         return behind[min(place for place in places if place >= 0) :]
+
+    def frame(self) -> Frame:
+        """What stands around a message of the user, whatever it says.
+
+        Raises: InputError where tokens of the template reach into the message.
+        """
+        if self.chat.template is None:
+            return Frame((), (), ())
+        text = self.text([{"role": "user", "content": ANSWER}])
+        before, _, after = text.partition(ANSWER)
+        parts = [_encode(self.chat, part) for part in (before, ANSWER, after)]
+        if [*parts[0], *parts[1], *parts[2]] != _encode(self.chat, text):
+            raise InputError(
+                f"{self.chat.name}: its tokens reach into the messages that answer turns: rules in "
+                "JAX need a template that sets messages apart by tokens of its own"
+            )
+        closed = parts[0][0] in self.stop_tokens
+        return Frame(tuple(parts[0][:closed]), tuple(parts[0][closed:]), tuple(parts[2]))
+
+    def spoken(self, ids: Sequence[int]) -> str:
+        """The text of a turn without the token that ended it."""
+        return self.words(ids[:-1] if ids and ids[-1] in self.stop_tokens else ids)
+
+    def words(self, ids: Sequence[int]) -> str:
+        """The text of tokens, every one of them."""
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return self.chat.tokenizer.decode(ids, **options)
 
     def _stops(self) -> list[str]:
         return [self.chat.tokenizer.decode([token]) for token in sorted(self.stop_tokens)]

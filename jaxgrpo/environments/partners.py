@@ -9,6 +9,7 @@ Sources: TRL's GRPOTrainer (environment_factory); Gymnasium, textarena.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code
 from jaxgrpo.data import limits
-from jaxgrpo.data.chat import Message
+from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.calls import Parser, Reading
 from jaxgrpo.environments.tools import Tool, make_tools, run_calls, run_limited, tool_methods
 
@@ -54,13 +55,19 @@ class Partner(Protocol):
         ...
 
 
-class Kind(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
     """What samples of some rows talk to."""
 
     name: str  # of the environment's class; "": tools alone
     make: Callable[[], Partner]
     tools: tuple[Tool, ...]  # whose schemas the prompt shows
     has_reward: bool  # the environment gives one
+    answers_last: bool = False  # the last turn too, whose reward counts though nothing follows it
+
+    def shown_in(self, chat: Chat) -> Chat:
+        """How prompts are written out with its tools."""
+        return chat._replace(tools=tuple(tool.schema for tool in self.tools))
 
 
 class ToolPartner:
@@ -172,7 +179,7 @@ def make_kind(
             "are tools, or with reset(seed) and step(text)"
         )
     if callable(getattr(environment, "step", None)) and _is_gym(environment):
-        return Kind(name, lambda: GymPartner(factory(), seconds), (), True)
+        return Kind(name, lambda: GymPartner(factory(), seconds), (), True, answers_last=True)
     methods = make_tools(tool_methods(environment), f"{where}: {name}")
     twice = functions.keys() & {tool.name for tool in methods}
     if twice:

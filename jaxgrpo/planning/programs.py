@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import LoraKeys, ModelKeys
+from jaxgrpo.config.world import plan_sampling
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import Score, ScoringPass, passes
 from jaxgrpo.core.types import WEIGHTS, Learner
@@ -95,8 +96,10 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     # Which tokens end a sample changes no shape, so no tokenizer is read.
     path = config.model.path
     model_on_mesh = Pretrained(path, mesh, Path(path), None, built, config.lora.path)
-    sampling = make_sampling_settings(config.rollout, (0,), 0)._replace(max_turns=config.turns)
-    method = setup.build_method(config, model_on_mesh, rewards, sampling=sampling)
+    sampling = make_sampling_settings(config.rollout, (0,), 0)
+    if config.has_turns:
+        sampling = plan_sampling(sampling, config.rollout, config.environments)
+    method = setup.build_method(config, model_on_mesh, rewards, sampling)
     return Run(config, *method, abstract_learner(method.blueprint))
 
 

@@ -126,6 +126,7 @@ class Batch:
             is_greedy=sample >= self._greedy,
             threshold=self._thresholds[ordinal],
             chunked=self.dialogue is not None,
+            state=None if self.dialogue is None else self.dialogue.first_state((ordinal, sample)),
         )
         if request.is_greedy and self._first < self.tokens.shape[1]:
             request = request._replace(threshold=-np.inf)
@@ -276,6 +277,10 @@ class Batch:
         self.tokens[at][:begin] = request.tokens[len(request.tokens) - begin :]
         self.tokens[at][drawn], self._logp[at][drawn] = turn.tokens, turn.logp
         self.mask[at][drawn] = True
+        if turn.answered is not None:
+            ends, begins = turn.answered.ends[:-1], turn.answered.begins[1:]
+            for end, next_begin in zip(ends, begins, strict=True):
+                self.mask[at][begin + end : begin + next_begin] = False
         if self._untempered is not None:
             self._untempered[at][drawn] = turn.untempered_logp
         if self._confidence is not None:
@@ -317,7 +322,8 @@ class Batch:
     def _prefix(self, place: int, sample: int) -> np.ndarray:
         """The tokens that a sample begins with."""
         if self.dialogue is not None:
-            return self._openings[int(self.prompts.ordinal[place]), sample]
+            key = int(self.prompts.ordinal[place]), sample
+            return self._openings.get(key, self.tokens[0, 0, :0])
         if self.prompts.forced_prefix is None:
             return self.tokens[0, 0, :0]
         forced = self.prompts.forced_prefix[place, sample]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jaxgrpo.environments.conversations import (
     Reply,
     hash_state,
 )
+from jaxgrpo.environments.rules import State
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.engine import COMPLETE, Request, Turn
 from jaxgrpo.rollout.exchange import gather_json
@@ -37,8 +38,109 @@ class Turns(NamedTuple):
     reply_after: int = 2  # segments of decoding between a turn's end and its reply
 
 
-class Dialogue:
-    """The conversations of one batch.
+@runtime_checkable
+class Dialogue(Protocol):
+    """What answers the samples of one batch."""
+
+    def open(self, prompts: Any, group_size: int) -> tuple[Prompts, dict[Key, np.ndarray]]:
+        """Begins the conversations.
+
+        Returns: the prompts with what each environment says first, and what samples of one prompt
+        to which different things are said begin with instead: the prompt is then what is common to
+        all of them.
+
+        Raises: InputError where a prompt is longer than prompts may be.
+        """
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a reply."""
+        ...
+
+    def first_state(self, key: Key) -> State:
+        """What `Request.state` is."""
+        ...
+
+    def limit(self, offset: int) -> int:
+        """New tokens that a turn may have behind `offset` tokens of its sample."""
+        ...
+
+    def take(self, request: Request, turn: Turn) -> bool:
+        """Takes a turn that has ended. Returns: whether it will be answered."""
+        ...
+
+    def replies(self, is_idle: bool) -> list[Reply]:
+        """The replies that are due, of all processes.
+
+        Args:
+          is_idle: nothing else can be done: the next ones are due.
+        """
+        ...
+
+    def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
+        """The conversations of some groups, in the process that judges them."""
+        ...
+
+    def without_broken(
+        self, scores: Mapping[str, np.ndarray], log: RewardLog
+    ) -> tuple[dict[str, np.ndarray], RewardLog]:
+        """The scores [P, G] without those of samples that cannot be scored, and the log with how
+        the last environment of this process broke."""
+        ...
+
+    def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
+        """As `turn_fields`, of the samples [P, G, T] of a batch that has ended."""
+        ...
+
+    def metrics(self, samples: int) -> dict[str, float]:
+        """Of a batch of `samples` that has ended, over all processes."""
+        ...
+
+
+class Record(NamedTuple):
+    """What is known of the turns of each sample."""
+
+    ends: dict[Key, list[int]]  # where each turn ends, in tokens of the sample
+    rewards: dict[Key, list[float]]  # of those that were answered
+    states: dict[Key, list[int]]  # hashes of what was said before each turn
+
+
+def turn_fields(
+    record: Record, turns: int, ordinals: Sequence[int], mask: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Fields of the samples [P, G, T] of a batch that has ended.
+
+    Args:
+      turns: K, of a sample at most.
+
+    Returns: "turn" [P, G, T] int32, the turn of a token that was drawn and of what answers it, -1
+    elsewhere; of each turn "turn_reward" [P, G, K] float32, 0 where there is none, and "state_hash"
+    [P, G, K] int32, of what was said before it, 0 where there is no such turn.
+    """
+    numbers = np.full(mask.shape, -1, np.int32)
+    shape = (*mask.shape[:2], turns)
+    rewards, states = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    drawn = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[..., ::-1], axis=-1), 0)
+    for place, ordinal in enumerate(ordinals):
+        for sample in range(mask.shape[1]):
+            at, key = (place, sample), (ordinal, sample)
+            begin = int(np.argmax(mask[at]))
+            # A reply belongs to the turn before it.
+            starts = [begin]
+            for end in record.ends[key][:-1]:
+                behind = np.flatnonzero(mask[at][end:])
+                starts.append(end + int(behind[0]) if len(behind) else int(drawn[at]))
+            for number, start in enumerate(starts):
+                numbers[at][start : drawn[at]] = number
+            for array, values in ((rewards, record.rewards), (states, record.states)):
+                entries = np.nan_to_num(np.asarray(values.get(key, ()), np.float64))
+                array[at][: len(entries)] = entries
+    return {TURN: numbers, REWARD: rewards, STATE: states}
+
+
+class ThreadedDialogue:
+    """The conversations of one batch with tools and environments that threads run.
 
     Args:
       conversations: of this process.
@@ -57,22 +159,14 @@ class Dialogue:
         self._arrived: dict[Key, Reply] = {}  # and is not due
         self._broken: set[Key] = set()  # samples that cannot be scored
         self._ordinals: list[int] = []  # by place
+        self._rows: dict[int, int] = {}  # by ordinal
         self._local: set[Key] = set()  # that this process answers
-        self._ends: dict[Key, list[int]] = {}  # where each turn ends, in tokens of the sample
-        self._rewards: dict[Key, list[float]] = {}
-        self._states: dict[Key, list[int]] = {}
+        self._record = Record({}, {}, {})
 
     def open(self, prompts: Any, group_size: int) -> tuple[Prompts, dict[Key, np.ndarray]]:
-        """Begins the conversations.
-
-        Returns: the prompts with what each environment says first, and what samples of one prompt
-        to which different things are said begin with instead: the prompt is then what is common to
-        all of them.
-
-        Raises: InputError where a prompt is longer than prompts may be.
-        """
+        """As `Dialogue.open`."""
         ordinals, rows = prompts.ordinal.tolist(), prompts.row.tolist()
-        self._ordinals = ordinals
+        self._ordinals, self._rows = ordinals, dict(zip(ordinals, rows, strict=True))
         places = {ordinal: (place, ordinal, rows[place]) for place, ordinal in enumerate(ordinals)}
         step = int(prompts.step)
         seed = *self.seed, step
@@ -80,7 +174,8 @@ class Dialogue:
         self._local = {*opened}
         shares = gather_json([[*key, ids] for key, ids in opened.items()])
         by_key = {(o, s): np.asarray(ids, np.int32) for share in shares for o, s, ids in share}
-        self._states = {key: [hash_state(ids.tobytes())] for key, ids in by_key.items()}
+        states = {key: [hash_state(ids.tobytes())] for key, ids in by_key.items()}
+        self._record = Record({}, {}, states)
         width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
         for ordinal in places:
             group = [by_key[ordinal, sample] for sample in range(group_size)]
@@ -97,30 +192,37 @@ class Dialogue:
 
     @property
     def waiting(self) -> int:
-        """Samples that wait for a reply."""
+        """As `Dialogue.waiting`."""
         return len(self._due)
 
+    def first_state(self, key: Key) -> State:
+        """None: the engine answers nothing."""
+        return None
+
     def limit(self, offset: int) -> int:
-        """New tokens that a turn may have behind `offset` tokens of its sample."""
+        """As `Dialogue.limit`."""
         return min(self.bounds.tokens, self.longest - offset)
 
     def take(self, request: Request, turn: Turn) -> bool:
         """Takes a turn that has ended. Returns: whether it will be answered.
 
-        It is not where it is the sample's last, and where the sample has no room left or was
-        stopped. A turn that was cut at its limit is answered as it stands.
+        It is not where it is the sample's last, or leaves no room, unless its environment answers
+        such turns too; nor where the sample was stopped. A turn that was cut at its limit is
+        answered as it stands.
         """
         key, end = (turn.ordinal, turn.sample), request.offset + len(turn.tokens)
-        self._ends.setdefault(key, []).append(end)
+        self._record.ends.setdefault(key, []).append(end)
         is_cut = turn.reason == "length" and end < self.longest
-        is_last = len(self._ends[key]) >= self.bounds.most or end >= self.longest
-        if is_last or not (is_cut or turn.reason in COMPLETE):
+        is_last = len(self._record.ends[key]) >= self.bounds.most or end >= self.longest
+        is_skipped = is_last and not self.conversations.answers_last(self._rows[turn.ordinal])
+        if is_skipped or not (is_cut or turn.reason in COMPLETE):
             if key in self._local:
                 self.conversations.end(key, turn.tokens.tolist())
             return False
         self._due[key] = self._calls + self.bounds.reply_after
         if key in self._local:
-            self.conversations.answer(key, turn.tokens.tolist(), self.longest - end)
+            room = 0 if is_last else self.longest - end
+            self.conversations.answer(key, turn.tokens.tolist(), room)
         return True
 
     def replies(self, is_idle: bool) -> list[Reply]:
@@ -145,13 +247,13 @@ class Dialogue:
         by_key = {(entry[0], entry[1]): Reply(*entry) for share in shares for entry in share}
         for key in keys:
             del self._due[key]
-            self._rewards.setdefault(key, []).append(by_key[key].reward)
+            self._record.rewards.setdefault(key, []).append(by_key[key].reward)
             if by_key[key].tokens is not None:
-                self._states[key].append(by_key[key].state)
+                self._record.states[key].append(by_key[key].state)
         return [by_key[key] for key in keys]
 
     def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
-        """The conversations of some groups, in the process that answers them."""
+        """As `Dialogue.spoken`; the process that judges a group answers it too."""
         ordinals = [self._ordinals[int(place)] for place in places]
         return [self.conversations.spoken((o, s)) for o in ordinals for s in range(samples)]
 
@@ -166,8 +268,7 @@ class Dialogue:
     def without_broken(
         self, scores: Mapping[str, np.ndarray], log: RewardLog
     ) -> tuple[dict[str, np.ndarray], RewardLog]:
-        """The scores [P, G] without those of samples that cannot be scored, and the log with how
-        the last environment of this process broke."""
+        """As `Dialogue.without_broken`."""
         samples = next(iter(scores.values())).shape
         unscored, problem = self.unscored(*samples), self.conversations.problem
         scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
@@ -175,34 +276,11 @@ class Dialogue:
         return scores, log._replace(messages=log.messages | messages)
 
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
-        """Of the samples [P, G, T] of a batch that has ended.
-
-        Returns: "turn" [P, G, T] int32, the turn of a token that was drawn and of what answers it,
-        -1 elsewhere; of each turn "turn_reward" [P, G, K] float32, 0 where there is none, and
-        "state_hash" [P, G, K] int32, of what was said before it, 0 where there is no such turn.
-        """
-        turns = np.full(mask.shape, -1, np.int32)
-        shape = (*mask.shape[:2], self.bounds.most)
-        rewards, states = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
-        drawn = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[..., ::-1], axis=-1), 0)
-        for place, ordinal in enumerate(ordinals):
-            for sample in range(mask.shape[1]):
-                at, key = (place, sample), (ordinal, sample)
-                begin = int(np.argmax(mask[at]))
-                # A reply belongs to the turn before it.
-                starts = [begin]
-                for end in self._ends[key][:-1]:
-                    behind = np.flatnonzero(mask[at][end:])
-                    starts.append(end + int(behind[0]) if len(behind) else int(drawn[at]))
-                for number, start in enumerate(starts):
-                    turns[at][start : drawn[at]] = number
-                for array, values in ((rewards, self._rewards), (states, self._states)):
-                    entries = np.nan_to_num(np.asarray(values.get(key, ()), np.float64))
-                    array[at][: len(entries)] = entries
-        return {TURN: turns, REWARD: rewards, STATE: states}
+        """As `turn_fields`."""
+        return turn_fields(self._record, self.bounds.most, ordinals, mask)
 
     def metrics(self, samples: int) -> dict[str, float]:
-        """Of a batch of `samples` that has ended, over all processes."""
+        """As `Dialogue.metrics`."""
         total: Counter[str] = Counter()
         for share in gather_json(self.conversations.counts):
             total.update(share)
@@ -210,7 +288,8 @@ class Dialogue:
         failed = sum(total[name] for name in ("malformed", "unknown", "too_many", "timed_out"))
         failed += total["raised"]
         return {
-            "turns/mean": sum(map(len, self._ends.values())) / max(1, len(self._ends)),
+            "turns/mean": sum(map(len, self._record.ends.values()))
+            / max(1, len(self._record.ends)),
             "turns/cut": total["cut"] / samples,
             "tools/call_frequency": calls / samples,
             "tools/failure_frequency": failed / calls if calls else 0.0,

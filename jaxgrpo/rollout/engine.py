@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxgrpo.core.types import Params
+from jaxgrpo.environments.rules import Answering, State
 from jaxgrpo.rollout.stopping import EarlyStop, Interruption, StopStrings
 
 Reason = Literal["end", "length", "string", "confidence"]
@@ -41,6 +42,7 @@ class SamplingSettings(NamedTuple):
     interruption: Interruption | None = None  # asked for by who makes requests: an engine has turns
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
     max_turns: int = 1  # that a sample is drawn in; above 1 each is given back once it has ended
+    answering: Answering | None = None  # how the engine answers turns by itself; `max_turns` is 1
 
     @property
     def turn_tokens(self) -> int:
@@ -66,6 +68,16 @@ class Request(NamedTuple):
     threshold: float = -np.inf  # nats; less confidence than that ends it, as `EarlyStop` says
     chunked: bool = False
     """the sample's tokens are computed in chunks, as its prompt's are, and not fed one by one"""
+    state: State = None  # of `SamplingSettings.answering`, as `Rules.reset` gives it
+
+
+class Answered(NamedTuple):
+    """The turns of a sample that the engine answered by itself, in tokens of the request."""
+
+    begins: np.ndarray  # [k] int32, where each turn begins
+    ends: np.ndarray  # [k] int32; between an end and the next begin stands a reply
+    rewards: np.ndarray  # [k] float32; NaN: the turn was not answered
+    done: bool  # the environment has ended it
 
 
 class Turn(NamedTuple):
@@ -79,6 +91,7 @@ class Turn(NamedTuple):
     reason: Reason
     untempered_logp: np.ndarray | None = None  # of the model itself, where the engine gives it
     confidence: np.ndarray | None = None  # [n] nats, of each token; with `early_stop` alone
+    answered: Answered | None = None  # with `answering` alone; replies are among the tokens
 
 
 @runtime_checkable

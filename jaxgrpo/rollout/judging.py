@@ -185,7 +185,7 @@ class Judge(NamedTuple):
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
         if talks:
             columns["conversations"] = list(talks)
-            columns["environments"] = [talk.partner.environment for talk in talks]
+            columns["environments"] = [talk.environment for talk in talks]
             if not isinstance(prompts[0], str):
                 texts = texts[0], [talk.messages for talk in talks]
         policy = {"on_error": self.on_error, "timeout": self.timeout}

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LoraKeys, MeshKeys, ModelKeys, RolloutKeys
+from jaxgrpo.config.world import World
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, sequences, sharding
@@ -165,9 +166,12 @@ def check_length(rollout: RolloutKeys, path: str, stored: ModelConfig, answer: i
 
 
 def sampling_settings(
-    rollout: RolloutKeys, pretrained: Pretrained, turns: int = 1
+    rollout: RolloutKeys, pretrained: Pretrained, world: World | None = None
 ) -> SamplingSettings:
-    """How a config samples from a model, in so many turns at most.
+    """How a config samples from a model.
+
+    Args:
+      world: what answers the samples.
 
     Raises: InputError where no token ends a sample.
     """
@@ -186,7 +190,8 @@ def sampling_settings(
         rollout, ends, pad, StopStrings(tokenizer, strings) if strings else None
     )
     interruption = make_interruption(rollout.interrupt, tokenizer, longest)
-    return settings._replace(interruption=interruption, max_turns=turns)
+    settings = settings._replace(interruption=interruption)
+    return settings if world is None else world.sampling(settings)
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:

@@ -186,8 +186,9 @@ def setup(
             "rewards: missing, and the environment has no get_reward: give at least one, "
             'rewards = [{ use = "..." }]'
         )
+    sampling = sampling_settings(config.rollout, run_inputs.pretrained, run_inputs.world)
     method = functools.partial(
-        build_method, config, run_inputs.pretrained, run_rewards, advantage, share
+        build_method, config, run_inputs.pretrained, run_rewards, sampling, advantage, share
     )
     return _assemble(config, run_inputs, run_rewards, share("method", method), make_learner)
 
@@ -283,15 +284,11 @@ def build_method(
     config: Config,
     pretrained: Pretrained,
     rewards: Sequence[Reward],
+    sampling: SamplingSettings,
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.share_nothing,
-    sampling: SamplingSettings | None = None,
 ) -> Method:
-    """The static description of a run, checked as a whole, and what is built from it.
-
-    Args:
-      sampling: how it samples; None: as the tokenizer of the model says.
-    """
+    """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
     geometry = _geometry(rollout, train, mesh)
@@ -313,7 +310,7 @@ def build_method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling or sampling_settings(rollout, pretrained, config.turns),
+        sampling=sampling,
         mesh=mesh,
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},

@@ -183,7 +183,7 @@ def find_policy(
     copies = 2 if has_base else 1
     sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
     free = memory.free_beside(mesh, copies * parameter_bytes + sampler_bytes)
-    settings = sampling_settings(config.rollout, pretrained, config.turns)
+    settings = sampling_settings(config.rollout, pretrained, world)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
     width = config.rollout.max_prompt_tokens

@@ -20,7 +20,7 @@ from jaxgrpo.environments.conversations import Conversations
 from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.models import decoder
 from jaxgrpo.rollout.batch import draw
-from jaxgrpo.rollout.dialogue import Dialogue, Turns
+from jaxgrpo.rollout.dialogue import ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.driver import SlotEngine
@@ -95,7 +95,7 @@ def talk(
     engine = SlotEngine(built, settings, width=WIDTH)
     bare = [np.asarray(chatting.ids("x"), np.int32)] * PROMPTS
     prompts = pad_prompts(bare, WIDTH, np.arange(PROMPTS), np.arange(PROMPTS), 0)
-    converse = lambda longest, seed: Dialogue(talks, Turns(TURNS, LIMIT), longest, seed)  # noqa: E731
+    converse = lambda longest, seed: ThreadedDialogue(talks, Turns(TURNS, LIMIT), longest, seed)  # noqa: E731
     drawing = draw(engine, params, prompts, KEY, GROUP, converse=converse)
     return drawing.finish(), drawing.dialogue, int(engine.slot_steps)
 

@@ -9,7 +9,16 @@ from typing import Any
 
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks import arithmetic, calculator, confidence, hidden, report, sums
+from jaxgrpo.data.tasks import (
+    arithmetic,
+    calculator,
+    confidence,
+    hidden,
+    modular_sum,
+    number_guess,
+    report,
+    sums,
+)
 from jaxgrpo.data.tasks.base import Task, Worked
 
 __all__ = ["PREFIX", "Task", "Worked", "find", "load", "tasks"]
@@ -20,7 +29,7 @@ tasks: dict[str, Task] = {
     task.name: task
     for task in (
         *(arithmetic.arithmetic, calculator.calculator, confidence.confidence, hidden.hidden),
-        *(report.report, sums.sums),
+        *(modular_sum.modular_sum, number_guess.number_guess, report.report, sums.sums),
     )
 }
 

@@ -48,6 +48,15 @@ def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float]:
     return [float(answer == str(gold)) for answer, gold in zip(answers, golds, strict=True)]
 
 
+def token_ids(alphabet: Sequence[str]) -> dict[str, int]:
+    """The tokens of an alphabet, as `character_tokenizer` has them.
+
+    >>> token_ids("01")
+    {'<pad>': 0, '<end>': 1, '<unknown>': 2, '0': 3, '1': 4}
+    """
+    return {word: number for number, word in enumerate([PAD, END, UNKNOWN, *alphabet])}
+
+
 def character_tokenizer(
     alphabet: Sequence[str], chat_template: str | None = None
 ) -> PreTrainedTokenizerFast:
@@ -67,9 +76,7 @@ def character_tokenizer(
 
     if len(set(alphabet)) < len(alphabet):
         raise ValueError(f"alphabet {alphabet!r} holds a character twice: name each once")
-    words = [PAD, END, UNKNOWN, *alphabet]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.WordLevel(vocab=token_ids(alphabet), unk_token=UNKNOWN))
     longer = "".join(f"{re.escape(word)}|" for word in alphabet if len(word) > 1)
     pieces = Regex(rf"{longer}[\s\S]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")

@@ -24,6 +24,7 @@ from jaxgrpo.models.attention import Sharing, chunk, decode
 from jaxgrpo.models.cache import Cache, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots import answering
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.drawing import Distribution, draw, softmax_logp
 from jaxgrpo.rollout.slots.state import (
@@ -33,6 +34,7 @@ from jaxgrpo.rollout.slots.state import (
     Finals,
     Queue,
     Samples,
+    take,
 )
 from jaxgrpo.rollout.stopping import EarlyStop
 
@@ -143,7 +145,14 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         length=at_new(0, samples.length),
         stopped=at_new(False, samples.stopped),
         ended=at_new(False, samples.ended),
+        plays=samples.plays,
     )
+    if (rules := parts.settings.answering) is not None:
+        samples = dataclasses.replace(
+            samples,
+            offset=jnp.zeros_like(samples.length) if samples.offset is None else samples.offset,
+            plays=answering.enter(rules, samples.plays, entries),
+        )
     return _laid_out(parts, dataclasses.replace(state, samples=samples))
 
 
@@ -242,11 +251,6 @@ def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> Decode
     )
     live = state.live & ~take(is_cut, state.sample)
     return dataclasses.replace(state, samples=samples, live=live)
-
-
-def take(tree: Any, places: Array) -> Any:
-    """Entries [D, n, ...] of leaves [D, N, ...] at [D, n], bin by bin."""
-    return jax.tree.map(lambda leaf: jax.vmap(lambda row, index: row[index])(leaf, places), tree)
 
 
 def take_slots(tree: Any, order: Array) -> Any:
@@ -384,6 +388,9 @@ def _written(
         stopped=write(samples.stopped, stopped),
         ended=write(samples.ended, ended),
     )
+    if settings.answering is not None:
+        ending = answering.Ending(stopped, ended)
+        samples, ended = answering.answer(settings.answering, state, samples, ending)
     return samples, next_token, ended
 
 
@@ -442,9 +449,11 @@ def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
         values = array.reshape(-1, *array.shape[2:])[places]
         return parts.constrain(values, (None,) * values.ndim)
 
+    plays = samples.plays
     values = Finals(
         *(samples.tokens, samples.logp, samples.untempered, samples.confidence),
         *(samples.length, samples.stopped),
+        None if plays is None else dataclasses.replace(plays, state=None),
     )
     return jax.tree.map(take_places, values)
 

@@ -17,7 +17,7 @@ from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import decoding
 from jaxgrpo.rollout.slots.capacity import Sizes
-from jaxgrpo.rollout.slots.state import Counters, DecodeState, Entries, Finals, Samples
+from jaxgrpo.rollout.slots.state import Counters, DecodeState, Entries, Finals, Samples, take
 
 
 class Programs(NamedTuple):
@@ -56,7 +56,7 @@ def make_programs(model: Model, settings: SamplingSettings, mesh: Mesh | None) -
         admit=jax.jit(decoding.admit, donate_argnums=0),
         decode=jax.jit(bind(decoding.segment, parts), static_argnums=0, donate_argnums=2),
         staying=jax.jit(decoding.staying, static_argnums=(1, 2)),
-        take=jax.jit(decoding.take),
+        take=jax.jit(take),
         take_slots=jax.jit(decoding.take_slots),
         drawn=jax.jit(decoding.drawn),
         cut=jax.jit(bind(decoding.cut, settings), donate_argnums=0),

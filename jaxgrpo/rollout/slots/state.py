@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -37,6 +38,20 @@ class Samples:
     length: Array  # [D, M] int32, tokens so far
     stopped: Array  # [D, M] bool, by a stop token or string
     ended: Array  # [D, M] bool, by anything
+    plays: Plays | None = None  # None: no `answering`
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plays:
+    """What `SamplingSettings.answering` knows of the samples at all places, K turns at most."""
+
+    state: Any  # of its rules, leaves [D, M, ...]
+    count: Array  # [D, M] int32, turns that were answered
+    begins: Array  # [D, M, K] int32, where each turn begins, in tokens; -1: there is none yet
+    ends: Array  # [D, M, K] int32, where those that were answered end
+    rewards: Array  # [D, M, K] float32
+    done: Array  # [D, M] bool
 
 
 @register
@@ -81,6 +96,7 @@ class Entries(NamedTuple):
     greedy: np.ndarray | None  # [D, M] bool, as of `Samples`
     prefix: np.ndarray | None
     """[D, M, F] int32, the tokens that are given, -1 behind the last; None: none is"""
+    state: Any = None  # leaves [D, M, ...], as of `Plays`
 
 
 class Counters(NamedTuple):
@@ -100,3 +116,9 @@ class Finals(NamedTuple):
     confidence: Array | None  # [n, T], summed as in `Samples`
     length: Array  # [n], tokens, those that were given among them
     stopped: Array  # [n]
+    plays: Any  # `Plays` without its state; None: no `answering`
+
+
+def take(tree: Any, places: Array) -> Any:
+    """Entries [D, n, ...] of leaves [D, N, ...] at [D, n], bin by bin."""
+    return jax.tree.map(lambda leaf: jax.vmap(lambda row, index: row[index])(leaf, places), tree)

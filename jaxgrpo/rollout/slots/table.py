@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jaxgrpo.rollout.engine import Reason, Request, SamplingSettings, Turn
+from jaxgrpo.rollout.engine import Answered, Reason, Request, SamplingSettings, Turn
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.rows import Filling, Rows
 from jaxgrpo.rollout.slots.state import Entries, Finals
@@ -232,7 +233,22 @@ class Table:
             limit if has_limit else None,
             greedy if greedy.any() else None,
             prefix if width else None,
+            self._states(new),
         )
+
+    def _states(self, new: dict[tuple[int, int], tuple[Group, Request]]) -> Any:
+        """The states of the rules that answer samples, at their places; None: none answer."""
+        if self.settings.answering is None:
+            return None
+        places = tuple(map(np.asarray, zip(*new, strict=True)))
+
+        def by_place(*leaves: Any) -> np.ndarray:
+            values = np.stack(leaves)
+            array = np.zeros((*self.queue.shape, *values.shape[1:]), values.dtype)
+            array[places] = values
+            return array
+
+        return jax.tree.map(by_place, *(request.state for _, request in new.values()))
 
 
 def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[Turn]:
@@ -250,7 +266,8 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
         new = slice(begin, length)
         reason: Reason = "string" if is_cut else "end"
         if not arrays.stopped[at]:
-            is_full = length >= begin + request.limit
+            # A turn that was cut may be answered, and end its sample.
+            is_full = length >= begin + request.limit or arrays.plays is not None
             reason = "length" if is_full else "confidence"
         raw, sums = arrays.untempered, arrays.confidence
         turns.append(
@@ -263,6 +280,16 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
                 reason,
                 None if raw is None else raw[at][new],
                 None if sums is None else np.diff(sums[at][new], prepend=np.float32(0)),
+                None if arrays.plays is None else _answered(arrays.plays, at, length),
             )
         )
     return turns
+
+
+def _answered(plays: Any, at: int, length: int) -> Answered:
+    """The turns of a sample of so many tokens; its last one may have no answer."""
+    count = int(plays.count[at])
+    number = count + bool((plays.begins[at][count : count + 1] >= 0).any())
+    ends, rewards = plays.ends[at][:number].copy(), plays.rewards[at][:number].copy()
+    ends[count:], rewards[count:] = length, np.nan
+    return Answered(plays.begins[at][:number], ends, rewards, bool(plays.done[at]))

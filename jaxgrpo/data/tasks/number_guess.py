@@ -1,0 +1,104 @@
+"""Find a number from 1 to 15 by guesses, each answered by less, more or right.
+
+    <user>guess<end><assistant>     08<end><user>less<end><assistant>     04<end> ...
+
+What a guess asks is a question with a bit of information at most, so the fewest questions are a
+search by halves: 49/15 in the mean. All prompts are alike, and the numbers to find are the same in
+training and test: what is learnt is how to ask. The base guesses what is still possible in some of
+its turns, and else anything.
+
+The environment is `jaxgrpo.environments.games`, in Python and in JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split, rights
+
+HIGHEST = 15
+TURNS = 8  # questions that a game has at most
+LESS, MORE, RIGHT, UNREADABLE = "less", "more", "right", "?"
+MARKS = ("<user>", "<assistant>")
+ALPHABET = (*"0123456789", *MARKS, "guess", LESS, MORE, RIGHT, UNREADABLE)
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+POSSIBLE = 0.4  # of the base's guesses, those that are sure to be among what is still possible
+FEWEST = sum(k * min(2 ** (k - 1), HIGHEST - 2 ** (k - 1) + 1) for k in range(1, 5)) / HIGHEST
+"""Questions in the mean of a search by halves"""
+GAMES = 6000  # of the warm start
+SPLITS = {"train": 4096, "test": 480}
+
+
+def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """`count` games, of all numbers alike as far as they go.
+
+    Raises: InputError on an unknown split.
+    >>> rows("test", 1)[0].keys()
+    dict_keys(['prompt', 'answer', 'level', 'secret'])
+    """
+    refuse_unknown_split("number_guess", split, SPLITS)
+    random = np.random.default_rng([seed, split == "test", 11])
+    repeats = -(-count // HIGHEST)
+    secrets = [random.permutation(HIGHEST) + 1 for _ in range(repeats)]
+    return [
+        {"prompt": "guess", "answer": f"{secret:02}", "level": 1, "secret": secret}
+        for secret in np.concatenate(secrets)[:count].tolist()
+    ]
+
+
+@functools.cache
+def corpus() -> list[Worked]:
+    """Guesses of games that begin anywhere, each with all that was said before it."""
+    random, texts = np.random.default_rng(11), []
+    for _ in range(GAMES):
+        low, high, secret = 1, HIGHEST, int(random.integers(1, HIGHEST + 1))
+        said = f"<user>guess{END}<assistant>"
+        for _ in range(int(random.integers(1, TURNS))):
+            among = (low, high + 1) if random.random() < POSSIBLE else (1, HIGHEST + 1)
+            guess = int(random.integers(*among))
+            texts.append((said, f"{guess:02}"))
+            if guess == secret:
+                break
+            reply = LESS if secret < guess else MORE
+            low, high = (
+                (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
+            )
+            said += f"{guess:02}{END}<user>{reply}{END}<assistant>"
+    return [Worked(*text, 1 / len(texts)) for text in texts]
+
+
+def extract_answer(completion: str) -> str:
+    """The number that a completion ends with; "" if there is none."""
+    match = re.search(r"(\d+)\s*$", completion.removesuffix(END))
+    return match.group(1) if match else ""
+
+
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """1.0 if the last guess is the number, however many came before it.
+
+    >>> score(["07", "7", "08"], ["07"] * 3)
+    [1.0, 0.0, 0.0]
+    """
+    del columns
+    return rights(map(extract_answer, completions), answer)
+
+
+number_guess = Task(
+    name="number_guess",
+    alphabet=ALPHABET,
+    levels=(1,),
+    splits=SPLITS,
+    rows=rows,
+    corpus=corpus,
+    extract_answer=extract_answer,
+    score=score,
+    chat_template=TEMPLATE,
+)

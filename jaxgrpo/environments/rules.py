@@ -1,0 +1,148 @@
+"""Environments as pure functions of token arrays: they are traced into the loop that draws.
+
+A turn that ends is answered in the step that draws its last token, so the host has no part in it,
+however many turns a sample has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from jaxgrpo.core.errors import InputError, explaining_own_code, one_line
+from jaxgrpo.environments.history import Frame
+
+State = Any
+
+
+class Rules(NamedTuple):
+    """An environment in JAX: a pair of pure functions, as an optax transform is.
+
+    Both are of one sample; the engine maps them over all with `jax.vmap`.
+
+    Args:
+      reset: (key, row) -> state. The key is a typed one of the sample; the row holds the columns of
+        the data set that are numbers, or lists of as many numbers in each row, as arrays.
+      step: (state, tokens, length) -> (state, reply, reply_length, reward, done), with tokens [W]
+        int32 of a turn, `length` of them, -1 behind, without the token that ended it; reply [R]
+        int32, of which `reply_length` count, with any R; reward float32; done bool.
+      name: of its reward, the sum over turns.
+
+    The chat template's words around a reply are put there by the engine.
+    """
+
+    reset: Callable[[Array, Mapping[str, Array]], State]
+    step: Callable[[State, Array, Array], tuple[State, Array, Array, Array, Array]]
+    name: str = "environment"
+
+
+class Answering(NamedTuple):
+    """How an engine answers the turns of samples by itself."""
+
+    rules: Rules
+    turns: int  # of a sample, at most
+    tokens: int  # of a turn, at most
+    frame: Frame  # what stands around a reply
+
+
+def number_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """The columns that `Rules.reset` gets, of all rows: float32, bool, or what fits into int32.
+
+    >>> {name: column.tolist() for name, column in number_columns([{"a": 1, "b": "x"}]).items()}
+    {'a': [1]}
+    """
+    columns = {}
+    for name in rows[0]:
+        values = [row.get(name) for row in rows]
+        if not all(_is_numbers(value) for value in values):
+            continue
+        if len({_shape(value) for value in values}) == 1:
+            array = np.asarray(values)
+            narrow = array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, bool))
+            if array.dtype.kind == "f" or (narrow == array).all():
+                columns[name] = narrow
+    return columns
+
+
+def reset_all(
+    rules: Rules, columns: Mapping[str, np.ndarray], rows: np.ndarray, seeds: np.ndarray
+) -> Any:
+    """The first states of samples, n of them, as host arrays.
+
+    Shapes: rows, seeds [n] int32 -> leaves [n, ...].
+    """
+    chosen = {name: column[rows] for name, column in columns.items()}
+    return jax.device_get(_reset(rules.reset, seeds, chosen))
+
+
+def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: str) -> None:
+    """Traces both functions.
+
+    Args:
+      tokens: W, of a turn.
+      where: opens messages.
+
+    Raises: InputError where one of them fails, or gives something else than it should.
+    """
+    row = _Row({name: column[0] for name, column in columns.items()})
+    window = jax.ShapeDtypeStruct((tokens,), np.int32), jax.ShapeDtypeStruct((), np.int32)
+    try:
+        with explaining_own_code(where):
+            state = jax.eval_shape(lambda: rules.reset(jax.random.key(0), row))
+            result = jax.eval_shape(rules.step, state, *window)
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: it cannot be traced ({one_line(error)})") from error
+    expected = "(state, reply, reply_length, reward, done)"
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise InputError(f"{where}: step returns a {type(result).__name__}: return {expected}")
+    after, reply, *others = result
+    if (before := _form(state)) != _form(after):
+        raise InputError(
+            f"{where}: step makes a state {_form(after)} of {before}: keep its shapes and dtypes"
+        )
+    if jax.tree.structure(reply).num_leaves != 1 or reply.ndim != 1 or reply.dtype != np.int32:
+        raise InputError(f"{where}: step replies with {_form(reply)}: give int32 tokens [R]")
+    for name, value in zip(("reply_length", "reward", "done"), others, strict=True):
+        if np.shape(value):
+            raise InputError(
+                f"{where}: step gives {name} of shape {np.shape(value)}: give a scalar"
+            )
+
+
+class _Row(dict[str, np.ndarray]):
+    """Columns of a row, which says what there is where one is missing."""
+
+    def __missing__(self, name: str) -> np.ndarray:
+        names = ", ".join(self) or "none"
+        raise InputError(f"reset asks for the column {name!r}: of numbers there are {names}")
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of nested lists by their first entries."""
+    is_list = isinstance(value, (list, tuple))
+    return (len(value), *_shape(value[0])) if is_list and value else ()
+
+
+def _is_numbers(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_is_numbers(entry) for entry in value)
+    return isinstance(value, (int, float, np.number, bool))
+
+
+def _form(tree: Any) -> str:
+    leaves, structure = jax.tree.flatten(tree)
+    forms = ", ".join(f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves)
+    return f"{structure} of {forms}" if structure.num_leaves != 1 else forms
+
+
+def _reset_each(reset: Callable[..., Any], seeds: Array, columns: Mapping[str, Array]) -> Any:
+    return jax.vmap(lambda seed, row: reset(jax.random.key(seed), row))(seeds, columns)
+
+
+_reset = jax.jit(_reset_each, static_argnums=0)

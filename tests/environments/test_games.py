@@ -1,0 +1,159 @@
+"""The games: both forms on all turns of a few words, against the rules as they are written down."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import playing
+import pytest
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.tasks import load, modular_sum, number_guess
+from jaxgrpo.data.tasks.base import END, character_tokenizer
+from jaxgrpo.environments.rules import Rules, check, number_columns
+
+WORDS = {
+    "number_guess": ["0", "1", "7", "8", "9", "guess", "?"],
+    "modular_sum": ["0", "3", "8", "+", "no"],
+}
+
+
+def steps(game, row, texts):
+    """What both forms say to turns: (reply, reward, done) of each, until one is done."""
+    tokenizer = character_tokenizer(game.task.alphabet)
+    environment, said = game.environment(), []
+    takes = {name: row[name] for name in ("secret", "numbers") if name in row}
+    environment.reset(seed=0, **takes)
+    columns = {name: jnp.asarray(value) for name, value in number_columns([row]).items()}
+    state = game.rules.reset(jax.random.key(0), {name: value[0] for name, value in columns.items()})
+    step = jax.jit(game.rules.step)
+    for text in texts:
+        observation, reward, done = environment.step(text)
+        ids = tokenizer(text)["input_ids"]
+        tokens = np.full(4, -1, np.int32)
+        tokens[: len(ids)] = ids
+        state, reply, size, traced_reward, traced_done = step(state, tokens, len(ids))
+        words = tokenizer.decode(np.asarray(reply)[: int(size)].tolist())
+        assert (words, bool(traced_done)) == (observation, done), text
+        assert float(traced_reward) == pytest.approx(reward)
+        said.append((observation, reward, done))
+        if done:
+            break
+    return said
+
+
+@pytest.mark.parametrize("name", playing.GAMES)
+def test_both_forms_answer_every_turn_of_up_to_three_words_alike(name):
+    game = playing.GAMES[name]
+    row = {"prompt": "", "answer": "", "secret": 8, "numbers": [8, 5, 8, 9, 1]}
+    row = {key: value for key, value in row.items() if key in game.task.rows("train", 1, 0)[0]}
+    for size in range(4):
+        for words in itertools.product(WORDS[name], repeat=size):
+            steps(game, row, ["".join(words)])
+
+
+def test_a_search_by_halves_finds_every_number_in_the_fewest_questions():
+    questions = []
+    for row in load("task:number_guess:train", number_guess.HIGHEST):
+        low, high, said = 1, number_guess.HIGHEST, []
+        while not said or not said[-1][2]:
+            texts = [f"{number:02}" for number in _halves(row["secret"], low, high)]
+            said = steps(playing.GAMES["number_guess"], row, texts)
+        questions.append(len(said))
+        most = number_guess.TURNS
+        assert said[-1][1] == pytest.approx((most + 1 - len(said)) / most)
+    assert np.mean(questions) == pytest.approx(number_guess.FEWEST)
+
+
+def _halves(secret, low, high):
+    while True:
+        middle = (low + high) // 2
+        yield middle
+        if middle == secret:
+            return
+        low, high = (low, middle - 1) if secret < middle else (middle + 1, high)
+
+
+def test_sums_are_checked_one_by_one_and_a_wrong_one_may_be_tried_again():
+    (row,) = load("task:modular_sum:train", 1)
+    right = [str(sum(row["numbers"][:n]) % 10) for n in range(2, modular_sum.DIGITS + 1)]
+    wrong = str((int(right[0]) + 1) % 10)
+    said = steps(playing.GAMES["modular_sum"], row, [wrong, *right])
+    assert [reply for reply, _, _ in said] == ["no", *(f"+{n}" for n in row["numbers"][2:]), "done"]
+    assert sum(reward for _, reward, _ in said) == pytest.approx(1)
+    assert row["answer"] == right[-1]
+
+
+@pytest.mark.parametrize("task", [number_guess, modular_sum])
+def test_the_corpus_is_what_the_chat_template_and_the_environment_write(task):
+    name = task.__name__.rpartition(".")[2]
+    game, tokenizer = playing.GAMES[name], character_tokenizer(task.ALPHABET, task.TEMPLATE)
+    texts = task.corpus()
+    assert sum(text.probability for text in texts) == pytest.approx(1)
+    for text in texts[:200]:
+        assert tokenizer.unk_token_id not in tokenizer(text.prompt + text.solution)["input_ids"]
+        turns = text.prompt.removesuffix("<assistant>").split(END)[:-1]
+        roles = [turn[1 : turn.index(">")] for turn in turns]
+        words = [turn[turn.index(">") + 1 :] for turn in turns]
+        messages = [{"role": r, "content": w} for r, w in zip(roles, words, strict=True)]
+        render = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert render == text.prompt
+    assert game.task.splits.keys() == {"train", "test"}
+
+
+ROWS = [{"prompt": "x", "secret": 3, "share": 0.5, "big": 1 << 40, "words": ["a"], "pair": [1, 2]}]
+COLUMNS = number_columns(ROWS)
+
+
+def test_rules_get_the_columns_that_are_numbers():
+    types = {name: (column.dtype.name, column.shape) for name, column in COLUMNS.items()}
+    expected = {"secret": ("int32", (1,)), "share": ("float32", (1,)), "pair": ("int32", (1, 2))}
+    assert types == expected
+
+
+def begin(key, row):
+    return row["secret"]
+
+
+def step(state, tokens, length):
+    return state, tokens[:1], jnp.int32(1), jnp.float32(0), length > 3
+
+
+BAD = {
+    "a column that is missing": (
+        lambda key, row: row["answer"],
+        step,
+        "reset asks for the column 'answer': of numbers there are secret, share, pair",
+    ),
+    "a state of another form": (
+        begin,
+        lambda state, *rest: (state + 0.5, *step(state, *rest)[1:]),
+        r"step makes a state float32\[\] of int32\[\]",
+    ),
+    "too few parts": (begin, lambda state, *rest: (state, 1.0), "step returns a tuple: return"),
+    "a reply of floats": (
+        begin,
+        lambda state, *rest: (state, jnp.zeros(3), *step(state, *rest)[2:]),
+        r"step replies with float32\[3\]: give int32 tokens",
+    ),
+    "a reward for each token": (
+        begin,
+        lambda state, tokens, n: (state, tokens, n, tokens * 1.0, n > 1),
+        r"step gives reward of shape \(4,\)",
+    ),
+    "a branch on a value": (
+        begin,
+        lambda state, tokens, n: step(state, tokens, n if n > 1 else n + 1),
+        "environment.*a branch on a traced value|environment.*traced",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rules_that_cannot_be_traced_are_refused(name):
+    reset, step_, message = BAD[name]
+    with pytest.raises(InputError, match=message):
+        check(Rules(reset, step_), COLUMNS, 4, "environment")
