@@ -14,13 +14,13 @@ from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.records.console import Document
 from jaxgrpo.training.records.folder import is_number, read_samples, sample_steps
-from jaxgrpo.training.records.report.html import weights
 from jaxgrpo.training.records.report.record import (
     mean_advantage,
     read_run,
     shown,
     total_reward,
     visible,
+    weights,
 )
 
 LIMIT = 10
