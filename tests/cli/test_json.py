@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.cli import start
-from jaxgrpo.cli.main import COMMANDS, JSON, main
+from jaxgrpo.cli.commands import COMMANDS, JSON
+from jaxgrpo.cli.main import main
 from jaxgrpo.training import loop
 from jaxgrpo.training.records.console import Document
 
