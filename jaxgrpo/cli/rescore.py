@@ -14,6 +14,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.keys import RewardKeys
 from jaxgrpo.config.world import COLUMNS
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation import agreement
 from jaxgrpo.evaluation.agreement import Agreement
 from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
@@ -90,28 +91,37 @@ def rescore(
     entries = [by_title.get(name, RewardKeys(use=name)) for name in rewards]
     judges = find_judges(entries, config.rollout.max_completion_tokens, data)
     is_answered = bool(config.tools or config.environments)
+    samples, left_out = _read_spoken(folder, steps, is_answered)
+    max_steps, where = config.train.steps, str(folder)
+    results = [judge_step(rows, data, judges, max_steps, where) for rows in samples]
     weigh = {name: entry.weight for name, entry in by_title.items()}
-    results, numbers, left_out = [], [], 0
-    for number in steps:
-        rows = read_samples(folder, number)
-        spoken = [row for row in rows if "messages" in row or not (is_answered or "turns" in row)]
-        left_out += len(rows) - len(spoken)
-        if spoken:
-            scored = judge_step(spoken, data, judges, config.train.steps, str(folder))
-            results.append(scored)
-            numbers += compare_step(scored, judges, weigh)
-    if not results:
-        raise InputError(
-            f"{folder}: no conversation was saved with its samples, as by older versions and where "
-            "rollouts wait (rollout.staleness): rewards would see other completions than in "
-            "training"
-        )
+    numbers = [entry for scored in results for entry in compare_step(scored, judges, weigh)]
     if out:
         write_rows(out, (line for scored in results for line in _lines(scored)))
     if as_json:
         return Document({"left_out": left_out, "rows": numbers})
     _show(Console(highlight=False), numbers, left_out)
     return 0
+
+
+def _read_spoken(
+    folder: Place, steps: Sequence[int], is_answered: bool
+) -> tuple[list[list[dict[str, Any]]], int]:
+    """The samples of each step whose completions are known as rewards get them, and how many are
+    not. Raises: InputError where none is."""
+    left_out, samples = 0, []
+    for step in steps:
+        rows = read_samples(folder, step)
+        spoken = [row for row in rows if "messages" in row or not (is_answered or "turns" in row)]
+        left_out += len(rows) - len(spoken)
+        samples += [spoken] if spoken else []
+    if not samples:
+        raise InputError(
+            f"{folder}: no conversation was saved with its samples, as by older versions and where "
+            "rollouts wait (rollout.staleness): rewards would see other completions than in "
+            "training"
+        )
+    return samples, left_out
 
 
 def find_judges(
@@ -216,11 +226,11 @@ def _check_same(row: Row, data: Sequence[Row], where: str) -> None:
     if not same and current is not None and "messages" in row:  # what `reset` said joins it
         same = shown(saved).startswith(shown(plain(current)))
     if not same:
-        there = "no such row" if current is None else repr(shown(current)[:SHOWN])
+        current_text = "no such row" if current is None else repr(shown(current)[:SHOWN])
         raise InputError(
             f"{where}: its data has another prompt in row {number} than the samples of step "
-            f"{row['step']}: {there} and not {shown(saved)[:SHOWN]!r}; give the data that it was "
-            "trained on, --set data.path=..."
+            f"{row['step']}: {current_text} and not {shown(saved)[:SHOWN]!r}; give the data that "
+            "it was trained on, --set data.path=..."
         )
 
 

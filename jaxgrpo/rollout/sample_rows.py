@@ -47,14 +47,9 @@ def sample_rows(
     sources = mixture and [
         mixture.names[number] for number in mixture.source_numbers(np.asarray(host.row))
     ]
-    spoken = log.columns.get(SPOKEN, {})
     for p, g in np.ndindex(groups, samples):
         index = p * samples + g
-        logged = {column: values[index] for column, values in log.extra.items()}
         turns = turn_entries(tokenizer, host, (p, g), spans[index]) if TURN in host.fields else []
-        # None: the rollouts waited for this step, and what was said in them is not known.
-        talk = {name: values[index] for name, values in spoken.items()}
-        talk = {name: value for name, value in talk.items() if value not in (None, "")}
         yield {
             "step": number,
             "ordinal": int(host.ordinal[p]),
@@ -69,10 +64,18 @@ def sample_rows(
             "truncated": bool(host.truncated[p, g]),
             **({"source": sources[p]} if sources else {}),
             **({"prefix": prefixes.texts[int(host.fields[PREFIX][p])]} if prefixes else {}),
-            **({"extra": logged} if logged else {}),
             **({"turns": turns} if turns else {}),
-            **talk,
+            **_logged(log, index),
         }
+
+
+def _logged(log: RewardLog, index: int) -> dict[str, Any]:
+    """The entries of a sample that are from its rewards and its conversation."""
+    extra = {column: values[index] for column, values in log.extra.items()}
+    spoken = {name: values[index] for name, values in log.columns.get(SPOKEN, {}).items()}
+    # None: the rollouts waited for this step, and what was said in them is not known.
+    talk = {name: value for name, value in spoken.items() if value not in (None, "")}
+    return talk | ({"extra": extra} if extra else {})
 
 
 def turn_entries(

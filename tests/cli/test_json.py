@@ -17,7 +17,7 @@ from jaxgrpo.training.records.console import Document
 
 WITH_TABLES = {
     *("quickstart", "plan", "probe", "eval", "model", "import", "report", "samples", "diff"),
-    *("fit", "methods"),
+    *("fit", "methods", "rescore"),
     *("compare", "plasticity", "advantages", "losses", "doctor"),
 }
 

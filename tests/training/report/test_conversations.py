@@ -28,45 +28,45 @@ def talk(*turns, **changes):
     return row(turns=list(turns), completion_ids=[1] * length, **changes)
 
 
-def parsed(*rows):
+def parse(*rows):
     return Seen(page.render(record(), list(rows)))
 
 
 def test_a_sample_is_shown_turn_by_turn_with_what_was_masked():
-    seen = parsed(talk(turn("look", "four"), turn("done!"), prompt="1+1="))
-    places = [seen.text.index(part) for part in (
+    parsed = parse(talk(turn("look", "four"), turn("done!"), prompt="1+1="))
+    places = [parsed.text.index(part) for part in (
         "Step 3, row 0, sample 0", "13 tokens, 4 of them masked · 2 turns", "1+1=",
         "turn 1 · 4 tokens", "look", "answer · 4 tokens, masked", "four", "turn 2 · 5 tokens",
         "done!",
     )]  # fmt: skip
     assert places == sorted(places)
     kinds = [
-        a["class"] for tag, a in seen.tags if tag == "div" and "part" in (a.get("class") or "")
+        a["class"] for tag, a in parsed.tags if tag == "div" and "part" in (a.get("class") or "")
     ]
     assert kinds == ["part prompt", "part drawn", "part masked", "part drawn"]
 
 
 def test_rewards_of_turns_are_shown_where_some_were_given():
-    given = parsed(talk(turn("a", "b", 0.25), turn("c"))).text
-    assert "turn 1 · 1 tokens · reward 0.25" in given
-    assert "turn 2 · 1 tokens · reward 0" in given
-    assert "tokens · reward" not in parsed(talk(turn("a", "b"), turn("c"))).text
+    with_rewards = parse(talk(turn("a", "b", 0.25), turn("c"))).text
+    assert "turn 1 · 1 tokens · reward 0.25" in with_rewards
+    assert "turn 2 · 1 tokens · reward 0" in with_rewards
+    assert "tokens · reward" not in parse(talk(turn("a", "b"), turn("c"))).text
 
 
 def test_what_is_filtered_and_sorted_by_are_the_numbers_of_the_sample():
     unscored = talk(turn("ab"), rewards={"right": None}, problem="step raised ValueError: no")
-    seen = parsed(talk(turn("a", "b"), step=1), unscored)
+    parsed = parse(talk(turn("a", "b"), step=1), unscored)
     entries = [
-        attributes for tag, attributes in seen.tags if tag == "li" and "data-step" in attributes
+        attributes for tag, attributes in parsed.tags if tag == "li" and "data-step" in attributes
     ]
     numbers = [
         [entry[f"data-{name}"] for name in ("step", "reward", "length")] for entry in entries
     ]
     assert numbers == [["1", "1.0", "2"], ["3", "", "2"]]
-    assert "its environment broke: step raised ValueError: no" in seen.text
+    assert "its environment broke: step raised ValueError: no" in parsed.text
     names = set(re.findall(r'at\("([a-z-]+)"\)', conversations.SCRIPT))
     names |= {f"{name}-{end}" for name in ("reward", "length") for end in ("from", "to")}
-    assert names <= {attributes.get("id") for _, attributes in seen.tags}
+    assert names <= {attributes.get("id") for _, attributes in parsed.tags}
     sorts = {"reward", "length", "step"}
     assert sorts <= {*re.findall("<option>([a-z]+)</option>", page.render(record(), [unscored]))}
 
@@ -74,21 +74,21 @@ def test_what_is_filtered_and_sorted_by_are_the_numbers_of_the_sample():
 def test_one_script_may_run_and_no_text_becomes_markup():
     broken = {"problem": EVIL, "prompt": [{"role": EVIL, "content": EVIL}], "rewards": {EVIL: 1.0}}
     text = page.render(record(), [talk(turn(EVIL, EVIL), turn(EVIL), **broken)])
-    seen = Seen(text)
-    assert {tag for tag, _ in seen.tags} <= ALLOWED | CONTROLS
-    assert not [name for _, entry in seen.tags for name in entry if name.startswith("on")]
-    assert [tag for tag, _ in seen.tags].count("script") == 1
+    parsed = Seen(text)
+    assert {tag for tag, _ in parsed.tags} <= ALLOWED | CONTROLS
+    assert not [name for _, entry in parsed.tags for name in entry if name.startswith("on")]
+    assert [tag for tag, _ in parsed.tags].count("script") == 1
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = next(entry["content"] or "" for tag, entry in seen.tags if "http-equiv" in entry)
+    policy = next(entry["content"] or "" for tag, entry in parsed.tags if "http-equiv" in entry)
     assert policy == f"{blocks.POLICY}; script-src 'sha256-{digest}'"
     assert not re.search("innerHTML|eval|write|fetch", script)
-    assert seen.text.count("<script>alert(2)</script>") >= 6
+    assert parsed.text.count("<script>alert(2)</script>") >= 6
     assert text.count("<script>") == 1
 
 
 def test_a_sample_that_waited_has_no_turns_and_is_shown():
-    text = parsed(talk(turn("a")), row(completion="waited")).text
+    text = parse(talk(turn("a")), row(completion="waited")).text
     assert "waited" in text
 
 
