@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING
+from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING
 from jaxgrpo.config.files import shipped
 from jaxgrpo.config.keys import KEYS
 

@@ -21,7 +21,7 @@ from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 from jaxgrpo.training.records.folder import write_atomically
-from jaxgrpo.training.records.report import html
+from jaxgrpo.training.records.report import blocks, html
 from jaxgrpo.training.records.report.record import (
     Record,
     accuracy_first,
@@ -80,17 +80,17 @@ def render(records: Mapping[str, Record], sections: Sequence[Section]) -> str:
     from jaxgrpo.training.records.report import charts
 
     figures = [
-        html.figure(panel.title, svg, panel.note) for panel, svg in charts.draw_together(records)
+        blocks.figure(panel.title, svg, panel.note) for panel, svg in charts.draw_together(records)
     ]
     config, metrics = (section.html() for section in sections)
     title = " and ".join(records)
     body = [
-        f"<h1>{html.text(title)}</h1>",
+        f"<h1>{blocks.text(title)}</h1>",
         config,
         f'<h2>Charts</h2>\n<div class="charts">{"".join(figures)}</div>',
         metrics,
     ]
-    return html.document(title, "\n".join(body))
+    return blocks.document(title, "\n".join(body))
 
 
 def _names(runs: Sequence[str]) -> list[str]:

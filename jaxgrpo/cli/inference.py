@@ -110,7 +110,7 @@ def print_evaluation(
         show_whole(console, metrics_table(evaluation.metrics, title))
     if answers:
         name = config.scorer_name
-        _write_rows(answers, _all_rows(evaluation, questions, name))
+        write_rows(answers, _all_rows(evaluation, questions, name))
     return Document(evaluation.metrics) if as_json else 0
 
 
@@ -214,6 +214,7 @@ def _find_base(
     return base_model, adapters
 
 
-def _write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a line of JSON for each row; numbers that are not finite are null."""
     lines = [json.dumps(plain(dict(row)), ensure_ascii=False) for row in rows]
     write_atomically(Path(path), "".join(f"{line}\n" for line in lines))

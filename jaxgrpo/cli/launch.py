@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import IO
 
-from jaxgrpo.cli.main import COMMANDS
+from jaxgrpo.cli.commands import COMMANDS
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.training.processes.parent import STOP_SIGNALS, end_with_parent, is_nohup
 

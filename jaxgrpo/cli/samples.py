@@ -14,13 +14,13 @@ from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.records.console import Document
 from jaxgrpo.training.records.folder import is_number, read_samples, sample_steps
-from jaxgrpo.training.records.report.html import weights
 from jaxgrpo.training.records.report.record import (
     mean_advantage,
     read_run,
     shown,
     total_reward,
     visible,
+    weights,
 )
 
 LIMIT = 10
@@ -54,7 +54,7 @@ def show_samples(
         raise InputError(f"--limit {limit}: expected 1 or more")
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     record = read_run(folder)
-    rows = _rows(folder, step)
+    rows = read_samples(folder, find_steps(folder, step)[-1])
     weigh = weights(record)
     matching = [row for row in rows if contains is None or _holds(row, contains)]
     if sort is not None:
@@ -89,8 +89,11 @@ def ordered(
     return [row for _, row in pairs]
 
 
-def _rows(folder: Place, step: int | None) -> list[dict[str, Any]]:
-    """The rows of a step. Raises: InputError if it has none, naming the nearest that have some."""
+def find_steps(folder: Place, step: int | None) -> list[int]:
+    """The steps of a run that have samples, or the one that is asked for.
+
+    Raises: InputError if there are none, naming the nearest that have some.
+    """
     steps = sorted(sample_steps(folder))
     if not steps:
         raise InputError(
@@ -103,7 +106,7 @@ def _rows(folder: Place, step: int | None) -> list[dict[str, Any]]:
             f"--step {step}: {folder} has no samples of it; the nearest steps that have some are "
             f"{', '.join(map(str, near))}, the last is {steps[-1]}"
         )
-    return read_samples(folder, step)
+    return steps if step is None else [step]
 
 
 def _holds(row: Row, text: str) -> bool:

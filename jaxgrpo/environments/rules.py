@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -88,7 +89,7 @@ def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: s
 
     Raises: InputError where one of them fails, or gives something else than it should.
     """
-    row = _Row({name: column[0] for name, column in columns.items()})
+    row = _Row({name: jnp.asarray(column[0]) for name, column in columns.items()})
     window = jax.ShapeDtypeStruct((tokens,), np.int32), jax.ShapeDtypeStruct((), np.int32)
     try:
         with explaining_own_code(where):
@@ -115,10 +116,10 @@ def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: s
             )
 
 
-class _Row(dict[str, np.ndarray]):
+class _Row(dict[str, Array]):
     """Columns of a row, which says what there is where one is missing."""
 
-    def __missing__(self, name: str) -> np.ndarray:
+    def __missing__(self, name: str) -> Array:
         names = ", ".join(self) or "none"
         raise InputError(f"reset asks for the column {name!r}: of numbers there are {names}")
 

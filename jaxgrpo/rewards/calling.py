@@ -33,6 +33,9 @@ from jaxgrpo.rewards.protocol import (
 
 CREATED = inspect.CORO_CREATED
 LIVING = ("environments", "conversations")  # rewards get them as they are
+SPOKEN = ""
+"""The entry of `RewardLog.columns` that no reward logged: the prompt and messages of samples that
+were answered, and why one cannot be scored."""
 SHOWN = 300  # characters of each text in a message
 SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
 
@@ -48,10 +51,11 @@ class RewardLog(NamedTuple):
     @property
     def extra(self) -> dict[str, list[Any]]:
         """Column -> its values; a column that two rewards log has the reward's name in front."""
-        names = [column for columns in self.columns.values() for column in columns]
+        logged = {name: columns for name, columns in self.columns.items() if name != SPOKEN}
+        names = [column for columns in logged.values() for column in columns]
         return {
             f"{reward}/{column}" if names.count(column) > 1 else column: values
-            for reward, columns in self.columns.items()
+            for reward, columns in logged.items()
             for column, values in columns.items()
         }
 
@@ -272,7 +276,7 @@ class _Call:
                 "give a list with one value per completion"
             )
         # As in TRL, values of several calls follow one another: some rewards log one at a time.
-        self.extra.setdefault(str(column), []).extend(map(_storable, values))
+        self.extra.setdefault(str(column), []).extend(map(storable, values))
 
     def _log_metric(self, name: Any, value: Any) -> None:
         try:
@@ -360,16 +364,16 @@ async def _gather(awaitables: Sequence[tuple[Awaitable[Any], float | None]]) -> 
     return await asyncio.gather(*(outcome(*pair) for pair in awaitables))
 
 
-def _storable(value: Any) -> Any:
+def storable(value: Any) -> Any:
     """A logged value as JSON holds it: arrays as lists, what is no number or text as its repr."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "tolist"):
-        return _storable(value.tolist())
+        return storable(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): _storable(entry) for key, entry in value.items()}
+        return {str(key): storable(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_storable(entry) for entry in value]
+        return [storable(entry) for entry in value]
     return repr(value)
 
 

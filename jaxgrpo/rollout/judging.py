@@ -10,7 +10,7 @@ import dataclasses
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,18 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
-from jaxgrpo.data.chat import for_rewards
+from jaxgrpo.data.chat import Message, for_rewards
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.environments.conversations import Conversation
 from jaxgrpo.models import sharding
-from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metrics
+from jaxgrpo.rewards.calling import (
+    SPOKEN,
+    RewardLog,
+    call_rewards,
+    flipped,
+    merge_metrics,
+    storable,
+)
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
@@ -33,7 +40,7 @@ from jaxgrpo.rollout.dialogue import Dialogue
 from jaxgrpo.rollout.exchange import gather_json, is_own
 from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.goals import Goals
-from jaxgrpo.rollout.prefixes import PREFIX, Prefixes
+from jaxgrpo.rollout.prefixes import Prefixes
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 Select = Callable[..., tuple[Stream, Prompts]]
@@ -148,6 +155,45 @@ class Judged(NamedTuple):
     log: RewardLog
 
 
+class Texts(NamedTuple):
+    """Samples as rewards read them, N entries each."""
+
+    prompts: Sequence[Any]  # texts or messages, as the samples began with them
+    completions: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    groups: Sequence[int]  # which prompt each is a sample of
+    messages: Sequence[list[Message]] = ()
+    """what the completions are instead, where samples were answered and prompts are messages"""
+
+
+def call_on_texts(
+    functions: Mapping[str, RewardFunction],
+    texts: Texts,
+    columns: Mapping[str, Sequence[Any]],
+    state: TrainerState | None,
+    **policy: Any,
+) -> tuple[dict[str, np.ndarray], RewardLog]:
+    """Calls rewards on samples.
+
+    Args:
+      columns: name -> N entries, those of the data set beside the prompt, and others.
+      policy: `on_error` and `timeout` as of `call_rewards`.
+
+    Returns: as `call_rewards`. Raises: RewardError as it does.
+    """
+    prompts, completions = for_rewards(texts.prompts, texts.completions)
+    if texts.messages and not isinstance(prompts[0], str):
+        completions = list(texts.messages)
+    options = {"group_ids": texts.groups, "trainer_state": state, **policy}
+    return call_rewards(functions, prompts, completions, texts.ids, columns, **options)
+
+
+def _spoken(talks: Sequence[Conversation]) -> dict[str, list[Any]]:
+    """What was said in conversations, by the names of sample rows, as JSON holds it."""
+    names = ("prompt", "messages", "problem")
+    return {name: [storable(getattr(talk, name)) for talk in talks] for name in names}
+
+
 class Judge(NamedTuple):
     """Rewards with all that they are called with beside the completions."""
 
@@ -178,21 +224,23 @@ class Judge(NamedTuple):
         _, samples, steps = tokens.shape
         repeated_rows = [self.rows[index] for index in row for _ in range(samples)]
         ids = completion_ids(tokens.reshape(-1, steps), mask.reshape(-1, steps))
-        prompts = [entry["prompt"] for entry in repeated_rows]
-        prompts = [talk.prompt for talk in talks] or prompts
-        texts = for_rewards(prompts, decode_texts(self.tokenizer, ids))
+        texts = Texts(
+            [talk.prompt for talk in talks] or [entry["prompt"] for entry in repeated_rows],
+            decode_texts(self.tokenizer, ids),
+            ids,
+            np.repeat(np.arange(len(row)), samples).tolist(),
+            [talk.messages for talk in talks],
+        )
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
         if talks:
             columns["conversations"] = list(talks)
             columns["environments"] = [talk.environment for talk in talks]
-            if not isinstance(prompts[0], str):
-                texts = texts[0], [talk.messages for talk in talks]
-        policy = {"on_error": self.on_error, "timeout": self.timeout}
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
-        group_ids = np.repeat(np.arange(len(row)), samples).tolist()
-        options = {"group_ids": group_ids, "trainer_state": state, **policy}
-        scores, log = call_rewards(functions, *texts, ids, columns, **options)
+        policy = {"on_error": self.on_error, "timeout": self.timeout}
+        scores, log = call_on_texts(functions, texts, columns, state, **policy)
+        if talks:
+            log = log._replace(columns={**log.columns, SPOKEN: _spoken(talks)})
         return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in scores.items()}, log)
 
     def rollouts(
@@ -438,54 +486,3 @@ def step_progress(
         is_world_process_zero=main,
         is_local_process_zero=main,
     )
-
-
-def sample_rows(
-    tokenizer: Any,
-    rows: Sequence[Mapping[str, Any]],
-    rollouts: Rollouts,
-    advantage: Array,
-    number: int,
-    extra: Mapping[str, Sequence[Any]] | None = None,
-    mixture: Mixture | None = None,
-    prefixes: Prefixes | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
-
-    Args:
-      rows: of the data set.
-      advantage: [P, G].
-      number: of the step, which is the number of steps finished with it.
-      extra: column -> a value per sample, what rewards logged besides their scores.
-      mixture: of several sources, whose names then stand in the rows.
-      prefixes: that prompts begin with, which then stand in the rows.
-    """
-    host: Rollouts = sharding.to_host(rollouts)
-    advantage = sharding.to_host(advantage)
-    groups, samples, steps = host.token_mask.shape
-    flat_mask = host.token_mask.reshape(-1, steps)
-    ids = completion_ids(host.completion_tokens.reshape(-1, steps), flat_mask)
-    spans = completion_spans(flat_mask)
-    texts = decode_texts(tokenizer, ids)
-    sources = mixture and [
-        mixture.names[number] for number in mixture.source_numbers(np.asarray(host.row))
-    ]
-    for p, g in np.ndindex(groups, samples):
-        index = p * samples + g
-        logged = {column: values[index] for column, values in (extra or {}).items()}
-        yield {
-            "step": number,
-            "ordinal": int(host.ordinal[p]),
-            "row": int(host.row[p]),
-            "sample": g,
-            "prompt": rows[int(host.row[p])]["prompt"],
-            "completion": texts[index],
-            "completion_ids": ids[index],
-            "logps": host.behavior_logp[p, g, spans[index]],
-            "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
-            "advantage": float(advantage[p, g]),
-            "truncated": bool(host.truncated[p, g]),
-            **({"source": sources[p]} if sources else {}),
-            **({"prefix": prefixes.texts[int(host.fields[PREFIX][p])]} if prefixes else {}),
-            **({"extra": logged} if logged else {}),
-        }

@@ -23,6 +23,7 @@ class TracedDialogue:
     Args:
       answering: of the engine.
       history: of the chat template.
+      rows: of the data set.
       columns: of numbers, of all rows.
       longest: tokens of a sample, with those that answer it.
       seed: of what is random in the rules, with step, ordinal and sample.
@@ -32,21 +33,25 @@ class TracedDialogue:
         self,
         answering: Answering,
         history: History,
+        rows: Sequence[Mapping[str, Any]],
         columns: Mapping[str, np.ndarray],
         longest: int,
         seed: Sequence[int],
     ):
-        self.answering, self.history, self.columns = answering, history, columns
+        self.answering, self.history = answering, history
+        self.rows, self.columns = rows, columns
         self.longest, self.seed = longest, seed
         self._record = Record({}, {}, {})
         self._first: dict[Key, State] = {}
         self._turns: dict[Key, Turn] = {}
         self._ordinals: list[int] = []  # by place
+        self._rows: dict[int, int] = {}  # by ordinal
         self._cut = 0  # samples whose reply left no room
 
     def open(self, prompts: Any, group_size: int) -> tuple[Prompts, dict[Key, np.ndarray]]:
         """As `Dialogue.open`; rules say nothing first."""
         self._ordinals = prompts.ordinal.tolist()
+        self._rows = dict(zip(self._ordinals, prompts.row.tolist(), strict=True))
         places = {ordinal: place for place, ordinal in enumerate(self._ordinals)}
         keys = [(ordinal, sample) for ordinal in places for sample in range(group_size)]
         rows = prompts.row[[places[ordinal] for ordinal, _ in keys]]
@@ -119,7 +124,8 @@ class TracedDialogue:
         turn = self._turns[key]
         assert turn.answered is not None
         rewards = self._record.rewards[key]
-        talk = Conversation(self.answering.rules.name, None, lambda: sum(rewards))
+        prompt = self.rows[self._rows[key[0]]]["prompt"]
+        talk = Conversation(self.answering.rules.name, None, lambda: sum(rewards), prompt)
         replies = [*self._replies(turn), None]
         pairs = zip(turn.answered.begins, turn.answered.ends, replies, strict=True)
         for begin, end, reply in pairs:

@@ -21,7 +21,7 @@ from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.goals import Goals, goal_metrics
-from jaxgrpo.rollout.judging import sample_rows
+from jaxgrpo.rollout.sample_rows import sample_rows
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting import Collected
 from jaxgrpo.training.opening import OpenRun
@@ -165,7 +165,7 @@ def write_samples(opened: OpenRun) -> Hook:
         number, rollouts, reward_log = (step.number, *step.collected[:2])
         if number == 1 or is_due(number, keys.samples_every):
             data = (tokenizer, prompts.rows, rollouts, step.advantage, number)
-            rows = sample_rows(*data, reward_log.extra, prompts.mixture, prefixes)
+            rows = sample_rows(*data, reward_log, prompts.mixture, prefixes)
             log.samples(number, rows, weights)
         if is_due(number, keys.rollouts_every):
             log.rollouts(number, sharding.to_host(rollouts))

@@ -14,7 +14,14 @@ from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, flat, to_tables
-from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys, RewardKeys, RolloutKeys
+from jaxgrpo.config.keys import (
+    DataKeys,
+    EvalKeys,
+    ModelKeys,
+    PartKeys,
+    RewardKeys,
+    RolloutKeys,
+)
 from jaxgrpo.config.world import Factories, World, make_world, named_factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import OF_ANSWERS
@@ -37,7 +44,7 @@ from jaxgrpo.rewards.protocol import (
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import decode_texts
-from jaxgrpo.training.pretrained import Pretrained, check_length, find_model, make_mesh
+from jaxgrpo.training.pretrained import Pretrained, check_length, find_config, find_model, make_mesh
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts
 from jaxgrpo.training.replay import Replay, SavedRollouts, decisive_keys, read_files
@@ -119,6 +126,30 @@ def load_rows(
             *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
         )
     return _load_rows(source, keys.prompt, keys.answer, keys.split), None
+
+
+def load_run_rows(
+    keys: DataKeys,
+    model: ModelKeys,
+    rollout: RolloutKeys,
+    tools: Sequence[str],
+    environments: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    """The rows of a run's data by the numbers that its samples have, without its weights.
+
+    Args: tables of its config.
+    Raises: InputError as `load_prompts` does.
+    """
+    if keys.too_long != "drop":
+        return load_rows(keys)[0]
+    # Which ones are left out depends on their tokens.
+    folder, stored = find_config(model, fetch_weights=False)
+    tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
+    chat = make_chat(keys, model.path, tokenizer, size)
+    ends = folders.read_end_tokens(folder, tokenizer, size)
+    world = make_world(tools, environments, rollout, chat, ends)
+    chat = chat if world is None else world.first_chat
+    return load_prompts(keys, rollout.max_prompt_tokens, chat).rows
 
 
 def _load_rows(

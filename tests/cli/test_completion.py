@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from jaxgrpo.cli.main import COMMANDS, JOINING, main
+from jaxgrpo.cli.commands import COMMANDS, JOINING
+from jaxgrpo.cli.main import main
 from jaxgrpo.config.keys import KEYS
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from jaxgrpo.cli import start
-from jaxgrpo.cli.main import COMMANDS, JSON, main
+from jaxgrpo.cli.commands import COMMANDS, JSON
+from jaxgrpo.cli.main import main
 from jaxgrpo.training import loop
 from jaxgrpo.training.records.console import Document
 
 WITH_TABLES = {
     *("quickstart", "plan", "probe", "eval", "model", "import", "report", "samples", "diff"),
-    *("fit", "methods"),
+    *("fit", "methods", "rescore"),
     *("compare", "plasticity", "advantages", "losses", "doctor"),
 }
 

@@ -15,8 +15,9 @@ import pytest
 import small_run
 
 from jaxgrpo.cli import launch
+from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING
 from jaxgrpo.cli.launch import environments
-from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING, main
+from jaxgrpo.cli.main import main
 from jaxgrpo.training.processes import peers
 from jaxgrpo.training.processes.process import PROCESS_VARIABLES
 

@@ -14,7 +14,8 @@ import quickstarts
 
 import jaxgrpo
 from jaxgrpo.cli import make_base
-from jaxgrpo.cli.main import COMMANDS, main
+from jaxgrpo.cli.commands import COMMANDS
+from jaxgrpo.cli.main import main
 from jaxgrpo.training.processes.process import EXIT_CODES
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from minimal_config import keys
 
-from jaxgrpo.cli.main import COMMANDS, JSON
+from jaxgrpo.cli.commands import COMMANDS, JSON
 from jaxgrpo.config.files import RESUMABLE
 from jaxgrpo.models.hf.families import FAMILIES
 from jaxgrpo.training.processes.process import EXIT_CODES

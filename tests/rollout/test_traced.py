@@ -40,7 +40,7 @@ def test_both_forms_give_the_same_tokens_turns_rewards_and_words(name):
     played, alike = playing.play(playing.GAMES[name], in_jax=True), in_python(name)
     assert_same(played, alike)
     for talk, expected in zip(conversations(played), conversations(alike), strict=True):
-        assert talk.messages == expected.messages
+        assert (talk.prompt, talk.messages) == (expected.prompt, expected.messages)
         assert talk.reward() == pytest.approx(expected.reward(), rel=1e-6)
     for metric in ("turns/mean", "turns/cut"):
         assert played.dialogue.metrics(24)[metric] == alike.dialogue.metrics(24)[metric]

@@ -92,7 +92,7 @@ def play(
     if in_jax:
         answering = Answering(game.rules, turns, limit, history.frame())
         settings, columns = settings._replace(answering=answering), number_columns(rows)
-        converse = lambda *sizes: TracedDialogue(answering, history, columns, *sizes)  # noqa: E731
+        converse = lambda *sizes: TracedDialogue(answering, history, rows, columns, *sizes)  # noqa: E731
     else:
         kind = make_kind(game.environment, {}, (), calls.hermes, 5.0, "environment")
         talks = Conversations({"": kind}, chat, [end], rows)

@@ -12,6 +12,7 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.training import loop
+from jaxgrpo.training.records.folder import read_samples
 from jaxgrpo.training.records.rollout_files import load as load_rollouts
 
 CODE = '''
@@ -202,3 +203,35 @@ def test_a_dry_run_with_an_environment_alone_shows_what_would_be_trained(tmp_pat
     assert main(["train", str(file), "--dry-run"]) == 0
     assert not (tmp_path / "run").exists()
     assert "Count" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_saved_samples_hold_their_turns_and_what_was_said(tmp_path, mine, name):
+    run = train(tmp_path, mine, **way(name, mine), **{"train.steps": 1, "run.report": True})
+    rollouts = load_rollouts(run.path / "rollouts" / "00000001.safetensors")
+    rows = read_samples(run.path)
+    assert len(rows) == rollouts.truncated.size
+    replied = 0
+    for number, row in enumerate(rows):
+        place = divmod(number, rollouts.truncated.shape[1])
+        spans = [(turn["tokens"], turn["reply_tokens"]) for turn in row["turns"]]
+        mask = np.trim_zeros(rollouts.token_mask[place]).tolist()
+        assert mask == [
+            drawn for span in spans for drawn in (*[True] * span[0], *[False] * span[1])
+        ]
+        assert len(row["completion_ids"]) == len(mask)
+        assert not any(
+            logp for logp, is_drawn in zip(row["logps"], mask, strict=True) if not is_drawn
+        )
+        rewards = [turn["reward"] for turn in row["turns"]]
+        assert rewards == rollouts.fields["turn_reward"][place][: len(rewards)].tolist()
+        roles = [message["role"] for message in row["messages"]]
+        assert roles.count("assistant") == len(row["turns"])
+        assert roles.count("user" if name == "gym" else "tool") == sum(
+            bool(turn["reply"]) for turn in row["turns"]
+        )
+        assert row["prompt"].endswith("=1+") == (name == "trl")
+        replied += len(roles) - len(row["turns"])
+    assert replied
+    assert "Conversations of step 1" in (run.path / "report.html").read_text()

@@ -75,7 +75,7 @@ def corpus() -> list[Worked]:
                 break
             reply = f"+{numbers[at]}" if total == right else NO
             said += f"{total}{END}<user>{reply}{END}<assistant>"
-    return [Worked(*text, 1 / len(texts)) for text in texts]
+    return [Worked(said, total, 1 / len(texts)) for said, total in texts]
 
 
 def extract_answer(completion: str) -> str:

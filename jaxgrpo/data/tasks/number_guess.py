@@ -72,7 +72,7 @@ def corpus() -> list[Worked]:
                 (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
             )
             said += f"{guess:02}{END}<user>{reply}{END}<assistant>"
-    return [Worked(*text, 1 / len(texts)) for text in texts]
+    return [Worked(said, guess, 1 / len(texts)) for said, guess in texts]
 
 
 def extract_answer(completion: str) -> str:

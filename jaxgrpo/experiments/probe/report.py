@@ -15,7 +15,7 @@ from jaxgrpo.experiments.probe.advice import value_at
 from jaxgrpo.experiments.probe.measure import PER
 from jaxgrpo.experiments.sections import Section, chart
 from jaxgrpo.training.records.console import LOOK, show_table, show_whole, terminal_table
-from jaxgrpo.training.records.report import html
+from jaxgrpo.training.records.report import blocks
 from jaxgrpo.training.records.report.charts import COLOURS, FAIL, MIXED, PASS
 from jaxgrpo.training.records.report.record import visible
 
@@ -109,21 +109,21 @@ def render(numbers: ProbeNumbers) -> str:
         f"live groups of {size}": number(1 - group["measured"], ".0%"),
     }
     advice = "".join(
-        f"<li><b>{html.text(entry['about'])}:</b> {html.text(entry['says'])}"
-        f'<div class="muted">because {html.text(entry["why"])} '
-        f"({html.text(', '.join(entry['numbers']))})</div></li>"
+        f"<li><b>{blocks.text(entry['about'])}:</b> {blocks.text(entry['says'])}"
+        f'<div class="muted">because {blocks.text(entry["why"])} '
+        f"({blocks.text(', '.join(entry['numbers']))})</div></li>"
         for entry in numbers["advice"]
     )
-    heading = html.text(title(numbers))
+    heading = blocks.text(title(numbers))
     body = [
-        f'<h1>Probe</h1>\n<div class="muted">{heading}</div>\n{html.tiles(tiles)}',
+        f'<h1>Probe</h1>\n<div class="muted">{heading}</div>\n{blocks.tiles(tiles)}',
         f'<h2>Advice</h2>\n<ul class="box">{advice}</ul>',
         f'<h2>Charts</h2>\n<div class="charts">{_figures(numbers)}</div>',
         Section("Groups", rows=group_rows(numbers, "long")).html(),
         Section("pass@k", rows=pass_rows(numbers)).html(),
         Section("Samples", rows=[("", "value"), *sample_rows(numbers)]).html(),
     ]
-    return html.document(f"probe of {numbers['model']}", "\n".join(body))
+    return blocks.document(f"probe of {numbers['model']}", "\n".join(body))
 
 
 def title(numbers: ProbeNumbers) -> str:

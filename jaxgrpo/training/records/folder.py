@@ -43,7 +43,7 @@ SAMPLE_KEYS = (
     "advantage",  # one number, or one per token
     "truncated",  # stopped by the length limit
 )
-OPTIONAL = ("source", "prefix", "extra")  # last: extra is {column: value} that rewards logged
+OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs/environments.md
 LOCK = ".lock"
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have

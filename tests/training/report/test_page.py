@@ -3,90 +3,18 @@
 from __future__ import annotations
 
 import base64
-import html.parser
 import json
 from typing import Any
 
 import numpy as np
 import pytest
 from pictures import legends, pictures
+from report_pages import ALLOWED, EVIL, Seen, record, row
 
 from jaxgrpo.training.records import alarms
-from jaxgrpo.training.records.report import charts
+from jaxgrpo.training.records.report import blocks, charts
 from jaxgrpo.training.records.report import html as page
-from jaxgrpo.training.records.report.record import FINISHED, Record
-
-EVIL = (
-    '<img src=x onerror="alert(1)"></pre></td><script>alert(2)</script>\u202e\x1b[31m\udc80\'&amp;'
-)
-
-
-def row(**changes: Any) -> dict[str, Any]:
-    sample = {
-        "step": 3,
-        "ordinal": 0,
-        "row": 0,
-        "sample": 0,
-        "prompt": "1+1=",
-        "completion": "2",
-        "completion_ids": [3],
-        "logps": [-0.1],
-        "rewards": {"right": 1.0},
-        "advantage": 0.5,
-        "truncated": False,
-    }
-    return sample | changes
-
-
-def record(**changes: Any) -> Record:
-    lines = [{"step": 0, "eval/accuracy": 0.25, "eval/pass@16": 0.5, "eval/pass@4": 0.4}]
-    for step in range(1, 4):
-        lines.append(
-            {
-                "step": step,
-                "reward": 0.1 * step,
-                "rewards/right/mean": 0.1 * step,
-                "groups/all_fail": 0.5,
-                "groups/mixed": 0.25,
-                "groups/all_pass": 0.25,
-                "grad_norm": 10.0**-step,
-                "kl": None,
-                "num_tokens": 100,
-                "time/step": 2.0,
-            }
-        )
-    lines[-1] |= {"eval/accuracy": 0.75, "eval/pass@4": 0.9}
-    values = {
-        "name": "run",
-        "status": FINISHED,
-        "config": {"train": {"steps": 3}, "model": {"path": "a/b/base"}, "recipe": "grpo"},
-        "lines": lines,
-        "summary": {"step": 3},
-        "samples": [row()],
-        "warnings": [],
-        "active": frozenset(),
-    }
-    return Record(**(values | changes))
-
-
-class Seen(html.parser.HTMLParser):
-    """Tags, attributes and texts as a browser would take them."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        self.text += data
-
-
-ALLOWED = {"html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "div", "span", "b"}
-ALLOWED |= {"ul", "li", "p", "figure", "figcaption", "img", "table", "tr", "th", "td", "pre"}
+from jaxgrpo.training.records.report.record import Record
 
 
 def test_what_a_model_a_data_set_or_a_user_wrote_is_text():
@@ -116,9 +44,9 @@ def test_what_a_model_a_data_set_or_a_user_wrote_is_text():
 
 def test_the_page_loads_and_runs_nothing():
     text = page.render(record())
-    assert page.POLICY in text
-    assert "default-src 'none'" in page.POLICY
-    assert "script" not in page.POLICY
+    assert blocks.POLICY in text
+    assert "default-src 'none'" in blocks.POLICY
+    assert "script" not in blocks.POLICY
     for tag, attributes in Seen(text).tags:
         for name in ("src", "href"):
             if name in attributes:
@@ -229,10 +157,10 @@ def test_groups_that_taught_most_stand_first_and_a_prompt_stands_once():
 
 
 def test_a_long_completion_is_cut_and_says_by_how_much():
-    long = "x" * (page.MAX_CHARACTERS + 1234)
+    long = "x" * (blocks.MAX_CHARACTERS + 1234)
     text = Seen(page.render(record(samples=[row(completion=long)]))).text
     assert "x… (1,234 more characters)" in text
-    assert "x" * (page.MAX_CHARACTERS + 1) not in text
+    assert "x" * (blocks.MAX_CHARACTERS + 1) not in text
 
 
 def test_an_empty_run_has_a_page():

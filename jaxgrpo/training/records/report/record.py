@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxgrpo.config.own_code import short_name
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
@@ -125,6 +126,27 @@ def mean_advantage(value: Any) -> float | None:
         finite = [entry for entry in value if is_number(entry)]
         value = sum(finite) / len(finite) if finite else None
     return float(value) if is_number(value) else None
+
+
+def weights(record: Record) -> dict[str, float]:
+    """Reward name -> its weight in the config."""
+    entries = record.config.get("rewards", [])
+    return {
+        str(entry.get("name") or short_name(str(entry.get("use", "")))): entry.get("weight", 1.0)
+        for entry in entries
+    }
+
+
+def strongest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Whole groups, those with the largest advantage first: the step learnt most from them."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["ordinal"], []).append(row)
+
+    def strength(group: Sequence[Mapping[str, Any]]) -> float:
+        return max(abs(mean_advantage(row["advantage"]) or 0.0) for row in group)
+
+    return [row for group in sorted(groups.values(), key=strength, reverse=True) for row in group]
 
 
 def shown(value: Any) -> str:

@@ -1,0 +1,266 @@
+"""`jaxgrpo rescore`: what other rewards would have said about the samples that a run saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from jaxgrpo.cli.inference import write_rows
+from jaxgrpo.cli.samples import find_steps
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.keys import RewardKeys
+from jaxgrpo.config.world import COLUMNS
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.storage import Place
+from jaxgrpo.evaluation import agreement
+from jaxgrpo.evaluation.agreement import Agreement
+from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
+from jaxgrpo.rewards.protocol import Reward, check, reads_any
+from jaxgrpo.rollout.judging import Texts, call_on_texts, step_progress
+from jaxgrpo.training.inputs import load_run_rows, resolve_rewards
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.console import Document, facts, show_whole, terminal_table
+from jaxgrpo.training.records.folder import is_number, plain, read_samples
+from jaxgrpo.training.records.report.html import check_writable
+from jaxgrpo.training.records.report.record import shown, total_reward, visible
+from jaxgrpo.training.stored_policy import read_run
+
+TOTAL = "total"
+"""The weighted sum of the new rewards, where there are several."""
+
+SHOWN = 60  # characters of a prompt in a message
+
+HEAD = (
+    *("step", "reward", "old mean", "new mean", "Spearman"),
+    *("side", "rank", "unscored", "flat", "informative"),
+)
+LEGEND = {
+    "old": "the weighted sum of the rewards that were saved",
+    "Spearman": "its correlation with the new reward, over the samples of the step",
+    "side, rank": "samples on another side of their group's mean, or with another rank in it",
+    "flat, informative": "groups that would become so",
+}
+
+Row = Mapping[str, Any]
+
+
+class StepScores(NamedTuple):
+    """The samples of a step, N of them, and what new rewards say about them."""
+
+    rows: list[dict[str, Any]]
+    scores: dict[str, np.ndarray]  # name -> float32 [N], NaN = not scored
+    log: RewardLog
+
+
+def rescore(
+    run: str,
+    rewards: Sequence[str],
+    step: int | None = None,
+    out: str | None = None,
+    as_json: bool = False,
+    overrides: Sequence[str] = (),
+) -> int | Document:
+    """Judges the saved samples of a run again, by other rewards, without a model.
+
+    Rewards get what they get in training: completions, as conversations where samples have turns
+    and prompts are messages, token ids, the columns of the run's data and its progress. Labels are
+    not flipped.
+
+    Args:
+      rewards: names of the run's own rewards, with their options and weights; of built-in ones; or
+        own code, "file.py:function". The others have the weight 1.
+      step: that has a file of samples; None: all of them.
+      out: a file for a line of JSON per sample.
+      overrides: as of the config, such as "data.path=moved.jsonl".
+
+    Returns: the exit code, or the numbers of the table.
+    Raises: InputError where the run has no samples or other data than when it saved them, a reward
+      does not exist or asks for a column that is not there, and as rewards do.
+    """
+    check_writable(out)
+    folder, config = read_run(run)
+    config = configs.from_dict(configs.to_tables(config), overrides, source=config.source)
+    steps = find_steps(folder, step)
+    process.start("cpu")  # no device computes anything
+    shared = config.data, config.model, config.rollout, config.tools, config.environments
+    data = load_run_rows(*shared) if config.data.path else []
+    by_title = {entry.title: entry for entry in config.rewards}
+    entries = [by_title.get(name, RewardKeys(use=name)) for name in rewards]
+    judges = find_judges(entries, config.rollout.max_completion_tokens, data)
+    is_answered = bool(config.tools or config.environments)
+    samples, left_out = _read_spoken(folder, steps, is_answered)
+    max_steps, where = config.train.steps, str(folder)
+    results = [judge_step(rows, data, judges, max_steps, where) for rows in samples]
+    weigh = {name: entry.weight for name, entry in by_title.items()}
+    numbers = [entry for scored in results for entry in compare_step(scored, judges, weigh)]
+    if out:
+        write_rows(out, (line for scored in results for line in _lines(scored)))
+    if as_json:
+        return Document({"left_out": left_out, "rows": numbers})
+    _show(Console(highlight=False), numbers, left_out)
+    return 0
+
+
+def _read_spoken(
+    folder: Place, steps: Sequence[int], is_answered: bool
+) -> tuple[list[list[dict[str, Any]]], int]:
+    """The samples of each step whose completions are known as rewards get them, and how many are
+    not. Raises: InputError where none is."""
+    left_out, samples = 0, []
+    for step in steps:
+        rows = read_samples(folder, step)
+        spoken = [row for row in rows if "messages" in row or not (is_answered or "turns" in row)]
+        left_out += len(rows) - len(spoken)
+        samples += [spoken] if spoken else []
+    if not samples:
+        raise InputError(
+            f"{folder}: no conversation was saved with its samples, as by older versions and where "
+            "rollouts wait (rollout.staleness): rewards would see other completions than in "
+            "training"
+        )
+    return samples, left_out
+
+
+def find_judges(
+    entries: Sequence[RewardKeys], max_completion_tokens: int, data: Sequence[Row]
+) -> tuple[Reward, ...]:
+    """The rewards that entries of a config name.
+
+    Args:
+      data: rows of the run's data set; none: they are from Python.
+
+    Raises: InputError where one does not exist, or asks for what is not there.
+    """
+    judges = resolve_rewards(entries, max_completion_tokens)
+    for judge in judges:
+        if reads_any(judge.function, COLUMNS):
+            raise InputError(
+                f"rewards.{judge.name} reads the environments of samples, which are gone with the "
+                "run: take a reward that reads completions"
+            )
+        try:
+            check(judge.name, judge.function, _columns(data))
+        except RewardError as error:
+            if data:
+                raise
+            remedy = "the run got its rows from Python: save them to a file, --set data.path=FILE"
+            raise InputError(f"{error}; {remedy}") from error
+    return judges
+
+
+def _columns(data: Sequence[Row]) -> list[str]:
+    """The columns that rewards get."""
+    return [name for name in data[0] if name != "prompt"] if data else []
+
+
+def judge_step(
+    rows: list[dict[str, Any]],
+    data: Sequence[Row],
+    judges: Sequence[Reward],
+    max_steps: int,
+    where: str,
+) -> StepScores:
+    """Calls rewards once on the samples of a step.
+
+    Args:
+      rows: of the step's file of samples.
+      data: rows of the run's data set; none: rewards get no columns.
+      max_steps: of the run, for the rewards' `trainer_state`.
+      where: opens messages.
+    """
+    for row in rows if data else ():
+        _check_same(row, data, where)
+    ordinals = list(dict.fromkeys(row["ordinal"] for row in rows))
+    texts = Texts(
+        [row["prompt"] for row in rows],
+        [row["completion"] for row in rows],
+        [row["completion_ids"] for row in rows],
+        [ordinals.index(row["ordinal"]) for row in rows],
+        [row["messages"] for row in rows if "messages" in row],
+    )
+    columns = {name: [data[row["row"]][name] for row in rows] for name in _columns(data)}
+    progress = TrainerState(global_step=rows[0]["step"] - 1, max_steps=max_steps)
+    if data:
+        place = min(ordinals), len(ordinals), len(data)
+        progress = step_progress(progress.global_step, *place, max_steps)
+    policy = {
+        "on_error": {judge.name: judge.on_error for judge in judges},
+        "timeout": {judge.name: judge.timeout for judge in judges},
+    }
+    functions = {judge.name: judge.function for judge in judges}
+    scores, log = call_on_texts(functions, texts, columns, progress, **policy)
+    broken = np.array([bool(row.get("problem")) for row in rows])
+    scores = {name: np.where(broken, np.nan, values) for name, values in scores.items()}
+    return StepScores(rows, scores, log)
+
+
+def compare_step(
+    scored: StepScores, judges: Sequence[Reward], weigh: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    """The numbers of each new reward, and of their sum, beside the sum of the old ones.
+
+    Args:
+      weigh: weights of the old rewards; 1 for those that are not in it.
+    """
+    totals = [total_reward(row, weigh) for row in scored.rows]
+    old = np.array([np.nan if total is None else total for total in totals])
+    group = np.array([row["ordinal"] for row in scored.rows])
+    new = {name: values.astype(float) for name, values in scored.scores.items()}
+    if len(judges) > 1:
+        weighed = [judge for judge in judges if judge.weight]
+        total = sum((judge.weight * new[judge.name] for judge in weighed), np.zeros(len(old)))
+        new |= {TOTAL: total}
+    for name, values in new.items():
+        numbers: Agreement = agreement.compare(old, values, group)
+        yield {"step": scored.rows[0]["step"], "reward": name, **numbers._asdict()}
+
+
+def _check_same(row: Row, data: Sequence[Row], where: str) -> None:
+    """Raises: InputError where the data set has another prompt for a saved sample."""
+    number, saved = row["row"], row["prompt"]
+    current = data[number]["prompt"] if number < len(data) else None
+    same = plain(current) == saved
+    if not same and current is not None and "messages" in row:  # what `reset` said joins it
+        same = shown(saved).startswith(shown(plain(current)))
+    if not same:
+        current_text = "no such row" if current is None else repr(shown(current)[:SHOWN])
+        raise InputError(
+            f"{where}: its data has another prompt in row {number} than the samples of step "
+            f"{row['step']}: {current_text} and not {shown(saved)[:SHOWN]!r}; give the data that "
+            "it was trained on, --set data.path=..."
+        )
+
+
+def _lines(scored: StepScores) -> Iterator[dict[str, Any]]:
+    """A line of --out for each sample: its place, what was saved and what is said now."""
+    for place, row in enumerate(scored.rows):
+        logged = {name: values[place] for name, values in scored.log.extra.items()}
+        yield {
+            **{name: row[name] for name in ("step", "ordinal", "row", "sample")},
+            "saved": row["rewards"],
+            "rewards": {name: float(values[place]) for name, values in scored.scores.items()},
+            **({"extra": logged} if logged else {}),
+        }
+
+
+def _show(console: Console, numbers: Sequence[Row], left_out: int) -> None:
+    """Prints the table and what its columns mean."""
+
+    def cell(value: Any, form: str) -> str:
+        return f"{value:{form}}" if is_number(value) else "–"
+
+    rows = [
+        [
+            *(str(entry["step"]), visible(entry["reward"])),
+            *(cell(entry[name], ".3f") for name in ("old_mean", "new_mean", "spearman")),
+            *(cell(entry[name], ".1%") for name in ("sign_changed", "rank_changed")),
+            *(str(entry[name]) for name in ("unscored", "now_flat", "now_informative")),
+        ]
+        for entry in numbers
+    ]
+    show_whole(console, terminal_table([HEAD, *rows], text=(1,)))
+    reason = {"left out": f"{left_out} samples, whose conversations were not saved"}
+    facts(console, LEGEND | (reason if left_out else {}))
