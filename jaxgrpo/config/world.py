@@ -109,7 +109,7 @@ def make_world(
         return None
     functions = make_tools([own_code.resolve(tool) for tool in tools], "tools")
     by_name = {tool.name: tool.function for tool in functions}
-    parse = _parser(rollout.call_format, chat)
+    parse = find_parser(rollout.call_format, chat)
     kinds = {}
     for name, factory in (environments or {"": None}).items():
         where = f"environment.{name}" if name else "environment"
@@ -133,7 +133,8 @@ def named_factories(environment: Factories | None) -> Mapping[str, Callable[[], 
     return {"": environment}
 
 
-def _parser(name: str, chat: Chat) -> calls.Parser:
+def find_parser(name: str, chat: Chat) -> calls.Parser:
+    """The parser of calls that `rollout.call_format` names. Raises: InputError for none."""
     if not own_code.is_reference(name):
         return calls.choose(name, chat.template, chat.tokenizer)
     function = own_code.load(name)

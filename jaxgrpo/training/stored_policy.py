@@ -23,6 +23,7 @@ from jaxgrpo.config.world import World, make_world
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params
 from jaxgrpo.data import storage
+from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
@@ -35,6 +36,7 @@ from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory
 from jaxgrpo.training.inputs import (
@@ -164,32 +166,59 @@ def find_policy(
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
+    pretrained, chat, ends = _find_model(console, config)
+    world = make_world(config.tools, config.environments, config.rollout, chat, ends)
+    chat = chat if world is None else world.first_chat
+    source = rows if rows is not None else eval_source(config.eval, config.data)
+    prompts = load_prompts(config.data, config.rollout.max_prompt_tokens, chat, source)
+    settings = sampling_settings(config.rollout, pretrained, config.turns)
+    if temperature is not None:
+        settings = settings._replace(temperature=temperature)
+    policy = _policy_with_engine(config, pretrained, settings, has_base)
+    return dataclasses.replace(policy, world=world), prompts
+
+
+def find_answerer(
+    console: Console, config: Config, temperature: float | None = None
+) -> tuple[StoredPolicy, Chat]:
+    """The policy of a config to answer queries, and how these are written out; as `find_policy`.
+
+    Its engine takes requests at any time. The tools, the environments and the rows of the config
+    are not read, and nothing interrupts a sample or ends it early.
+    """
+    pretrained, chat, _ = _find_model(console, config)
+    settings = sampling_settings(config.rollout, pretrained, turns=2)
+    settings = settings._replace(interruption=None, early_stop=None)
+    if temperature is not None:
+        settings = settings._replace(temperature=temperature)
+    return _policy_with_engine(config, pretrained, settings), chat
+
+
+def _find_model(console: Console, config: Config) -> tuple[Pretrained, Chat, tuple[int, ...]]:
+    """The model of a config, how its prompts are written out, and what ends its samples."""
     line = process.start(config.mesh.platform)
     if process.is_main():
         console.print(line, soft_wrap=True)
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained = find_model(*start, make_mesh(config.mesh))
-    data, tokenizer = config.data, pretrained.tokenizer
-    size = pretrained.model.config.vocab_size
-    chat = make_chat(data, pretrained.path, tokenizer, size)
+    tokenizer, size = pretrained.tokenizer, pretrained.model.config.vocab_size
+    chat = make_chat(config.data, pretrained.path, tokenizer, size)
     ends = folders.read_end_tokens(pretrained.folder, tokenizer, size)
-    world = make_world(config.tools, config.environments, config.rollout, chat, ends)
-    chat = chat if world is None else world.first_chat
-    source = rows if rows is not None else eval_source(config.eval, data)
-    prompts = load_prompts(data, config.rollout.max_prompt_tokens, chat, source)
-    model = pretrained.model
+    return pretrained, chat, ends
+
+
+def _policy_with_engine(
+    config: Config, pretrained: Pretrained, settings: SamplingSettings, has_base: bool = False
+) -> StoredPolicy:
+    model, rollout = pretrained.model, config.rollout
     mesh = sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
     copies = 2 if has_base else 1
     sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
     free = memory.free_beside(mesh, copies * parameter_bytes + sampler_bytes)
-    settings = sampling_settings(config.rollout, pretrained, config.turns)
-    if temperature is not None:
-        settings = settings._replace(temperature=temperature)
-    width = config.rollout.max_prompt_tokens
+    width = rollout.max_prompt_tokens
     engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
-    policy = _policy(pretrained, engine, mesh, config.rollout, config.train.seed)
-    return dataclasses.replace(policy, world=world), prompts
+    return _policy(pretrained, engine, mesh, rollout, config.train.seed)
 
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:
