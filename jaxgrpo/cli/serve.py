@@ -113,7 +113,6 @@ def make_dialect(policy: StoredPolicy, chat: Chat, name: str, call_format: str) 
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
-        may_stop=True,
     )
     return Dialect(name, chat, limits, lambda: find_parser(call_format, chat), settings.stop_tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from jaxgrpo.environments import calls, history
 from jaxgrpo.environments.conversations import Conversation, Conversations, check_rows
 from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import Kind, make_kind
+from jaxgrpo.environments.serving.dialect import Dialect
+from jaxgrpo.environments.serving.endpoint import is_program, make_program_kind
+from jaxgrpo.environments.serving.fields import Limits
 from jaxgrpo.environments.tools import make_tools
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse, Dialogue, Turns
@@ -37,8 +41,8 @@ EXCLUDED = {
 }
 """Keys that do not go with tools and environments, and why."""
 
-Factories = Callable[[], Any] | Mapping[str, Callable[[], Any]]
-"""What makes an environment, or what makes each of several, by their names"""
+Factories = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+"""What makes an environment, or a program that asks for its turns; or several, by their names"""
 
 
 def check(values: Values) -> Iterator[str]:
@@ -90,7 +94,7 @@ class World(NamedTuple):
 
 def make_world(
     tools: Sequence[str | Callable[..., Any]],
-    environments: Mapping[str, str | Callable[[], Any]],
+    environments: Mapping[str, str | Callable[..., Any]],
     rollout: RolloutKeys,
     chat: Chat,
     stop_tokens: Sequence[int],
@@ -115,7 +119,10 @@ def make_world(
         where = f"environment.{name}" if name else "environment"
         parts = by_name, tuple(functions), parse, rollout.call_timeout, where
         make = None if factory is None else own_code.resolve(factory)
-        kinds[name] = make_kind(make, *parts)
+        if make is not None and is_program(make):
+            kinds[name] = _program_kind(make, rollout, chat, stop_tokens, where, functions)
+        else:
+            kinds[name] = make_kind(make, *parts)
     bounds = Turns(rollout.max_turns, rollout.max_turn_tokens or LARGEST, rollout.reply_after)
     world = World(kinds, chat, tuple(stop_tokens), bounds)
     for kind in kinds.values():
@@ -126,7 +133,34 @@ def make_world(
     return world
 
 
-def named_factories(environment: Factories | None) -> Mapping[str, Callable[[], Any]]:
+def _program_kind(
+    program: Callable[..., Any],
+    rollout: RolloutKeys,
+    chat: Chat,
+    stop_tokens: Sequence[int],
+    where: str,
+    tools: Sequence[Any],
+) -> Kind:
+    """What rows of a program talk to. Raises: InputError where there are tools beside it."""
+    if tools:
+        raise InputError(f"{where}: a program brings its own tools; leave `tools` out")
+    longest = rollout.max_completion_tokens
+    limits = Limits(
+        vocab_size=chat.vocab_size or len(chat.tokenizer),
+        longest=rollout.max_prompt_tokens + longest,
+        max_tokens=min(longest, rollout.max_turn_tokens or longest),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        is_turn=True,
+    )
+    parse = functools.partial(find_parser, rollout.call_format, chat)
+    dialect = Dialect("policy", chat, limits, parse, stop_tokens)
+    return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout)
+
+
+def named_factories(environment: Factories | None) -> Mapping[str, Callable[..., Any]]:
     """Factories by name; that of a single environment has the name ""."""
     if environment is None or isinstance(environment, Mapping):
         return environment or {}
@@ -156,9 +190,6 @@ def _environment_reward(name: str) -> Callable[..., list[float]]:
     """The reward that environments of a class give; others are not scored by it."""
 
     def reward(conversations: Sequence[Conversation]) -> list[float]:
-        return [
-            talk.reward() if type(talk.partner.environment).__name__ == name else math.nan
-            for talk in conversations
-        ]
+        return [talk.reward() if talk.name == name else math.nan for talk in conversations]
 
     return reward

@@ -21,7 +21,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.history import History
-from jaxgrpo.environments.partners import Answer, Broken, Kind, Partner
+from jaxgrpo.environments.partners import LONGEST, Answer, Broken, Kind, Opening, Partner
+from jaxgrpo.environments.serving.fields import Completion
 
 THREADS = 64  # samples that are answered at once
 
@@ -37,6 +38,7 @@ class Reply(NamedTuple):
     tokens: list[int] | None  # up to the next turn; None: the conversation is over
     reward: float  # of the turn; NaN: it has none
     state: int  # a hash of what was answered: equal answers are one state
+    limit: int = LONGEST  # tokens of the next turn
 
 
 @dataclasses.dataclass
@@ -44,6 +46,7 @@ class Conversation:
     """One sample's."""
 
     partner: Partner
+    name: str  # of the kind
     prompt: Any  # of the row with what `reset` said, as rewards get it
     messages: list[Message] = dataclasses.field(default_factory=list)  # the completion
     problem: str = ""  # why it cannot be scored; empty: it can
@@ -108,7 +111,7 @@ class Conversations:
 
     def open(
         self, places: Sequence[tuple[int, int, int]], samples: int, seed: Sequence[int]
-    ) -> dict[Key, list[int]]:
+    ) -> dict[Key, Opening]:
         """Begins the conversations of a batch; those of the batch before are forgotten.
 
         Args:
@@ -116,7 +119,7 @@ class Conversations:
           samples: of each.
           seed: with ordinal and sample it makes the seed of an environment.
 
-        Returns: the tokens of each sample's prompt, of this process's samples.
+        Returns: each sample's prompt, of this process's samples.
         """
         self._forget()
         self.counts.clear()
@@ -127,7 +130,9 @@ class Conversations:
             kind = self._name(row)
             for sample in range(samples):
                 partner = self._pool[kind].pop() if self._pool[kind] else self.kinds[kind].make()
-                conversation = Conversation(partner, self.rows[row]["prompt"])
+                conversation = Conversation(
+                    partner, self.kinds[kind].name, self.rows[row]["prompt"]
+                )
                 self._running[ordinal, sample] = conversation
                 self._kinds_by_key[ordinal, sample] = kind
                 begun.append(((ordinal, sample), row, _seed(*seed, ordinal, sample)))
@@ -138,14 +143,14 @@ class Conversations:
             for (key, row, _), observation in zip(begun, words, strict=True)
         }
 
-    def answer(self, key: Key, ids: Sequence[int], room: int) -> None:
+    def answer(self, key: Key, completion: Completion, room: int) -> None:
         """Has a turn answered; the reply comes by `replies`.
 
         Args:
-          ids: of the turn.
           room: tokens that the sample may still have, of the reply and of what follows it.
         """
-        self._threads.submit(self._answer, key, list(ids), room)
+        self._running[key].partner.take(completion, is_last=False)
+        self._threads.submit(self._answer, key, completion.tokens, room)
 
     def replies(self) -> list[Reply]:
         """The replies that have come since the last call: at least one, which it waits for.
@@ -161,11 +166,12 @@ class Conversations:
         """A sample's conversation so far, in the process that answers it."""
         return self._running[key]
 
-    def end(self, key: Key, ids: Sequence[int]) -> None:
+    def end(self, key: Key, completion: Completion) -> None:
         """Takes a last turn, which is not answered."""
-        self._running[key].messages.append(
-            {"role": "assistant", "content": self._decoded(key, ids)}
-        )
+        conversation = self._running[key]
+        conversation.partner.take(completion, is_last=True)
+        text = self._decoded(key, completion.tokens)
+        conversation.messages.append({"role": "assistant", "content": text})
 
     def _name(self, row: int) -> str:
         name = (
@@ -179,7 +185,7 @@ class Conversations:
                 self._pool[self._kinds_by_key[key]].append(conversation.partner)
         self._running, self._kinds_by_key = {}, {}
 
-    def _begin(self, key: Key, row: int, seed: int) -> str | None:
+    def _begin(self, key: Key, row: int, seed: int) -> str | Opening | None:
         """What an environment says first."""
         columns = {name: value for name, value in self.rows[row].items() if name != "environment"}
         try:
@@ -188,21 +194,27 @@ class Conversations:
             self._break(key, str(error))
             return None
 
-    def _prompt(self, key: Key, row: int, observation: str | None) -> list[int]:
-        if observation is None and row in self._prompts:
-            return self._prompts[row]
+    def _prompt(self, key: Key, row: int, observation: str | Opening | None) -> Opening:
         conversation, chat = self._running[key], self._chats[self._kinds_by_key[key]]
+        if isinstance(observation, Opening):
+            text = chat.tokenizer.decode(observation.tokens, clean_up_tokenization_spaces=False)
+            conversation.prompt = observation.messages or text
+            return observation
+        if observation is None and row in self._prompts:
+            return Opening(self._prompts[row], None)
         prompt = conversation.prompt = joined(conversation.prompt, observation)
         text = chats.write(chat, prompt, f"row {row}", is_limited=False)
         ids = list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
         if observation is None:
             self._prompts[row] = ids
-        return ids
+        return Opening(ids, None)
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
-        text = self._decoded(key, ids)
+        text, conversation = self._decoded(key, ids), self._running[key]
         try:
-            answer: Answer | BaseException = self._running[key].partner.answer(text)
+            if conversation.problem:
+                raise Broken(conversation.problem)
+            answer: Answer | BaseException = conversation.partner.answer(text)
         except BaseException as error:
             answer = error
         self._answers.put(_Answered(key, text, ids[-1], room, answer))
@@ -219,14 +231,17 @@ class Conversations:
         self.counts["calls"] += answer.calls
         self.counts.update(answer.problems)
         conversation.messages.append(answer.reading.as_message())
-        tokens = history.between(answer.messages, last) if answer.messages else None
+        tokens = answer.tokens
+        if tokens is None and answer.messages:
+            tokens = history.between(answer.messages, last)
         state = hash_state("\n".join(m["content"] for m in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
             self.counts["cut"] += 1
+            conversation.partner.take(None, is_last=True)
             tokens = None
         if tokens is not None:
             conversation.messages += answer.messages
-        return Reply(*key, tokens, answer.reward, state)
+        return Reply(*key, tokens, answer.reward, state, answer.limit)
 
     def _decoded(self, key: Key, ids: Sequence[int]) -> str:
         """The text of a turn without the token that ended it."""
@@ -241,7 +256,7 @@ class Conversations:
     def _break(self, key: Key, problem: str) -> None:
         conversation = self._running[key]
         conversation.problem = problem
-        self.problem = f"{type(conversation.partner.environment).__name__}: {problem}"
+        self.problem = f"{conversation.name}: {problem}"
 
 
 def hash_state(content: bytes) -> int:

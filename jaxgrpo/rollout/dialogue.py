@@ -21,6 +21,7 @@ from jaxgrpo.environments.conversations import (
     Reply,
     hash_state,
 )
+from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.engine import COMPLETE, Request, Turn
 from jaxgrpo.rollout.exchange import gather_json
@@ -61,6 +62,7 @@ class Dialogue:
         self._ends: dict[Key, list[int]] = {}  # where each turn ends, in tokens of the sample
         self._rewards: dict[Key, list[float]] = {}
         self._states: dict[Key, list[int]] = {}
+        self._limits: dict[Key, int] = {}  # of the next turns, as what answers says
 
     def open(self, prompts: Any, group_size: int) -> tuple[Prompts, dict[Key, np.ndarray]]:
         """Begins the conversations.
@@ -78,8 +80,10 @@ class Dialogue:
         seed = *self.seed, step
         opened = self.conversations.open([*places.values()], group_size, seed)
         self._local = {*opened}
-        shares = gather_json([[*key, ids] for key, ids in opened.items()])
-        by_key = {(o, s): np.asarray(ids, np.int32) for share in shares for o, s, ids in share}
+        shares = gather_json([[*key, entry.tokens, entry.limit] for key, entry in opened.items()])
+        entries = [entry for share in shares for entry in share]
+        by_key = {(o, s): np.asarray(ids, np.int32) for o, s, ids, _ in entries}
+        self._limits = {(o, s): limit for o, s, _, limit in entries}
         self._states = {key: [hash_state(ids.tobytes())] for key, ids in by_key.items()}
         width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
         for ordinal in places:
@@ -100,9 +104,9 @@ class Dialogue:
         """Samples that wait for a reply."""
         return len(self._due)
 
-    def limit(self, offset: int) -> int:
-        """New tokens that a turn may have behind `offset` tokens of its sample."""
-        return min(self.bounds.tokens, self.longest - offset)
+    def limit(self, key: Key, offset: int) -> int:
+        """New tokens that a sample's next turn may have behind `offset` tokens."""
+        return min(self.bounds.tokens, self.longest - offset, self._limits[key])
 
     def take(self, request: Request, turn: Turn) -> bool:
         """Takes a turn that has ended. Returns: whether it will be answered.
@@ -113,14 +117,17 @@ class Dialogue:
         key, end = (turn.ordinal, turn.sample), request.offset + len(turn.tokens)
         self._ends.setdefault(key, []).append(end)
         is_cut = turn.reason == "length" and end < self.longest
+        finish = "stop" if turn.reason in COMPLETE else "length"
+        version = int(turn.version[0])
+        completion = Completion(turn.tokens.tolist(), turn.logp.tolist(), finish, None, version)
         is_last = len(self._ends[key]) >= self.bounds.most or end >= self.longest
         if is_last or not (is_cut or turn.reason in COMPLETE):
             if key in self._local:
-                self.conversations.end(key, turn.tokens.tolist())
+                self.conversations.end(key, completion)
             return False
         self._due[key] = self._calls + self.bounds.reply_after
         if key in self._local:
-            self.conversations.answer(key, turn.tokens.tolist(), self.longest - end)
+            self.conversations.answer(key, completion, self.longest - end)
         return True
 
     def replies(self, is_idle: bool) -> list[Reply]:
@@ -145,6 +152,7 @@ class Dialogue:
         by_key = {(entry[0], entry[1]): Reply(*entry) for share in shares for entry in share}
         for key in keys:
             del self._due[key]
+            self._limits[key] = by_key[key].limit
             self._rewards.setdefault(key, []).append(by_key[key].reward)
             if by_key[key].tokens is not None:
                 self._states[key].append(by_key[key].state)

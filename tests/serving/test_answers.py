@@ -12,7 +12,6 @@ import served
 
 import jaxgrpo as jg
 from jaxgrpo.cli import serve
-from jaxgrpo.environments.calls import hermes
 from jaxgrpo.environments.serving.dialect import read_conversation
 from jaxgrpo.environments.serving.fields import Completion
 
@@ -215,7 +214,7 @@ def test_calls_of_tools_are_read_and_one_that_cannot_be_read_stays_text(server):
     def message(text):
         tokens = [*chatting.ids(text), served.END]
         completion = Completion(tokens, [0.0] * len(tokens), "stop")
-        return dialect.message(completion, hermes, True)
+        return dialect.message(completion, ["a tool"], True)
 
     read = message('So: <tool_call>{"name": "add", "arguments": {"a": [1, 2]}}</tool_call>')
     assert read["content"] == "So:"

@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import urllib.request
+from typing import Any
 
 import pytest
 import served
 
 from jaxgrpo.cli import main as cli
 
+_ADDRESS = re.compile(r"mine at (\S+) for this machine alone; token (\S+)")
 SET = ("--set", "rollout.max_prompt_tokens=32", "rollout.slots=2")
 
 
@@ -25,7 +27,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_command_answers_and_a_signal_ends_it(folder, python, environment, number, code):
     words = ("serve", folder, "--port", 0, "--max-tokens", 8, "--name", "mine", *SET)
-    process = subprocess.Popen(
+    process: Any = subprocess.Popen(
         [python, "-m", "jaxgrpo", *map(str, words)],
         env=environment(JAXGRPO_TOKEN=""),
         stdout=subprocess.PIPE,
@@ -35,7 +37,7 @@ def test_the_command_answers_and_a_signal_ends_it(folder, python, environment, n
     try:
         lines = iter(process.stdout.readline, "")
         line = next(line for line in lines if " at http" in line)
-        url, token = re.search(r"mine at (\S+) for this machine alone; token (\S+)", line).groups()
+        url, token = _ADDRESS.findall(line)[0]
         headers = {"Authorization": f"Bearer {token}"}
         body = json.dumps({"prompt": "1+1", "temperature": 0}).encode()
         # 16 tokens are the default, and more than this server draws: as many as it draws.

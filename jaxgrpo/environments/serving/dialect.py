@@ -49,8 +49,10 @@ class Prompted(NamedTuple):
     """What a query asks for, and the conversation that it stands for."""
 
     wish: Wish
-    messages: list[Message]  # empty: it has none
+    messages: Sequence[Message] = ()  # of a chat
     tools: tuple[dict[str, Any], ...] = ()
+    text: str = ""  # where the prompt is one
+    skips: bool = True  # special tokens are left out of the answer's text
 
 
 Draw = Callable[[Prompted], list[list[Completion]]]
@@ -119,7 +121,8 @@ class Dialect:
         wish = read_wish(fields, prompts, self.limits, DEFAULT_TOKENS)
         has_logp, with_ids = fields.asks_logp(), fields.flag(IDS[0])
         shows_ids, skips = fields.flag(IDS[1]), fields.flag("skip_special_tokens", True)
-        drawn = draw(Prompted(wish, []))
+        text = document["prompt"] if isinstance(document["prompt"], str) else ""
+        drawn = draw(Prompted(wish, text=text, skips=skips))
         choices = []
         for prompt, completions in zip(prompts, drawn, strict=True):
             for completion in completions:
@@ -127,7 +130,7 @@ class Dialect:
                 choices.append(
                     {
                         "index": len(choices),
-                        "text": self._text(completion, skips),
+                        "text": self.text(completion, skips),
                         "logprobs": self._table(completion, shows_ids) if has_logp else None,
                         **_ending(completion),
                         "prompt_logprobs": None,
@@ -143,14 +146,15 @@ class Dialect:
         tools = chat.tools
         prompt = self._encode(self._render(chat, messages), chat.template is None)
         wish = read_wish(fields, [prompt], self.limits, None)
+        if tools:
+            self._parse()  # a template without calls is refused before anything is drawn
         has_logp, with_ids = fields.asks_logp(), fields.flag(IDS[0])
         shows_ids, skips = fields.flag(IDS[1]), fields.flag("skip_special_tokens", True)
-        parse = self._parse() if tools else None
-        drawn = draw(Prompted(wish, messages, tools))
+        drawn = draw(Prompted(wish, messages, tools, skips=skips))
         choices = []
         for number, completion in enumerate(drawn[0]):
             content = self._content(completion, shows_ids) if has_logp else None
-            message = self.message(completion, parse, skips)
+            message = self.message(completion, tools, skips)
             ending = _ending(completion)
             if message["tool_calls"] and completion.finish == "stop":
                 ending["finish_reason"] = "tool_calls"
@@ -180,7 +184,7 @@ class Dialect:
         )
         wish = read_wish(sampling, [prompt], self.limits, DEFAULT_TOKENS)
         has_logp = sampling.asks_logp()
-        drawn = draw(Prompted(wish, []))
+        drawn = draw(Prompted(wish))
         choices = [
             {
                 "index": number,
@@ -203,14 +207,19 @@ class Dialect:
         names = "choices", "usage"
         return {"request_id": answer["id"], "prompt_logprobs": None} | {k: answer[k] for k in names}
 
-    def message(self, completion: Completion, parse: Parser | None, skips: bool) -> Message:
-        """The assistant's message; a text with a call that cannot be read has no calls."""
-        text = self._text(completion, skips)
-        reading = Reading(text, [])
-        if parse is not None:
-            calling = parse(self._text(completion, skips=False, has_end=False))
-            if calling.calls and not any(call.problem for call in calling.calls):
-                reading = calling
+    def read(self, text: str, tools: Sequence[Any]) -> Reading:
+        """A turn's text; with tools its calls, unless one of them cannot be read."""
+        if not tools:
+            return Reading(text, [])
+        reading = self._parse()(text)
+        is_read = reading.calls and not any(call.problem for call in reading.calls)
+        return reading if is_read else Reading(text, [])
+
+    def message(self, completion: Completion, tools: Sequence[Any], skips: bool) -> Message:
+        """The assistant's message; `skips`: without special tokens, where it has no calls."""
+        reading = self.read(self.text(completion, skips=False, has_end=False), tools)
+        if not reading.calls:
+            reading = Reading(self.text(completion, skips), [])
         calls = []
         for call in reading.calls:
             written = json.dumps(call.arguments, ensure_ascii=False)
@@ -252,7 +261,7 @@ class Dialect:
     def _encode(self, text: str, has_special: bool) -> list[int]:
         return list(self.chat.tokenizer(text, add_special_tokens=has_special)["input_ids"])
 
-    def _text(self, completion: Completion, skips: bool, has_end: bool | None = None) -> str:
+    def text(self, completion: Completion, skips: bool, has_end: bool | None = None) -> str:
         """The text of a completion, up to the text that stopped it.
 
         Args:

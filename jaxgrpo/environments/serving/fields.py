@@ -80,7 +80,8 @@ class Limits(NamedTuple):
     top_p: float
     top_k: int  # 0: all
     min_p: float
-    may_stop: bool  # a query may name what else ends a completion
+    is_turn: bool = False
+    """a completion is a turn of a sample: what is left of this bounds it, and no query ends it"""
 
 
 class Wish(NamedTuple):
@@ -190,6 +191,8 @@ def read_wish(
         )
     fitting = min(room, limits.max_tokens)
     count = fields.integer("max_tokens", 1, 2**31, min(fitting, max_tokens or fitting))
+    if limits.is_turn:
+        count = min(count, fitting)
     if count > fitting:
         raise Refusal(
             400,
@@ -200,7 +203,7 @@ def read_wish(
         )
     stop, stop_tokens = fields.texts("stop"), values.get("stop_token_ids") or []
     stop_tokens = stop_tokens and fields.tokens("stop_token_ids", stop_tokens, limits.vocab_size)
-    if not limits.may_stop and (stop or stop_tokens):
+    if limits.is_turn and (stop or stop_tokens):
         raise Refusal(400, "stop: what ends a turn is part of the policy; leave it out", "stop")
     seed = values.get("seed")
     if seed is not None:
