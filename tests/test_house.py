@@ -274,15 +274,15 @@ LINES = {
     "data": 1730,  # with two tasks that experiments train on, and one with a tool
     "models": 4650,
     "rewards": 1450,
-    "environments": 640,
-    "rollout": 3380,  # with turns
+    "environments": 1570,  # 910 of it what answers over HTTP
+    "rollout": 3520,  # with turns, and what draws for queries
     "update": 1780,
-    "config": 1980,  # with what tools and environments are
+    "config": 2000,  # with what tools and environments are
     "evaluation": 650,
-    "training": 6640,
+    "training": 6670,
     "planning": 1480,
     "experiments": 2650,
-    "cli": 2950,
+    "cli": 3080,
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
 

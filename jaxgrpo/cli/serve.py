@@ -17,16 +17,14 @@ import jax
 from rich.console import Console
 
 from jaxgrpo.cli.sampling import option_changes
-from jaxgrpo.config.world import find_parser
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.chat import Chat
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.fields import Limits
 from jaxgrpo.environments.serving.server import Query, Refusal, Server
 from jaxgrpo.rollout.desk import Desk
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
-from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_answerer
+from jaxgrpo.training.stored_policy import Answerer, StoredPolicy, find_answerer
 
 PLACES = 16  # samples under way at once, where the config has no rollout.slots
 TOKEN = "JAXGRPO_TOKEN"
@@ -59,19 +57,17 @@ def serve(
     if not temperature >= 0:
         raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
     token = read_token(os.environ.get(TOKEN))
-    config = config_for(target, option_changes(None, top_k, top_p, max_tokens), overrides)
     console = Console(highlight=False)
-    policy, chat = find_answerer(console, config, temperature)
+    changes = option_changes(None, top_k, top_p, max_tokens)
+    answerer = find_answerer(console, target, changes, overrides, temperature)
     if jax.process_count() > 1:
         raise InputError("serve runs in one process: start it without others of a cluster")
-    desk = open_desk(policy, config.train.seed)
-    dialect = make_dialect(
-        policy, chat, name or Path(target).resolve().name, config.rollout.call_format
-    )
+    desk = open_desk(answerer.policy)
+    dialect = make_dialect(answerer, name or Path(target).resolve().name)
     server = Server(host, port, *routes(dialect, desk, token))
     try:
         with telling(console, "loading the model"):
-            desk.open(policy.read_params(), 0)
+            desk.open(answerer.policy.read_params(), 0)
         server.start()
         shown = f"token {token}" if not os.environ.get(TOKEN) else f"token as in {TOKEN}"
         reach = "this machine alone" if host in LOOPBACK else f"whoever reaches {host}"
@@ -96,15 +92,15 @@ def read_token(value: str | None) -> str:
     return value
 
 
-def open_desk(policy: StoredPolicy, seed: int) -> Desk:
+def open_desk(policy: StoredPolicy) -> Desk:
     """What draws by a policy; no parameters are read yet."""
     settings, engine = policy.engine.settings, policy.engine
-    return Desk(engine, engine.width, settings.slots or PLACES, policy.tokenizer, seed)
+    return Desk(engine, engine.width, settings.slots or PLACES, policy.tokenizer, policy.seed)
 
 
-def make_dialect(policy: StoredPolicy, chat: Chat, name: str, call_format: str) -> Dialect:
+def make_dialect(answerer: Answerer, name: str) -> Dialect:
     """How queries for a policy are read and answered."""
-    settings = policy.engine.settings
+    policy, settings = answerer.policy, answerer.policy.engine.settings
     limits = Limits(
         vocab_size=policy.model.config.vocab_size,
         longest=policy.engine.width + settings.max_completion_tokens,
@@ -114,7 +110,7 @@ def make_dialect(policy: StoredPolicy, chat: Chat, name: str, call_format: str) 
         top_k=settings.top_k,
         min_p=settings.min_p,
     )
-    return Dialect(name, chat, limits, lambda: find_parser(call_format, chat), settings.stop_tokens)
+    return Dialect(name, answerer.chat, limits, answerer.parse, settings.stop_tokens)
 
 
 def routes(dialect: Dialect, desk: Desk, token: str) -> tuple[Any, Any]:

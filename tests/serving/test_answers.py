@@ -206,10 +206,8 @@ def test_texts_and_tokens_of_a_query_end_its_samples(server):
 
 
 def test_calls_of_tools_are_read_and_one_that_cannot_be_read_stays_text(server):
-    settings, tokenizer = server.policy.engine.settings, server.policy.tokenizer
-    chat = chatting.chat()._replace(tokenizer=tokenizer)
-    dialect = serve.make_dialect(server.policy, chat, "tiny", "hermes")
-    assert served.END in settings.stop_tokens
+    dialect = serve.make_dialect(server.answerer, "tiny")
+    assert served.END in server.policy.engine.settings.stop_tokens
 
     def message(text):
         tokens = [*chatting.ids(text), served.END]

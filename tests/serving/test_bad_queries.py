@@ -187,11 +187,12 @@ def test_a_template_that_shows_no_tools_is_told(server):
     status, answer = server.ask(CHAT, {"messages": GO, "tools": [tool], "max_tokens": 1})
     assert status == 200, answer
     chat = chatting.chat("deaf")._replace(tokenizer=server.policy.tokenizer)
-    dialect = serve.make_dialect(server.policy, chat, "tiny", "hermes")
+    dialect = serve.make_dialect(server.answerer._replace(chat=chat), "tiny")
     query = serve.Query("POST", CHAT, "", {"messages": GO, "tools": [tool]})
     with pytest.raises(InputError, match="tools: the template deaf does not write them"):
         dialect.answer(CHAT, query, lambda prompted: [])
-    bare = serve.make_dialect(server.policy, chat._replace(template=None), "tiny", "hermes")
+    answerer = server.answerer._replace(chat=chat._replace(template=None))
+    bare = serve.make_dialect(answerer, "tiny")
     with pytest.raises(InputError, match="there is no chat template"):
         bare.answer(CHAT, query, lambda prompted: [])
 

@@ -91,6 +91,6 @@ def test_an_openai_client_chats(folder):
             client.chat.completions.create(model="tiny", messages=messages, temperature=0.3)
         with pytest.raises(openai.NotFoundError, match="there is only 'tiny'"):
             client.chat.completions.create(model="gpt", messages=messages)
-        other = client.with_options(api_key="guessed")
+        stranger = client.with_options(api_key="guessed")
         with pytest.raises(openai.AuthenticationError, match="the token is wrong"):
-            other.models.list()
+            stranger.models.list()

@@ -68,12 +68,12 @@ def play(program, style=None, slots=0, seconds=20.0) -> Any:
         call_timeout=seconds,
         call_format="hermes",
     )
-    asked: Any = world.make_world((), {"": program}, rollout, chatting.chat(style), [END])
+    answers: Any = world.make_world((), {"": program}, rollout, chatting.chat(style), [END])
     settings = SamplingSettings(STEPS, 1.0, (END,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
     engine = SlotEngine(built, settings, width=WIDTH)
     bare = [np.asarray(chatting.ids("x"), np.int32)] * PROMPTS
     prompts = pad_prompts(bare, WIDTH, np.arange(PROMPTS), np.arange(PROMPTS), 0)
-    drawing: Any = draw(engine, params, prompts, KEY, GROUP, converse=asked.converse(rows))
+    drawing: Any = draw(engine, params, prompts, KEY, GROUP, converse=answers.converse(rows))
     rollouts = drawing.finish()
     talks = drawing.dialogue.spoken(range(PROMPTS), GROUP)
     rewards = np.reshape([talk.reward() for talk in talks], (PROMPTS, GROUP))
@@ -266,8 +266,7 @@ def returns_a_text(base_url, prompt):
 
 def rewrites(base_url, prompt):
     ask(base_url, prompt=prompt)
-    ask(base_url, prompt="something else")
-    return 1.0
+    raise ValueError(refused(409, ask, base_url, prompt="something else"))
 
 
 def rewrites_and_hides_it(base_url, prompt):
@@ -317,7 +316,7 @@ def test_an_async_program_is_run_and_one_that_returns_none_gives_nothing():
 
 
 def test_what_a_turn_of_a_sample_cannot_be_asked_for():
-    found = {}
+    messages = {}
 
     def try_all(base_url, prompt, seed, answer):
         cases = {
@@ -329,22 +328,24 @@ def test_what_a_turn_of_a_sample_cannot_be_asked_for():
             "stop": (400, {"stop": "a"}),
         }
         for name, (code, fields) in cases.items():
-            found[name] = refused(code, ask, base_url, **{"prompt": prompt, **fields})
-        found["elsewhere"] = refused(404, ask, f"{base_url.rsplit('/', 2)[0]}/x/v1", prompt=prompt)
+            messages[name] = refused(code, ask, base_url, **{"prompt": prompt, **fields})
+        messages["elsewhere"] = refused(
+            404, ask, f"{base_url.rsplit('/', 2)[0]}/x/v1", prompt=prompt
+        )
         with ThreadPoolExecutor(2) as clients:
             futures = [clients.submit(ask, base_url, prompt=prompt) for _ in range(2)]
             problems = [future.exception() for future in futures]
         assert sum(problem is None for problem in problems) == 1
-        found["at once"] = message_in(next(filter(None, problems)))
+        messages["at once"] = message_in(next(filter(None, problems)))
         assert answer == "1"
         return seed % 7
 
     rewards = play(try_all)[2]
     assert not np.isnan(rewards).any()
-    assert found["n = 2"] == "n: a turn of a sample is drawn once; leave it out"
-    assert found["greedy"] == "temperature: the run says how it samples; leave it out"
-    assert "ask for one after the other" in found["at once"] or "rewrote" in found["at once"]
-    assert found["elsewhere"].startswith("there is no such sample")
+    assert messages["n = 2"] == "n: a turn of a sample is drawn once; leave it out"
+    assert messages["greedy"] == "temperature: the run says how it samples; leave it out"
+    assert "ask for one after the other" in messages["at once"] or "rewrote" in messages["at once"]
+    assert messages["elsewhere"].startswith("there is no such sample")
 
 
 def test_no_thread_of_a_program_stays_behind_a_refused_query():

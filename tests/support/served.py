@@ -19,7 +19,7 @@ from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.environments.serving.server import Server
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_answerer
+from jaxgrpo.training.stored_policy import Answerer, StoredPolicy, find_answerer
 
 TOKEN = "secret"
 WIDTH, LONGEST, PLACES = 160, 24, 8
@@ -30,6 +30,7 @@ class Served(NamedTuple):
     folder: Path
     policy: StoredPolicy
     params: Any
+    answerer: Answerer
     url: str
     host: str
     port: int
@@ -63,15 +64,15 @@ def serving(folder: Path, **rollout: Any) -> Iterator[Served]:
     """A server for the model of a folder; `rollout` holds further keys of that table."""
     sizes = {"max_prompt_tokens": WIDTH, "max_completion_tokens": LONGEST, "slots": PLACES}
     changes = {f"rollout.{name}": value for name, value in ({**sizes, **rollout}).items()}
-    config = config_for(folder, changes)
-    policy, chat = find_answerer(Console(quiet=True), config)
-    desk, params = serve.open_desk(policy, 0), policy.read_params()
-    dialect = serve.make_dialect(policy, chat, "tiny", "auto")
+    answerer = find_answerer(Console(quiet=True), folder, changes, (), 1.0)
+    policy = answerer.policy
+    desk, params = serve.open_desk(policy), policy.read_params()
+    dialect = serve.make_dialect(answerer, "tiny")
     server = Server("127.0.0.1", 0, *serve.routes(dialect, desk, TOKEN))
     try:
         desk.open(params, 0)
         server.start()
-        yield Served(folder, policy, params, server.url, server.host, server.port)
+        yield Served(folder, policy, params, answerer, server.url, server.host, server.port)
     finally:
         server.close()
         desk.close()

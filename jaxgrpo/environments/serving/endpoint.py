@@ -11,7 +11,6 @@ import asyncio
 import functools
 import inspect
 import json
-import math
 import queue
 import secrets
 import threading
@@ -37,7 +36,7 @@ REWRITTEN = (
 )
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """The program waits for a turn."""
 
     prompted: Prompted
@@ -57,7 +56,7 @@ class Session:
 
     def __init__(self, dialect: Dialect, stop_tokens: Sequence[int]):
         self.dialect, self.stop_tokens = dialect, frozenset(stop_tokens)
-        self.events: queue.SimpleQueue[_Asked | _Ended] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[_Question | _Ended] = queue.SimpleQueue()
         self.problem = ""  # why it cannot go on
         self.is_over = False  # no further query is answered
         self._answers: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
@@ -84,12 +83,12 @@ class Session:
         if wish.is_greedy or wish.seed is not None:
             name = "temperature" if wish.is_greedy else "seed"
             raise Refusal(400, f"{name}: the run says how it samples; leave it out", name)
-        asked = None if self.is_over else self._link(prompted)
+        question = None if self.is_over else self._link(prompted)
         with self._lock:
-            if self.is_over or asked is None:
+            if self.is_over or question is None:
                 raise Refusal(409, self.problem or OVER)
             self._is_waiting = True
-        self.events.put(asked)
+        self.events.put(question)
         completion = self._answers.get()
         if completion is None:
             raise Refusal(409, self.problem or OVER)
@@ -113,7 +112,7 @@ class Session:
         self.problem = self.problem or problem
         self.give(None, is_last=True)
 
-    def _link(self, prompted: Prompted) -> _Asked:
+    def _link(self, prompted: Prompted) -> _Question:
         """What a query adds to the sample: by its ids, or else by its text or messages, of which
         other ids may be made than the model drew.
 
@@ -121,7 +120,7 @@ class Session:
         """
         (prompt,), messages = prompted.wish.prompts, [*prompted.messages]
         if not self._drawn:
-            return _Asked(prompted, prompt, messages)
+            return _Question(prompted, prompt, messages)
         begun, tokenizer = len(self._messages), self.dialect.chat.tokenizer
         has_same = 0 < begun < len(messages)
         has_same = has_same and _essence(messages[:begun]) == _essence(self._messages)
@@ -137,7 +136,7 @@ class Session:
             self.is_over, self.problem = True, REWRITTEN
             raise Refusal(409, REWRITTEN)
         text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return _Asked(prompted, tokens, rest or [{"role": "user", "content": text}])
+        return _Question(prompted, tokens, rest or [{"role": "user", "content": text}])
 
     def _behind(self, prompt: list[int]) -> list[int] | None:
         """What of a prompt follows the prompt before and its answer; None: it begins otherwise.
@@ -208,7 +207,7 @@ class ProgramPartner:
         self._name, self._seconds = program_name(program), seconds
         self._base_url = ""
         self._session: Session | None = None
-        self._asked: _Asked | None = None
+        self._question: _Question | None = None
         self._ended: _Ended | None = None
 
     def open(self, row: Mapping[str, Any], seed: int) -> Opening:
@@ -216,7 +215,7 @@ class ProgramPartner:
             shared_sessions().close(self._base_url)
         self._session = Session(self._dialect, self._stop_tokens)
         self._base_url = shared_sessions().open(self._session)
-        self._asked, self._ended = None, None
+        self._question, self._ended = None, None
         arguments = {**row, "seed": seed} if "seed" not in row else row
         named = inspect.signature(self.environment).parameters.values()
         if not any(entry.kind is entry.VAR_KEYWORD for entry in named):
@@ -224,24 +223,26 @@ class ProgramPartner:
             arguments = {name: value for name, value in arguments.items() if name in names}
         target, options = self._run, (self._session, {**arguments, BASE_URL: self._base_url})
         threading.Thread(target=target, args=options, name="jaxgrpo-program", daemon=True).start()
-        asked = self._next()
-        if asked is None:
+        question = self._next()
+        if question is None:
             raise Broken(f"{self._name} ended before its first query")
-        wish = asked.prompted.wish
-        return Opening(asked.tokens, asked.messages or None, wish.max_tokens)
+        wish = question.prompted.wish
+        return Opening(question.tokens, question.messages or None, wish.max_tokens)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         if self._session is not None:
             self._session.give(completion, is_last)
 
     def answer(self, text: str) -> Answer:
-        tools = self._asked.prompted.tools if self._asked is not None else ()
+        tools = self._question.prompted.tools if self._question is not None else ()
         reading = self._dialect.read(text, tools)
-        asked = self._next()
-        if asked is None:
+        question = self._next()
+        if question is None:
             return Answer(reading, [])
-        wish, calls = asked.prompted.wish, len(reading.calls)
-        return Answer(reading, asked.messages, math.nan, calls, (), asked.tokens, wish.max_tokens)
+        wish, calls = question.prompted.wish, len(reading.calls)
+        return Answer(
+            reading, question.messages, math.nan, calls, (), question.tokens, wish.max_tokens
+        )
 
     def reward(self) -> float | None:
         while self._ended is None:
@@ -258,7 +259,7 @@ class ProgramPartner:
         except BaseException as error:  # SystemExit ends a program, too
             session.events.put(_Ended(None, error))
 
-    def _next(self) -> _Asked | None:
+    def _next(self) -> _Question | None:
         """The program's next query; None: it has ended. Raises: Broken where it failed."""
         session = self._session
         assert session is not None
@@ -268,8 +269,8 @@ class ProgramPartner:
             problem = f"{self._name} took more than {self._seconds:g} s"
             session.close(problem)
             raise Broken(problem) from None
-        if isinstance(event, _Asked):
-            self._asked = event
+        if isinstance(event, _Question):
+            self._question = event
             return event
         session.is_over, self._ended = True, event
         if session.problem == REWRITTEN:

@@ -115,12 +115,12 @@ class Fields:
 
     def __init__(self, document: Mapping[str, Any], names: Collection[str]):
         self.values: dict[str, Any] = {k: v for k, v in document.items() if v is not None}
-        known = SAMPLING | set(names)
+        readable = SAMPLING | set(names)
         for name, value in self.values.items():
-            if name in known or name in HARMLESS:
+            if name in readable or name in HARMLESS:
                 continue
             if name not in NEUTRAL:
-                hint = suggest(name, known | NEUTRAL.keys() | HARMLESS).partition(" Known")[0]
+                hint = suggest(name, readable | NEUTRAL.keys() | HARMLESS).partition(" Known")[0]
                 hint = hint if hint.startswith("did") else "leave it out"
                 raise Refusal(400, f"{name}: this server does not know it; {hint}", name)
             if not any(_is_same(value, allowed) for allowed in NEUTRAL[name]):
