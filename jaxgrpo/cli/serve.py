@@ -70,7 +70,7 @@ def serve(
             desk.open(answerer.policy.read_params(), 0)
         server.start()
         shown = f"token {token}" if not os.environ.get(TOKEN) else f"token as in {TOKEN}"
-        reach = "this machine alone" if host in LOOPBACK else f"whoever reaches {host}"
+        reach = "this machine alone" if host in LOOPBACK else f"all that reach {host}"
         line = f"{dialect.name} at {server.url}/v1 for {reach}; {shown}"
         console.print(line, soft_wrap=True, markup=False)
         _wait(desk)

@@ -224,7 +224,7 @@ def _find_model(
     line = process.start(mesh.platform)
     if process.is_main():
         console.print(line, soft_wrap=True)
-    pretrained = find_model(*start, make_mesh(mesh))
+    pretrained = find_model(*start, mesh=make_mesh(mesh))
     size = pretrained.model.config.vocab_size
     return pretrained, make_chat(data, pretrained.path, pretrained.tokenizer, size)
 

@@ -163,7 +163,7 @@ class Sessions:
         self._server.start()
 
     def open(self, session: Session) -> str:
-        """Returns: the base URL of a session, which nobody can guess."""
+        """Returns: the base URL of a session, which cannot be guessed."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = session
         return f"{self._server.url}/samples/{key}/v1"
@@ -239,9 +239,12 @@ class ProgramPartner:
         question = self._next()
         if question is None:
             return Answer(reading, [])
-        wish, calls = question.prompted.wish, len(reading.calls)
         return Answer(
-            reading, question.messages, math.nan, calls, (), question.tokens, wish.max_tokens
+            reading,
+            question.messages,
+            calls=len(reading.calls),
+            tokens=question.tokens,
+            limit=question.prompted.wish.max_tokens,
         )
 
     def reward(self) -> float | None:

@@ -68,7 +68,7 @@ class Server:
     """Listens from now on, and from `start` on answers, each connection in a thread of its own.
 
     Args:
-      host: an address of this machine; "127.0.0.1": nobody else reaches it.
+      host: an address of this machine; "127.0.0.1": no other machine reaches it.
       port: 0 takes a free one.
 
     Raises: InputError where the address cannot be taken.
@@ -92,7 +92,7 @@ class Server:
         )
 
     def start(self) -> None:
-        """Begins to answer. Whoever has connected before has waited."""
+        """Begins to answer. Clients that connected before have waited."""
         self._thread.start()
 
     @property
