@@ -158,7 +158,7 @@ class Dialogue:
                 self._states[key].append(by_key[key].state)
         return [by_key[key] for key in keys]
 
-    def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
+    def spoken(self, places: Iterable[Any], samples: int) -> list[Conversation]:
         """The conversations of some groups, in the process that answers them."""
         ordinals = [self._ordinals[int(place)] for place in places]
         return [self.conversations.spoken((o, s)) for o in ordinals for s in range(samples)]

@@ -407,3 +407,21 @@ def count(base_url, prompt):
         text += choice["text"] + "="
     return sum(letter.isdigit() for letter in read) / 8
 '''
+
+
+@pytest.mark.full
+def test_an_openai_client_as_it_comes_from_the_index_is_trained():
+    openai = pytest.importorskip("openai")
+
+    def agent(base_url, prompt):
+        client = openai.OpenAI(base_url=base_url, api_key="any", max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": prompt}]
+        for _ in range(2):
+            answer = client.chat.completions.create(model="policy", messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "Again."}]
+        return 1.0
+
+    rollouts, dialogue, rewards = play(agent, "thinking")
+    assert dialogue.conversations.problem == ""
+    assert (rewards == 1).all()
+    assert (rollouts.fields["turn"].max(-1) == 1).all()
