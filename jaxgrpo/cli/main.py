@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pkgutil
-import select
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jaxgrpo
 from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING
+from jaxgrpo.cli.output import printing_on_stderr, until_closed
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.training.processes import parent
-
-CLOSED = 128 + signal.SIGPIPE
-"""The exit code if what reads the output closes it."""
 
 
 def main(
@@ -40,7 +35,7 @@ def main(
         options = vars(_parser().parse_args(argv))
     except SystemExit as stop:  # argparse has printed the help, the version or the mistake
         code = int(stop.code or 0)
-        return _until_closed(lambda: code)
+        return until_closed(lambda: code)
     try:
         _join(options)
         if command == "launch":  # answers before JAX is loaded, and leaves it to its processes
@@ -59,38 +54,20 @@ def _guarded(calls: str, options: dict[str, Any]) -> int:
     with parent.without_cuda_lines():
         from jaxgrpo.training.processes import process  # and JAX
 
-    return process.guard(lambda: _until_closed(lambda: _run_command(calls, options)))
+    return process.guard(lambda: until_closed(lambda: _run_command(calls, options)))
 
 
 def _run_command(calls: str, options: dict[str, Any]) -> int | None:
     """Runs a command. With --json it returns a `console.Document`, which is printed here."""
     if not options.get("as_json"):
         return pkgutil.resolve_name(calls)(**options)
-    with _printing_on_stderr():
+    with printing_on_stderr():
         answer = pkgutil.resolve_name(calls)(**options)
     if isinstance(answer, int):  # of a process that is not the first of its run
         return answer
     if sys.stdout is not None:
         sys.stdout.write(answer.text())
     return answer.code
-
-
-@contextlib.contextmanager
-def _printing_on_stderr() -> Iterator[None]:
-    """Within it stdout is stderr: of what is printed here, by own code and by its processes."""
-    if sys.stdout is None:
-        yield
-        return
-    sys.stdout.flush()
-    stdout_copy = os.dup(1)
-    try:
-        with contextlib.suppress(OSError):  # where a shell has closed stderr
-            os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(stdout_copy, 1)
-        os.close(stdout_copy)
 
 
 def _join(options: dict[str, Any]) -> None:
@@ -112,36 +89,6 @@ def _join(options: dict[str, Any]) -> None:
 
 def _dest(flag: str) -> str:
     return flag.strip("-").replace("-", "_")
-
-
-def _until_closed(command: Callable[[], int | None]) -> int:
-    """Runs a command to its end, or until what reads its output has closed it, as `head` does.
-
-    Nothing is printed in that case, and the exit code is that of a program which SIGPIPE ends.
-    """
-    try:
-        code = command() or 0
-        if sys.stdout is not None:  # as where a service closes it
-            sys.stdout.flush()
-        return code
-    except (BrokenPipeError, SystemExit) as error:
-        # Rich raises SystemExit. A pipe to a reward's process may break as well.
-        by_rich = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
-        if not by_rich and (isinstance(error, SystemExit) or not _is_closed(sys.stdout)):
-            raise
-    # Python writes what is left at its end, and would complain.
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    return CLOSED
-
-
-def _is_closed(stream: TextIO | None) -> bool:
-    """Whether a stream is a pipe that is not read any more."""
-    if stream is None:
-        return False
-    poller = select.poll()
-    poller.register(stream, 0)  # it reports errors in any case
-    return bool(poller.poll(0))
 
 
 def run() -> None:

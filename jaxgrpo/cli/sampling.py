@@ -73,7 +73,7 @@ def sample(
     if isinstance(prompts, str):
         raise InputError(f"prompts = {prompts!r}: give a list of prompts, as [{prompts!r}]")
     _check(samples, temperature)
-    changes = {**overrides, **_changes(None, top_k, top_p, max_tokens)}
+    changes = {**overrides, **option_changes(None, top_k, top_p, max_tokens)}
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
     console = Console(highlight=False)
     policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
@@ -112,7 +112,7 @@ def write_samples(
     """
     _check(samples, temperature)
     rows = _lines(prompts) if prompts.endswith(".txt") else None
-    changes = _changes(None if rows else prompts, top_k, top_p, max_tokens)
+    changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
@@ -327,7 +327,7 @@ def _check(samples: int, temperature: float) -> None:
         raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
 
 
-def _changes(
+def option_changes(
     data: str | None, top_k: int | None, top_p: float | None, max_tokens: int | None
 ) -> dict[str, Any]:
     """Keys of the config that the options stand for; None: as it is."""

@@ -115,11 +115,11 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
             yield from _read_keys(cls, table, f"{section}.", values)
         else:
             yield f"{section} = {show(table)}: expected a table, [{section}]"
-    if "rewards" in tables:
+    if tables.get("rewards", []) == [] and tables.get("environment"):  # which may give one
+        values["rewards"] = ()
+    elif "rewards" in tables:
         read_reward = functools.partial(_read_entry, RewardKeys)
         yield from _read_list("rewards", tables["rewards"], read_reward, values)
-    elif "environment" in tables:  # which may give one
-        values["rewards"] = ()
     else:
         yield 'rewards: missing; give at least one, rewards = [{ use = "..." }]'
     values |= {"scores": (), "tools": (), "environment": None}

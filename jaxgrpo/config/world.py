@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from jaxgrpo.environments.conversations import Conversation, Conversations, chec
 from jaxgrpo.environments.history import Frame, History
 from jaxgrpo.environments.partners import Kind, make_kind
 from jaxgrpo.environments.rules import Answering, Rules, number_columns
+from jaxgrpo.environments.serving.dialect import Dialect
+from jaxgrpo.environments.serving.endpoint import is_program, make_program_kind
+from jaxgrpo.environments.serving.fields import Limits
 from jaxgrpo.environments.tools import make_tools
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
@@ -40,8 +44,8 @@ EXCLUDED = {
 }
 """Keys that do not go with tools and environments, and why."""
 
-Factories = Callable[[], Any] | Mapping[str, Callable[[], Any]]
-"""What makes an environment, or what makes each of several, by their names"""
+Factories = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+"""What makes an environment, or a program that asks for its turns; or several, by their names"""
 
 
 def check(values: Values) -> Iterator[str]:
@@ -118,7 +122,7 @@ class World(NamedTuple):
 
 def make_world(
     tools: Sequence[str | Callable[..., Any]],
-    environments: Mapping[str, str | Callable[[], Any]],
+    environments: Mapping[str, str | Callable[..., Any]],
     rollout: RolloutKeys,
     chat: Chat,
     stop_tokens: Sequence[int],
@@ -141,12 +145,15 @@ def make_world(
         return World({}, pure, chat, tuple(stop_tokens), bounds)
     functions = make_tools([own_code.resolve(tool) for tool in tools], "tools")
     by_name = {tool.name: tool.function for tool in functions}
-    parse = _parser(rollout.call_format, chat)
+    parse = find_parser(rollout.call_format, chat)
     kinds = {}
     for name, factory in (factories or {"": None}).items():
         where = f"environment.{name}" if name else "environment"
         parts = by_name, tuple(functions), parse, rollout.call_timeout, where
-        kinds[name] = make_kind(factory, *parts)
+        if factory is not None and is_program(factory):
+            kinds[name] = _program_kind(factory, rollout, chat, stop_tokens, where, functions)
+        else:
+            kinds[name] = make_kind(factory, *parts)
     for kind in kinds.values():
         history.check(History(kind.shown_in(chat), frozenset(stop_tokens)), bool(kind.tools))
     return World(kinds, None, chat, tuple(stop_tokens), bounds)
@@ -203,14 +210,42 @@ def load_environments(
     return parts
 
 
-def named_factories(environment: Factories | None) -> Mapping[str, Callable[[], Any]]:
+def _program_kind(
+    program: Callable[..., Any],
+    rollout: RolloutKeys,
+    chat: Chat,
+    stop_tokens: Sequence[int],
+    where: str,
+    tools: Sequence[Any],
+) -> Kind:
+    """What rows of a program talk to. Raises: InputError where there are tools beside it."""
+    if tools:
+        raise InputError(f"{where}: a program brings its own tools; leave `tools` out")
+    longest = rollout.max_completion_tokens
+    limits = Limits(
+        vocab_size=chat.vocab_size or len(chat.tokenizer),
+        longest=rollout.max_prompt_tokens + longest,
+        max_tokens=min(longest, rollout.max_turn_tokens or longest),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        is_turn=True,
+    )
+    parse = functools.partial(find_parser, rollout.call_format, chat)
+    dialect = Dialect("policy", chat, limits, parse, stop_tokens)
+    return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout)
+
+
+def named_factories(environment: Factories | None) -> Mapping[str, Callable[..., Any]]:
     """Factories by name; that of a single environment has the name ""."""
     if environment is None or isinstance(environment, Mapping):
         return environment or {}
     return {"": environment}
 
 
-def _parser(name: str, chat: Chat) -> calls.Parser:
+def find_parser(name: str, chat: Chat) -> calls.Parser:
+    """The parser of calls that `rollout.call_format` names. Raises: InputError for none."""
     if not own_code.is_reference(name):
         return calls.choose(name, chat.template, chat.tokenizer)
     function = own_code.load(name)

@@ -125,24 +125,33 @@ def make_chat(
                 f"{key} is given, but there is no chat template ({name}): name a Jinja file by "
                 "data.chat_template, or write the text into data.prompt"
             )
-    names = _names_in(template or "", name)
+    chat = Chat(tokenizer, template, name, system, dict(options))
+    check_options(chat, options, "data.chat_template_kwargs")
+    return chat._replace(time=time) if CLOCK in _names_in(template or "", name) else chat
+
+
+def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
+    """Raises InputError with the first variable that the template does not read, or that the
+    messages set.
+
+    Args:
+      where: they are given.
+    """
+    names = _names_in(chat.template or "", chat.name)
     for option in options:
         if option in OURS:
             raise InputError(
-                f"data.chat_template_kwargs.{option}: the role of a prompt's last message decides "
-                "it; leave it out"
+                f"{where}.{option}: the role of a prompt's last message decides it; leave it out"
             )
         if option == CLOCK:
             raise InputError(
-                f"data.chat_template_kwargs.{option}: is a function; set data.template_time to the "
-                "time that it writes"
+                f"{where}.{option}: is a function; set data.template_time to the time that it "
+                "writes"
             )
         if option not in names:
             matches = difflib.get_close_matches(option, names, n=1)
             hint = f"did you mean {matches[0]!r}?" if matches else "leave it out"
-            raise InputError(f"data.chat_template_kwargs.{option}: {name} does not read it; {hint}")
-    chat = Chat(tokenizer, template, name, system, dict(options))
-    return chat._replace(time=time) if CLOCK in names else chat
+            raise InputError(f"{where}.{option}: {chat.name} does not read it; {hint}")
 
 
 def write(chat: Chat, prompt: str | Conversation, where: str, is_limited: bool = True) -> str:

@@ -21,7 +21,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.history import History
-from jaxgrpo.environments.partners import Answer, Broken, Kind, Partner
+from jaxgrpo.environments.partners import LONGEST, Answer, Broken, Kind, Opening, Partner
+from jaxgrpo.environments.serving.fields import Completion
 
 THREADS = 64  # samples that are answered at once
 
@@ -37,6 +38,7 @@ class Reply(NamedTuple):
     tokens: list[int] | None  # up to the next turn; None: the conversation is over
     reward: float  # of the turn; NaN: it has none
     state: int  # a hash of what was answered: equal answers are one state
+    limit: int = LONGEST  # tokens of the next turn
 
 
 @dataclasses.dataclass
@@ -113,7 +115,7 @@ class Conversations:
 
     def open(
         self, places: Sequence[tuple[int, int, int]], samples: int, seed: Sequence[int]
-    ) -> dict[Key, list[int]]:
+    ) -> dict[Key, Opening]:
         """Begins the conversations of a batch; those of the batch before are forgotten.
 
         Args:
@@ -121,7 +123,7 @@ class Conversations:
           samples: of each.
           seed: with ordinal and sample it makes the seed of an environment.
 
-        Returns: the tokens of each sample's prompt, of this process's samples.
+        Returns: each sample's prompt, of this process's samples.
         """
         self._forget()
         self.counts.clear()
@@ -146,15 +148,15 @@ class Conversations:
         """Whether the last turn of a sample of a row is answered too."""
         return self._kind(row).answers_last
 
-    def answer(self, key: Key, ids: Sequence[int], room: int) -> None:
+    def answer(self, key: Key, completion: Completion, room: int) -> None:
         """Has a turn answered; the reply comes by `replies`.
 
         Args:
-          ids: of the turn.
           room: tokens that the sample may still have, of the reply and of what follows it; 0: the
             turn is the last.
         """
-        self._threads.submit(self._answer, key, list(ids), room)
+        self._running[key].partner.take(completion, is_last=not room)
+        self._threads.submit(self._answer, key, completion.tokens, room)
 
     def replies(self) -> list[Reply]:
         """The replies that have come since the last call: at least one, which it waits for.
@@ -170,10 +172,11 @@ class Conversations:
         """A sample's conversation so far, in the process that answers it."""
         return self._running[key]
 
-    def end(self, key: Key, ids: Sequence[int]) -> None:
+    def end(self, key: Key, completion: Completion) -> None:
         """Takes a last turn, which is not answered."""
         conversation = self._running[key]
-        text = self._histories[conversation.kind].spoken(ids)
+        conversation.partner.take(completion, is_last=True)
+        text = self._histories[conversation.kind].spoken(completion.tokens)
         conversation.messages.append({"role": "assistant", "content": text})
 
     def _kind(self, row: int) -> Kind:
@@ -186,7 +189,7 @@ class Conversations:
                 self._pool[conversation.kind].append(conversation.partner)
         self._running = {}
 
-    def _begin(self, key: Key, row: int, seed: int) -> str | None:
+    def _begin(self, key: Key, row: int, seed: int) -> str | Opening | None:
         """What an environment says first."""
         columns = {name: value for name, value in self.rows[row].items() if name != "environment"}
         try:
@@ -195,22 +198,28 @@ class Conversations:
             self._break(key, str(error))
             return None
 
-    def _prompt(self, key: Key, row: int, observation: str | None) -> list[int]:
-        if observation is None and row in self._prompts:
-            return self._prompts[row]
+    def _prompt(self, key: Key, row: int, observation: str | Opening | None) -> Opening:
         conversation = self._running[key]
         chat = self._histories[conversation.kind].chat
+        if isinstance(observation, Opening):
+            text = chat.tokenizer.decode(observation.tokens, clean_up_tokenization_spaces=False)
+            conversation.prompt = observation.messages or text
+            return observation
+        if observation is None and row in self._prompts:
+            return Opening(self._prompts[row], None)
         prompt = conversation.prompt = joined(conversation.prompt, observation)
         text = chats.write(chat, prompt, f"row {row}", is_limited=False)
         ids = list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
         if observation is None:
             self._prompts[row] = ids
-        return ids
+        return Opening(ids, None)
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
         conversation = self._running[key]
         text = self._histories[conversation.kind].spoken(ids)
         try:
+            if conversation.problem:
+                raise Broken(conversation.problem)
             answer: Answer | BaseException = conversation.partner.answer(text)
         except BaseException as error:
             answer = error
@@ -229,20 +238,22 @@ class Conversations:
         self.counts["calls"] += answer.calls
         self.counts.update(answer.problems)
         conversation.messages.append(answer.reading.as_message())
-        has_reply = bool(answer.messages) and room > 0
-        tokens = history.between(answer.messages, last) if has_reply else None
+        tokens = answer.tokens
+        if tokens is None and answer.messages and room:
+            tokens = history.between(answer.messages, last)
         state = hash_state("\n".join(m["content"] for m in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
             self.counts["cut"] += 1
+            conversation.partner.take(None, is_last=True)
             tokens = None
         if tokens is not None:
             conversation.messages += answer.messages
-        return Reply(*key, tokens, answer.reward, state)
+        return Reply(*key, tokens, answer.reward, state, answer.limit)
 
     def _break(self, key: Key, problem: str) -> None:
         conversation = self._running[key]
         conversation.problem = problem
-        self.problem = f"{type(conversation.partner.environment).__name__}: {problem}"
+        self.problem = f"{conversation.name}: {problem}"
 
 
 def hash_state(content: bytes) -> int:

@@ -19,11 +19,22 @@ from jaxgrpo.core.errors import InputError, cut, explaining_own_code
 from jaxgrpo.data import limits
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.calls import Parser, Reading
+from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.tools import Tool, make_tools, run_calls, run_limited, tool_methods
+
+LONGEST = 2**31 - 1  # tokens of a turn where nothing else bounds it
 
 
 class Broken(Exception):
     """An environment that cannot go on: its sample is not scored."""
+
+
+class Opening(NamedTuple):
+    """A prompt in place of the row's."""
+
+    tokens: list[int]
+    messages: list[Message] | None  # the same; None: it is a text
+    limit: int = LONGEST  # tokens of the first turn
 
 
 class Answer(NamedTuple):
@@ -34,6 +45,8 @@ class Answer(NamedTuple):
     reward: float = math.nan  # of the turn; NaN: it has none
     calls: int = 0
     problems: tuple[str, ...] = ()  # kinds of failures of the calls
+    tokens: list[int] | None = None  # of the answer; None: as the chat template writes it
+    limit: int = LONGEST  # tokens of the next turn
 
 
 @runtime_checkable
@@ -42,8 +55,13 @@ class Partner(Protocol):
 
     environment: Any  # the user's object; None: there are tools alone
 
-    def open(self, row: Mapping[str, Any], seed: int) -> str | None:
+    def open(self, row: Mapping[str, Any], seed: int) -> str | Opening | None:
         """Starts again. Returns: what joins the last message of the prompt. Raises: Broken."""
+        ...
+
+    def take(self, completion: Completion | None, is_last: bool) -> None:
+        """Gets each turn, before it is answered. The last one is not answered; None: it was the
+        one before, behind whose answer there is no room."""
         ...
 
     def answer(self, text: str) -> Answer:
@@ -90,6 +108,9 @@ class ToolPartner:
             raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
         return observation
 
+    def take(self, completion: Completion | None, is_last: bool) -> None:
+        """Nothing but the text is read."""
+
     def answer(self, text: str) -> Answer:
         reading = self._parse(text)
         results = run_calls(reading.calls, self._functions, self._seconds)
@@ -112,7 +133,7 @@ class ToolPartner:
         if get_reward is None:
             return None
         value = _run("get_reward", get_reward, {}, self._seconds)
-        return None if value is None else _number("get_reward", value)
+        return None if value is None else read_number("get_reward", value)
 
 
 class GymPartner:
@@ -134,6 +155,9 @@ class GymPartner:
             observation = observation[0]
         return None if observation is None else str(observation)
 
+    def take(self, completion: Completion | None, is_last: bool) -> None:
+        """Nothing but the text is read."""
+
     def answer(self, text: str) -> Answer:
         outcome = _run("step", lambda: self.environment.step(text), {}, self._seconds)
         if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
@@ -141,7 +165,7 @@ class GymPartner:
             raise Broken(f"step returned a {kind}: return observation, reward, done")
         observation, reward, *ends = outcome
         is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
-        value = _number("step", reward)
+        value = read_number("step", reward)
         if math.isfinite(value):
             self.total += value
         messages: list[Message] = [{"role": "user", "content": str(observation)}]
@@ -201,7 +225,8 @@ def _is_gym(environment: Any) -> bool:
     return len(step) == 1 and not is_tool
 
 
-def _number(name: str, value: Any) -> float:
+def read_number(name: str, value: Any) -> float:
+    """A reward that a function returned. Raises: Broken."""
     try:
         return float(value)
     except (TypeError, ValueError):

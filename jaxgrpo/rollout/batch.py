@@ -121,7 +121,7 @@ class Batch:
             sample=sample,
             tokens=np.concatenate([prompt, prefix]) if len(prefix) else prompt,
             offset=len(prefix),
-            limit=self._limit(len(prefix), self.tokens.shape[-1]),
+            limit=self._limit((ordinal, sample), len(prefix)),
             key=self._keys[place, sample],
             is_greedy=sample >= self._greedy,
             threshold=self._thresholds[ordinal],
@@ -185,11 +185,11 @@ class Batch:
         more, self._more = self._more, []
         return more
 
-    def _limit(self, offset: int, longest: int) -> int:
+    def _limit(self, key: tuple[int, int], offset: int) -> int:
         """The new tokens of a turn that begins behind `offset` tokens of its sample."""
         if self.dialogue is not None:
-            return self.dialogue.limit(offset)
-        interruption = self._interruption
+            return self.dialogue.limit(key, offset)
+        interruption, longest = self._interruption, self.tokens.shape[-1]
         is_first = interruption is not None and offset < interruption.after
         return (interruption.after if is_first and interruption else longest) - offset
 
@@ -242,7 +242,7 @@ class Batch:
                 continue
             request, words = self._under_way[key], np.asarray(reply.tokens, np.int32)
             offset = request.offset + len(words)
-            tokens, limit = np.concatenate([request.tokens, words]), self._limit(offset, 0)
+            tokens, limit = np.concatenate([request.tokens, words]), self._limit(key, offset)
             more = request._replace(tokens=tokens, offset=offset, limit=limit, chunked=True)
             self._under_way[key] = more
             self._more.append(more)

@@ -22,6 +22,7 @@ from jaxgrpo.environments.conversations import (
     hash_state,
 )
 from jaxgrpo.environments.rules import State
+from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.engine import COMPLETE, Request, Turn
 from jaxgrpo.rollout.exchange import gather_json
@@ -62,8 +63,8 @@ class Dialogue(Protocol):
         """What `Request.state` is."""
         ...
 
-    def limit(self, offset: int) -> int:
-        """New tokens that a turn may have behind `offset` tokens of its sample."""
+    def limit(self, key: Key, offset: int) -> int:
+        """New tokens that a sample's next turn may have behind `offset` tokens."""
         ...
 
     def take(self, request: Request, turn: Turn) -> bool:
@@ -78,7 +79,7 @@ class Dialogue(Protocol):
         """
         ...
 
-    def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
+    def spoken(self, places: Iterable[Any], samples: int) -> list[Conversation]:
         """The conversations of some groups, in the process that judges them."""
         ...
 
@@ -162,6 +163,7 @@ class ThreadedDialogue:
         self._rows: dict[int, int] = {}  # by ordinal
         self._local: set[Key] = set()  # that this process answers
         self._record = Record({}, {}, {})
+        self._limits: dict[Key, int] = {}  # of the next turns, as what answers says
 
     def open(self, prompts: Any, group_size: int) -> tuple[Prompts, dict[Key, np.ndarray]]:
         """As `Dialogue.open`."""
@@ -172,8 +174,10 @@ class ThreadedDialogue:
         seed = *self.seed, step
         opened = self.conversations.open([*places.values()], group_size, seed)
         self._local = {*opened}
-        shares = gather_json([[*key, ids] for key, ids in opened.items()])
-        by_key = {(o, s): np.asarray(ids, np.int32) for share in shares for o, s, ids in share}
+        shares = gather_json([[*key, entry.tokens, entry.limit] for key, entry in opened.items()])
+        entries = [entry for share in shares for entry in share]
+        by_key = {(o, s): np.asarray(ids, np.int32) for o, s, ids, _ in entries}
+        self._limits = {(o, s): limit for o, s, _, limit in entries}
         states = {key: [hash_state(ids.tobytes())] for key, ids in by_key.items()}
         self._record = Record({}, {}, states)
         width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
@@ -199,9 +203,9 @@ class ThreadedDialogue:
         """None: the engine answers nothing."""
         return None
 
-    def limit(self, offset: int) -> int:
+    def limit(self, key: Key, offset: int) -> int:
         """As `Dialogue.limit`."""
-        return min(self.bounds.tokens, self.longest - offset)
+        return min(self.bounds.tokens, self.longest - offset, self._limits[key])
 
     def take(self, request: Request, turn: Turn) -> bool:
         """Takes a turn that has ended. Returns: whether it will be answered.
@@ -213,16 +217,19 @@ class ThreadedDialogue:
         key, end = (turn.ordinal, turn.sample), request.offset + len(turn.tokens)
         self._record.ends.setdefault(key, []).append(end)
         is_cut = turn.reason == "length" and end < self.longest
+        finish = "stop" if turn.reason in COMPLETE else "length"
+        version = int(turn.version[0])
+        completion = Completion(turn.tokens.tolist(), turn.logp.tolist(), finish, None, version)
         is_last = len(self._record.ends[key]) >= self.bounds.most or end >= self.longest
         is_skipped = is_last and not self.conversations.answers_last(self._rows[turn.ordinal])
         if is_skipped or not (is_cut or turn.reason in COMPLETE):
             if key in self._local:
-                self.conversations.end(key, turn.tokens.tolist())
+                self.conversations.end(key, completion)
             return False
         self._due[key] = self._calls + self.bounds.reply_after
         if key in self._local:
             room = 0 if is_last else self.longest - end
-            self.conversations.answer(key, turn.tokens.tolist(), room)
+            self.conversations.answer(key, completion, room)
         return True
 
     def replies(self, is_idle: bool) -> list[Reply]:
@@ -247,12 +254,13 @@ class ThreadedDialogue:
         by_key = {(entry[0], entry[1]): Reply(*entry) for share in shares for entry in share}
         for key in keys:
             del self._due[key]
+            self._limits[key] = by_key[key].limit
             self._record.rewards.setdefault(key, []).append(by_key[key].reward)
             if by_key[key].tokens is not None:
                 self._record.states[key].append(by_key[key].state)
         return [by_key[key] for key in keys]
 
-    def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
+    def spoken(self, places: Iterable[Any], samples: int) -> list[Conversation]:
         """As `Dialogue.spoken`; the process that judges a group answers it too."""
         ordinals = [self._ordinals[int(place)] for place in places]
         return [self.conversations.spoken((o, s)) for o in ordinals for s in range(samples)]

@@ -74,8 +74,9 @@ class TracedDialogue:
         """As `Dialogue.first_state`."""
         return self._first[key]
 
-    def limit(self, offset: int) -> int:
+    def limit(self, key: Key, offset: int) -> int:
         """All that is left of a sample: the engine ends turns."""
+        del key
         return self.longest - offset
 
     def take(self, request: Request, turn: Turn) -> bool:
@@ -97,7 +98,7 @@ class TracedDialogue:
         del is_idle
         return []
 
-    def spoken(self, places: Iterable[int], samples: int) -> list[Conversation]:
+    def spoken(self, places: Iterable[Any], samples: int) -> list[Conversation]:
         """As `Dialogue.spoken`, in every process."""
         ordinals = [self._ordinals[int(place)] for place in places]
         return [self._conversation((o, s)) for o in ordinals for s in range(samples)]

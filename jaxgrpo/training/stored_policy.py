@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import os
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,15 +17,17 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config
-from jaxgrpo.config.keys import RewardKeys, RolloutKeys
+from jaxgrpo.config.keys import DataKeys, MeshKeys, RewardKeys, RolloutKeys
 from jaxgrpo.config.own_code import python_name
-from jaxgrpo.config.world import World, make_world
+from jaxgrpo.config.world import World, find_parser, make_world
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params
 from jaxgrpo.data import storage
+from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
+from jaxgrpo.environments.calls import Parser
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_questions
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
@@ -35,6 +37,7 @@ from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory
 from jaxgrpo.training.inputs import (
@@ -164,32 +167,86 @@ def find_policy(
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
-    line = process.start(config.mesh.platform)
+    start = config.model, config.lora, config.rollout, config.train.remat
+    pretrained, chat = _find_model(console, start, config.mesh, config.data)
+    size, rollout = pretrained.model.config.vocab_size, config.rollout
+    ends = folders.read_end_tokens(pretrained.folder, pretrained.tokenizer, size)
+    world = make_world(config.tools, config.environments, rollout, chat, ends)
+    chat = chat if world is None else world.first_chat
+    source = rows if rows is not None else eval_source(config.eval, config.data)
+    prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
+    settings = sampling_settings(rollout, pretrained, world)
+    if temperature is not None:
+        settings = settings._replace(temperature=temperature)
+    parts = config.mesh, rollout, config.train.seed
+    policy = _policy_with_engine(pretrained, settings, *parts, has_base)
+    return dataclasses.replace(policy, world=world), prompts
+
+
+class Answerer(NamedTuple):
+    """A policy to answer queries, and how these are read and written."""
+
+    policy: StoredPolicy  # its engine takes requests at any time
+    chat: Chat
+    parse: Callable[[], Parser]  # of calls; raises InputError where the template shows none
+
+
+def find_answerer(
+    console: Console,
+    target: str | Place,
+    changes: Mapping[str, Any],
+    overrides: Sequence[str],
+    temperature: float,
+) -> Answerer:
+    """What answers queries for a target.
+
+    The tools, the environments and the rows of its config are not read, and nothing interrupts a
+    sample or ends it early.
+
+    Args: as of `config_for`; and `temperature`, instead of the config's.
+    Raises: InputError where there is no such model, or it cannot be sampled.
+    """
+    config = config_for(target, changes, overrides)
+    start = config.model, config.lora, config.rollout, config.train.remat
+    pretrained, chat = _find_model(console, start, config.mesh, config.data)
+    settings = sampling_settings(config.rollout, pretrained)
+    settings = settings._replace(max_turns=2, interruption=None, early_stop=None)
+    settings = settings._replace(temperature=temperature)
+    parts = config.mesh, config.rollout, config.train.seed
+    policy = _policy_with_engine(pretrained, settings, *parts)
+    return Answerer(policy, chat, functools.partial(find_parser, config.rollout.call_format, chat))
+
+
+def _find_model(
+    console: Console, start: Any, mesh: MeshKeys, data: DataKeys
+) -> tuple[Pretrained, Chat]:
+    """The model of a config, and how its prompts are written out; `start`: what `find_model` takes
+    of a config."""
+    line = process.start(mesh.platform)
     if process.is_main():
         console.print(line, soft_wrap=True)
-    start = config.model, config.lora, config.rollout, config.train.remat
-    pretrained = find_model(*start, make_mesh(config.mesh))
-    data, tokenizer = config.data, pretrained.tokenizer
+    pretrained = find_model(*start, mesh=make_mesh(mesh))
     size = pretrained.model.config.vocab_size
-    chat = make_chat(data, pretrained.path, tokenizer, size)
-    ends = folders.read_end_tokens(pretrained.folder, tokenizer, size)
-    world = make_world(config.tools, config.environments, config.rollout, chat, ends)
-    chat = chat if world is None else world.first_chat
-    source = rows if rows is not None else eval_source(config.eval, data)
-    prompts = load_prompts(data, config.rollout.max_prompt_tokens, chat, source)
+    return pretrained, make_chat(data, pretrained.path, pretrained.tokenizer, size)
+
+
+def _policy_with_engine(
+    pretrained: Pretrained,
+    settings: SamplingSettings,
+    mesh_keys: MeshKeys,
+    rollout: RolloutKeys,
+    seed: int,
+    has_base: bool = False,
+) -> StoredPolicy:
     model = pretrained.model
-    mesh = sharding.sampling_mesh(pretrained.mesh, config.mesh.sampling_tensor)
+    mesh = sharding.sampling_mesh(pretrained.mesh, mesh_keys.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
     copies = 2 if has_base else 1
     sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
     free = memory.free_beside(mesh, copies * parameter_bytes + sampler_bytes)
-    settings = sampling_settings(config.rollout, pretrained, world)
-    if temperature is not None:
-        settings = settings._replace(temperature=temperature)
-    width = config.rollout.max_prompt_tokens
+    width = rollout.max_prompt_tokens
     engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
-    policy = _policy(pretrained, engine, mesh, config.rollout, config.train.seed)
-    return dataclasses.replace(policy, world=world), prompts
+    return _policy(pretrained, engine, mesh, rollout, seed)
 
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:

@@ -1,0 +1,325 @@
+"""Programs that ask a URL for the turns of a sample, and end with its reward.
+
+Each sample has a URL of its own. A query there is answered by the sample's next turn, and what the
+program says in its next query is what answers that turn: the tokens behind all that the sample has
+so far. So any agent that talks to such a URL can be trained, as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxgrpo.core.errors import cut
+from jaxgrpo.data.chat import Message
+from jaxgrpo.environments.history import History
+from jaxgrpo.environments.partners import Answer, Broken, Kind, Opening, read_number
+from jaxgrpo.environments.serving.dialect import Dialect, Prompted, read_conversation
+from jaxgrpo.environments.serving.fields import Completion
+from jaxgrpo.environments.serving.server import Query, Refusal, Server
+
+HOST = "127.0.0.1"
+BASE_URL = "base_url"
+"""The argument by which a function is known to be such a program."""
+
+OVER = "the sample has ended: it has as many turns or tokens as the run allows"
+REWRITTEN = (
+    "the program rewrote its history: a query must repeat the messages or ids of the one before, "
+    "with what was answered, and go on behind them"
+)
+
+
+class _Question(NamedTuple):
+    """The program waits for a turn."""
+
+    prompted: Prompted
+    tokens: list[int]  # behind what the sample has so far; of the first query: its prompt
+    messages: list[Message]  # the same, as messages
+
+
+class _Ended(NamedTuple):
+    """The program has ended."""
+
+    value: Any
+    error: BaseException | None
+
+
+class Session:
+    """One sample's conversation, between a program's queries and the turns that answer them."""
+
+    def __init__(self, dialect: Dialect, stop_tokens: Sequence[int]):
+        self.dialect, self.stop_tokens = dialect, frozenset(stop_tokens)
+        self.events: queue.SimpleQueue[_Question | _Ended] = queue.SimpleQueue()
+        self.problem = ""  # why it cannot go on
+        self.is_over = False  # no further query is answered
+        self._answers: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
+        self._asking, self._lock = threading.Lock(), threading.Lock()
+        self._is_waiting = False
+        self._prompt: list[int] = []  # of the query before
+        self._drawn: list[int] = []  # and its answer
+        self._messages: list[Message] = []  # of both
+        self._text = ""  # of both
+
+    def draw(self, prompted: Prompted) -> list[list[Completion]]:
+        """As `dialect.Draw`: the sample's next turn."""
+        if not self._asking.acquire(blocking=False):
+            raise Refusal(409, "the sample's turn is being drawn: ask for one after the other")
+        try:
+            return [[self._turn(prompted)]]
+        finally:
+            self._asking.release()
+
+    def _turn(self, prompted: Prompted) -> Completion:
+        wish = prompted.wish
+        if len(wish.prompts) != 1 or wish.samples != 1:
+            raise Refusal(400, "n: a turn of a sample is drawn once; leave it out", "n")
+        if wish.is_greedy or wish.seed is not None:
+            name = "temperature" if wish.is_greedy else "seed"
+            raise Refusal(400, f"{name}: the run says how it samples; leave it out", name)
+        question = None if self.is_over else self._link(prompted)
+        with self._lock:
+            if self.is_over or question is None:
+                raise Refusal(409, self.problem or OVER)
+            self._is_waiting = True
+        self.events.put(question)
+        completion = self._answers.get()
+        if completion is None:
+            raise Refusal(409, self.problem or OVER)
+        self._prompt, self._drawn = wish.prompts[0], completion.tokens
+        turn = self.dialect.message(completion, prompted.tools, prompted.skips)
+        self._messages = [*prompted.messages, *read_conversation([turn])]
+        text = self.dialect.text(completion, prompted.skips)
+        self._text = prompted.text + text if prompted.text else ""
+        return completion
+
+    def give(self, completion: Completion | None, is_last: bool) -> None:
+        """Answers the query that waits; None: it is refused."""
+        with self._lock:
+            self.is_over = self.is_over or is_last
+            if self._is_waiting:
+                self._is_waiting = False
+                self._answers.put(completion)
+
+    def close(self, problem: str) -> None:
+        """Refuses the query that waits, and all further ones."""
+        self.problem = self.problem or problem
+        self.give(None, is_last=True)
+
+    def _link(self, prompted: Prompted) -> _Question:
+        """What a query adds to the sample: by its ids, or else by its text or messages, of which
+        other ids may be made than the model drew.
+
+        Raises: Refusal where it does not go on behind what was drawn.
+        """
+        (prompt,), messages = prompted.wish.prompts, [*prompted.messages]
+        if not self._drawn:
+            return _Question(prompted, prompt, messages)
+        begun, tokenizer = len(self._messages), self.dialect.chat.tokenizer
+        has_same = 0 < begun < len(messages)
+        has_same = has_same and _essence(messages[:begun]) == _essence(self._messages)
+        rest = messages[begun:] if has_same else []
+        tokens = self._behind(prompt)
+        if tokens is None and self._text and prompted.text.startswith(self._text):
+            text = prompted.text[len(self._text) :]
+            tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if tokens is None and rest and all(message["role"] != "assistant" for message in rest):
+            chat = self.dialect.chat._replace(tools=prompted.tools)
+            tokens = History(chat, self.stop_tokens).between(rest, self._drawn[-1])
+        if tokens is None:
+            self.is_over, self.problem = True, REWRITTEN
+            raise Refusal(409, REWRITTEN)
+        text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return _Question(prompted, tokens, rest or [{"role": "user", "content": text}])
+
+    def _behind(self, prompt: list[int]) -> list[int] | None:
+        """What of a prompt follows the prompt before and its answer; None: it begins otherwise.
+
+        Where only ids but not texts hold the token that ended a turn, or a template writes another
+        one for it, the one that was drawn stays.
+        """
+        before = self._prompt + self._drawn
+        if prompt[: len(before)] == before:
+            return prompt[len(before) :]
+        before = before[:-1]
+        if self._drawn[-1] not in self.stop_tokens or prompt[: len(before)] != before:
+            return None
+        rest = prompt[len(before) :]
+        return rest[rest[:1] != [] and rest[0] in self.stop_tokens :]
+
+
+class Sessions:
+    """The sessions of this process, behind one server."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._server = Server(HOST, 0, self._answer, self._admit)
+        self._server.start()
+
+    def open(self, session: Session) -> str:
+        """Returns: the base URL of a session, which cannot be guessed."""
+        key = secrets.token_urlsafe(24)
+        self._sessions[key] = session
+        return f"{self._server.url}/samples/{key}/v1"
+
+    def close(self, base_url: str) -> None:
+        """Forgets a session, and refuses what it still asks."""
+        if session := self._sessions.pop(base_url.split("/")[-2], None):
+            session.close(OVER)
+
+    def _admit(self, path: str, bearer: str) -> None:
+        parts = path.split("/", 3)
+        if len(parts) < 4 or parts[1] != "samples" or parts[2] not in self._sessions:
+            raise Refusal(404, "there is no such sample, or it is over: ask base_url as it is")
+
+    def _answer(self, query: Query) -> dict[str, Any]:
+        _, _, key, route = query.path.split("/", 3)
+        session = self._sessions.get(key)
+        if session is None:
+            raise Refusal(409, OVER)
+        return session.dialect.answer(f"/{route}", query, session.draw)
+
+
+@functools.cache
+def shared_sessions() -> Sessions:
+    """Of this process: one server for all its runs."""
+    return Sessions()
+
+
+class ProgramPartner:
+    """Runs a program in a thread; its queries are the conversation."""
+
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        dialect: Dialect,
+        stop_tokens: Sequence[int],
+        seconds: float,
+    ):
+        self.environment: Any = program
+        self._dialect, self._stop_tokens = dialect, stop_tokens
+        self._name, self._seconds = program_name(program), seconds
+        self._base_url = ""
+        self._session: Session | None = None
+        self._question: _Question | None = None
+        self._ended: _Ended | None = None
+
+    def open(self, row: Mapping[str, Any], seed: int) -> Opening:
+        if self._base_url:
+            shared_sessions().close(self._base_url)
+        self._session = Session(self._dialect, self._stop_tokens)
+        self._base_url = shared_sessions().open(self._session)
+        self._question, self._ended = None, None
+        arguments = {**row, "seed": seed} if "seed" not in row else row
+        named = inspect.signature(self.environment).parameters.values()
+        if not any(entry.kind is entry.VAR_KEYWORD for entry in named):
+            names = {entry.name for entry in named}
+            arguments = {name: value for name, value in arguments.items() if name in names}
+        target, options = self._run, (self._session, {**arguments, BASE_URL: self._base_url})
+        threading.Thread(target=target, args=options, name="jaxgrpo-program", daemon=True).start()
+        question = self._next()
+        if question is None:
+            raise Broken(f"{self._name} ended before its first query")
+        wish = question.prompted.wish
+        return Opening(question.tokens, question.messages or None, wish.max_tokens)
+
+    def take(self, completion: Completion | None, is_last: bool) -> None:
+        if self._session is not None:
+            self._session.give(completion, is_last)
+
+    def answer(self, text: str) -> Answer:
+        tools = self._question.prompted.tools if self._question is not None else ()
+        reading = self._dialect.read(text, tools)
+        question = self._next()
+        if question is None:
+            return Answer(reading, [])
+        return Answer(
+            reading,
+            question.messages,
+            calls=len(reading.calls),
+            tokens=question.tokens,
+            limit=question.prompted.wish.max_tokens,
+        )
+
+    def reward(self) -> float | None:
+        while self._ended is None:
+            self._next()
+        value = self._ended.value
+        return None if value is None else read_number(self._name, value)
+
+    def _run(self, session: Session, arguments: Mapping[str, Any]) -> None:
+        try:
+            value = self.environment(**arguments)
+            if inspect.isawaitable(value):
+                value = asyncio.run(_wait_for(value))
+            session.events.put(_Ended(value, None))
+        except BaseException as error:  # SystemExit ends a program, too
+            session.events.put(_Ended(None, error))
+
+    def _next(self) -> _Question | None:
+        """The program's next query; None: it has ended. Raises: Broken where it failed."""
+        session = self._session
+        assert session is not None
+        try:
+            event = session.events.get(timeout=self._seconds)
+        except queue.Empty:
+            problem = f"{self._name} took more than {self._seconds:g} s"
+            session.close(problem)
+            raise Broken(problem) from None
+        if isinstance(event, _Question):
+            self._question = event
+            return event
+        session.is_over, self._ended = True, event
+        if session.problem == REWRITTEN:
+            raise Broken(REWRITTEN)
+        if event.error is not None:
+            error = event.error
+            raise Broken(cut(f"{self._name} raised {type(error).__name__}: {error}")) from error
+        return None
+
+
+def make_program_kind(
+    program: Callable[..., Any], dialect: Dialect, stop_tokens: Sequence[int], seconds: float
+) -> Kind:
+    """What rows talk to whose environment is a program: see `is_program`."""
+    parts = program, dialect, stop_tokens, seconds
+    return Kind(program_name(program), lambda: ProgramPartner(*parts), (), True)
+
+
+def is_program(factory: Any) -> bool:
+    """Whether it is a function with the argument `base_url`, and no factory of environments."""
+    if inspect.isclass(factory):
+        return False
+    try:
+        return BASE_URL in inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def program_name(program: Any) -> str:
+    return getattr(program, "__name__", type(program).__name__)
+
+
+async def _wait_for(value: Any) -> Any:
+    return await value
+
+
+def _essence(messages: Sequence[Message]) -> list[Any]:
+    """What of messages a template reads, without names that clients make up."""
+    return [
+        (
+            message["role"],
+            message.get("content") or "",
+            [
+                (call["function"]["name"], json.dumps(call["function"]["arguments"]))
+                for call in message.get("tool_calls", [])
+            ],
+        )
+        for message in messages
+    ]
