@@ -275,7 +275,7 @@ LINES = {
     "models": 4650,
     "rewards": 1450,
     "environments": 1750,  # 910 of it what answers over HTTP
-    "rollout": 3910,  # with turns, what of them is saved, and what draws for queries
+    "rollout": 3920,  # with turns, what of them is saved, and what draws for queries
     "update": 1780,
     "config": 2050,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree

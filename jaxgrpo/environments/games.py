@@ -26,16 +26,16 @@ class NumberGuess:
     def reset(self, seed: int, secret: int) -> None:
         """Begins a game; it says nothing first."""
         del seed
-        self.secret, self.asked = secret, 0
+        self.secret, self.guesses = secret, 0
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Answers a guess: observation, reward, done."""
-        self.asked += 1
+        self.guesses += 1
         if not (text.isascii() and text.isdigit() and len(text) <= 2):
             return number_guess.UNREADABLE, 0.0, False
         if int(text) == self.secret:
             most = number_guess.TURNS
-            return number_guess.RIGHT, (most + 1 - self.asked) / most, True
+            return number_guess.RIGHT, (most + 1 - self.guesses) / most, True
         return number_guess.LESS if self.secret < int(text) else number_guess.MORE, 0.0, False
 
 
@@ -61,7 +61,7 @@ class Guessing(NamedTuple):
     """The state of a game of guesses."""
 
     secret: Array  # [] int32
-    asked: Array  # [] int32
+    guesses: Array  # [] int32
 
 
 class Summing(NamedTuple):
@@ -88,15 +88,15 @@ def _guess(state: Guessing, tokens: Array, length: Array) -> Any:
     first, second = digits[0], digits[min(1, len(tokens) - 1)]
     number = jnp.where(length == 2, 10 * first + second, first)
     readable = (length >= 1) & (length <= 2) & (first >= 0) & ((length == 1) | (second >= 0))
-    is_right, asked = readable & (number == state.secret), state.asked + 1
+    is_right, guesses = readable & (number == state.secret), state.guesses + 1
     compared = jnp.where(
         state.secret < number, GUESS_IDS[number_guess.LESS], GUESS_IDS[number_guess.MORE]
     )
     words = jnp.where(readable, compared, GUESS_IDS[number_guess.UNREADABLE])
     words = jnp.where(is_right, GUESS_IDS[number_guess.RIGHT], words)
     most = number_guess.TURNS
-    reward = jnp.where(is_right, (most + 1 - asked) / most, 0)
-    return Guessing(state.secret, asked), words[None], jnp.int32(1), reward, is_right
+    reward = jnp.where(is_right, (most + 1 - guesses) / most, 0)
+    return Guessing(state.secret, guesses), words[None], jnp.int32(1), reward, is_right
 
 
 def _begin_summing(key: Array, row: Mapping[str, Array]) -> Summing:

@@ -76,8 +76,8 @@ def reset_all(
 
     Shapes: rows, seeds [n] int32 -> leaves [n, ...].
     """
-    chosen = {name: column[rows] for name, column in columns.items()}
-    return jax.device_get(_reset(rules.reset, seeds, chosen))
+    by_sample = {name: column[rows] for name, column in columns.items()}
+    return jax.device_get(_reset(rules.reset, seeds, by_sample))
 
 
 def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: str) -> None:
@@ -102,14 +102,14 @@ def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: s
     expected = "(state, reply, reply_length, reward, done)"
     if not isinstance(result, tuple) or len(result) != 5:
         raise InputError(f"{where}: step returns a {type(result).__name__}: return {expected}")
-    after, reply, *others = result
+    after, reply, *scalars = result
     if (before := _form(state)) != _form(after):
         raise InputError(
             f"{where}: step makes a state {_form(after)} of {before}: keep its shapes and dtypes"
         )
     if jax.tree.structure(reply).num_leaves != 1 or reply.ndim != 1 or reply.dtype != np.int32:
         raise InputError(f"{where}: step replies with {_form(reply)}: give int32 tokens [R]")
-    for name, value in zip(("reply_length", "reward", "done"), others, strict=True):
+    for name, value in zip(("reply_length", "reward", "done"), scalars, strict=True):
         if np.shape(value):
             raise InputError(
                 f"{where}: step gives {name} of shape {np.shape(value)}: give a scalar"

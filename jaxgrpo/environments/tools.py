@@ -40,7 +40,7 @@ class Result(NamedTuple):
     problem: str = ""  # what kind of failure it was; empty: none
 
 
-def make_tool(function: Callable[..., Any], where: str) -> Tool:
+def make_tool(function: Any, where: str) -> Tool:
     """A tool with its schema.
 
     Args:
@@ -63,7 +63,7 @@ def make_tool(function: Callable[..., Any], where: str) -> Tool:
     return Tool(name, function, schema)
 
 
-def make_tools(functions: Iterable[Callable[..., Any]], where: str) -> list[Tool]:
+def make_tools(functions: Iterable[Any], where: str) -> list[Tool]:
     """Tools with names of their own. Raises: InputError as `make_tool`, or where two share one."""
     tools: dict[str, Tool] = {}
     for function in functions:

@@ -77,7 +77,7 @@ class Answered(NamedTuple):
     begins: np.ndarray  # [k] int32, where each turn begins
     ends: np.ndarray  # [k] int32; between an end and the next begin stands a reply
     rewards: np.ndarray  # [k] float32; NaN: the turn was not answered
-    done: bool  # the environment has ended it
+    is_done: bool  # the environment has ended it
 
 
 class Turn(NamedTuple):

@@ -122,7 +122,7 @@ def fill(
 def no_groups(
     geometry: Any,
     rewards: Iterable[str],
-    columns: Mapping[str, np.ndarray],
+    columns: Mapping[str, Any],
     answers: Answers | None = None,
     prefix: int | None = None,
 ) -> Any:

@@ -90,7 +90,7 @@ class TracedDialogue:
         for text in self._replies(turn):
             self._record.states[key].append(hash_state(text.encode()))
         has_more = len(is_answered) < self.answering.turns
-        self._cut += bool(is_answered[-1] and not answered.done and has_more)
+        self._cut += bool(is_answered[-1] and not answered.is_done and has_more)
         return False
 
     def replies(self, is_idle: bool) -> list[Reply]:

@@ -24,25 +24,25 @@ WORDS = {
 def steps(game, row, texts):
     """What both forms say to turns: (reply, reward, done) of each, until one is done."""
     tokenizer = character_tokenizer(game.task.alphabet)
-    environment, said = game.environment(), []
+    environment, outcomes = game.environment(), []
     takes = {name: row[name] for name in ("secret", "numbers") if name in row}
     environment.reset(seed=0, **takes)
     columns = {name: jnp.asarray(value) for name, value in number_columns([row]).items()}
     state = game.rules.reset(jax.random.key(0), {name: value[0] for name, value in columns.items()})
     step = jax.jit(game.rules.step)
     for text in texts:
-        observation, reward, done = environment.step(text)
+        observation, reward, is_done = environment.step(text)
         ids = tokenizer(text)["input_ids"]
         tokens = np.full(4, -1, np.int32)
         tokens[: len(ids)] = ids
         state, reply, size, traced_reward, traced_done = step(state, tokens, len(ids))
         words = tokenizer.decode(np.asarray(reply)[: int(size)].tolist())
-        assert (words, bool(traced_done)) == (observation, done), text
+        assert (words, bool(traced_done)) == (observation, is_done), text
         assert float(traced_reward) == pytest.approx(reward)
-        said.append((observation, reward, done))
-        if done:
+        outcomes.append((observation, reward, is_done))
+        if is_done:
             break
-    return said
+    return outcomes
 
 
 @pytest.mark.parametrize("name", playing.GAMES)
@@ -58,13 +58,13 @@ def test_both_forms_answer_every_turn_of_up_to_three_words_alike(name):
 def test_a_search_by_halves_finds_every_number_in_the_fewest_questions():
     questions = []
     for row in load("task:number_guess:train", number_guess.HIGHEST):
-        low, high, said = 1, number_guess.HIGHEST, []
-        while not said or not said[-1][2]:
+        low, high, outcomes = 1, number_guess.HIGHEST, []
+        while not outcomes or not outcomes[-1][2]:
             texts = [f"{number:02}" for number in _halves(row["secret"], low, high)]
-            said = steps(playing.GAMES["number_guess"], row, texts)
-        questions.append(len(said))
+            outcomes = steps(playing.GAMES["number_guess"], row, texts)
+        questions.append(len(outcomes))
         most = number_guess.TURNS
-        assert said[-1][1] == pytest.approx((most + 1 - len(said)) / most)
+        assert outcomes[-1][1] == pytest.approx((most + 1 - len(outcomes)) / most)
     assert np.mean(questions) == pytest.approx(number_guess.FEWEST)
 
 
@@ -81,9 +81,13 @@ def test_sums_are_checked_one_by_one_and_a_wrong_one_may_be_tried_again():
     (row,) = load("task:modular_sum:train", 1)
     right = [str(sum(row["numbers"][:n]) % 10) for n in range(2, modular_sum.DIGITS + 1)]
     wrong = str((int(right[0]) + 1) % 10)
-    said = steps(playing.GAMES["modular_sum"], row, [wrong, *right])
-    assert [reply for reply, _, _ in said] == ["no", *(f"+{n}" for n in row["numbers"][2:]), "done"]
-    assert sum(reward for _, reward, _ in said) == pytest.approx(1)
+    outcomes = steps(playing.GAMES["modular_sum"], row, [wrong, *right])
+    assert [reply for reply, _, _ in outcomes] == [
+        "no",
+        *(f"+{n}" for n in row["numbers"][2:]),
+        "done",
+    ]
+    assert sum(reward for _, reward, _ in outcomes) == pytest.approx(1)
     assert row["answer"] == right[-1]
 
 

@@ -65,17 +65,17 @@ def corpus() -> list[Worked]:
     random, texts = np.random.default_rng(13), []
     for _ in range(GAMES):
         numbers, at = _numbers(random, False), 1
-        said = f"<user>{numbers[0]}+{numbers[1]}{END}<assistant>"
+        history = f"<user>{numbers[0]}+{numbers[1]}{END}<assistant>"
         for _ in range(TURNS):
             right = sum(numbers[: at + 1]) % MODULUS
             total = right if random.random() < RIGHT else int(random.integers(MODULUS))
-            texts.append((said, str(total)))
+            texts.append((history, str(total)))
             at += total == right
             if at == DIGITS:
                 break
             reply = f"+{numbers[at]}" if total == right else NO
-            said += f"{total}{END}<user>{reply}{END}<assistant>"
-    return [Worked(said, total, 1 / len(texts)) for said, total in texts]
+            history += f"{total}{END}<user>{reply}{END}<assistant>"
+    return [Worked(history, total, 1 / len(texts)) for history, total in texts]
 
 
 def extract_answer(completion: str) -> str:

@@ -60,19 +60,19 @@ def corpus() -> list[Worked]:
     random, texts = np.random.default_rng(11), []
     for _ in range(GAMES):
         low, high, secret = 1, HIGHEST, int(random.integers(1, HIGHEST + 1))
-        said = f"<user>guess{END}<assistant>"
+        history = f"<user>guess{END}<assistant>"
         for _ in range(int(random.integers(1, TURNS))):
             among = (low, high + 1) if random.random() < POSSIBLE else (1, HIGHEST + 1)
             guess = int(random.integers(*among))
-            texts.append((said, f"{guess:02}"))
+            texts.append((history, f"{guess:02}"))
             if guess == secret:
                 break
             reply = LESS if secret < guess else MORE
             low, high = (
                 (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
             )
-            said += f"{guess:02}{END}<user>{reply}{END}<assistant>"
-    return [Worked(said, guess, 1 / len(texts)) for said, guess in texts]
+            history += f"{guess:02}{END}<user>{reply}{END}<assistant>"
+    return [Worked(history, guess, 1 / len(texts)) for history, guess in texts]
 
 
 def extract_answer(completion: str) -> str:

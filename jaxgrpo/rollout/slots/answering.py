@@ -37,7 +37,7 @@ def enter(answering: Answering, plays: Plays | None, entries: Entries) -> Plays:
             begins=turns,
             ends=turns,
             rewards=turns.astype(jnp.float32),
-            done=count.astype(bool),
+            is_done=count.astype(bool),
         )
     first = jnp.full(shape, -1, jnp.int32).at[..., 0].set(0)
     fresh = Plays(
@@ -46,7 +46,7 @@ def enter(answering: Answering, plays: Plays | None, entries: Entries) -> Plays:
         begins=first,
         ends=jnp.zeros_like(plays.ends),
         rewards=jnp.zeros_like(plays.rewards),
-        done=jnp.zeros_like(plays.done),
+        is_done=jnp.zeros_like(plays.is_done),
     )
 
     def at_new(new: Array, old: Array) -> Array:
@@ -90,13 +90,13 @@ def _step(
     length = end - begin - ending.stopped
     words = _window(samples.tokens, state.sample, begin, length, answering.tokens)
     before = take(plays.state, state.sample)
-    after, reply, size, reward, done = jax.vmap(jax.vmap(answering.rules.step))(
+    after, reply, size, reward, is_done = jax.vmap(jax.vmap(answering.rules.step))(
         before, words, length
     )
     written, size = _framed(answering, reply, size.astype(jnp.int32), ending.stopped)
-    number, done = take(plays.count, state.sample), done.astype(bool)
+    number, is_done = take(plays.count, state.sample), is_done.astype(bool)
     has_room = end + size < longest
-    goes_on = asks & ~done & (number + 1 < answering.turns) & has_room
+    goes_on = asks & ~is_done & (number + 1 < answering.turns) & has_room
     at_asking = _Writer(state.sample, asks, plays.count.shape[1])
     at_going = _Writer(state.sample, goes_on, plays.count.shape[1])
     place = end[..., None] + jnp.arange(written.shape[-1])
@@ -107,7 +107,7 @@ def _step(
         begins=at_going.write(plays.begins, end + size, number + 1),
         ends=at_asking.write(plays.ends, end, number),
         rewards=at_asking.write(plays.rewards, reward, number),
-        done=at_asking.write(plays.done, done),
+        is_done=at_asking.write(plays.is_done, is_done),
     )
     samples = dataclasses.replace(
         samples,

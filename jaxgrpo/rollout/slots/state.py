@@ -51,7 +51,7 @@ class Plays:
     begins: Array  # [D, M, K] int32, where each turn begins, in tokens; -1: there is none yet
     ends: Array  # [D, M, K] int32, where those that were answered end
     rewards: Array  # [D, M, K] float32
-    done: Array  # [D, M] bool
+    is_done: Array  # [D, M] bool, the rules have ended it
 
 
 @register

@@ -292,4 +292,4 @@ def _answered(plays: Any, at: int, length: int) -> Answered:
     number = count + bool((plays.begins[at][count : count + 1] >= 0).any())
     ends, rewards = plays.ends[at][:number].copy(), plays.rewards[at][:number].copy()
     ends[count:], rewards[count:] = length, np.nan
-    return Answered(plays.begins[at][:number], ends, rewards, bool(plays.done[at]))
+    return Answered(plays.begins[at][:number], ends, rewards, bool(plays.is_done[at]))
