@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks import arithmetic, calculator, confidence, hidden, report, sums
+from jaxgrpo.data.tasks import arithmetic, calculator, confidence, hidden, report, sql, sums
 from jaxgrpo.data.tasks.base import Task, Worked
 
 __all__ = ["PREFIX", "Task", "Worked", "find", "load", "tasks"]
@@ -20,7 +20,7 @@ tasks: dict[str, Task] = {
     task.name: task
     for task in (
         *(arithmetic.arithmetic, calculator.calculator, confidence.confidence, hidden.hidden),
-        *(report.report, sums.sums),
+        *(report.report, sql.sql, sums.sums),
     )
 }
 
