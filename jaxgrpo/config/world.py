@@ -12,7 +12,7 @@ from jaxgrpo.config.keys import LARGEST, RolloutKeys
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
-from jaxgrpo.environments import calls, history
+from jaxgrpo.environments import calls, history, packages
 from jaxgrpo.environments.conversations import Conversation, Conversations, check_rows
 from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import Kind, make_kind
@@ -114,8 +114,7 @@ def make_world(
     for name, factory in (environments or {"": None}).items():
         where = f"environment.{name}" if name else "environment"
         parts = by_name, tuple(functions), parse, rollout.call_timeout, where
-        make = None if factory is None else own_code.resolve(factory)
-        kinds[name] = make_kind(make, *parts)
+        kinds[name] = make_kind(_factory(factory), *parts)
     bounds = Turns(rollout.max_turns, rollout.max_turn_tokens or LARGEST, rollout.reply_after)
     world = World(kinds, chat, tuple(stop_tokens), bounds)
     for kind in kinds.values():
@@ -131,6 +130,12 @@ def named_factories(environment: Factories | None) -> Mapping[str, Callable[[], 
     if environment is None or isinstance(environment, Mapping):
         return environment or {}
     return {"": environment}
+
+
+def _factory(factory: str | Callable[[], Any] | None) -> Callable[[], Any] | None:
+    """What makes an environment: of a package by its name, own code by name or as it is."""
+    make = packages.find(factory) if isinstance(factory, str) else None
+    return make or own_code.resolve(factory)
 
 
 def _parser(name: str, chat: Chat) -> calls.Parser:

@@ -25,7 +25,7 @@ import contextlib
 import functools
 import hashlib
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -236,8 +236,8 @@ def _ask(random: np.random.Generator, columns: dict[str, str], level: int) -> tu
 @functools.cache
 def corpus() -> list[Worked]:
     """Questions to the tables of training: first turns without tools and with them, and second."""
-    random = np.random.default_rng(8)
-    texts, share = [], 1 / QUESTIONS
+    random, share = np.random.default_rng(8), 1 / QUESTIONS
+    shares: dict[tuple[str, str], float] = defaultdict(float)  # first turns come many times
     for columns in _deals(random):
         question, table = _ask(random, columns, int(random.choice(LEVELS)))
         asked = f"<user>{question.prompt}{END}<assistant>"
@@ -245,14 +245,12 @@ def corpus() -> list[Worked]:
         look, shown = f"{CALL[0]}{LOOK}{CALL[1]}", f"<tools>{asked}"
         answered = f"{shown}{look}{END}<tool>{_schema(columns)}{END}<assistant>"
         guess = question.query(str(random.choice([*TABLES])))
-        texts += [
-            Worked(asked, guess, share / 8),
-            Worked(shown, guess, share * 3 / 8 * (1 - LOOKS)),
-            Worked(shown, look, share * 3 / 8 * LOOKS),
-            Worked(answered, question.query(table), share / 2 * RIGHT_TABLE),
-            Worked(answered, question.query(wrong), share / 2 * (1 - RIGHT_TABLE)),
-        ]
-    return texts
+        shares[asked, guess] += share / 8
+        shares[shown, guess] += share * 3 / 8 * (1 - LOOKS)
+        shares[shown, look] += share * 3 / 8 * LOOKS
+        shares[answered, question.query(table)] += share / 2 * RIGHT_TABLE
+        shares[answered, question.query(wrong)] += share / 2 * (1 - RIGHT_TABLE)
+    return [Worked(*text, probability) for text, probability in shares.items()]
 
 
 def _deals(random: np.random.Generator) -> Iterator[dict[str, str]]:
