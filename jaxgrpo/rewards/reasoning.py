@@ -48,8 +48,8 @@ def reasoning_gym(
     The answer stands between the last <answer> and </answer>, as the package reads it, or is the
     last line where there are no such tags.
 
-    A completion whose scorer takes too long or raises is not scored; their share is the metric
-    `reasoning_gym/unscored`.
+    A completion on which the scorer takes too long is not scored; their share is the metric
+    `reasoning_gym/unscored`. One that the scorer cannot read gets what there is for no answer.
 
     Args:
       completions: texts, or messages.

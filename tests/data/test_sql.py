@@ -6,6 +6,7 @@ import re
 import sqlite3
 import time
 
+import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
@@ -48,14 +49,9 @@ def test_no_table_of_a_test_row_is_trained_on():
     assert train
     assert test
     assert not train & test
-    shown = {
-        match[1]
-        for text in sql.corpus()
-        for match in [re.search("<tool>(.*?)<", text.prompt, 16)]
-        if match
-    }
-    assert not shown & test
-    assert shown & train
+    deals = {sql._schema(columns) for columns in sql._deals(np.random.default_rng(8))}
+    assert not deals & test
+    assert deals & train
     with pytest.raises(InputError, match="sql has no split 'dev'"):
         sql.rows("dev", 3)
 
@@ -75,7 +71,8 @@ def test_a_query_is_right_by_its_rows_in_any_form_and_order():
         f" select {column} from {table} where {beside} >= 4 order by {column} desc {END}",
         f"SELECT {column}+0.0 FROM {table} WHERE NOT {beside}<4",
     ]
-    assert judge(row, *same) == [1.0] * 3
+    same.append(f"{sql.CALL[0]}SELECT 1{sql.CALL[1]}<tool>1<assistant>{row['answer']}")
+    assert judge(row, *same) == [1.0] * 4
     differing = [
         f"SELECT DISTINCT {column} FROM {table} WHERE {beside}>3 LIMIT 1",
         f"SELECT {column}, {beside} FROM {table} WHERE {beside}>3",
@@ -152,8 +149,10 @@ def test_the_environment_answers_a_look_and_an_error():
     parse = choose("hermes", None, None)
     partner = make_kind(sql.Database, {}, (), parse, 5.0, "environment").make()
     assert partner.open({"database": 7, "answer": "x", "level": 1}, 0) is None
-    answer = partner.answer(sql.CALL[0] + sql.LOOK + sql.CALL[1])
-    assert [message["content"] for message in answer.messages] == [sql.schema(7)]
+    for table, *columns in re.findall(r"(\w)\((\w),(\w)\)", sql.schema(7)):
+        for column in columns:
+            answer = partner.answer(sql.CALL[0] + column.join(sql.LOOK) + sql.CALL[1])
+            assert [message["content"] for message in answer.messages] == [table]
     answer = partner.answer(sql.CALL[0] + "DROP TABLE a" + sql.CALL[1])
     assert "can only be read" in answer.messages[0]["content"]
     assert partner.reward() is None
@@ -169,8 +168,8 @@ def test_the_corpus_is_what_the_chat_template_writes():
         (question,) = re.findall(r"<user>(.*?)<end>", text.prompt)
         messages = [{"role": "user", "content": question}]
         if "<tool>" in text.prompt:
-            function = {"name": "query", "arguments": {"sql": sql.LOOK}}
-            (reply,) = re.findall(r"<tool>(.*?)<end>", text.prompt, re.DOTALL)
+            ((look, reply),) = re.findall(r'"sql": "(.*?)"}}.*<tool>(.*?)<end>', text.prompt)
+            function = {"name": "query", "arguments": {"sql": look}}
             call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
             messages += [call, {"role": "tool", "content": reply}]
         tools = [schema] if "<tools>" in text.prompt else None
@@ -185,5 +184,10 @@ def test_shares_are_as_stated():
     assert sum(text.probability for text in texts) == pytest.approx(1)
     first = [text for text in texts if re.match(r"<tools>[^>]*<user>", text.prompt)]
     first = [text for text in first if "<tool>" not in text.prompt]
-    looks = sum(text.probability for text in first if text.solution.startswith("<tool_call>"))
-    assert looks / sum(text.probability for text in first) == pytest.approx(sql.LOOKS)
+    total = sum(text.probability for text in first)
+    looks = [text for text in first if text.solution.startswith("<tool_call>")]
+    assert sum(text.probability for text in looks) / total == pytest.approx(sql.LOOKS)
+    right = sum(
+        text.probability for text in looks if f"%{text.prompt.split()[1][0]}%" in text.solution
+    )
+    assert right / total / sql.LOOKS == pytest.approx(sql.RIGHT_LOOK, abs=0.01)

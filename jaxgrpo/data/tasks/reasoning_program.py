@@ -76,16 +76,26 @@ def entry(name: str, options: str, seed: int, index: int) -> dict[str, Any]:
 def score(place: list[Any], answer: str | None) -> float:
     """What the generator gives for an answer.
 
+    An answer on which its scorer raises, as int("none") does, gets what there is for no answer.
+
     Args:
       place: name, options, seed and index of the row.
       answer: None: there is none.
+
+    Raises: what the scorer raises on the row's own answer, or where memory runs out.
     """
     name, values, seed, index = place
-    row = (name, json.dumps(values), seed)
-    data_set = make(*row)
+    options = json.dumps(values)
+    data_set, row = make(name, options, seed), entry(name, options, seed, index)
     if answer is not None and reads_sympy(data_set) and not PLAIN.fullmatch(answer):
         answer = None
-    return float(data_set.score_answer(answer, entry(*row, index)))
+    try:
+        return float(data_set.score_answer(answer, row))
+    except MemoryError:
+        raise
+    except Exception:
+        data_set.score_answer(row["answer"], row)  # raises too where the scorer is at fault
+        return 0.0 if answer is None else score(place, None)
 
 
 def reads_sympy(data_set: Any) -> bool:

@@ -1,17 +1,18 @@
 """Questions to a database whose tables are not shown: a tool runs queries, the answer is one.
 
     <tools><user>sum x if y>4<end><assistant>
-        <tool_call>{"name": "query", ... "SELECT sql FROM sqlite_master" ...}</tool_call><end>
-    <tool>CREATE TABLE a(z,u)
-    CREATE TABLE b(x,y)
-    CREATE TABLE c(w,v)<end><assistant>
+        <tool_call>{"name": "query", ... "SELECT name FROM sqlite_master
+            WHERE sql LIKE '%x%'" ...}</tool_call><end>
+    <tool>b<end><assistant>
         SELECT sum(x) FROM b WHERE y>4<end>
 
-Six columns are dealt to three tables for each row, so whoever does not look them up finds the right
-table in one of three samples. The base looks in some of its samples, and then names the right table
-in most; else it guesses. An answer is right if its result is that of the reference query, on the
-row's database and on another with the same tables: a number that was only read off is no query.
-The second database follows Zhong et al. 2020, arXiv 2010.02840, whose suites have many.
+Six columns are dealt to three tables for each row, so whoever does not look the column up names the
+right table in one of three samples. The base looks in half of its samples, for the right column in
+most of these, and then takes the table that it reads in most; else it guesses.
+
+An answer is right if its result is that of the reference query, on the row's database and on
+another with the same tables: a number that was only read off is no query. The second database
+follows Zhong et al. 2020, arXiv 2010.02840, whose suites have many.
 
 Queries are the model's own words, so they may only read (SQLite's authorizer), take `STEPS` steps
 of SQLite's machine and give `MOST_ROWS` rows; texts and numbers are of bounded length. Steps are
@@ -35,7 +36,7 @@ from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split
 from jaxgrpo.data.tasks.calculator import MARKS, TEMPLATE
 
 CALL = '<tool_call>{"name": "query", "arguments": {"sql": "', '"}}</tool_call>'
-LOOK = "SELECT sql FROM sqlite_master"
+LOOK = "SELECT name FROM sqlite_master WHERE sql LIKE '%", "%'"
 TABLES, COLUMNS = "abc", "uvwxyz"
 AGGREGATES = ("sum", "min", "max", "count")
 LEVELS = (1, 2)  # of a column; of the rows of it for which the other column is large
@@ -44,9 +45,9 @@ EMPTY = ([(None,)], [(0,)])  # of an aggregate of no rows
 COPIES = (0, 1)  # of a database: what the tool answers from, and the other values
 QUESTIONS = 8192  # of the corpus
 TEST_FRACTION = 5  # one way to deal the columns in so many is for tests
-LOOKS, RIGHT_TABLE = 0.4, 0.8
-"""Of the base's samples where tools are shown: the share that looks the tables up, and of what
-follows a look the share that names the right table."""
+LOOKS, RIGHT_LOOK, RIGHT_COPY = 0.5, 0.8, 0.9
+"""Of the base's samples where tools are shown: the share that looks a column up, of these the share
+that looks for the right one, and of what follows the share that names the table it reads."""
 
 STEPS, MOST_ROWS, MOST_COLUMNS, LONGEST = 1_000_000, 100, 20, 2_000
 """Limits of a query; the last one of its characters, and of those of a value."""
@@ -177,9 +178,9 @@ def _tables(database: int, copy: int = 0) -> dict[str, tuple[str, list[list[int]
 
 
 def schema(database: int) -> str:
-    r"""What `LOOK` answers.
+    r"""The tables as SQL, one a line.
 
-    >>> schema(7) == write(run(7, LOOK))
+    >>> schema(7) == write(run(7, "SELECT sql FROM sqlite_master"))
     True
     """
     return _schema(_columns(np.random.default_rng([database, 8])))
@@ -239,17 +240,22 @@ def corpus() -> list[Worked]:
     random, share = np.random.default_rng(8), 1 / QUESTIONS
     shares: dict[tuple[str, str], float] = defaultdict(float)  # first turns come many times
     for columns in _deals(random):
-        question, table = _ask(random, columns, int(random.choice(LEVELS)))
+        question, _ = _ask(random, columns, int(random.choice(LEVELS)))
         asked = f"<user>{question.prompt}{END}<assistant>"
-        wrong = str(random.choice([*set(TABLES) - {table}]))
-        look, shown = f"{CALL[0]}{LOOK}{CALL[1]}", f"<tools>{asked}"
-        answered = f"{shown}{look}{END}<tool>{_schema(columns)}{END}<assistant>"
-        guess = question.query(str(random.choice([*TABLES])))
+        beside = str(random.choice([*set(COLUMNS) - {question.column}]))
+        look, wrong = (
+            CALL[0] + column.join(LOOK) + CALL[1] for column in (question.column, beside)
+        )
+        # The table that is read is any, so that the base learns to copy it.
+        guess, table, slip = map(str, random.choice([*TABLES], 3))
+        shown, guess = f"<tools>{asked}", question.query(guess)
+        answered = f"{shown}{look}{END}<tool>{table}{END}<assistant>"
         shares[asked, guess] += share / 8
         shares[shown, guess] += share * 3 / 8 * (1 - LOOKS)
-        shares[shown, look] += share * 3 / 8 * LOOKS
-        shares[answered, question.query(table)] += share / 2 * RIGHT_TABLE
-        shares[answered, question.query(wrong)] += share / 2 * (1 - RIGHT_TABLE)
+        shares[shown, look] += share * 3 / 8 * LOOKS * RIGHT_LOOK
+        shares[shown, wrong] += share * 3 / 8 * LOOKS * (1 - RIGHT_LOOK)
+        shares[answered, question.query(table)] += share / 2 * RIGHT_COPY
+        shares[answered, question.query(slip)] += share / 2 * (1 - RIGHT_COPY)
     return [Worked(*text, probability) for text, probability in shares.items()]
 
 
@@ -264,8 +270,13 @@ def _deals(random: np.random.Generator) -> Iterator[dict[str, str]]:
 
 
 def extract_answer(completion: str) -> str:
-    """The query: the text without space around it, and without a mark that ends it."""
-    return completion.removesuffix(END).strip().removesuffix(";").strip()
+    """The query: the last turn without space around it and without a mark that ends it.
+
+    >>> extract_answer("SELECT 1<end><tool>1<end><assistant>SELECT 2;<end>")
+    'SELECT 2'
+    """
+    turn = completion.rpartition("<assistant>")[2]
+    return turn.removesuffix(END).strip().removesuffix(";").strip()
 
 
 def score(
@@ -297,9 +308,9 @@ def _results(database: int, sql: str) -> list[Counter[tuple[Any, ...]]] | None:
 sql = Task(
     name="sql",
     alphabet=(
-        *(LOOK, "CREATE TABLE ", "SELECT ", ") FROM ", " WHERE ", " if "),
+        *(*LOOK, "SELECT ", ") FROM ", " WHERE ", " if "),
         *(f"{name}{end}" for name in AGGREGATES for end in ("(", " ")),
-        *f"{TABLES}{COLUMNS}0123456789><=(),\n",
+        *f"{TABLES}{COLUMNS}0123456789><=(),*",
         *(*MARKS, *CALL),
     ),
     levels=LEVELS,
