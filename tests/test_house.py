@@ -271,10 +271,10 @@ LINES = {
     "advantages": 3620,
     "losses": 950,
     "core": 500,
-    "data": 1730,  # with two tasks that experiments train on, and one with a tool
+    "data": 2110,  # with two tasks that experiments train on, two with tools, and reasoning-gym's
     "models": 4650,
-    "rewards": 1450,
-    "environments": 640,
+    "rewards": 1510,
+    "environments": 790,  # with those of gymnasium and textarena
     "rollout": 3380,  # with turns
     "update": 1780,
     "config": 1980,  # with what tools and environments are

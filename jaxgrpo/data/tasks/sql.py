@@ -11,8 +11,8 @@ right table in one of three samples. The base looks in half of its samples, for 
 most of these, and then takes the table that it reads in most; else it guesses.
 
 An answer is right if its result is that of the reference query, on the row's database and on
-another with the same tables: a number that was only read off is no query. The second database
-follows Zhong et al. 2020, arXiv 2010.02840, whose suites have many.
+another with the same tables: a number that was only read off is no query.
+Source of the second database: Zhong et al. 2020, arXiv 2010.02840. Their suites have many.
 
 Queries are the model's own words, so they may only read (SQLite's authorizer), take `STEPS` steps
 of SQLite's machine and give `MOST_ROWS` rows; texts and numbers are of bounded length. Steps are
