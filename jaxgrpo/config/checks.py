@@ -21,11 +21,12 @@ from jaxgrpo.config.own_code import installed, is_reference, named_file
 from jaxgrpo.config.reading import TRL, Values, show
 from jaxgrpo.core.errors import InputError, pattern_problem, suggest
 from jaxgrpo.core.types import RolloutSpec
+from jaxgrpo.data import tasks
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.prompts import is_template, placeholders
 from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.storage import is_url
-from jaxgrpo.data.tasks import PREFIX, tasks
+from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.rollout.policies import build_policy
 from jaxgrpo.rollout.stopping import early_stop_problems
 from jaxgrpo.update.optimizer import make_optimizer
@@ -429,7 +430,10 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
         return
     is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
     if is_task:
-        yield from _task(where, path)
+        try:
+            tasks.parse(path)
+        except InputError as error:
+            yield f"{where} = {show(path)}: {error}"
     elif is_url(path):  # looked for by the command that reads it
         pass
     elif is_file and not os.path.isfile(path):
@@ -442,16 +446,6 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
         yield f"{where} = {show(path)}: {reason}; give {FORMS}"
     if is_task or is_file:
         yield from (f"{name}: {show(path)} has none; leave it out" for name in options)
-
-
-def _task(where: str, path: str) -> Iterator[str]:
-    _, name, *splits = path.split(":")
-    task = tasks.get(name)
-    if task is None:
-        yield f"{where} = {show(path)}: unknown task {name!r}: {suggest(name, tasks)}"
-    elif len(splits) != 1 or splits[0] not in task.splits:
-        choices = " or ".join(f'"task:{name}:{split}"' for split in task.splits)
-        yield f"{where} = {show(path)}: expected {choices}"
 
 
 def _optimizer(values: Values) -> Iterator[str]:

@@ -142,7 +142,7 @@ class PartKeys:
     def title(self) -> str:
         """Its name in metrics and samples: of a path the file's or folder's, of a task its own."""
         if self.path.startswith(PREFIX):
-            return self.name or self.path.split(":")[1]
+            return self.name or self.path.partition("?")[0].split(":")[-2]
         return self.name or Path(self.path).stem
 
 

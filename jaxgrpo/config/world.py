@@ -13,7 +13,7 @@ from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
-from jaxgrpo.environments import calls, history, rules
+from jaxgrpo.environments import calls, history, packages, rules
 from jaxgrpo.environments.conversations import Conversation, Conversations, check_rows
 from jaxgrpo.environments.history import Frame, History
 from jaxgrpo.environments.partners import Kind, make_kind
@@ -196,11 +196,7 @@ def load_environments(
 
     Raises: InputError where one cannot be loaded, or something stands beside rules.
     """
-    kinds = (Callable, Rules)
-    parts = {
-        name: own_code.load(part, None, kinds, "class") if isinstance(part, str) else part
-        for name, part in environments.items()
-    }
+    parts = {name: _load_environment(part) for name, part in environments.items()}
     is_pure = any(isinstance(part, Rules) for part in parts.values())
     if is_pure and (len(parts) > 1 or has_tools):
         raise InputError(
@@ -235,6 +231,13 @@ def _program_kind(
     parse = functools.partial(find_parser, rollout.call_format, chat)
     dialect = Dialect("policy", chat, limits, parse, stop_tokens)
     return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout)
+
+
+def _load_environment(part: Any) -> Any:
+    """What makes an environment: of a package by its name, own code by name or as it is."""
+    if not isinstance(part, str):
+        return part
+    return packages.find(part) or own_code.load(part, None, (Callable, Rules), "class")
 
 
 def named_factories(environment: Factories | None) -> Mapping[str, Callable[..., Any]]:

@@ -1,14 +1,17 @@
-"""How a number is written: the text that prompts, gold answers and rewards see of it.
+"""How values are written: numbers in what prompts, gold answers and rewards see, options of names.
 
-A module by itself, since data, rewards and rollout must write a number alike.
+A module by itself, since data, rewards, environments and rollout must write and read them alike.
 """
 
 from __future__ import annotations
 
 import decimal
+import json
 from typing import Any
 
 import numpy as np
+
+from jaxgrpo.core.errors import InputError
 
 
 def text_of_value(value: Any) -> str:
@@ -37,3 +40,27 @@ def widen(value: Any, bits: int) -> Any:
     """
     narrow = {16: np.float16, 32: np.float32}[bits]
     return None if value is None else float(text_of_value(narrow(value)))
+
+
+def split_options(name: str) -> tuple[str, dict[str, Any]]:
+    """A name and the options written behind it, as in an address.
+
+    A value that is JSON is read as such, any other one is a text.
+
+    Raises: InputError on an option without a value, or one that stands twice.
+    >>> split_options("FrozenLake-v1?is_slippery=false&map_name=8x8")
+    ('FrozenLake-v1', {'is_slippery': False, 'map_name': '8x8'})
+    >>> split_options("chain_sum")
+    ('chain_sum', {})
+    """
+    base, _, tail = name.partition("?")
+    options: dict[str, Any] = {}
+    for entry in tail.split("&") if tail else ():
+        option, equals, text = entry.partition("=")
+        if not option or not equals or option in options:
+            raise InputError(f"{name!r}: write options once each, as {base}?size=100&seed=1")
+        try:
+            options[option] = json.loads(text)
+        except ValueError:
+            options[option] = text
+    return base, options

@@ -9,7 +9,7 @@ instead would pay wrong answers in full.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxgrpo.core.errors import find
@@ -69,8 +69,7 @@ def accuracy(
     >>> accuracy(texts, ["4"] * 3)
     [1.0, 0.0, 0.0]
     """
-    del columns
-    return [right for right, _ in _judged(completions, answer, scorer)]
+    return [right for right, _ in _judged(completions, answer, scorer, columns)]
 
 
 def brier(
@@ -90,10 +89,9 @@ def brier(
     >>> brier(texts, ["4"] * 3)
     [0.75, 1.0, 0.0]
     """
-    del columns
     return [
         None if right is None else 0.0 if stated is None else 1 - (right - stated) ** 2
-        for right, stated in _judged(completions, answer, scorer)
+        for right, stated in _judged(completions, answer, scorer, columns)
     ]
 
 
@@ -103,15 +101,14 @@ def check_scorer(scorer: Any = "gsm8k_answer") -> None:
 
 
 def _judged(
-    completions: Sequence[Any], answer: Sequence[Any], scorer: str
+    completions: Sequence[Any], answer: Sequence[Any], scorer: str, columns: Mapping[str, Any]
 ) -> list[tuple[float | None, float | None]]:
     """(c, q) of each completion: c None if it is not scored; (0, None) without the form."""
     texts = [_answer(completion) for completion in completions]
     scored_places = [place for place, text in enumerate(texts) if text is not None]
-    arguments = {
-        "completions": [texts[i] for i in scored_places],
-        "answer": [answer[i] for i in scored_places],
-    }
+    lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+    lists |= {"completions": texts, "answer": answer}
+    arguments = {name: [values[i] for i in scored_places] for name, values in lists.items()}
     scores = dict(zip(scored_places, find("scorer", scorer, SCORERS)(**arguments), strict=True))
     judged: list[tuple[float | None, float | None]] = []
     for place, completion in enumerate(completions):

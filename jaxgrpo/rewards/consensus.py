@@ -13,6 +13,7 @@ from typing import Any
 from jaxgrpo.core.errors import find
 from jaxgrpo.data.tasks import tasks
 from jaxgrpo.rewards.builtin import completion_text, final_number
+from jaxgrpo.rewards.reasoning import read_answer
 
 AGREEMENT = "consensus/agreement"
 """The metric: the mean over prompts of the majority's share among the samples."""
@@ -20,6 +21,7 @@ AGREEMENT = "consensus/agreement"
 EXTRACTORS: dict[str, Callable[[str], Hashable]] = {
     **{task.name: task.extract_answer for task in tasks.values()},
     "gsm8k_answer": final_number,
+    "reasoning_gym": read_answer,
 }
 """The answer that a completion gives, for votes: of the rewards that judge an answer. None does not
 vote."""

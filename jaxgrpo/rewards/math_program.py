@@ -1,12 +1,8 @@
-"""The program of a worker that compares mathematical answers. A run starts it as a file.
+"""What a worker knows that compares mathematical answers (worker_program.py).
 
-It needs math-verify and nothing of jaxgrpo, so that no JAX is loaded in it. Reads lines of JSON,
-[seconds, [gold, completion]], and writes the score of each: 1.0, 0.0 or null. For the completion
-null it writes in words how the gold answer is read, or null. For one that takes more seconds of
-processor time, or too much memory, it writes {"problem": "timed out"} or {"problem": "crashed"}.
-
-Scores come from a fork, which such an answer ends; the next fork takes milliseconds, since
-everything is loaded in its parent.
+It needs math-verify and nothing of jaxgrpo. A question is [gold, completion], and its answer the
+score: 1.0, 0.0 or null. For the completion null it is how the gold answer is read, in words, or
+null.
 
 Math-verify reads LaTeX. Unicode, names such as `pi` and mixed numbers are first written as LaTeX,
 in gold answers and completions alike: it would read a part of them, 2 of `2√3`.
@@ -17,21 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
-import json
 import math
-import mmap
-import os
 import re
-import resource
-import signal
-import sys
 import unicodedata
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
-MEMORY = 4 * 2**30  # bytes: 9^(9^9) must not take the trainer's
 DECIMALS = 6  # in which floats are compared, as in math-verify; more for numbers below 0.01
 PRECISION = 15  # digits in which other numbers are, as in math-verify; more for the same
 GOLDS = 4096  # whose readings are remembered
@@ -343,50 +331,8 @@ def _numbers(value: Any) -> Iterable[float]:
         yield from _numbers(part)
 
 
-def main() -> None:
-    # What a library prints must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which may finish a step
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which libraries of the trainer may ignore
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    with contextlib.suppress(ValueError, OSError):  # a system that has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    try:
-        grade = Grader().grade
-        grade("x^2", r"\boxed{x \cdot x}")  # loads what sympy loads late, outside of any limit
-    except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
-        return
-    print("{}", file=answers)
-    gc.freeze()  # what a fork would copy when it collects
-    is_judging = mmap.mmap(-1, 1)  # shared with the forks
-    while (ended := _wait_for_fork(grade, answers, is_judging)) != 0:
-        if is_judging[0]:  # else it was ended from outside, between two answers
-            problem = "timed out" if ended == -signal.SIGPROF else "crashed"
-            print(json.dumps({"problem": problem}), file=answers)
-            is_judging[0] = 0
-
-
-def _wait_for_fork(
-    grade: Callable[[str, str | None], Any], answers: TextIO, is_judging: mmap.mmap
-) -> int:
-    """The exit code of a fork that judges; 0 at the end of the input."""
-    if fork := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-    with contextlib.suppress(BaseException):
-        for line in sys.stdin:
-            seconds, (gold, completion) = json.loads(line)
-            is_judging[0] = 1
-            # The system ends this process then, whatever it does: its parent needs no clock.
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            score = grade(gold, completion)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            is_judging[0] = 0
-            print(json.dumps(score), file=answers)
-        os._exit(0)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
+def load() -> Callable[[str, str | None], float | str | None]:
+    """What a worker asks: the score of a completion."""
+    grade = Grader().grade
+    grade("x^2", r"\boxed{x \cdot x}")  # loads what sympy loads late, outside of any limit
+    return grade

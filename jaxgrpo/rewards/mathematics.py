@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import numbers
-import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +14,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.written import text_of_value
 from jaxgrpo.rewards.builtin import after_thought, completion_text
 from jaxgrpo.rewards.protocol import RewardError
-from jaxgrpo.rewards.workers import Answer, WorkerError, Workers
+from jaxgrpo.rewards.workers import Answer, WorkerError, check_options, find_workers
 
 PROGRAM = Path(__file__).with_name("math_program.py")
 NEEDED = (
@@ -112,7 +109,7 @@ def _judge(
 
 def _ask(questions: Sequence[Any], workers: int, limits: tuple[float, float]) -> list[Answer]:
     try:
-        return _workers(min(workers, os.cpu_count() or 1), *limits).ask(questions)
+        return find_workers(PROGRAM, workers, *limits).ask(questions)
     except WorkerError as error:
         missing = "No module named 'math_verify'" in str(error)
         raise RewardError(NEEDED if missing else f"math: no worker could start: {error}") from error
@@ -147,12 +144,7 @@ def check_math(
     time_limit: Any = TIME_LIMIT, workers: Any = WORKERS, batch_limit: Any = BATCH_LIMIT
 ) -> None:
     """Raises: InputError if an option is out of range, or math-verify is not installed."""
-    for name, limit in {"time_limit": time_limit, "batch_limit": batch_limit}.items():
-        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if not number or not math.isfinite(limit) or limit <= 0:
-            raise InputError(f"{name} = {limit!r}: expected seconds above 0")
-    if type(workers) is not int or workers < 1:
-        raise InputError(f"workers = {workers!r}: expected a whole number of processes, >= 1")
+    check_options(time_limit, batch_limit, workers)
     if importlib.util.find_spec("math_verify") is None:
         raise InputError(NEEDED)
 
@@ -165,9 +157,3 @@ def _gold(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, (str, numbers.Number)):
         return ""
     return text_of_value(answer).rpartition("####")[2].strip()
-
-
-@functools.cache
-def _workers(count: int, time_limit: float, batch_limit: float) -> Workers:
-    # -P: the program's folder is not searched for modules, so that none of ours hides another.
-    return Workers([sys.executable, "-P", str(PROGRAM)], count, time_limit, batch_limit)

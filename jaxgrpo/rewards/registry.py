@@ -10,7 +10,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.written import text_of_value
-from jaxgrpo.rewards import builtin, confidence, consensus, mathematics
+from jaxgrpo.rewards import builtin, confidence, consensus, mathematics, reasoning
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import (
     BuiltIn,
@@ -29,6 +29,7 @@ rewards: dict[str, BuiltIn] = {
     "brier": confidence.brier,
     "confidence_format": confidence.confidence_format,
     "consensus": consensus.consensus,
+    "reasoning_gym": reasoning.reasoning_gym,
 }
 """The built-in rewards by the names that a config uses."""
 
@@ -49,6 +50,7 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "accuracy": confidence.check_scorer,
     "brier": confidence.check_scorer,
     "consensus": consensus.check_extract,
+    "reasoning_gym": reasoning.check_reasoning,
 }
 """The checks of a reward's options; each takes them by name."""
 

@@ -11,24 +11,33 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
+import math
 import os
 import queue
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxgrpo.core.errors import InputError
 
 START_LIMIT = 120.0  # seconds for a child to load what it needs
 GRACE = 5.0  # seconds beyond a limit after which a child is taken for lost
 QUICK = 0.5  # seconds for an answer while others wait
 QUICKEST = 0.1  # and where the batch has spent its budget
 REMEMBERED = 100_000  # questions without an answer
+
+
+PROGRAM = Path(__file__).with_name("worker_program.py")
 
 
 class Answer(NamedTuple):
@@ -57,6 +66,7 @@ class Workers:
       time_limit: seconds of processor time for one answer.
       budget: seconds that the questions of a batch without an answer may take.
       grace: seconds of wall time beyond a limit after which a child is replaced.
+      environment: variables of the children beside those of this process.
     """
 
     def __init__(
@@ -66,7 +76,9 @@ class Workers:
         time_limit: float,
         budget: float,
         grace: float = GRACE,
+        environment: Mapping[str, str] | None = None,
     ):
+        self._environment = {**os.environ, **(environment or {})}
         self._command, self._limit, self._grace = list(command), time_limit, grace
         self._budget = budget
         self._idle: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()
@@ -121,7 +133,7 @@ class Workers:
     def _ask(self, text: str, seconds: float) -> Answer:
         child, answer = self._idle.get(), None
         try:
-            child = child or _Child(self._command)
+            child = child or _Child(self._command, self._environment)
             began = time.monotonic()
             answer = child.ask(f"[{seconds}, {text}]\n", seconds + self._grace)
             was_long = seconds >= min(QUICK, self._limit)
@@ -148,6 +160,35 @@ class Workers:
                 del self._problems[next(iter(self._problems))]
 
 
+@functools.cache
+def find_workers(
+    module: Path,
+    count: int,
+    time_limit: float,
+    budget: float,
+    environment: tuple[tuple[str, str], ...] = (),
+) -> Workers:
+    """The workers that ask the function of a module (`PROGRAM`), the same for the same arguments.
+
+    Args:
+      count: of children, and never more than the machine has cores.
+    """
+    # -P: the program's folder is not searched for modules, so that none of ours hides another.
+    command = [sys.executable, "-P", str(PROGRAM), str(module)]
+    count = min(count, os.cpu_count() or 1)
+    return Workers(command, count, time_limit, budget, environment=dict(environment))
+
+
+def check_options(time_limit: Any, batch_limit: Any, workers: Any) -> None:
+    """Raises: InputError if an option of a reward that asks workers is out of range."""
+    for name, limit in {"time_limit": time_limit, "batch_limit": batch_limit}.items():
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if not number or not math.isfinite(limit) or limit <= 0:
+            raise InputError(f"{name} = {limit!r}: expected seconds above 0")
+    if type(workers) is not int or workers < 1:
+        raise InputError(f"workers = {workers!r}: expected a whole number of processes, >= 1")
+
+
 def _key(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -155,7 +196,7 @@ def _key(text: str) -> bytes:
 class _Child:
     """One started child."""
 
-    def __init__(self, command: Sequence[str]):
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
         # In a group of its own, so that its forks are killed with it.
         self._process = subprocess.Popen(
             command,
@@ -163,6 +204,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             process_group=0,
+            env=environment,
         )
         self._pending = b""
         self.is_lost = False

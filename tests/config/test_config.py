@@ -83,7 +83,7 @@ def test_nothing_changes_a_config():
         ('advantage=[{use="sing"}]', "advantage[0]: unknown part 'sing': did you mean 'sign'?"),
         ('advantage=[{use="sum_rewards"}, {use="sing"}]', "advantage[1]: unknown part 'sing'"),
         ("data.path=task:aritmetic:train", "unknown task 'aritmetic': did you mean 'arithmetic'?"),
-        ("data.path=task:arithmetic:trian", 'expected "task:arithmetic:train" or "task:arithmetic'),
+        ("data.path=task:arithmetic:trian", "no split 'trian': take train or test"),
         ("data.path=rows.csv", "there is no such file; relative paths begin at the folder of"),
         ("data.path=rows.txt", "does not exist; give a .jsonl, .csv or .parquet file, a folder"),
         ("data.split=test", 'data.split: "task:arithmetic:train" has none; leave it out'),

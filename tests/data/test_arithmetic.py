@@ -168,3 +168,13 @@ def test_a_wrong_name_says_what_there_is(spec, message):
 def test_no_rows_at_all_are_refused():
     with pytest.raises(InputError, match="take at least 1"):
         tasks.load("task:arithmetic:test", count=0)
+
+
+def test_a_name_says_how_many_rows_and_which():
+    rows = tasks.load("task:arithmetic:test?size=7&seed=3")
+    assert rows == tasks.load("task:arithmetic:test", count=7, seed=3)
+    assert tasks.load("task:arithmetic:test?size=7&seed=3", count=2, seed=1) != rows[:2]
+    for option in ("size=0", "size=2.5", "seed=-1", "seeds=1", "size", "size=1&size=2"):
+        with pytest.raises(InputError, match="task:arithmetic:test") as caught:
+            tasks.parse(f"task:arithmetic:test?{option}")
+        assert "\n" not in str(caught.value)

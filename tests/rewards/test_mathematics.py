@@ -13,7 +13,15 @@ import time
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer, mathematics, preview
+from jaxgrpo.rewards import (
+    RewardError,
+    build,
+    call_rewards,
+    math_answer,
+    mathematics,
+    preview,
+    workers,
+)
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 from jaxgrpo.rewards.workers import GRACE
 
@@ -167,11 +175,12 @@ def test_a_gold_answer_that_hangs_is_unread_and_tried_once():
 
 def test_the_program_of_the_grader_loads_nothing_of_jax_or_of_this_package(python):
     program = (
-        "import runpy, sys\nrunpy.run_path(sys.argv[1], run_name='__main__')\n"
+        "import runpy, sys\nsys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "print({name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
     )
     run = subprocess.run(
-        [python, "-P", "-c", program, str(PROGRAM)],
+        [python, "-P", "-c", program, str(workers.PROGRAM), str(PROGRAM)],
         input=json.dumps([5.0, ["6", r"\boxed{6}"]]) + "\n",
         capture_output=True,
         text=True,
@@ -206,9 +215,8 @@ sys.meta_path.insert(0, Hidden())
 sys.argv = sys.argv[1:]
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))
 """
-    run = subprocess.run(
-        [python, "-c", program, str(PROGRAM)], capture_output=True, text=True, check=True
-    )
+    command = [python, "-c", program, str(workers.PROGRAM), str(PROGRAM)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout == '{"error": "ModuleNotFoundError: No module named \'math_verify\'"}\n'
     assert "pip install" in NEEDED
 

@@ -1,0 +1,87 @@
+"""The reward `reasoning_gym`: the package's own scorers, in child processes with a limit.
+
+A scorer reads what a model wrote: some evaluate it as Python, others go through every way to read
+it. So a row is made again where it is scored, in processes that do nothing else, and what its
+scorer could run is taken away from it (data/tasks/reasoning_program.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.tasks.reasoning import ENVIRONMENT, NAME, NEEDED, PROGRAM
+from jaxgrpo.rewards.builtin import after_thought, completion_text
+from jaxgrpo.rewards.protocol import RewardError
+from jaxgrpo.rewards.workers import WorkerError, check_options, find_workers
+
+TIME_LIMIT, BATCH_LIMIT, WORKERS = 5.0, 20.0, 4
+_ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
+
+
+def read_answer(completion: str) -> str | None:
+    r"""What stands in the last pair of answer tags, else the last line; None where both are empty.
+
+    >>> read_answer("so <answer>7</answer>, or\n<answer> 8 </answer>!"), read_answer("7 + 1\n= 8\n")
+    ('8', '= 8')
+    """
+    tagged = _ANSWER.findall(completion)
+    text = tagged[-1] if tagged else after_thought(completion).strip().rpartition("\n")[2]
+    return text.strip() or None
+
+
+def reasoning_gym(
+    completions: Sequence[Any],
+    entry: Sequence[str],
+    time_limit: float = TIME_LIMIT,
+    workers: int = WORKERS,
+    batch_limit: float = BATCH_LIMIT,
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """What the row's generator gives for the answer: 1.0 if it is right, less or 0.0 if not.
+
+    The answer stands between the last <answer> and </answer>, as the package reads it, or is the
+    last line where there are no such tags.
+
+    A completion on which the scorer takes too long is not scored; their share is the metric
+    `reasoning_gym/unscored`. One that the scorer cannot read gets what there is for no answer.
+
+    Args:
+      completions: texts, or messages.
+      entry: the column of the rows of task:reasoning_gym.
+      time_limit: seconds of processor time for one completion.
+      workers: processes at most, and never more than the machine has cores.
+      batch_limit: seconds of a call for the completions that get no score in time.
+
+    Returns: one score each, by the generator's own scale; None if there is none.
+    Raises: RewardError if reasoning-gym is not installed.
+    Source: github.com/open-thought/reasoning-gym. Scorers that run an answer as Python get literals
+    and plain mathematics alone, and give the rest what they give for no answer.
+    """
+    del columns
+    texts = [read_answer(completion_text(completion)) for completion in completions]
+    questions = [[json.loads(place), text] for place, text in zip(entry, texts, strict=True)]
+    environment = tuple(ENVIRONMENT.items())
+    try:
+        ask = find_workers(PROGRAM, workers, time_limit, batch_limit, environment).ask
+        answers = ask(questions)
+    except WorkerError as error:
+        raise RewardError(f"{NAME}: no worker could start: {error}") from error
+    if log_metric is not None and answers:
+        unscored = sum(answer.problem is not None for answer in answers)
+        log_metric(f"{NAME}/unscored", unscored / len(answers))
+    return [answer.value for answer in answers]
+
+
+def check_reasoning(
+    time_limit: Any = TIME_LIMIT, workers: Any = WORKERS, batch_limit: Any = BATCH_LIMIT
+) -> None:
+    """Raises: InputError if an option is out of range, or reasoning-gym is not installed."""
+    check_options(time_limit, batch_limit, workers)
+    if importlib.util.find_spec(NAME) is None:
+        raise InputError(f"{NAME} {NEEDED}")
