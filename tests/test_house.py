@@ -58,7 +58,7 @@ HOUSE = {
     "models.hf": Package(words("core data models")),
     "models.gguf": Package(words("core data models")),
     "rewards": Package(words("core data")),
-    "environments": Package(words("core data")),
+    "environments": Package(words("core data rewards")),
     "rollout": Package(
         words("core data environments models rewards"), CORE | words("numpy"), pure=True
     ),

@@ -16,7 +16,7 @@ from jaxgrpo.environments import calls, history
 from jaxgrpo.environments.conversations import Conversation, Conversations, check_rows
 from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import Kind, make_kind
-from jaxgrpo.environments.tools import make_tools
+from jaxgrpo.environments.tools import find_built_in, make_tools
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse, Dialogue, Turns
 from jaxgrpo.rollout.exchange import is_own
@@ -98,7 +98,7 @@ def make_world(
     """What answers the samples of a run; None: nothing does.
 
     Args:
-      tools: own code, by name or as it is.
+      tools: own code, by name or as it is, or names of built-in ones.
       environments: name -> what makes it; "" is the name of a single one.
       stop_tokens: of the model.
 
@@ -107,7 +107,7 @@ def make_world(
     """
     if not tools and not environments:
         return None
-    functions = make_tools([own_code.resolve(tool) for tool in tools], "tools")
+    functions = make_tools([_resolve_tool(tool) for tool in tools], "tools")
     by_name = {tool.name: tool.function for tool in functions}
     parse = _parser(rollout.call_format, chat)
     kinds = {}
@@ -131,6 +131,12 @@ def named_factories(environment: Factories | None) -> Mapping[str, Callable[[], 
     if environment is None or isinstance(environment, Mapping):
         return environment or {}
     return {"": environment}
+
+
+def _resolve_tool(tool: str | Callable[..., Any]) -> Any:
+    """The function of a tool, which is own code or built in."""
+    is_built_in = isinstance(tool, str) and not own_code.is_reference(tool)
+    return find_built_in(tool) if is_built_in else own_code.resolve(tool)
 
 
 def _parser(name: str, chat: Chat) -> calls.Parser:
