@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+from typing import Any
 
 import hostile
 import psutil
@@ -39,10 +40,16 @@ HUMAN_EVAL = {
 SUMS = {"inputs": ["1 2\n", "10 20\n"], "outputs": ["3\n", "30\n"]}
 
 
+def repeated(row, count) -> dict[str, Any]:
+    return {column: [value] * count for column, value in row.items() if column != "prompt"}
+
+
 def score(completion, row, name, prompt="", **options):
-    columns = {column: [value] for column, value in row.items() if column != "prompt"}
     prompts = [row.get("prompt", prompt)]
-    (value,) = rewards.python_answer(prompts, [completion], sandbox=name, **options, **columns)
+    answers = rewards.python_answer(
+        prompts, [completion], sandbox=name, **options, **repeated(row, 1)
+    )
+    (value,) = answers
     return value
 
 
@@ -198,7 +205,7 @@ def test_what_says_nothing_of_a_program_is_counted(name):
     logged = {}
     endless = "while True: pass"
     broken = ["import there_is_none\nassert double(1) == 2"]
-    columns = {"test_list": [MBPP["test_list"], MBPP["test_list"], broken, broken]}
+    columns: Any = {"test_list": [MBPP["test_list"], MBPP["test_list"], broken, broken]}
     completions = [endless, RIGHT, RIGHT, endless]
     scores = rewards.python_answer(
         [""] * 4, completions, name, 0.5, log_metric=logged.__setitem__, **columns
@@ -208,11 +215,10 @@ def test_what_says_nothing_of_a_program_is_counted(name):
     assert logged["python/stopped"] >= 0.25
     if name == "monty":
         program = "class A(dict): pass\ndef double(value): return value * 2"
-        rewards.python_answer([""], [program], name, log_metric=logged.__setitem__, **MBPP_COLUMNS)
+        rewards.python_answer(
+            [""], [program], name, log_metric=logged.__setitem__, **repeated(MBPP, 1)
+        )
         assert logged["python/unsupported"] == 1
-
-
-MBPP_COLUMNS = {"test_list": [MBPP["test_list"]]}
 
 
 @pytest.mark.parametrize("name", SANDBOXES)
@@ -221,8 +227,7 @@ def test_equal_programs_are_run_once_and_others_side_by_side(name, monkeypatch):
     judge = python.judge
     monkeypatch.setattr(python, "judge", lambda *args: judged.append(args[1]) or judge(*args))
     completions = [RIGHT] * 5 + ["def double(value): return 0"]
-    columns = {"test_list": [MBPP["test_list"]] * 6}
-    scores = rewards.python_answer(["p"] * 6, completions, name, **columns)
+    scores = rewards.python_answer(["p"] * 6, completions, name, **repeated(MBPP, 6))
     assert scores == [1.0] * 5 + [0.0]
     assert len(judged) == 2
 
@@ -230,11 +235,10 @@ def test_equal_programs_are_run_once_and_others_side_by_side(name, monkeypatch):
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_an_interrupted_call_leaves_nothing_behind(name):
     completions = [f"while True: x = {number}" for number in range(20)]
-    columns = {"test_list": [MBPP["test_list"]] * 20}
     began, before = time.monotonic(), threading.active_count()
     values, log = rewards.call_rewards(
         {"python": rewards.build("python", sandbox=name, time_limit=1.0)},
-        *(["p"] * 20, completions, [[1]] * 20, columns),
+        *(["p"] * 20, completions, [[1]] * 20, repeated(MBPP, 20)),
         on_error={"python": "unscored"},
         timeout={"python": 0.5},
     )
@@ -315,7 +319,7 @@ def test_a_thousand_honest_programs_take_less_than_three_minutes(name):
     completions = [
         f"def double(value):\n    {number}\n    return 2 * value" for number in range(1000)
     ]
-    columns = {"test_list": [MBPP["test_list"][:2]] * 1000}
+    columns = repeated({"test_list": MBPP["test_list"][:2]}, 1000)
     began = time.monotonic()
     assert rewards.python_answer(["p"] * 1000, completions, name, **columns) == [1.0] * 1000
     assert time.monotonic() - began < 180
