@@ -135,8 +135,9 @@ def named_factories(environment: Factories | None) -> Mapping[str, Callable[[], 
 
 def _resolve_tool(tool: str | Callable[..., Any]) -> Any:
     """The function of a tool, which is own code or built in."""
-    is_built_in = isinstance(tool, str) and not own_code.is_reference(tool)
-    return find_built_in(tool) if is_built_in else own_code.resolve(tool)
+    if isinstance(tool, str) and not own_code.is_reference(tool):
+        return find_built_in(tool)
+    return own_code.resolve(tool)
 
 
 def _parser(name: str, chat: Chat) -> calls.Parser:

@@ -185,4 +185,4 @@ def _texts(name: str, values: Any) -> list[str]:
     is_list = not isinstance(values, (str, bytes, Mapping)) and hasattr(values, "__len__")
     if not is_list or len(values) == 0 or not all(isinstance(value, str) for value in values):
         raise InputError(f"{name} = {str(values)[:60]!r}: expected a list of texts")
-    return list(values)
+    return [str(value) for value in values]

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,10 +56,9 @@ def python_answer(
     that the program reads and has to print. Names that tests do not define are functions of the
     program; arguments and values are copied, so a test does not see what a function changes.
 
-    The program runs in a sandbox, the tests in another, and only plain values go from one to the
-    other. So a program that ends early, replaces what compares, prints what is expected or looks
-    for the tests has to compute the right values all the same. It may still contain them: tests
-    that the prompt shows can be learnt by heart.
+    The program runs in a sandbox, the tests in another, and only plain values go between them. So
+    a program that ends early, replaces what compares, prints what is expected or looks for tests
+    has to give the right values all the same. Tests that a prompt shows can be learnt by heart.
 
     One that runs into a limit, or does not run, gets 0. So does, in Monty, one that needs a part of
     Python that Monty does not have. `python/stopped` and `python/unsupported` are their shares, and
@@ -78,9 +77,24 @@ def python_answer(
     Source: MBPP, arXiv 2108.07732, and HumanEval, arXiv 2107.03374, whose own programs run tests
     and program in one process.
     """
-    keys: list[Hashable] = []
-    questions: dict[Hashable, Callable[[], Verdict]] = {}
     runner = choose(sandbox)
+    questions = _read(prompts, completions, columns)
+    different = list(dict.fromkeys(questions))
+    asks = [functools.partial(judge, runner, *pair, time_limit, not partial) for pair in different]
+    verdicts = dict(zip(different, _ask(asks, workers), strict=True))
+    answers = [verdicts[question] for question in questions]
+    if log_metric is not None and answers:
+        for problem in PROBLEMS:
+            count = sum(answer.problem == problem for answer in answers)
+            log_metric(f"python/{problem}", count / len(answers))
+    return [_score(answer, partial) for answer in answers]
+
+
+def _read(
+    prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+) -> list[tuple[str, Tests | Pairs]]:
+    """The program of each completion, and the tests of its row."""
+    questions = []
     for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         row = {name: columns[name][place] for name in COLUMNS if name in columns}
         try:
@@ -90,17 +104,8 @@ def python_answer(
         program = find_program(completion_text(completion))
         if continues_prompt(program, prompt, row.get("entry_point")):
             program = prompt + program
-        keys.append((program, tests))
-        questions[keys[-1]] = functools.partial(
-            judge, runner, program, tests, time_limit, not partial
-        )
-    verdicts = dict(zip(questions, _ask(list(questions.values()), workers), strict=True))
-    answers = [verdicts[key] for key in keys]
-    if log_metric is not None and answers:
-        for problem in PROBLEMS:
-            count = sum(answer.problem == problem for answer in answers)
-            log_metric(f"python/{problem}", count / len(answers))
-    return [_score(answer, partial) for answer in answers]
+        questions.append((program, tests))
+    return questions
 
 
 def judge(

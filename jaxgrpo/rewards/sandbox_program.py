@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -199,11 +200,10 @@ def run_tests() -> None:
 def _exception(name: str, message: str) -> Exception:
     """What a call raised, if it is built in: tests may expect it."""
     kind = getattr(builtins, name, None)
-    is_exception = isinstance(kind, type) and issubclass(kind, Exception)
-    try:
-        return kind(message) if is_exception else Exception(f"{name}: {message}")
-    except TypeError:  # some want more than a message
-        return Exception(f"{name}: {message}")
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # some want more than a message
+            return kind(message)
+    return Exception(f"{name}: {message}")
 
 
 def _module(name: str, code: str) -> types.ModuleType:

@@ -25,7 +25,7 @@ from jaxgrpo.core.types import Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, sharding
-from jaxgrpo.rewards import Rewards, check_rows
+from jaxgrpo.rewards import Rewards
 from jaxgrpo.rewards.protocol import Reward, reads_any
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
@@ -175,12 +175,10 @@ def setup(
         "inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh, tools, environment)
     )
     check(run_inputs)
-    row = None if run_inputs.replay else run_inputs.prompts.rows[0]
+    rows = () if run_inputs.replay else run_inputs.prompts.rows
     longest = config.rollout.max_completion_tokens
-    given_rewards = config.rewards, longest, rewards, row, config.folder
+    given_rewards = config.rewards, longest, rewards, rows, config.folder
     run_rewards = inputs.resolve_rewards(*given_rewards, COLUMNS if run_inputs.world else ())
-    for reward in run_rewards if row is not None else ():
-        check_rows(reward.function, run_inputs.prompts.rows)
     if run_inputs.world is not None:
         run_rewards += tuple(run_inputs.world.rewards())
     if not run_rewards:
