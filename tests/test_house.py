@@ -273,7 +273,7 @@ LINES = {
     "core": 500,
     "data": 1730,  # with two tasks that experiments train on, and one with a tool
     "models": 4650,
-    "rewards": 2160,  # with two sandboxes, and what runs in one of them
+    "rewards": 2175,  # with two sandboxes, and what runs in one of them
     "environments": 640,
     "rollout": 3380,  # with turns
     "update": 1780,

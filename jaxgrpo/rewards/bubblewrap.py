@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -109,15 +110,24 @@ class _Process:
     ):
         user = secrets.choice(USERS) if os.geteuid() == 0 else 0
         limits = map(str, (math.ceil(seconds), MEMORY, user))
-        self._process = subprocess.Popen(
-            [*_command(os.geteuid() == 0), _source(), role, *limits, *options],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # Sets and dicts have the same order each time.
-            env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
-        )
-        self._timer = threading.Timer(seconds + SLACK, self._process.kill)
+        bwrap, *rest = _command(os.geteuid() == 0)
+        reading, writing = os.pipe()
+        with os.fdopen(reading) as report:
+            try:
+                self._process = subprocess.Popen(
+                    [bwrap, "--info-fd", str(writing), *rest, _source(), role, *limits, *options],
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[writing],
+                    # Sets and dicts have the same order each time.
+                    env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
+                )
+            finally:
+                os.close(writing)
+            facts = report.read()
+        self._first = json.loads(facts)["child-pid"] if facts else None
+        self._timer = threading.Timer(seconds + SLACK, self._kill)
         self._timer.daemon = True
         self._timer.start()
 
@@ -131,12 +141,18 @@ class _Process:
         trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        self._process.kill()  # and with it all that it began: --die-with-parent
+        self._kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._process.wait()
+
+    def _kill(self) -> None:
+        """Ends the first process inside, and with it all others; bwrap sees to what is left."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.poll() is None and self._first is not None:
+                os.kill(self._first, signal.SIGKILL)
 
     def write(self, line: bytes) -> None:
         """Hands it a line; one that has ended reads none."""

@@ -1,6 +1,6 @@
 """Programs in Monty, an interpreter in Rust of a part of Python, in which there is no way out.
 
-Each program has a process of its own, of the pool that pydantic-monty keeps. What Monty knows of
+Each program has a process of its own, of the pool that pydantic-monty keeps. What Monty has of
 Python is a part: no inheritance, no `yield` or `del`, few modules, `input()` but not `sys.stdin`.
 """
 
@@ -83,7 +83,7 @@ def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
             solver.feed_run(program, inputs={"__name__": "program"}, print_callback=_drop)
         except MontyError as error:
             return Verdict(0, total, _problem(error))
-        except ValueError:  # the value of a last expression, which nobody asked for
+        except ValueError:  # the value of a last expression, which no test reads
             pass
         calls = _Calls(solver, seconds)
         names = {name: functools.partial(calls.call, name) for name in tests.functions}
@@ -173,7 +173,7 @@ def _message(error: Any) -> str:
 
 
 def _drop(stream: str, text: str) -> None:
-    """Takes what is printed and shown to nobody."""
+    """Drops what programs and tests print."""
 
 
 def _checkout(seconds: float) -> Any:

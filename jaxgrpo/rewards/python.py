@@ -74,8 +74,7 @@ def python_answer(
       partial: the share of tests that pass, as open-r1 and verl have it. A constant may pass some.
 
     Raises: RewardError without a sandbox, or on a row without tests.
-    Source: MBPP, arXiv 2108.07732, and HumanEval, arXiv 2107.03374, whose own programs run tests
-    and program in one process.
+    Source: HumanEval, arXiv 2107.03374, whose own program runs tests and answer in one process.
     """
     runner = choose(sandbox)
     questions = _read(prompts, completions, columns)

@@ -42,7 +42,7 @@ def encode(value: Any) -> Any:
     """A value as JSON can write it: scalars as they are, others as [kind, ...].
 
     Raises: TypeError for what is no number, text, bytes, None, or collection of these. An object of
-    a class of the program's own never gets out, nor what it says of being equal.
+    a class of the program's own never gets out, nor its own way of comparing.
 
     >>> encode({"a": (1, 2**70)})
     ['dict', 'a', ['tuple', 1, ['int', '0x400000000000000000']]]
@@ -162,7 +162,7 @@ def answer_calls() -> None:
 
 
 def run_tests() -> None:
-    """Runs a setup and cases, and says of each whether it passed.
+    """Runs a setup and cases, and reports whether each passed.
 
     What is missing before a function of the program was called is the fault of the tests.
     """

@@ -55,7 +55,7 @@ def score(completion, row, name, prompt="", **options):
 
 @pytest.fixture
 def attacked(tmp_path, repository, monkeypatch):
-    """What attacks aim at; nobody may have called at its port or left a mark in its folder."""
+    """What attacks aim at; its port must get no call and its folder no new file."""
     (tmp_path / "secret").write_text("6")
     monkeypatch.setenv("SECRET", "6")
     with socket.create_server(("127.0.0.1", 0)) as server:
