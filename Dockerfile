@@ -9,8 +9,8 @@ FROM python:${PYTHON}-slim
 
 # cpu, cuda12, cuda13 or tpu: an extra of jax. Its wheels bring CUDA or libtpu, not the GPU's driver.
 ARG ACCELERATOR=cpu
-# Of jaxgrpo: gcs reads and writes buckets, math judges mathematics.
-ARG EXTRAS=gcs,math
+# Of jaxgrpo: gcs reads and writes buckets, math judges mathematics, sandbox runs programs.
+ARG EXTRAS=gcs,math,sandbox
 
 WORKDIR /opt/jaxgrpo
 COPY constraints.txt ./

@@ -58,7 +58,7 @@ HOUSE = {
     "models.hf": Package(words("core data models")),
     "models.gguf": Package(words("core data models")),
     "rewards": Package(words("core data")),
-    "environments": Package(words("core data")),
+    "environments": Package(words("core data rewards")),
     "rollout": Package(
         words("core data environments models rewards"), CORE | words("numpy"), pure=True
     ),
@@ -273,8 +273,8 @@ LINES = {
     "core": 500,
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4650,
-    "rewards": 1510,
-    "environments": 1910,  # 910 of it what answers over HTTP; those of gymnasium and textarena
+    "rewards": 2240,  # with two sandboxes, and what runs in one of them
+    "environments": 1940,  # 910 of it what answers over HTTP; those of gymnasium and textarena
     "rollout": 3920,  # with turns, what of them is saved, and what draws for queries
     "update": 1780,
     "config": 2050,  # with what tools and environments are

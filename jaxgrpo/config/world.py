@@ -21,7 +21,7 @@ from jaxgrpo.environments.rules import Answering, Rules, number_columns
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.endpoint import is_program, make_program_kind
 from jaxgrpo.environments.serving.fields import Limits
-from jaxgrpo.environments.tools import make_tools
+from jaxgrpo.environments.tools import find_built_in, make_tools
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -130,7 +130,7 @@ def make_world(
     """What answers the samples of a run; None: nothing does.
 
     Args:
-      tools: own code, by name or as it is.
+      tools: own code, by name or as it is, or names of built-in ones.
       environments: name -> what makes it; "" is the name of a single one.
       stop_tokens: of the model.
 
@@ -143,7 +143,7 @@ def make_world(
     factories = load_environments(environments, bool(tools))
     if isinstance(pure := factories.get(next(iter(factories), "")), Rules):
         return World({}, pure, chat, tuple(stop_tokens), bounds)
-    functions = make_tools([own_code.resolve(tool) for tool in tools], "tools")
+    functions = make_tools([_resolve_tool(tool) for tool in tools], "tools")
     by_name = {tool.name: tool.function for tool in functions}
     parse = find_parser(rollout.call_format, chat)
     kinds = {}
@@ -245,6 +245,13 @@ def named_factories(environment: Factories | None) -> Mapping[str, Callable[...,
     if environment is None or isinstance(environment, Mapping):
         return environment or {}
     return {"": environment}
+
+
+def _resolve_tool(tool: str | Callable[..., Any]) -> Any:
+    """The function of a tool, which is own code or built in."""
+    if isinstance(tool, str) and not own_code.is_reference(tool):
+        return find_built_in(tool)
+    return own_code.resolve(tool)
 
 
 def find_parser(name: str, chat: Chat) -> calls.Parser:

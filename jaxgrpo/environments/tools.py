@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError, cut, one_line
+from jaxgrpo.core.errors import InputError, cut, find, one_line
 from jaxgrpo.data import limits
 from jaxgrpo.environments.calls import Call
+from jaxgrpo.rewards.python import TIME_LIMIT, choose
 
 LONGEST = 100_000  # characters of an answer
 MOST_CALLS = 16  # of one turn that are run
@@ -38,6 +39,35 @@ class Result(NamedTuple):
 
     text: str
     problem: str = ""  # what kind of failure it was; empty: none
+
+
+def python(code: str) -> str:
+    """Runs a Python program and returns what it prints, and the value of its last expression.
+
+    Args:
+        code: the program; nothing is remembered from earlier ones
+    """
+    printed = choose(None).run(code, "", TIME_LIMIT, True)
+    endings = {
+        "": "",
+        "failed": "[the program ended with an error]",
+        "stopped": f"[stopped at a limit: {TIME_LIMIT:g} s, memory or output]",
+    }
+    return printed.text + endings[printed.problem]
+
+
+BUILT_IN = {"python": python}
+"""Tools by the names that a config uses."""
+
+
+def find_built_in(name: str) -> Callable[..., Any]:
+    """The tool of that name.
+
+    Raises: InputError where there is none, with the nearest; for `python` without a sandbox.
+    """
+    function = find("tool", name, BUILT_IN)
+    choose(None)
+    return function
 
 
 def make_tool(function: Any, where: str) -> Tool:

@@ -22,7 +22,7 @@ from jaxgrpo.evaluation.intervals import bootstrap
 from jaxgrpo.evaluation.rescoring import Base, Rescore, make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.rewards import RewardFunction, TrainerState, answers
+from jaxgrpo.rewards import RewardFunction, TrainerState, answers, check_rows
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Converse
@@ -130,9 +130,13 @@ def make_questions(
     Args:
       use: the name of the scorer in the config.
       converse: what answers samples of these prompts.
+
+    Raises: InputError with the first row that the scorer cannot judge.
     """
+    rows = held_out.rows[: keys.prompts]
+    check_rows(scorer.function, rows)
     return Questions(
-        held_out.rows[: keys.prompts],
+        rows,
         held_out.encoded[: keys.prompts],
         scorer.function,
         find_extractor(use, scorer.function),

@@ -19,7 +19,16 @@ from jaxgrpo.rewards.protocol import (
     callable_name,
     check,
 )
-from jaxgrpo.rewards.registry import Preview, answers, build, preview, rewards, with_lengths
+from jaxgrpo.rewards.python import python_answer
+from jaxgrpo.rewards.registry import (
+    Preview,
+    answers,
+    build,
+    check_rows,
+    preview,
+    rewards,
+    with_lengths,
+)
 
 __all__ = [
     "Preview",
@@ -35,6 +44,7 @@ __all__ = [
     "call_rewards",
     "callable_name",
     "check",
+    "check_rows",
     "completion_text",
     "flipped",
     "gsm8k_answer",
@@ -42,6 +52,7 @@ __all__ = [
     "math_answer",
     "overlong_penalty",
     "preview",
+    "python_answer",
     "rewards",
     "stated_confidence",
     "with_lengths",

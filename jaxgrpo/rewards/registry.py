@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.written import text_of_value
-from jaxgrpo.rewards import builtin, confidence, consensus, mathematics, reasoning
+from jaxgrpo.rewards import builtin, confidence, consensus, mathematics, python, reasoning
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import (
     BuiltIn,
@@ -29,6 +29,7 @@ rewards: dict[str, BuiltIn] = {
     "brier": confidence.brier,
     "confidence_format": confidence.confidence_format,
     "consensus": consensus.consensus,
+    "python": python.python_answer,
     "reasoning_gym": reasoning.reasoning_gym,
 }
 """The built-in rewards by the names that a config uses."""
@@ -50,6 +51,7 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "accuracy": confidence.check_scorer,
     "brier": confidence.check_scorer,
     "consensus": consensus.check_extract,
+    "python": python.check_python,
     "reasoning_gym": reasoning.check_reasoning,
 }
 """The checks of a reward's options; each takes them by name."""
@@ -103,6 +105,12 @@ def is_per_sample(function: RewardFunction | None) -> bool:
             return True
         function = getattr(function, "func", None)
     return False
+
+
+def check_rows(function: RewardFunction, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: InputError with the first row that a built-in reward cannot judge."""
+    if getattr(function, "func", function) is python.python_answer:
+        python.check_rows(rows)
 
 
 class Preview(NamedTuple):

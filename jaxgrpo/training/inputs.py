@@ -41,7 +41,7 @@ from jaxgrpo.rewards.protocol import (
     callable_name,
     check,
 )
-from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
+from jaxgrpo.rewards.registry import Preview, build, check_rows, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.training.pretrained import Pretrained, check_length, find_config, find_model, make_mesh
@@ -275,7 +275,7 @@ def resolve_rewards(
     keys: Sequence[RewardKeys],
     max_completion_tokens: int,
     user_rewards: Rewards | None = None,
-    row: Mapping[str, Any] | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
     folder: Path | None = None,
     columns: Sequence[str] = (),
 ) -> tuple[Reward, ...]:
@@ -286,10 +286,11 @@ def resolve_rewards(
       user_rewards: functions, or names as a config may use them, instead of the config's rewards,
         each with weight 1. In a list they are called as their function is; a mapping names them.
       folder: where relative paths in `user_rewards` begin; those of the config are absolute.
-      row: one of the data's, whose columns have to be all that the rewards ask for.
+      rows: of the data, whose columns have to be all that the rewards ask for.
       columns: what they may ask for besides.
 
-    Raises: InputError where two have one name, one does not exist or asks for a missing column.
+    Raises: InputError where two have one name, one does not exist, asks for a missing column or
+    cannot judge a row.
     """
     entries = [(entry.title, entry.use, entry) for entry in keys]
     if user_rewards is not None:
@@ -314,9 +315,9 @@ def resolve_rewards(
         )
         for name, use, entry in entries
     )
-    for reward in rewards:
-        if row is not None:
-            check(reward.name, reward.function, [*columns, *(n for n in row if n != "prompt")])
+    for reward in rewards if rows else ():
+        check(reward.name, reward.function, [*columns, *(n for n in rows[0] if n != "prompt")])
+        check_rows(reward.function, rows)
     return rewards
 
 

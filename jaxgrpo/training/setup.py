@@ -175,9 +175,9 @@ def setup(
         "inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh, tools, environment)
     )
     check(run_inputs)
-    row = None if run_inputs.replay else run_inputs.prompts.rows[0]
+    rows = () if run_inputs.replay else run_inputs.prompts.rows
     longest = config.rollout.max_completion_tokens
-    given_rewards = config.rewards, longest, rewards, row, config.folder
+    given_rewards = config.rewards, longest, rewards, rows, config.folder
     run_rewards = inputs.resolve_rewards(*given_rewards, COLUMNS if run_inputs.world else ())
     if run_inputs.world is not None:
         run_rewards += tuple(run_inputs.world.rewards())

@@ -99,7 +99,7 @@ def test_an_accelerator_of_the_image_is_an_extra_of_jax(image, tmp_path, acceler
     assert jax.extras == {accelerator or "cpu"}
     assert jax.extras <= set(metadata("jax").get_all("Provides-Extra") or [])
     extras = Requirement(second[-1].replace(".", "jaxgrpo", 1)).extras
-    assert extras == {"gcs", "math"}
+    assert extras == {"gcs", "math", "sandbox"}
     assert extras <= PROJECT["optional-dependencies"].keys()
 
 

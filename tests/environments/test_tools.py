@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 
 import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call
-from jaxgrpo.environments.tools import MOST_CALLS, make_tools, run_calls, tool_methods
+from jaxgrpo.environments.tools import (
+    MOST_CALLS,
+    find_built_in,
+    make_tools,
+    run_calls,
+    tool_methods,
+)
+from jaxgrpo.rewards.python import SANDBOXES
 
 
 def add(a: int, b: int = 2) -> int:
@@ -126,3 +134,38 @@ def test_public_methods_are_tools_and_properties_are_not_asked():
         def look(self): ...
 
     assert [method.__name__ for method in tool_methods(Env())] == ["look"]
+
+
+@pytest.fixture
+def python_tool():
+    """The built-in tool `python`, in the sandbox that this machine has."""
+    problems = [module.find_problem() for module in SANDBOXES.values()]
+    if None not in problems:
+        pytest.skip(f"no sandbox: {problems}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that bubblewrap is not there
+        (tool,) = make_tools([find_built_in("python")], "tools")
+        yield tool
+
+
+def test_the_tool_python_says_what_its_code_prints_returns_and_raises(python_tool):
+    def answer(code):
+        (result,) = run_calls(
+            [Call("python", {"code": code})], {"python": python_tool.function}, 30
+        )
+        return result.text
+
+    assert python_tool.schema["function"]["name"] == "python"
+    assert python_tool.schema["function"]["parameters"]["required"] == ["code"]
+    assert answer("print('a')\nvalue = 6 * 7\nvalue") == "a\n42\n"
+    assert answer("value = 1") == ""
+    assert "NameError" in answer("value")  # nothing is kept
+    assert "ZeroDivisionError" in answer("print('first')\n1 / 0")
+    assert answer("print('first')\n1 / 0").startswith("first\n")
+    assert "SyntaxError" in answer("1 +")
+    assert "root:" not in answer("print(open('/etc/passwd').read())")
+
+
+def test_a_tool_that_does_not_exist_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match=r"tool.*pyton.*python"):
+        find_built_in("pyton")

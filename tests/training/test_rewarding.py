@@ -199,6 +199,15 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
         resolve_rewards(config.rewards, 24, [Judge(), Judge()])
 
 
+def test_rows_without_tests_are_refused_before_a_run_of_the_reward_python(tmp_path):
+    try:
+        rewards = small_run.config(tmp_path / "r", rewards=[{"use": "python", "sandbox": "monty"}])
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with pytest.raises(InputError, match=r"row 0: rewards\.python: no tests: give it test_list"):
+        loop.train(rewards)
+
+
 def test_a_metric_logged_under_a_name_of_the_trainer_is_refused():
     for name in ("reward", "step"):
         log = RewardLog({}, {name: (1.0, 1)}, {}, {})

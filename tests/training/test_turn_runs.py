@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import small_run
@@ -11,6 +13,7 @@ from jaxgrpo import evaluate, probe, sample
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.rewards.python import choose
 from jaxgrpo.training import loop
 from jaxgrpo.training.records.folder import read_samples
 from jaxgrpo.training.records.rollout_files import load as load_rollouts
@@ -18,6 +21,10 @@ from jaxgrpo.training.records.rollout_files import load as load_rollouts
 CODE = '''
 def parse(text):
     return text, [{"name": "look", "arguments": {"words": text}}] if "=" in text else []
+
+
+def parse_code(text):
+    return text, [{"name": "python", "arguments": {"code": "print(6 * 7)"}}]
 
 
 def look(words: str) -> str:
@@ -98,6 +105,24 @@ def way(name, mine):
         return value.replace("{mine}", str(mine))
 
     return {key: named(value) for key, value in WAYS[name].items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:python. bubblewrap does not run here")
+def test_the_built_in_tool_answers_in_a_run(tmp_path, mine):
+    try:
+        choose(None)
+    except InputError as error:
+        pytest.skip(str(error))
+    changes = {"tools": ["python"], "rollout.call_format": f"{mine}:parse_code", "train.steps": 1}
+    run = train(tmp_path, mine, **changes)
+    lines = (run.path / "samples" / "step_1.jsonl").read_text().splitlines()
+    assert all("42" in json.loads(line)["completion"] for line in lines)
+
+
+def test_a_built_in_tool_that_does_not_exist_is_refused(tmp_path, mine):
+    with pytest.raises(InputError, match="unknown tool 'pyton': did you mean 'python'"):
+        train(tmp_path, mine, tools=["pyton"])
 
 
 @pytest.mark.slow

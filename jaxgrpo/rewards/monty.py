@@ -1,0 +1,200 @@
+"""Programs in Monty, an interpreter in Rust of a part of Python, in which there is no way out.
+
+Each program has a process of its own, of the pool that pydantic-monty keeps. What Monty has of
+Python is a part: no inheritance, no `yield` or `del`, few modules, `input()` but not `sys.stdin`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxgrpo.rewards.programs import (
+    MEMORY,
+    PRINTED,
+    Printed,
+    Sandbox,
+    Tests,
+    Verdict,
+)
+
+PROCESSES = 64  # at the same time; more wait
+DEPTH = 1000  # calls in calls
+CALLS = 1_000_000  # of a program's functions by the tests of a row
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+UNSUPPORTED = ("NotImplementedError", "ModuleNotFoundError")
+
+
+def find_problem() -> str | None:
+    """Why Monty runs no program on this machine; None: it does."""
+    if importlib.util.find_spec("pydantic_monty") is None:
+        return "pydantic-monty is not installed"
+    try:
+        _pool()
+    except OSError as error:
+        return f"Monty does not run: {error}"
+    return None
+
+
+def make_sandbox() -> Sandbox:
+    """The sandbox; `find_problem` says whether it can be used here."""
+    return Sandbox("monty", run, judge)
+
+
+def run(program: str, stdin: str, seconds: float, shows_value: bool) -> Printed:
+    """What a program prints; see `Sandbox`."""
+    from pydantic_monty import CollectString, MontyError
+
+    lines, printed = iter(stdin.splitlines()), CollectString(PRINTED)
+
+    def read_line(*prompt: Any) -> str:
+        del prompt
+        line = next(lines, None)
+        if line is None:
+            raise EOFError("EOF when reading a line")
+        return line
+
+    with _checkout(seconds) as session:
+        names = {} if shows_value else {"input": read_line}
+        try:
+            value = session.feed_run(program, external_lookup=names, print_callback=printed)
+        except MontyError as error:
+            message = f"{_message(error)}\n" if shows_value else ""
+            problem = _problem(error)
+            is_shown = shows_value and problem in ("failed", "unsupported")
+            return Printed(printed.output + message, "" if is_shown else problem)
+        except ValueError as error:  # a value that does not get out, for example a long number
+            value = error
+    shown = f"{value!r}\n" if shows_value and value is not None else ""
+    return Printed(printed.output + shown)
+
+
+def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
+    """How a program does in tests, which run in a second process; see `Sandbox`."""
+    from pydantic_monty import MontyError
+
+    total = len(tests.cases)
+    with _checkout(seconds) as solver, _checkout(seconds) as judging:
+        try:
+            solver.feed_run(program, inputs={"__name__": "program"}, print_callback=_drop)
+        except MontyError as error:
+            return Verdict(0, total, _problem(error))
+        except ValueError:  # the value of a last expression, which no test reads
+            pass
+        calls = _Calls(solver, seconds)
+        names = {name: functools.partial(calls.call, name) for name in tests.functions}
+        passed = 0
+        for case in (tests.setup, *tests.cases):
+            count, error_name = calls.count, ""
+            try:
+                judging.feed_run(f"{case}\nNone", external_lookup=names, print_callback=_drop)
+            except MontyError as error:
+                error_name = _name(error) or "MontyError"
+            # What Monty does not have is missed before a function of the program is called.
+            is_lacking = error_name in UNSUPPORTED or (case is tests.setup and error_name)
+            if is_lacking and calls.count == count:
+                return Verdict(0, total, "broken")
+            passed += case is not tests.setup and not error_name and not calls.problem
+            if calls.problem or (error_name and (stops or case is tests.setup)):
+                break
+    return Verdict(passed, total, calls.problem)
+
+
+class _Calls:
+    """Calls of a program's functions, which end when its time has passed."""
+
+    def __init__(self, solver: Any, seconds: float):
+        self._solver, self._end = solver, time.monotonic() + seconds
+        self.count, self.problem = 0, ""
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Its value. Raises: what it raises; TypeError for what is no plain value."""
+        from pydantic_monty import MontyError, MontyRuntimeError
+
+        self.count += 1
+        if self.problem or time.monotonic() > self._end:
+            self.problem = self.problem or "stopped"
+            raise TimeoutError("the time of the program has passed")
+        inputs = {"_args": args, "_kwargs": kwargs}
+        code = f"{name}(*_args, **_kwargs)"
+        try:
+            value = self._solver.feed_run(code, inputs=inputs, print_callback=_drop)
+        except MontyRuntimeError as error:
+            if _problem(error) == "stopped":
+                self.problem = "stopped"
+            raise error.exception() from None
+        except MontyError as error:
+            self.problem = "stopped"
+            raise TimeoutError(_message(error)) from None
+        if not _is_plain(value):
+            raise TypeError("the function returned what is no plain value")
+        return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of numbers, texts and collections, and has no class of the program's.
+
+    >>> _is_plain([1, {"a": (2, None)}]), _is_plain([object()])
+    (True, False)
+    """
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if type(part) is dict:
+            rest += [*part, *part.values()]
+        elif type(part) in (list, tuple, set, frozenset):
+            rest += part
+        elif type(part) not in PLAIN:
+            return False
+    return True
+
+
+def _name(error: Any) -> str:
+    """The name of the exception that ended a program; "" where its process is lost."""
+    is_raised = type(error).__name__ in ("MontyRuntimeError", "MontySyntaxError")
+    return type(error.exception()).__name__ if is_raised else ""
+
+
+def _problem(error: Any) -> str:
+    """The `Printed.problem` of what Monty raised."""
+    name = _name(error)
+    if name in UNSUPPORTED:
+        return "unsupported"
+    return "stopped" if name in ("", "TimeoutError", "MemoryError") else "failed"
+
+
+def _message(error: Any) -> str:
+    display: Callable[[], str] | None = getattr(error, "display", None)
+    return str(error) if display is None else display()
+
+
+def _drop(stream: str, text: str) -> None:
+    """Drops what programs and tests print."""
+
+
+def _checkout(seconds: float) -> Any:
+    """A process for one program. It sleeps in no time, and its random numbers are the same."""
+    return _pool().checkout(
+        limits={
+            "max_feed_duration_secs": seconds,
+            "max_memory": MEMORY,
+            "max_recursion_depth": DEPTH,
+            "max_suspensions": CALLS,
+        },
+        os_policy={"sleep": "zero", "random_start": {"seed": 0}},
+    )
+
+
+@functools.cache
+def _pool() -> Any:
+    """Raises: OSError where there is no program, or it does not start."""
+    from pydantic_monty import Monty
+
+    pool = Monty(max_processes=PROCESSES, max_checkouts_per_worker=1)
+    pool.__enter__()
+    atexit.register(pool.__exit__, None, None, None)
+    return pool
