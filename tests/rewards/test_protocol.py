@@ -221,7 +221,7 @@ def test_the_built_in_rewards_judge_samples_by_themselves_and_others_say_so():
         def __call__(self, completions):
             return [0.0] * len(completions)
 
-    assert all(is_per_sample(build(name)) for name in rewards.rewards)
+    assert all(is_per_sample(function) for function in rewards.rewards.values())
     assert is_per_sample(build("length", max_tokens=4))
     assert not is_per_sample(build(mine, limit=2))
     assert is_per_sample(Mine())
