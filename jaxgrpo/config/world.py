@@ -100,7 +100,9 @@ class World(NamedTuple):
             columns = number_columns(rows)
             rules.check(answering.rules, columns, answering.tokens, "environment")
             history_ = History(self.chat, frozenset(self.stop_tokens))
-            return lambda longest, seed: TracedDialogue(answering, history_, columns, longest, seed)
+            return lambda longest, seed: TracedDialogue(
+                answering, history_, rows, columns, longest, seed
+            )
         check_rows(self.kinds, rows)
         talks = Conversations(self.kinds, self.chat, self.stop_tokens, rows, is_own)
         return lambda longest, seed: ThreadedDialogue(talks, self.bounds, longest, seed)
