@@ -50,7 +50,7 @@ def make(name: str, options: str, seed: int) -> Any:
 
     Raises: ValueError on an unknown option, or what the generator raises.
     """
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
 
     values, config = json.loads(options), DATASETS[name][1]
     fields = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
@@ -120,13 +120,13 @@ def rows(
 
 def load() -> Callable[[list[Any], str | None], float]:
     """What a worker asks: the score of an answer. The package is loaded here."""
-    import reasoning_gym  # noqa: F401
+    import reasoning_gym  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     return score
 
 
 def _reply(name: str, values: dict[str, Any], *request: Any) -> dict[str, Any]:
-    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
 
     if name not in DATASETS:
         return {"unknown": sorted(DATASETS)}
