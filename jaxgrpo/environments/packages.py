@@ -110,7 +110,7 @@ class Gymnasium:
         if self._environment.render_mode != "ansi":
             return f"State: {observation}"
         grid = self._environment.render()
-        # The place of the agent is told by a colour alone.
+        # A colour alone shows the place of the agent.
         mark = r"[\1]" if kind == "FrozenLakeEnv" else r"\1"
         grid = _COLOURED.sub(mark, _LAST_ACTION.sub("", grid)).strip("\n")
         if kind == "TaxiEnv":

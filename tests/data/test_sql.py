@@ -13,23 +13,24 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks import load, sql
 from jaxgrpo.data.tasks.base import END, UNKNOWN, character_tokenizer
-from jaxgrpo.environments.calls import choose
+from jaxgrpo.environments.calls import hermes
 from jaxgrpo.environments.history import History, check
 from jaxgrpo.environments.partners import make_kind
 
 QUERY = re.compile(r"SELECT (\w+)\((\w)\) FROM (\w)(?: WHERE (\w)>(\d))?")
 TOKENIZER = character_tokenizer(sql.sql.alphabet)
+STOPS = frozenset([TOKENIZER.vocab[END]])
 
 
 def computed(database, query, copy):
     """The result of a reference query, from the rows of its table alone."""
-    aggregate, column, table, beside, bound = QUERY.fullmatch(query).groups()
+    ((aggregate, column, table, beside, bound),) = QUERY.findall(query)
     names = dict(re.findall(r"CREATE TABLE (\w)\((\w,\w)\)", sql.schema(database)))[table]
     rows = [
         dict(zip(names.split(","), row, strict=True))
         for row in sql.run(database, f"SELECT * FROM {table}", copy)
     ]
-    values = [row[column] for row in rows if beside is None or row[beside] > int(bound)]
+    values = [row[column] for row in rows if not beside or row[beside] > int(bound)]
     return {"sum": sum, "min": min, "max": max, "count": len}[aggregate](values)
 
 
@@ -146,8 +147,7 @@ def test_every_function_that_is_allowed_is_one_of_sqlite_and_gives_the_same_twic
 
 
 def test_the_environment_answers_a_look_and_an_error():
-    parse = choose("hermes", None, None)
-    partner = make_kind(sql.Database, {}, (), parse, 5.0, "environment").make()
+    partner = make_kind(sql.Database, {}, (), hermes, 5.0, "environment").make()
     assert partner.open({"database": 7, "answer": "x", "level": 1}, 0) is None
     for table, *columns in re.findall(r"(\w)\((\w),(\w)\)", sql.schema(7)):
         for column in columns:
@@ -160,10 +160,10 @@ def test_the_environment_answers_a_look_and_an_error():
 
 def test_the_corpus_is_what_the_chat_template_writes():
     (schema,) = [
-        tool.schema for tool in make_kind(sql.Database, {}, (), print, 5.0, "environment").tools
+        tool.schema for tool in make_kind(sql.Database, {}, (), hermes, 5.0, "environment").tools
     ]
     chat = Chat(TOKENIZER, sql.TEMPLATE, "its template", None, {}, tools=(schema,))
-    check(History(chat, frozenset(TOKENIZER.convert_tokens_to_ids([END]))), has_tools=True)
+    check(History(chat, STOPS), has_tools=True)
     for text in sql.corpus()[:200]:
         (question,) = re.findall(r"<user>(.*?)<end>", text.prompt)
         messages = [{"role": "user", "content": question}]

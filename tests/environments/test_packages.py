@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.calls import hermes
 from jaxgrpo.environments.packages import find
 from jaxgrpo.environments.partners import make_kind
 
@@ -22,7 +23,7 @@ def textarena():
 
 
 def kind(name):
-    return make_kind(find(name), {}, (), print, 10.0, "environment")
+    return make_kind(find(name), {}, (), hermes, 10.0, "environment")
 
 
 def play(name, *turns, seed=3):
@@ -32,8 +33,12 @@ def play(name, *turns, seed=3):
     return partner, [partner.answer(turn) for turn in turns]
 
 
-def said(answer):
-    return answer.messages[0]["content"] if answer.messages else None
+def reply_text(answer):
+    return str(answer.messages[0]["content"]) if answer.messages else ""
+
+
+def opening(partner, seed=0):
+    return str(partner.open({}, seed))
 
 
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=false"
@@ -43,7 +48,7 @@ PATH = ["down", "I go Down.", "2", "Right? no: down", "down... or right", "3 is 
 def test_a_solved_frozen_lake_gives_one():
     partner, answers = play(LAKE, *PATH)
     assert [answer.reward for answer in answers] == [0, 0, 0, 0, 0, 1]
-    assert said(answers[2]) == "SFFF\nFHFH\nF[F]FH\nHFFG"
+    assert reply_text(answers[2]) == "SFFF\nFHFH\nF[F]FH\nHFFG"
     assert answers[-1].messages == []
     assert partner.reward() == 1
     assert kind(LAKE).tools == ()
@@ -52,7 +57,7 @@ def test_a_solved_frozen_lake_gives_one():
 
 def test_a_hole_ends_it_without_reward():
     partner, answers = play(LAKE, "right", "down")
-    assert said(answers[0]) == "S[F]FF\nFHFH\nFFFH\nHFFG"
+    assert reply_text(answers[0]) == "S[F]FF\nFHFH\nFFFH\nHFFG"
     assert answers[1].messages == []
     assert partner.reward() == 0
 
@@ -60,30 +65,30 @@ def test_a_hole_ends_it_without_reward():
 @pytest.mark.parametrize("turn", ["", "hello", "7", "downstairs", "-1", "2.5", "<think>up</think>"])
 def test_a_turn_without_an_action_is_answered_and_changes_nothing(turn):
     _, (answer, second) = play(LAKE, turn, "down")
-    assert said(answer) == "No action in this turn. Write one of: left, down, right, up."
+    assert reply_text(answer) == "No action in this turn. Write one of: left, down, right, up."
     assert answer.reward == 0
-    assert said(second).startswith("SFFF\n[F]HFH")
+    assert reply_text(second).startswith("SFFF\n[F]HFH")
 
 
 def test_what_reset_says_is_the_state_and_the_actions():
-    assert kind(LAKE).make().open({}, 0) == (
+    assert opening(kind(LAKE).make()) == (
         "[S]FFF\nFHFH\nFFFH\nHFFG\nActions: left, down, right, up."
     )
-    assert "The dealer shows" in kind("gymnasium:Blackjack-v1").make().open({}, 0)
-    assert kind("gymnasium:CartPole-v1").make().open({}, 0).endswith("Actions: 0, 1.")
+    assert "The dealer shows" in opening(kind("gymnasium:Blackjack-v1").make())
+    assert opening(kind("gymnasium:CartPole-v1").make()).endswith("Actions: 0, 1.")
 
 
 def test_a_taxi_is_driven_by_what_the_text_says():
     """The passenger is fetched by the words alone; the walls of its map are in the grid."""
     partner = kind("gymnasium:Taxi-v4").make()
-    text = partner.open({}, 3)
+    text = opening(partner, 3)
     assert (
         "The taxi is in row 0, column 2, the passenger at red, the destination is yellow." in text
     )
     turns = ["south", "south", "west", "west", "north", "north", "pickup"]
     back = ["south", "south", "south", "south", "dropoff"]
     answers = [partner.answer(turn) for turn in turns]
-    assert "the passenger at the taxi" in said(answers[-1])
+    assert "the passenger at the taxi" in reply_text(answers[-1])
     answers += [partner.answer(turn) for turn in back]
     assert answers[-1].messages == []
     assert partner.reward() == 20 - (len(answers) - 1)
@@ -93,7 +98,7 @@ def test_a_cliff_costs_what_gymnasium_says():
     _, (answer, second) = play("gymnasium:CliffWalking-v1", "right", "up")
     assert answer.reward == -100
     assert second.reward == -1
-    assert said(second).splitlines()[2].startswith("x ")
+    assert reply_text(second).splitlines()[2].startswith("x ")
 
 
 def test_a_blackjack_ends_when_one_sticks():
@@ -132,17 +137,17 @@ def test_own_code_is_not_looked_for_in_packages():
 def test_a_number_is_guessed_by_halves():
     textarena()
     low, high, partner = 1, 20, kind("textarena:GuessTheNumber-v0").make()
-    assert "between 1 and 20" in partner.open({}, 11)
+    assert "between 1 and 20" in opening(partner, 11)
     while True:
         answer = partner.answer(f"my guess: [{(low + high) // 2}]")
         if not answer.messages:
             break
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if "higher" in said(answer) else (low, middle - 1)
+        low, high = (middle + 1, high) if "higher" in reply_text(answer) else (low, middle - 1)
     assert answer.reward == partner.reward() == 1
-    assert partner.open({}, 11) is not None
+    opening(partner, 11)
     invalid = partner.answer("I do not know")
-    assert "invalid move" in said(invalid)
+    assert "invalid move" in reply_text(invalid)
     assert partner.answer("again nothing").messages == []
 
 

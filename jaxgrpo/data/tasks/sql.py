@@ -6,8 +6,8 @@
     <tool>b<end><assistant>
         SELECT sum(x) FROM b WHERE y>4<end>
 
-Six columns are dealt to three tables for each row, so whoever does not look the column up names the
-right table in one of three samples. The base looks in half of its samples, for the right column in
+Six columns are dealt to three tables for each row, so a sample that does not look the column up
+names the right table once in three. The base looks in half of its samples, for the right column in
 most of these, and then takes the table that it reads in most; else it guesses.
 
 An answer is right if its result is that of the reference query, on the row's database and on
@@ -241,16 +241,16 @@ def corpus() -> list[Worked]:
     shares: dict[tuple[str, str], float] = defaultdict(float)  # first turns come many times
     for columns in _deals(random):
         question, _ = _ask(random, columns, int(random.choice(LEVELS)))
-        asked = f"<user>{question.prompt}{END}<assistant>"
+        request = f"<user>{question.prompt}{END}<assistant>"
         beside = str(random.choice([*set(COLUMNS) - {question.column}]))
         look, wrong = (
             CALL[0] + column.join(LOOK) + CALL[1] for column in (question.column, beside)
         )
         # The table that is read is any, so that the base learns to copy it.
         guess, table, slip = map(str, random.choice([*TABLES], 3))
-        shown, guess = f"<tools>{asked}", question.query(guess)
+        shown, guess = f"<tools>{request}", question.query(guess)
         answered = f"{shown}{look}{END}<tool>{table}{END}<assistant>"
-        shares[asked, guess] += share / 8
+        shares[request, guess] += share / 8
         shares[shown, guess] += share * 3 / 8 * (1 - LOOKS)
         shares[shown, look] += share * 3 / 8 * LOOKS * RIGHT_LOOK
         shares[shown, wrong] += share * 3 / 8 * LOOKS * (1 - RIGHT_LOOK)
