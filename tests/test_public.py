@@ -59,6 +59,7 @@ def calls(tmp_path):
         "Prompts": lambda: fields(jg.Prompts),
         "RolloutSpec": lambda: jg.RolloutSpec(1, 2, 3, 4),
         "Rollouts": lambda: tiny.rollouts(np.eye(2)),
+        "Rules": lambda: jg.Rules(lambda key, row: key, lambda state, *turn: turn),
         "Run": lambda: jg.Run(tmp_path, {}, fields(jg.Learner), fields(jg.Stream)),
         "Setup": lambda: jg.Setup._make(range(len(jg.Setup._fields))),
         "Signal": lambda: jg.Signal(value=numbers, mask=numbers > 0),

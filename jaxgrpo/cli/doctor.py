@@ -128,6 +128,7 @@ def _extras_line(extras: Mapping[str, Iterable[str]] | None) -> Iterator[str]:
             f"extras without: {', '.join(names)}; pip install 'jaxgrpo[{name}]'"
             for names in (long_names, incomplete)
         ]
+        texts.append(f"extras without: {', '.join(incomplete)}")
         yield next((text for text in texts if len(text) <= WIDTH), texts[-1])
 
 

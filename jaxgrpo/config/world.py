@@ -196,7 +196,7 @@ def load_environments(
 ) -> dict[str, Any]:
     """What makes each environment, or the rules of a single one.
 
-    Raises: InputError where one cannot be loaded, or something stands beside rules.
+    Raises: InputError where one cannot be loaded, or there are others beside rules.
     """
     parts = {name: _load_environment(part) for name, part in environments.items()}
     is_pure = any(isinstance(part, Rules) for part in parts.values())

@@ -44,7 +44,7 @@ class Samples:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plays:
-    """What `SamplingSettings.answering` knows of the samples at all places, K turns at most."""
+    """The turns of the samples at all places that rules answer, K at most."""
 
     state: Any  # of its rules, leaves [D, M, ...]
     count: Array  # [D, M] int32, turns that were answered
