@@ -197,9 +197,12 @@ def test_an_unknown_name_comes_with_the_nearest():
         build("arithmetics")
 
 
+TASK_COLUMNS = {"sql": ["database"], "reasoning_gym": ["entry"]}
+
+
 def test_every_built_in_reward_takes_the_protocol():
     for name, function in rewards.rewards.items():
-        check(name, function, ["answer"])
+        check(name, function, ["answer", *TASK_COLUMNS.get(name, ())])
 
 
 def test_a_reward_that_makes_rewards_is_told_apart():
