@@ -115,10 +115,10 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
             yield from _read_keys(cls, table, f"{section}.", values)
         else:
             yield f"{section} = {show(table)}: expected a table, [{section}]"
-    if "rewards" in tables:
+    if tables.get("rewards") or ("rewards" in tables and not tables.get("environment")):
         read_reward = functools.partial(_read_entry, RewardKeys)
         yield from _read_list("rewards", tables["rewards"], read_reward, values)
-    elif "environment" in tables:  # which may give one
+    elif "environment" in tables:  # which may give one; a config that is written has rewards = []
         values["rewards"] = ()
     else:
         yield 'rewards: missing; give at least one, rewards = [{ use = "..." }]'
