@@ -33,7 +33,7 @@ NOT_REPRODUCED = {
     "1909.08593": "texts that people prefer: their ratings, and a reward model",
     "1912.09729": "the game that it plays",
     "2005.12729": "its ablations of PPO in locomotion: simulators",
-    "2010.02840": "its suites of many databases, on benchmarks of SQL",
+    "2010.02840": "its test suites for Spider: databases that are chosen to tell queries apart",
     "2110.14168": "its verifiers: a second model that is trained to judge",
     "2206.00761": TASKS,
     "2302.08215": TASKS,

@@ -264,6 +264,15 @@ def test_a_written_config_is_read_back_equal(tmp_path):
     assert tomllib.loads(files.to_toml(got))["optimizer"]["schedule"] == "constant"
 
 
+def test_a_config_whose_environment_rewards_is_read_back_equal():
+    tables = {name: value for name, value in tomllib.loads(MINIMAL).items() if name != "rewards"}
+    config = files.from_dict({**tables, "environment": "gymnasium:FrozenLake-v1"})
+    assert config.rewards == ()
+    assert files.from_dict(tomllib.loads(files.to_toml(config))) == config
+    with pytest.raises(ConfigError, match=r"rewards = \[\]: expected a list of tables"):
+        files.from_dict({**tables, "rewards": []})
+
+
 def test_evaluation_may_not_change_where_it_says_when_the_reference_is_reset():
     same = ('loss.kl={use="k2", beta=0.1}', "eval.data=task:arithmetic:test", "eval.every=2")
     for patience, count in ((0, 0), (3, 1)):
