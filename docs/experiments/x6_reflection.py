@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy import stats
 
 from docs.experiments import common, trained
 from docs.experiments.common import Check, Result
 from jaxgrpo import advantages
 from jaxgrpo.config.files import Config
 from jaxgrpo.data.tasks.report import report
+from jaxgrpo.evaluation.agreement import spearman
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import results
@@ -67,14 +67,8 @@ def correlations(config: Config, batches: int) -> dict[str, np.ndarray]:
             r3 = advantages.evaluate(chain, np.zeros_like(right), **fields)[0]
             for group, truth in zip(np.asarray(r3), right, strict=True):
                 if truth.min() < truth.max() and group.min() < group.max():
-                    values.append(_spearman(group, truth))
+                    values.append(spearman(group, truth))
     return {kind: np.array(values) for kind, values in values_by_kind.items()}
-
-
-def _spearman(left: np.ndarray, right: np.ndarray) -> float:
-    """The correlation of ranks, equal values sharing the mean of theirs."""
-    ranks = [stats.rankdata(values) for values in (left, right)]
-    return float(np.corrcoef(*ranks)[0, 1])
 
 
 class Curve(NamedTuple):

@@ -59,6 +59,13 @@ SET = several(
 PROMPTS = argument("--num-prompts", "N", "of the data; all by default", type=int, dest="prompts")
 JSON = switch("--json", "print one JSON document instead; notes go to stderr", dest="as_json")
 
+DRAWING = (
+    argument("--top-k", "K", "draw from the K likeliest tokens, as rollout.top_k", type=int),
+    argument("--top-p", "P", "draw from tokens of probability P, as rollout.top_p", type=float),
+    argument("--max-tokens", "N", "at most, as rollout.max_completion_tokens", type=int),
+)
+"""How a model is drawn from."""
+
 SHELLS = ["bash", "zsh", "fish"]
 
 RESUME = argument(
@@ -177,9 +184,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--out", "OUT.jsonl", required=True),
         samples("1 by default"),
         argument("--temperature", None, "1.0 by default; 0: the likeliest token", type=float),
-        argument("--top-k", "K", "draw from the K likeliest tokens, as rollout.top_k", type=int),
-        argument("--top-p", "P", "draw from tokens of probability P, as rollout.top_p", type=float),
-        argument("--max-tokens", "N", "at most, as rollout.max_completion_tokens", type=int),
+        *DRAWING,
         switch("--overwrite", "start again; by default sampling continues where OUT.jsonl ends"),
         SET,
     ),
@@ -191,9 +196,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--port", "N", "8000 by default; 0: a free one", type=int),
         argument("--name", None, "of the model in requests; by default its folder's"),
         argument("--temperature", None, "of all samples, 1.0 by default", type=float),
-        argument("--top-k", "K", "draw from the K likeliest tokens, as rollout.top_k", type=int),
-        argument("--top-p", "P", "draw from tokens of probability P, as rollout.top_p", type=float),
-        argument("--max-tokens", "N", "at most, as rollout.max_completion_tokens", type=int),
+        *DRAWING,
         SET,
     ),
     "model": (

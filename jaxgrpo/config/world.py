@@ -70,18 +70,10 @@ class World(NamedTuple):
     """What answers the samples of a run: kinds of partners, or rules by which engines answer."""
 
     kinds: dict[str, Kind]
-    rules: Rules | None
+    answering: Answering | None  # how an engine answers by itself, without kinds
     chat: Chat
     stop_tokens: tuple[int, ...]
     bounds: Turns
-
-    @property
-    def answering(self) -> Answering | None:
-        """How an engine answers by itself."""
-        if self.rules is None:
-            return None
-        frame = History(self.chat, frozenset(self.stop_tokens)).frame()
-        return Answering(self.rules, self.bounds.most, self.bounds.tokens, frame)
 
     def sampling(self, settings: SamplingSettings) -> SamplingSettings:
         """How an engine draws samples that are answered.
@@ -99,10 +91,8 @@ class World(NamedTuple):
         if (answering := self.answering) is not None:
             columns = number_columns(rows)
             rules.check(answering.rules, columns, answering.tokens, "environment")
-            history_ = History(self.chat, frozenset(self.stop_tokens))
-            return lambda longest, seed: TracedDialogue(
-                answering, history_, rows, columns, longest, seed
-            )
+            parts = answering, History(self.chat, frozenset(self.stop_tokens)), rows, columns
+            return lambda longest, seed: TracedDialogue(*parts, longest, seed)
         check_rows(self.kinds, rows)
         talks = Conversations(self.kinds, self.chat, self.stop_tokens, rows, is_own)
         return lambda longest, seed: ThreadedDialogue(talks, self.bounds, longest, seed)
@@ -110,15 +100,15 @@ class World(NamedTuple):
     @property
     def first_chat(self) -> Chat:
         """How prompts are written out with the tools of the first environment."""
-        if self.rules is not None:
+        if self.answering is not None:
             return self.chat
         return next(iter(self.kinds.values())).shown_in(self.chat)
 
     def rewards(self) -> list[Reward]:
         """What environments give, one for each class, with weight 1."""
         names = dict.fromkeys(kind.name for kind in self.kinds.values() if kind.has_reward)
-        if self.rules is not None:
-            names = [self.rules.name]
+        if self.answering is not None:
+            names = [self.answering.rules.name]
         return [Reward(name, _environment_reward(name), 1.0) for name in names]
 
 
@@ -144,7 +134,8 @@ def make_world(
     bounds = _bounds(rollout)
     factories = load_environments(environments, bool(tools))
     if isinstance(pure := factories.get(next(iter(factories), "")), Rules):
-        return World({}, pure, chat, tuple(stop_tokens), bounds)
+        frame = History(chat, frozenset(stop_tokens)).frame()
+        return World({}, _answering(pure, bounds, frame), chat, tuple(stop_tokens), bounds)
     functions = make_tools([_resolve_tool(tool) for tool in tools], "tools")
     by_name = {tool.name: tool.function for tool in functions}
     parse = find_parser(rollout.call_format, chat)
@@ -169,13 +160,17 @@ def plan_sampling(
     bounds, answering = _bounds(rollout), None
     for part in load_environments(environments).values():
         if isinstance(part, Rules):
-            answering = Answering(part, bounds.most, bounds.tokens, Frame((), (), ()))
+            answering = _answering(part, bounds, Frame((), (), ()))
     return _answered(settings, bounds, answering)
 
 
 def _bounds(rollout: RolloutKeys) -> Turns:
     longest = rollout.max_turn_tokens or rollout.max_completion_tokens
     return Turns(rollout.max_turns, longest, rollout.reply_after)
+
+
+def _answering(pure: Rules, bounds: Turns, frame: Frame) -> Answering:
+    return Answering(pure, bounds.most, bounds.tokens, frame)
 
 
 def _answered(

@@ -179,7 +179,7 @@ class TextArena:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within it the game goes on with its own random numbers."""
+        """Inside it the game draws its own random numbers."""
         with _drawing:
             before = random.getstate()
             if self._state is not None:

@@ -104,13 +104,11 @@ class Desk:
                 seed, number = self.seed, self._count
         requests = []
         for place, tokens in enumerate(wish.prompts):
-            offset = max(0, len(tokens) - self.width)
+            offset, ids = max(0, len(tokens) - self.width), np.asarray(tokens, np.int32)
             for sample in range(wish.samples):
                 key = np.asarray(_draw_key(_words(seed), number, place, sample))
-                ids = np.asarray(tokens, np.int32)
-                limit, is_chunked = wish.max_tokens, bool(offset)
-                request = Request(0, sample, ids, offset, limit, key, wish.is_greedy)
-                requests.append(request._replace(chunked=is_chunked))
+                parts = ids, offset, wish.max_tokens, key, wish.is_greedy
+                requests.append(Request(0, 0, *parts, chunked=bool(offset)))
         return requests
 
     def _run(self) -> None:
@@ -141,7 +139,7 @@ class Desk:
                 continue
             ordinal = self._free.pop()
             try:
-                self.engine.submit([order.requests[number]._replace(ordinal=ordinal, sample=0)])
+                self.engine.submit([order.requests[number]._replace(ordinal=ordinal)])
             except InputError as error:
                 self._free.append(ordinal)
                 order.problem = error

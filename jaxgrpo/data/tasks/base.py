@@ -43,6 +43,16 @@ def refuse_unknown_split(task: str, split: str, splits: Iterable[str]) -> None:
         raise InputError(f"{task} has no split {split!r}: take {' or '.join(splits)}")
 
 
+def ending(pattern: str, completion: str) -> str:
+    r"""What a completion ends with that matches a pattern, before space; "" if nothing does.
+
+    >>> ending(r"\d+", "it is 38 <end>"), ending(r"\d+", "38 it is")
+    ('38', '')
+    """
+    match = re.search(rf"({pattern})\s*$", completion.removesuffix(END))
+    return match.group(1) if match else ""
+
+
 def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float]:
     """1.0 for each answer that is its gold one, character by character; else 0.0."""
     return [float(answer == str(gold)) for answer, gold in zip(answers, golds, strict=True)]

@@ -16,14 +16,13 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxgrpo.data.tasks.arithmetic import is_test
-from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split, rights
+from jaxgrpo.data.tasks.base import END, Task, Worked, ending, refuse_unknown_split, rights
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
 MARKS = ("<tools>", "<user>", "<assistant>", "<tool>")
@@ -130,8 +129,7 @@ def _like(random: np.random.Generator, number: int) -> str:
 
 def extract_answer(completion: str) -> str:
     """The number that a completion ends with; "" if there is none."""
-    match = re.search(r"(\d+)\s*$", completion.removesuffix(END))
-    return match.group(1) if match else ""
+    return ending(r"\d+", completion)
 
 
 def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:

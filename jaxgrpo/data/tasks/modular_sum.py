@@ -11,14 +11,13 @@ The environment is `jaxgrpo.environments.games`, in Python and in JAX.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxgrpo.data.tasks.arithmetic import is_test
-from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split, rights
+from jaxgrpo.data.tasks.base import END, Task, Worked, ending, refuse_unknown_split, rights
 from jaxgrpo.data.tasks.number_guess import MARKS, TEMPLATE
 
 MODULUS, DIGITS = 10, 5
@@ -80,8 +79,7 @@ def corpus() -> list[Worked]:
 
 def extract_answer(completion: str) -> str:
     """The digit that a completion ends with; "" if there is none."""
-    match = re.search(r"(\d)\s*$", completion.removesuffix(END))
-    return match.group(1) if match else ""
+    return ending(r"\d", completion)
 
 
 def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:

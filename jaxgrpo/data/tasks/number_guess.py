@@ -13,13 +13,12 @@ The environment is `jaxgrpo.environments.games`, in Python and in JAX.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split, rights
+from jaxgrpo.data.tasks.base import END, Task, Worked, ending, refuse_unknown_split, rights
 
 HIGHEST = 15
 TURNS = 8  # questions that a game has at most
@@ -77,8 +76,7 @@ def corpus() -> list[Worked]:
 
 def extract_answer(completion: str) -> str:
     """The number that a completion ends with; "" if there is none."""
-    match = re.search(r"(\d+)\s*$", completion.removesuffix(END))
-    return match.group(1) if match else ""
+    return ending(r"\d+", completion)
 
 
 def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:

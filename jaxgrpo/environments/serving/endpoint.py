@@ -24,6 +24,7 @@ from jaxgrpo.environments.partners import Answer, Broken, Kind, Opening, read_nu
 from jaxgrpo.environments.serving.dialect import Dialect, Prompted, read_conversation
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.serving.server import Query, Refusal, Server
+from jaxgrpo.rewards.protocol import callable_name
 
 HOST = "127.0.0.1"
 BASE_URL = "base_url"
@@ -204,7 +205,7 @@ class ProgramPartner:
     ):
         self.environment: Any = program
         self._dialect, self._stop_tokens = dialect, stop_tokens
-        self._name, self._seconds = program_name(program), seconds
+        self._name, self._seconds = callable_name(program), seconds
         self._base_url = ""
         self._session: Session | None = None
         self._question: _Question | None = None
@@ -289,7 +290,7 @@ def make_program_kind(
 ) -> Kind:
     """What rows talk to whose environment is a program: see `is_program`."""
     parts = program, dialect, stop_tokens, seconds
-    return Kind(program_name(program), lambda: ProgramPartner(*parts), (), True)
+    return Kind(callable_name(program), lambda: ProgramPartner(*parts), (), True)
 
 
 def is_program(factory: Any) -> bool:
@@ -300,10 +301,6 @@ def is_program(factory: Any) -> bool:
         return BASE_URL in inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return False
-
-
-def program_name(program: Any) -> str:
-    return getattr(program, "__name__", type(program).__name__)
 
 
 async def _wait_for(value: Any) -> Any:

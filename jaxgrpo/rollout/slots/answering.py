@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.environments.rules import Answering
-from jaxgrpo.rollout.slots.state import DecodeState, Entries, Plays, Samples, take
+from jaxgrpo.rollout.slots.state import DecodeState, Entries, Plays, Samples, put, take
 
 
 class Ending(NamedTuple):
@@ -130,14 +130,12 @@ class _Writer(NamedTuple):
     def write(self, array: Array, value: Array, *index: Array) -> Array:
         place = jnp.where(self.mask, self.sample, self.places)
         value = jnp.broadcast_to(value, (*place.shape, *array.shape[2 + len(index) :]))
-        write_bin = lambda array, value, *at: array.at[at].set(value, mode="drop")  # noqa: E731
-        return jax.vmap(write_bin)(array, value.astype(array.dtype), place, *index)
+        return put(array, value, place, *index)
 
     def write_words(self, tokens: Array, words: Array, place: Array, is_word: Array) -> Array:
         sample = jnp.broadcast_to(self.sample[..., None], words.shape)
         sample = jnp.where(self.mask[..., None] & is_word, sample, self.places)
-        write_bin = lambda array, value, *at: array.at[at].set(value, mode="drop")  # noqa: E731
-        return jax.vmap(write_bin)(tokens, words, sample, place)
+        return put(tokens, words, sample, place)
 
 
 def _window(tokens: Array, sample: Array, begin: Array, length: Array, width: int) -> Array:

@@ -34,6 +34,7 @@ from jaxgrpo.rollout.slots.state import (
     Finals,
     Queue,
     Samples,
+    put,
     take,
 )
 from jaxgrpo.rollout.stopping import EarlyStop
@@ -363,8 +364,7 @@ def _written(
     ended = stopped | (state.index + 1 >= limit)
 
     def write(array: Array, value: Array, *index: Array) -> Array:
-        write_bin = lambda array, value, *index: array.at[index].set(value, mode="drop")  # noqa: E731
-        return jax.vmap(write_bin)(array, value.astype(array.dtype), sample, *index)
+        return put(array, value, sample, *index)
 
     if samples.untempered is not None:
         raw = jnp.where(drawn, softmax_logp(logits, token), 0)

@@ -119,6 +119,13 @@ class Finals(NamedTuple):
     plays: Any  # `Plays` without its state; None: no `answering`
 
 
+def put(array: Array, value: Array, *places: Array) -> Array:
+    """An array [D, M, ...] with values [D, n, ...] at [D, n, ...], bin by bin; places beyond the
+    array are left out."""
+    put_bin = lambda array, value, *places: array.at[places].set(value, mode="drop")  # noqa: E731
+    return jax.vmap(put_bin)(array, value.astype(array.dtype), *places)
+
+
 def take(tree: Any, places: Array) -> Any:
     """Entries [D, n, ...] of leaves [D, N, ...] at [D, n], bin by bin."""
     return jax.tree.map(lambda leaf: jax.vmap(lambda row, index: row[index])(leaf, places), tree)
