@@ -138,11 +138,11 @@ def make_world(
         return World({}, _answering(pure, bounds, frame), chat, tuple(stop_tokens), bounds)
     functions = make_tools([_resolve_tool(tool) for tool in tools], "tools")
     by_name = {tool.name: tool.function for tool in functions}
-    parse = find_parser(rollout.call_format, chat)
+    parser = functools.partial(find_parser, rollout.call_format, chat)
     kinds = {}
     for name, factory in (factories or {"": None}).items():
         where = f"environment.{name}" if name else "environment"
-        parts = by_name, tuple(functions), parse, rollout.call_timeout, where
+        parts = by_name, tuple(functions), parser, rollout.call_timeout, where
         if factory is not None and is_program(factory):
             kinds[name] = _program_kind(factory, rollout, chat, stop_tokens, where, functions)
         else:

@@ -179,7 +179,7 @@ def make_kind(
     factory: Callable[[], Any] | None,
     functions: Mapping[str, Any],
     tools: tuple[Tool, ...],
-    parse: Parser,
+    find_parser: Callable[[], Parser],
     seconds: float,
     where: str,
 ) -> Kind:
@@ -188,12 +188,15 @@ def make_kind(
     Args:
       factory: makes an environment; None: there are tools alone.
       functions: name -> tool beside the environment's.
+      find_parser: gives the parser of calls, which Gym's protocol has none of.
       where: opens messages.
 
-    Raises: InputError where the factory fails, or what it makes is no environment.
+    Raises: InputError where the factory fails, or what it makes is no environment; and as
+      `find_parser`.
     """
     if factory is None:
-        return Kind("", lambda: ToolPartner(functions, None, parse, seconds), tools, False)
+        parts = find_parser(), seconds
+        return Kind("", lambda: ToolPartner(functions, None, *parts), tools, False)
     with explaining_own_code(where):
         environment = factory()
     name, reset = type(environment).__name__, getattr(environment, "reset", None)
@@ -210,9 +213,10 @@ def make_kind(
         raise InputError(
             f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
         )
+    parts = find_parser(), seconds
     return Kind(
         name,
-        lambda: ToolPartner(functions, factory(), parse, seconds),
+        lambda: ToolPartner(functions, factory(), *parts),
         (*tools, *methods),
         callable(getattr(environment, "get_reward", None)),
     )

@@ -147,7 +147,7 @@ def test_every_function_that_is_allowed_is_one_of_sqlite_and_gives_the_same_twic
 
 
 def test_the_environment_answers_a_look_and_an_error():
-    partner = make_kind(sql.Database, {}, (), hermes, 5.0, "environment").make()
+    partner = make_kind(sql.Database, {}, (), lambda: hermes, 5.0, "environment").make()
     assert partner.open({"database": 7, "answer": "x", "level": 1}, 0) is None
     for table, *columns in re.findall(r"(\w)\((\w),(\w)\)", sql.schema(7)):
         for column in columns:
@@ -160,7 +160,8 @@ def test_the_environment_answers_a_look_and_an_error():
 
 def test_the_corpus_is_what_the_chat_template_writes():
     (schema,) = [
-        tool.schema for tool in make_kind(sql.Database, {}, (), hermes, 5.0, "environment").tools
+        tool.schema
+        for tool in make_kind(sql.Database, {}, (), lambda: hermes, 5.0, "environment").tools
     ]
     chat = Chat(TOKENIZER, sql.TEMPLATE, "its template", None, {}, tools=(schema,))
     check(History(chat, STOPS), has_tools=True)

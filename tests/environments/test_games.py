@@ -10,7 +10,10 @@ import numpy as np
 import playing
 import pytest
 
+from jaxgrpo.config import world
+from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks import load, modular_sum, number_guess
 from jaxgrpo.data.tasks.base import END, character_tokenizer
 from jaxgrpo.environments.rules import Rules, check, number_columns
@@ -161,3 +164,29 @@ def test_rules_that_cannot_be_traced_are_refused(name):
     reset, step_, message = BAD[name]
     with pytest.raises(InputError, match=message):
         check(Rules(reset, step_), COLUMNS, 4, "environment")
+
+
+@pytest.mark.parametrize("name", playing.GAMES)
+def test_a_template_without_calls_will_do_for_an_environment_and_not_for_tools(name):
+    game = playing.GAMES[name]
+    tokenizer = character_tokenizer(game.task.alphabet, game.task.chat_template)
+    chat = Chat(tokenizer, game.task.chat_template, "its template", None, {})
+    rollout = RolloutKeys(
+        prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=64
+    )
+    stops = [tokenizer.eos_token_id]
+    for environment, reward in ((game.environment, game.environment.__name__), (game.rules, name)):
+        answers = world.make_world((), {"": environment}, rollout, chat, stops)
+        assert answers is not None
+        assert [entry.name for entry in answers.rewards()] == [reward]
+    with pytest.raises(InputError, match="the chat template shows none of"):
+        world.make_world((hint,), {}, rollout, chat, stops)
+
+
+def hint(number: int) -> str:
+    """Gives a hint.
+
+    Args:
+        number: of the hint
+    """
+    return str(number)

@@ -23,7 +23,7 @@ def textarena():
 
 
 def kind(name):
-    return make_kind(find(name), {}, (), hermes, 10.0, "environment")
+    return make_kind(find(name), {}, (), lambda: hermes, 10.0, "environment")
 
 
 def play(name, *turns, seed=3):

@@ -47,7 +47,7 @@ class Guess:
 
 
 def kind(factory, seconds=5.0, functions=None):
-    return make_kind(factory, functions or {}, (), parse, seconds, "environment")
+    return make_kind(factory, functions or {}, (), lambda: parse, seconds, "environment")
 
 
 def test_trls_protocol():

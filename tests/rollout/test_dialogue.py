@@ -89,7 +89,7 @@ def talk(
         return run
 
     tools = {function.__name__: slowly(function) for function in functions}
-    kind = make_kind(factory, tools, (), parse, 5.0, "environment")
+    kind = make_kind(factory, tools, (), lambda: parse, 5.0, "environment")
     talks = Conversations({"": kind}, chatting.chat(style), [END], rows)
     settings = SamplingSettings(steps, 1.0, (END,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
     engine = SlotEngine(built, settings, width=WIDTH)

@@ -94,7 +94,7 @@ def play(
         settings, columns = settings._replace(answering=answering), number_columns(rows)
         converse = lambda *sizes: TracedDialogue(answering, history, rows, columns, *sizes)  # noqa: E731
     else:
-        kind = make_kind(game.environment, {}, (), calls.hermes, 5.0, "environment")
+        kind = make_kind(game.environment, {}, (), lambda: calls.hermes, 5.0, "environment")
         talks = Conversations({"": kind}, chat, [end], rows)
         settings, bounds = settings._replace(max_turns=turns), Turns(turns, limit)
         converse = lambda *sizes: ThreadedDialogue(talks, bounds, *sizes)  # noqa: E731
