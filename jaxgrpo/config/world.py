@@ -44,8 +44,11 @@ EXCLUDED = {
 }
 """Keys that do not go with tools and environments, and why."""
 
-Factories = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-"""What makes an environment, or a program that asks for its turns; or several, by their names"""
+Environment = Callable[..., Any] | Rules
+"""What makes an environment, a program that asks for its turns, or rules in JAX"""
+
+Factories = Environment | Mapping[str, Environment]
+"""One of them, or several by their names"""
 
 
 def check(values: Values) -> Iterator[str]:
@@ -114,7 +117,7 @@ class World(NamedTuple):
 
 def make_world(
     tools: Sequence[str | Callable[..., Any]],
-    environments: Mapping[str, str | Callable[..., Any]],
+    environments: Mapping[str, str | Environment],
     rollout: RolloutKeys,
     chat: Chat,
     stop_tokens: Sequence[int],
@@ -187,7 +190,7 @@ def _answered(
 
 
 def load_environments(
-    environments: Mapping[str, str | Callable[[], Any] | Rules], has_tools: bool = False
+    environments: Mapping[str, str | Environment], has_tools: bool = False
 ) -> dict[str, Any]:
     """What makes each environment, or the rules of a single one.
 
@@ -237,7 +240,7 @@ def _load_environment(part: Any) -> Any:
     return packages.find(part) or own_code.load(part, None, (Callable, Rules), "class")
 
 
-def named_factories(environment: Factories | None) -> Mapping[str, Callable[..., Any]]:
+def named_factories(environment: Factories | None) -> Mapping[str, Environment]:
     """Factories by name; that of a single environment has the name ""."""
     if environment is None or isinstance(environment, Mapping):
         return environment or {}

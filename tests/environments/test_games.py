@@ -15,7 +15,7 @@ from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks import load, modular_sum, number_guess
-from jaxgrpo.data.tasks.base import END, character_tokenizer
+from jaxgrpo.data.tasks.base import END, character_tokenizer, token_ids
 from jaxgrpo.environments.rules import Rules, check, number_columns
 
 WORDS = {
@@ -174,7 +174,7 @@ def test_a_template_without_calls_will_do_for_an_environment_and_not_for_tools(n
     rollout = RolloutKeys(
         prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=64
     )
-    stops = [tokenizer.eos_token_id]
+    stops = [token_ids(game.task.alphabet)[END]]
     for environment, reward in ((game.environment, game.environment.__name__), (game.rules, name)):
         answers = world.make_world((), {"": environment}, rollout, chat, stops)
         assert answers is not None
