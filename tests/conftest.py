@@ -142,6 +142,17 @@ def environment():
     return make
 
 
+ROOT_FILES = set(os.listdir(REPOSITORY))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test that leaves a folder in the checkout changes what later ones find."""
+    left = {name for name in set(os.listdir(REPOSITORY)) - ROOT_FILES if name[0] != "."}
+    if left - {"runs", "build", "dist"}:
+        print(f"\ntests left in the checkout: {sorted(left)}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--times", metavar="FILE", help="write the time per area there, as Markdown")
 

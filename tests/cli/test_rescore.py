@@ -138,12 +138,13 @@ def test_several_rewards_have_a_sum_by_the_weights_of_the_run(run, tmp_path, cap
         ("MINE:looks", (), "rewards.looks reads the environments of samples"),
         ("MINE:none", (), "has no 'none'"),
         ("right", ("--step", "3"), "--step 3: "),
-        ("right", ("--out", "none/out.jsonl"), "there is no folder none"),
+        ("right", ("--out", "RUN/none/out.jsonl"), "there is no folder "),
         ("right", ("--set", "data.path=task:arithmetic:test"), "its data has another prompt in"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_in_a_line(run, mine, rewards, words, message, capsys):
     name = rewards.replace("MINE", str(mine))
+    words = (word.replace("RUN", str(run)) for word in words)
     assert main(["rescore", str(run), "--rewards", name, *words]) == 2
     error = capsys.readouterr().err
     assert message in error

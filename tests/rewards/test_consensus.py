@@ -52,7 +52,7 @@ def test_a_way_to_read_answers_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(RewardError, match=r"rewards\.consensus: .*did you mean 'arithmetic'"):
         build("consensus", extract="aritmetic")
     with pytest.raises(InputError, match="keep_samples: count = 9, but a group has 4 samples"):
-        train(small_run.config("none", recipe={"use": "ttrl", "count": 9}))
+        train(small_run.config(tmp_path / "run", recipe={"use": "ttrl", "count": 9}))
 
 
 @pytest.mark.full
