@@ -10,6 +10,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks import calculator, load
 from jaxgrpo.data.tasks.base import END, UNKNOWN, character_tokenizer
+from jaxgrpo.data.tasks.templates import TOOL_TEMPLATE
 from jaxgrpo.environments.calls import Call, choose
 from jaxgrpo.environments.history import History, check
 from jaxgrpo.environments.tools import make_tools, run_calls
@@ -19,7 +20,7 @@ from jaxgrpo.environments.tools import make_tools, run_calls
 
 def chat(tools=(TOOL.schema,)):
     tokenizer = character_tokenizer(calculator.calculator.alphabet)
-    return Chat(tokenizer, calculator.TEMPLATE, "its template", None, {}, tools=tools)
+    return Chat(tokenizer, TOOL_TEMPLATE, "its template", None, {}, tools=tools)
 
 
 def question_in(prompt):
@@ -46,7 +47,7 @@ def test_the_corpus_is_what_the_chat_template_writes():
             function = {"name": "calculate", "arguments": {"expression": called.group(1)}}
             call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
             messages += [call, {"role": "tool", "content": called.group(2)}]
-        options = {"chat_template": calculator.TEMPLATE, "tokenize": False}
+        options = {"chat_template": TOOL_TEMPLATE, "tokenize": False}
         options |= {"tools": [TOOL.schema] if "<tools>" in text.prompt else None}
         assert render(messages, add_generation_prompt=True, **options) == text.prompt
         assert UNKNOWN not in chat().tokenizer.decode(chat().tokenizer(text.prompt)["input_ids"])
@@ -69,7 +70,7 @@ def test_a_call_is_read_answered_and_continued():
     history = History(chat(), frozenset(chat().tokenizer.convert_tokens_to_ids([END])))
     check(history, has_tools=True)
     text = calculator.CALL[0] + "34*57" + calculator.CALL[1]
-    (call,) = choose("auto", calculator.TEMPLATE, chat().tokenizer)(text).calls
+    (call,) = choose("auto", TOOL_TEMPLATE, chat().tokenizer)(text).calls
     assert call == Call("calculate", {"expression": "34*57"})
     (result,) = run_calls([call], {"calculate": calculator.calculate}, 5.0)
     (end,) = history.stop_tokens

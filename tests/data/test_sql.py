@@ -13,6 +13,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks import load, sql
 from jaxgrpo.data.tasks.base import END, UNKNOWN, character_tokenizer
+from jaxgrpo.data.tasks.templates import TOOL_TEMPLATE
 from jaxgrpo.environments.calls import hermes
 from jaxgrpo.environments.history import History, check
 from jaxgrpo.environments.partners import make_kind
@@ -163,7 +164,7 @@ def test_the_corpus_is_what_the_chat_template_writes():
         tool.schema
         for tool in make_kind(sql.Database, {}, (), lambda: hermes, 5.0, "environment").tools
     ]
-    chat = Chat(TOKENIZER, sql.TEMPLATE, "its template", None, {}, tools=(schema,))
+    chat = Chat(TOKENIZER, TOOL_TEMPLATE, "its template", None, {}, tools=(schema,))
     check(History(chat, STOPS), has_tools=True)
     for text in sql.corpus()[:200]:
         (question,) = re.findall(r"<user>(.*?)<end>", text.prompt)
@@ -174,7 +175,7 @@ def test_the_corpus_is_what_the_chat_template_writes():
             call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
             messages += [call, {"role": "tool", "content": reply}]
         tools = [schema] if "<tools>" in text.prompt else None
-        options = {"chat_template": sql.TEMPLATE, "tokenize": False, "tools": tools}
+        options = {"chat_template": TOOL_TEMPLATE, "tokenize": False, "tools": tools}
         render = TOKENIZER.apply_chat_template
         assert render(messages, add_generation_prompt=True, **options) == text.prompt
         assert UNKNOWN not in TOKENIZER.decode(TOKENIZER(text.prompt + text.solution)["input_ids"])

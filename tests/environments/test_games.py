@@ -16,6 +16,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks import load, modular_sum, number_guess
 from jaxgrpo.data.tasks.base import END, character_tokenizer, token_ids
+from jaxgrpo.data.tasks.templates import TEMPLATE
 from jaxgrpo.environments.rules import Rules, check, number_columns
 
 WORDS = {
@@ -97,7 +98,7 @@ def test_sums_are_checked_one_by_one_and_a_wrong_one_may_be_tried_again():
 @pytest.mark.parametrize("task", [number_guess, modular_sum])
 def test_the_corpus_is_what_the_chat_template_and_the_environment_write(task):
     name = task.__name__.rpartition(".")[2]
-    game, tokenizer = playing.GAMES[name], character_tokenizer(task.ALPHABET, task.TEMPLATE)
+    game, tokenizer = playing.GAMES[name], character_tokenizer(task.ALPHABET, TEMPLATE)
     texts = task.corpus()
     assert sum(text.probability for text in texts) == pytest.approx(1)
     for text in texts[:200]:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 LETTERS = sql.sql._replace(
     name="letters",
-    alphabet=(*calculator.MARKS, *calculator.CALL, *string.printable[:95], "\n"),
+    alphabet=(*TOOL_MARKS, *calculator.CALL, *string.printable[:95], "\n"),
     corpus=lambda: [
         Worked(f"<user>Play.{END}<assistant>", text, 0.2)
         for text in ("down", "right", "I go up", "[4]", "<answer>7</answer>")

@@ -23,18 +23,9 @@ import numpy as np
 
 from jaxgrpo.data.tasks.arithmetic import is_test
 from jaxgrpo.data.tasks.base import END, Task, Worked, ending, refuse_unknown_split, rights
+from jaxgrpo.data.tasks.templates import TOOL_MARKS, TOOL_TEMPLATE
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
-MARKS = ("<tools>", "<user>", "<assistant>", "<tool>")
-TEMPLATE = (
-    "{% if tools %}<tools>{% endif %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ call.function.name }}", '
-    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CALLS, RIGHT_CALL, RIGHT_COPY = 0.5, 0.8, 0.9
 """Of the base's samples where tools are shown: the share that calls, of these with the right
 numbers, and of what follows the answer of the tool the share that copies it."""
@@ -144,13 +135,13 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
 
 calculator = Task(
     name="calculator",
-    alphabet=(*"0123456789*+-()=", *MARKS, *CALL),
+    alphabet=(*"0123456789*+-()=", *TOOL_MARKS, *CALL),
     levels=LEVELS,
     splits=SPLITS,
     rows=rows,
     corpus=corpus,
     extract_answer=extract_answer,
     score=score,
-    chat_template=TEMPLATE,
+    chat_template=TOOL_TEMPLATE,
     steps=1600,  # after 800 it copies four of five answers of the tool
 )

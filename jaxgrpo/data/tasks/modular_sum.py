@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxgrpo.data.tasks.arithmetic import is_test
 from jaxgrpo.data.tasks.base import END, Task, Worked, ending, refuse_unknown_split, rights
-from jaxgrpo.data.tasks.number_guess import MARKS, TEMPLATE
+from jaxgrpo.data.tasks.templates import MARKS, TEMPLATE
 
 MODULUS, DIGITS = 10, 5
 STEPS = DIGITS - 1  # sums of a game

@@ -19,16 +19,12 @@ from typing import Any
 import numpy as np
 
 from jaxgrpo.data.tasks.base import END, Task, Worked, ending, refuse_unknown_split, rights
+from jaxgrpo.data.tasks.templates import MARKS, TEMPLATE
 
 HIGHEST = 15
 TURNS = 8  # questions that a game has at most
 LESS, MORE, RIGHT, UNREADABLE = "less", "more", "right", "?"
-MARKS = ("<user>", "<assistant>")
 ALPHABET = (*"0123456789", *MARKS, "guess", LESS, MORE, RIGHT, UNREADABLE)
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 POSSIBLE = 0.4  # of the base's guesses, those that are sure to be among what is still possible
 FEWEST = sum(k * min(2 ** (k - 1), HIGHEST - 2 ** (k - 1) + 1) for k in range(1, 5)) / HIGHEST
 """Questions in the mean of a search by halves"""

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split
-from jaxgrpo.data.tasks.calculator import MARKS, TEMPLATE
+from jaxgrpo.data.tasks.templates import TOOL_MARKS, TOOL_TEMPLATE
 
 CALL = '<tool_call>{"name": "query", "arguments": {"sql": "', '"}}</tool_call>'
 LOOK = "SELECT name FROM sqlite_master WHERE sql LIKE '%", "%'"
@@ -311,7 +311,7 @@ sql = Task(
         *(*LOOK, "SELECT ", ") FROM ", " WHERE ", " if "),
         *(f"{name}{end}" for name in AGGREGATES for end in ("(", " ")),
         *f"{TABLES}{COLUMNS}0123456789><=(),*",
-        *(*MARKS, *CALL),
+        *(*TOOL_MARKS, *CALL),
     ),
     levels=LEVELS,
     splits=SPLITS,
@@ -319,6 +319,6 @@ sql = Task(
     corpus=corpus,
     extract_answer=extract_answer,
     score=score,
-    chat_template=TEMPLATE,
+    chat_template=TOOL_TEMPLATE,
     steps=1600,
 )
