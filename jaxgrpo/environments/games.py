@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jaxgrpo.data.tasks import modular_sum, number_guess
@@ -31,7 +30,7 @@ class NumberGuess:
     def step(self, text: str) -> tuple[str, float, bool]:
         """Answers a guess: observation, reward, done."""
         self.guesses += 1
-        if not (text.isascii() and text.isdigit() and len(text) <= 2):
+        if text not in number_guess.NUMBERS:
             return number_guess.UNREADABLE, 0.0, False
         if int(text) == self.secret:
             most = number_guess.TURNS
@@ -71,23 +70,14 @@ class Summing(NamedTuple):
     at: Array  # [] int32, which number was added last
 
 
-def _digits(ids: Mapping[str, int], tokens: Array) -> Array:
-    """The digit of each token; -1 where it is none."""
-    table = np.full(max(ids.values()) + 2, -1, np.int32)
-    table[[ids[str(digit)] for digit in range(10)]] = range(10)
-    return jnp.asarray(table)[jnp.clip(tokens, -1, len(table) - 1)]
-
-
 def _begin_guessing(key: Array, row: Mapping[str, Array]) -> Guessing:
     del key
     return Guessing(row["secret"], jnp.int32(0))
 
 
 def _guess(state: Guessing, tokens: Array, length: Array) -> Any:
-    digits = _digits(GUESS_IDS, tokens)
-    first, second = digits[0], digits[min(1, len(tokens) - 1)]
-    number = jnp.where(length == 2, 10 * first + second, first)
-    readable = (length >= 1) & (length <= 2) & (first >= 0) & ((length == 1) | (second >= 0))
+    number = 1 + tokens[0] - GUESS_IDS[number_guess.NUMBERS[0]]
+    readable = (length == 1) & (number >= 1) & (number <= number_guess.HIGHEST)
     is_right, guesses = readable & (number == state.secret), state.guesses + 1
     compared = jnp.where(
         state.secret < number, GUESS_IDS[number_guess.LESS], GUESS_IDS[number_guess.MORE]
@@ -107,7 +97,7 @@ def _begin_summing(key: Array, row: Mapping[str, Array]) -> Summing:
 def _sum(state: Summing, tokens: Array, length: Array) -> Any:
     numbers, at = state.numbers, state.at
     total = jnp.where(jnp.arange(len(numbers)) <= at, numbers, 0).sum() % modular_sum.MODULUS
-    is_right = (length == 1) & (_digits(SUM_IDS, tokens)[0] == total)
+    is_right = (length == 1) & (tokens[0] == SUM_IDS["0"] + total)
     at = at + is_right
     is_done = at == len(numbers)
     zero, next_number = SUM_IDS["0"], numbers[jnp.minimum(at, len(numbers) - 1)]

@@ -215,7 +215,9 @@ def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsy
     assert not run_dir.exists()
 
 
-@pytest.mark.parametrize("words", ["--help", "advantages", "model BASE"])
+@pytest.mark.parametrize(
+    "words", ["--help", "advantages", pytest.param("model BASE", marks=pytest.mark.full)]
+)
 def test_a_command_whose_output_is_closed_ends_quietly(words, base):
     arguments = [str(base) if word == "BASE" else word for word in words.split()]
     piped = subprocess.Popen(

@@ -59,7 +59,8 @@ def test_the_folder_is_an_ordinary_one_with_its_tokenizer(small):
     assert generation["eos_token_id"] == END
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.full), "gemma3_text"])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_base_of_another_family_computes_what_transformers_does(family, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

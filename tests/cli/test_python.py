@@ -58,6 +58,7 @@ def test_evaluate_gives_the_numbers_of_the_command(call_options, capsys):
     assert numbers["pass@1/low"] <= numbers["pass@1"] <= numbers["pass@1/high"]
 
 
+@pytest.mark.full
 def test_probe_gives_the_numbers_of_the_command(call_options, capsys):
     model, options, words = call_options
     numbers = jg.probe(model, reward=tables.REWARD, level=0.9, **options)

@@ -126,6 +126,7 @@ def config(
     return small_run.config(folder / directory, **keys)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_on_a_mixture_reports_its_sources_and_resumes_on_the_same_rows(tmp_path):
     uninterrupted = loop.train(config(tmp_path, directory="whole"))

@@ -97,6 +97,7 @@ def test_what_the_command_prints_is_what_the_documents_show(
     assert [line.rstrip() for line in run.stdout.splitlines()] == expected.splitlines()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_pages_step_with_memory_trains_from_toml_and_resumes_bit_for_bit(page, tmp_path):
     (code,) = [block for block in blocks(page, "python") if "def running_baseline" in block]

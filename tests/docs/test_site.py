@@ -41,6 +41,7 @@ def site(repository, python, tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_page_and_picture_is_in_the_site(repository, site):
     docs = repository / "docs"

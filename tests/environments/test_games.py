@@ -20,7 +20,7 @@ from jaxgrpo.data.tasks.templates import TEMPLATE
 from jaxgrpo.environments.rules import Rules, check, number_columns
 
 WORDS = {
-    "number_guess": ["0", "1", "7", "8", "9", "guess", "?"],
+    "number_guess": ["01", "07", "08", "15", "guess", "?"],
     "modular_sum": ["0", "3", "8", "+", "no"],
 }
 

@@ -84,6 +84,7 @@ def test_too_few_points_and_unknown_metrics_are_refused(tmp_path):
         foretell(read._replace(compute=np.array([1.0, 2, 3, 4, 21, 30, 40])))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_counts_its_operations_and_the_command_fits_them(tmp_path, capsys):
     changes = {"train.steps": 7, "rollout.refill": {"factor": 2.0}, "lora.rank": 4}

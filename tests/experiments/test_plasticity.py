@@ -80,6 +80,7 @@ def areas_by_hand(folder, arm, metric, seeds=2):
     return np.array(areas)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_trained_on_the_opposite_learns_less_than_its_base(setting, tmp_path, capsys):
     run, task = setting

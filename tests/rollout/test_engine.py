@@ -54,7 +54,7 @@ def drawn_alone(requests, **changes):
     return turns
 
 
-@pytest.mark.parametrize("slots", [4, 0])
+@pytest.mark.parametrize("slots", [pytest.param(4, marks=pytest.mark.full), 0])
 def test_requests_that_come_while_others_decode_are_drawn_as_by_themselves(slots):
     first, later = requests(tiny.prompts(12), group=1), requests(tiny.prompts(9, seed=5), greedy=1)
     later = [request._replace(ordinal=request.ordinal + 100) for request in later]
@@ -109,6 +109,7 @@ def test_a_turn_that_ends_at_its_limit_goes_on_as_if_it_had_not():
         assert (tail or turn).reason == unbroken[name].reason
 
 
+@pytest.mark.full
 def test_one_engine_serves_batches_of_several_group_sizes():
     shared = engine()
     for group, seed in ((3, 0), (5, 1), (3, 0)):

@@ -56,7 +56,7 @@ def test_greedy_takes_the_likeliest_token_and_states_its_probability_at_temperat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [0, 5])
+@pytest.mark.parametrize("slots", [0, pytest.param(5, marks=pytest.mark.full)])
 def test_the_last_samples_of_each_group_may_take_the_likeliest_tokens(slots):
     mixed = run(temperature=0.6, greedy=1, slots=slots)
     drawn, likeliest = run(temperature=0.6, slots=slots), run(temperature=0.0, slots=slots)

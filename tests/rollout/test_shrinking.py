@@ -41,7 +41,7 @@ def test_a_slot_for_every_sample_keeps_its_rows_until_they_are_few():
 @pytest.mark.parametrize(
     "mesh",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"fsdp": 2, "tensor": 2},
         *(pytest.param({axis: 2}, marks=pytest.mark.full) for axis in ("data", "tensor")),
     ],

@@ -145,7 +145,7 @@ def test_a_forced_prefix_holds_no_stop_string():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_samples_end_where_the_last_tokens_have_too_little_confidence(slots):
     plain, window, temperature = run(temperature=0.8), 4, 0.8
     tables = tiny.whole_tables(tiny.UNIFORM, tiny.params(), plain, temperature)

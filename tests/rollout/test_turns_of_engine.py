@@ -110,7 +110,11 @@ def test_slots_become_fewer_as_conversations_end():
     assert without[2] < with_shrinking[2] < all_slots * 2 * steps
 
 
-@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["full", "windows"])
+@pytest.mark.parametrize(
+    "config",
+    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
+    ids=["full", "windows"],
+)
 def test_log_probs_are_those_of_the_whole_conversation(config):
     spoken, requests, _ = expected(config)
     model, params = tiny.model(config), tiny.params(config)

@@ -34,6 +34,7 @@ def three(completions, **columns):
     return [None if place < 4 else float(place % 4 == 1) for place in range(len(completions))]
 
 
+@pytest.mark.full
 def test_parts_of_thoughts_train_from_the_command_line_and_are_resumed(tmp_path):
     changes = {"recipe": {"use": "l2t", "beta": 0.1}, "data.answer_prefix": " "}
     changes |= {"data.answer_cuts": 2, "checkpoint.every": 1}

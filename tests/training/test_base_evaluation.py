@@ -58,6 +58,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(tmp_path, capsys):
     every = {**EVAL, "eval.every": 1}

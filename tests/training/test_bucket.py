@@ -127,6 +127,7 @@ def test_a_finished_run_is_read_where_it_is(bucket, tmp_path, capsys):
     assert "gs://bucket/run on task:arithmetic:test" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_passed_over(bucket):
     loop.train(config("gs://bucket/run", **{"train.steps": 4}))
     with Checkpoints("gs://bucket/run/checkpoints") as checkpoints:
@@ -216,6 +217,7 @@ def test_a_bucket_that_refuses_ends_the_run_with_its_files_kept_here(bucket):
     assert run.summary["step"] == 3
 
 
+@pytest.mark.full
 def test_a_bucket_that_refuses_for_a_while_costs_a_checkpoint_and_no_step(bucket):
     def refuse(number: int, metrics: Any) -> None:
         bucket.refuses = 403 if number == 2 else None

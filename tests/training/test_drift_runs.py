@@ -43,7 +43,13 @@ def plain_logp(run, params, prompt, completion, temperature):
     return logp[places, completion]
 
 
-@pytest.mark.parametrize("changes", [{}, {"rollout.prefixes": {"texts": ["", "1"], "every": 5}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"rollout.prefixes": {"texts": ["", "1"], "every": 5}},
+    ],
+)
 def test_the_drift_is_the_mean_change_of_log_probs_on_the_last_completion(tmp_path, changes):
     changes = {**SPO, **changes, "data.path": rows_file(tmp_path), "rollout.max_prompt_tokens": 9}
     run = setup(small_run.config(tmp_path / "run", **changes))
@@ -87,6 +93,7 @@ def test_it_keeps_less_of_the_counts_the_further_the_policy_has_moved(tmp_path):
         assert (rho < 0.96).any() == (step == 1)
 
 
+@pytest.mark.full
 def test_a_run_is_resumed_bit_for_bit_with_staleness(tmp_path):
     changes = {**SPO, "data.path": rows_file(tmp_path), "checkpoint.every": 1, "train.steps": 5}
     changes["rollout.staleness"] = 1

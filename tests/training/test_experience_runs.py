@@ -65,6 +65,7 @@ def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(run
     assert lines[-1]["experience/rows"] > 0
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(run, tmp_path):
     again = resuming.died_and_resumed(small_run.config(tmp_path / "r", **EXGRPO), step=3)
     assert again.summary["parameter_hash"] == run.summary["parameter_hash"]

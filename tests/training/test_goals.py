@@ -71,6 +71,7 @@ def resumed(tmp_path_factory):
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_sampler_and_trainer_are_under_the_same_goals_and_a_resumed_run_repeats_itself(
     resumed, tmp_path

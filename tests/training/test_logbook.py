@@ -66,6 +66,7 @@ def failing(tmp_path_factory):
     return config, finished, out.getvalue()
 
 
+@pytest.mark.full
 def test_a_model_that_always_fails_is_said_to_once_with_the_remedy(failing):
     _, _, printed = failing
     warnings = [line for line in printed.splitlines() if "warning at step" in line]

@@ -229,6 +229,7 @@ def run(changes, tmp_path_factory):
     return train(small_run.config(tmp_path_factory.mktemp("prefixes") / "r", **changes))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_empty_text_is_the_plain_run_bit_for_bit(tmp_path):
     hashes = []
@@ -277,6 +278,7 @@ def test_each_prompt_was_sampled_with_the_text_that_its_field_says(run, changes)
     assert shares == pytest.approx([(batches[-1][2] == number).mean() for number in range(3)])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(changes, tmp_path):
     waiting = {**changes, "rollout.refill": {"factor": 2.0}, "rollout.staleness": 1}

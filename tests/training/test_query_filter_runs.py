@@ -69,6 +69,7 @@ def test_the_policy_sees_ranks_of_the_answers_behind_each_thought(tmp_path, refi
         np.testing.assert_allclose(state["rank"][row], min(means), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_a_filtered_run_leaves_rows_out_and_is_resumed_bit_for_bit(tmp_path):
     changes = {**CHANGES, "checkpoint.every": 1, "train.steps": 6, "recipe": "dro_r3"}
     changes |= {"data.path": rows_file(tmp_path), "rollout.prompts": {**FILTER, "drop": 0.2}}

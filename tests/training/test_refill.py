@@ -99,6 +99,7 @@ def resumed(workspace):
     return resuming.died_and_resumed(small_run.config(folder / "r", **changes), step=3)
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_as_the_uninterrupted_loop_bit_for_bit(straight, resumed):
     learner, stream, _ = straight
     resuming.assert_same_bits(stream, resumed.stream)

@@ -188,6 +188,7 @@ def test_shorter_arrays_are_padded_and_the_method_gets_the_fields_that_it_reads(
         assert run.inputs.prompts.rows[host.row[place]] == {"prompt": text}
 
 
+@pytest.mark.full
 def test_a_resumed_replay_goes_on_with_its_files_and_no_others(files, tmp_path, monkeypatch):
     settings = {"train.steps": 3, "checkpoint.every": 1}
     straight = loop.train(config(tmp_path / "whole", **settings), rollouts=files)

@@ -76,6 +76,7 @@ def test_its_own_model_as_teacher_says_what_the_trainer_says(tmp_path):
     assert small_run.metrics(tmp_path)[0]["add_kl_return/kl"] == 0
 
 
+@pytest.mark.full
 def test_the_mean_of_the_policies_follows_the_trained_one_and_is_resumed(tmp_path):
     changes = {"advantage": [*GRPO, EMA], "reference.ema_decay": 0.25, "checkpoint.every": 1}
     config = small_run.config(tmp_path / "run", **changes)
@@ -107,6 +108,7 @@ def test_one_step_of_the_mean_is_its_formula(tmp_path):
         np.testing.assert_allclose(mean, 0.25 * start + 0.75 * end, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.full
 def test_a_score_behind_another_prompt_and_ranks_are_resumed(tmp_path):
     rows = arithmetic.rows("train", 64)
     rows = [{**row, "hinted": f"{row['answer']}{row['prompt']}"} for row in rows]
@@ -191,6 +193,7 @@ def test_a_function_that_returns_the_column_gives_the_bits_of_the_column(tmp_pat
     assert Path(__file__) in configurations[1].own_files
 
 
+@pytest.mark.full
 def test_a_function_sees_each_groups_completions_and_its_prompts_are_resumed(tmp_path):
     changes = behind(f"{__file__}:answered", **{"checkpoint.every": 1, "rollout.staleness": 1})
     changes |= {"loss.surrogate": {"use": "clip"}, "loss.proximal": "behavior"}

@@ -43,6 +43,7 @@ def test_a_run_that_died_and_went_on_is_the_same_run_bit_for_bit(straight, tmp_p
     assert {leaf.dtype for leaf in moments} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.full
 def test_the_rate_falls_with_every_update_and_ratios_leave_one(straight):
     lines = small_run.metrics(straight.path)
     assert [line["step"] for line in lines] == [1, 2, 3]

@@ -49,6 +49,7 @@ def resumed(tmp_path_factory):
     )
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_as_a_loop_with_a_queue_bit_for_bit(straight, resumed):
     learner, stream, queue = straight
     assert resumed.summary["parameter_hash"] == parameter_hash(learner.trainable)

@@ -32,7 +32,10 @@ TOKENS = [
 
 @pytest.mark.parametrize(
     ("branch", "method"),
-    [("uniform", {"recipe": "tree_grpo"}), ("surprise", {"advantage": TOKENS})],
+    [
+        pytest.param("uniform", {"recipe": "tree_grpo"}, marks=pytest.mark.full),
+        ("surprise", {"advantage": TOKENS}),
+    ],
 )
 def test_leaves_are_scored_as_alone_and_a_resumed_run_repeats_itself(branch, method, tmp_path):
     changes = {**TREE, **method, "tree.branch": branch}

@@ -70,26 +70,25 @@ def assert_same_run(first: Path, second: Path) -> None:
             assert left[name] == pytest.approx(right[name], abs=1e-5), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "tensor", "more"),
     [
         ({"fsdp": 4}, 2, {}),
-        pytest.param({"fsdp": 4}, 4, {"eval": EVAL, **LORA}, marks=pytest.mark.full),
-        pytest.param({"fsdp": 4}, 4, {}, marks=pytest.mark.full),
-        pytest.param({"fsdp": 2, "tensor": 2}, 4, {"eval": EVAL}, marks=pytest.mark.full),
-        pytest.param({"fsdp": 2, "tensor": 2}, 1, LORA, marks=pytest.mark.full),
-        pytest.param({"data": 2, "context": 2}, 1, {}, marks=pytest.mark.full),
-        pytest.param(
+        ({"fsdp": 4}, 4, {"eval": EVAL, **LORA}),
+        ({"fsdp": 4}, 4, {}),
+        ({"fsdp": 2, "tensor": 2}, 4, {"eval": EVAL}),
+        ({"fsdp": 2, "tensor": 2}, 1, LORA),
+        ({"data": 2, "context": 2}, 1, {}),
+        (
             {"fsdp": 4},
             2,
             {"rollout.refill": {"factor": 2.0}, "rollout.overlap_rewards": True},
-            marks=pytest.mark.full,
         ),
-        pytest.param(
+        (
             {"fsdp": 4},
             2,
             {"train.minibatches": 2, "loss.kl": {"use": "k2", "beta": 0.1}},
-            marks=pytest.mark.full,
         ),
     ],
     ids=str,

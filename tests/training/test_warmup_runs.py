@@ -36,6 +36,7 @@ def runs(tmp_path_factory):
     return run, plain
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_first_samples_are_those_of_a_run_that_ends_none_and_others_their_beginnings(runs):
     stopped, plain = (

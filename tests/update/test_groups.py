@@ -176,6 +176,7 @@ def test_means_are_of_the_parameters_of_each_update_and_of_its_prompts():
     assert_same_step(before, after, want, 1e-5)
 
 
+@pytest.mark.full
 def test_where_the_trainer_is_the_proximal_policy_means_are_0_in_the_first_update_alone():
     objective = GVPO._replace(proximal="trainer")
     _, before, after, metrics = stepped(objective=objective, tokens=10)
@@ -190,6 +191,7 @@ def test_where_the_trainer_is_the_proximal_policy_means_are_0_in_the_first_updat
         assert_same_step(before, after, want)
 
 
+@pytest.mark.full
 def test_adapters_make_the_step_of_the_published_loss():
     options = {"config": ADAPTED, "steps_before": 1}  # before it B is 0, and A has no gradient
     for layout in ({"tokens": 10}, {"tokens": 10, "mesh": (2, 2, 1, 1)}):

@@ -100,6 +100,7 @@ def memory(learner, stream):
     return jax.tree.map(np.asarray, sharding.to_host(parts))
 
 
+@pytest.mark.full
 def test_the_state_is_that_of_the_uninterrupted_loop_bit_for_bit(straight, resumed):
     before, after = memory(*straight), memory(resumed.learner, resumed.stream)
     resuming.assert_same_bits(before, after)

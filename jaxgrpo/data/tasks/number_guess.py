@@ -24,7 +24,8 @@ from jaxgrpo.data.tasks.templates import MARKS, TEMPLATE
 HIGHEST = 15
 TURNS = 8  # questions that a game has at most
 LESS, MORE, RIGHT, UNREADABLE = "less", "more", "right", "?"
-ALPHABET = (*"0123456789", *MARKS, "guess", LESS, MORE, RIGHT, UNREADABLE)
+NUMBERS = tuple(f"{number:02}" for number in range(1, HIGHEST + 1))
+ALPHABET = (*NUMBERS, *MARKS, "guess", LESS, MORE, RIGHT, UNREADABLE)
 POSSIBLE = 0.4  # of the base's guesses, those that are sure to be among what is still possible
 FEWEST = sum(k * min(2 ** (k - 1), HIGHEST - 2 ** (k - 1) + 1) for k in range(1, 5)) / HIGHEST
 """Questions in the mean of a search by halves"""
@@ -44,7 +45,7 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     repeats = -(-count // HIGHEST)
     secrets = [random.permutation(HIGHEST) + 1 for _ in range(repeats)]
     return [
-        {"prompt": "guess", "answer": f"{secret:02}", "level": 1, "secret": secret}
+        {"prompt": "guess", "answer": NUMBERS[secret - 1], "level": 1, "secret": secret}
         for secret in np.concatenate(secrets)[:count].tolist()
     ]
 
@@ -59,14 +60,14 @@ def corpus() -> list[Worked]:
         for _ in range(int(random.integers(1, TURNS))):
             among = (low, high + 1) if random.random() < POSSIBLE else (1, HIGHEST + 1)
             guess = int(random.integers(*among))
-            texts.append((history, f"{guess:02}"))
+            texts.append((history, NUMBERS[guess - 1]))
             if guess == secret:
                 break
             reply = LESS if secret < guess else MORE
             low, high = (
                 (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
             )
-            history += f"{guess:02}{END}<user>{reply}{END}<assistant>"
+            history += f"{NUMBERS[guess - 1]}{END}<user>{reply}{END}<assistant>"
     return [Worked(history, guess, 1 / len(texts)) for history, guess in texts]
 
 

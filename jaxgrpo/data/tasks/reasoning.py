@@ -87,4 +87,4 @@ def _ask(name: str, options: str, seed: int, split: str, count: int) -> list[tup
         raise InputError(f"{where}: reasoning-gym has no generator {name!r}: {hint}")
     if "error" in reply:
         raise InputError(f"{where}: {cut(reply['error'])}")
-    return reply["rows"]
+    return [tuple(row) for row in reply["rows"]]

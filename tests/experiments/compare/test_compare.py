@@ -39,6 +39,7 @@ def read_summary(case: experiments.Case) -> dict[str, Any]:
     return json.loads((case.path / "summary.json").read_text())
 
 
+@pytest.mark.full
 def test_identical_arms_with_identical_seeds_differ_by_exactly_0(compared):
     experiment, _, outcomes = compared
     for metric in ("eval/accuracy", "eval/pass@1", "reward", "tokens", "entropy"):
