@@ -13,6 +13,7 @@ from jaxgrpo.cli import make_base
 from jaxgrpo.config import files as configs
 from jaxgrpo.data.tasks import calculator, sql
 from jaxgrpo.data.tasks.base import END, Worked
+from jaxgrpo.data.tasks.templates import TOOL_MARKS
 from jaxgrpo.training import loop
 
 pytestmark = pytest.mark.slow
