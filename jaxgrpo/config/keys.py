@@ -163,6 +163,8 @@ class DataKeys:
     chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
     chat_template_kwargs: Mapping[str, Any] = key({})  # variables of the template
     template_time: str | None = key(None)  # that it writes; None: of the run's first start
+    history: str = key("exact", choices=("exact", "fork"))  # what a turn follows: the tokens before
+    # it as they are, or the conversation as the template writes it again with each reply
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
 
 

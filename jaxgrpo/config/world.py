@@ -62,6 +62,9 @@ def check(values: Values) -> Iterator[str]:
                 f"rollout.{name} = {show(value)}: nothing reads it without tools or an "
                 "environment; leave it out"
             )
+    if values.get("data.history", "exact") != "exact" and not has_turns:
+        reason = "nothing reads it without tools or an environment"
+        yield f'data.history = "fork": {reason}; leave it out'
     for name, reason in EXCLUDED.items():
         if has_turns and values.get(name):
             yield f"{name}: with tools or an environment {reason}; leave one of the two out"
@@ -77,6 +80,7 @@ class World(NamedTuple):
     chat: Chat
     stop_tokens: tuple[int, ...]
     bounds: Turns
+    forks: bool = False  # as of `Conversations`
 
     def sampling(self, settings: SamplingSettings) -> SamplingSettings:
         """How an engine draws samples that are answered.
@@ -97,7 +101,8 @@ class World(NamedTuple):
             parts = answering, History(self.chat, frozenset(self.stop_tokens)), rows, columns
             return lambda longest, seed: TracedDialogue(*parts, longest, seed)
         check_rows(self.kinds, rows)
-        talks = Conversations(self.kinds, self.chat, self.stop_tokens, rows, is_own)
+        parts = self.kinds, self.chat, self.stop_tokens, rows, is_own, self.forks
+        talks = Conversations(*parts)
         return lambda longest, seed: ThreadedDialogue(talks, self.bounds, longest, seed)
 
     @property
@@ -121,6 +126,7 @@ def make_world(
     rollout: RolloutKeys,
     chat: Chat,
     stop_tokens: Sequence[int],
+    forks: bool = False,
 ) -> World | None:
     """What answers the samples of a run; None: nothing does.
 
@@ -128,6 +134,7 @@ def make_world(
       tools: own code, by name or as it is, or names of built-in ones.
       environments: name -> what makes it; "" is the name of a single one.
       stop_tokens: of the model.
+      forks: as of `Conversations`.
 
     Raises: InputError where own code is no tool or no environment, or the chat template cannot go
       on behind a turn.
@@ -137,6 +144,11 @@ def make_world(
     bounds = _bounds(rollout)
     factories = load_environments(environments, bool(tools))
     if isinstance(pure := factories.get(next(iter(factories), "")), Rules):
+        if forks:
+            raise InputError(
+                'data.history = "fork": rules in JAX write behind what was drawn; leave it out, or '
+                "write the environment as a class"
+            )
         frame = History(chat, frozenset(stop_tokens)).frame()
         return World({}, _answering(pure, bounds, frame), chat, tuple(stop_tokens), bounds)
     functions = make_tools([_resolve_tool(tool) for tool in tools], "tools")
@@ -147,12 +159,13 @@ def make_world(
         where = f"environment.{name}" if name else "environment"
         parts = by_name, tuple(functions), parser, rollout.call_timeout, where
         if factory is not None and is_program(factory):
-            kinds[name] = _program_kind(factory, rollout, chat, stop_tokens, where, functions)
+            program = factory, rollout, chat, stop_tokens, where, functions, forks
+            kinds[name] = _program_kind(*program)
         else:
             kinds[name] = make_kind(factory, *parts)
     for kind in kinds.values():
         history.check(History(kind.shown_in(chat), frozenset(stop_tokens)), bool(kind.tools))
-    return World(kinds, None, chat, tuple(stop_tokens), bounds)
+    return World(kinds, None, chat, tuple(stop_tokens), bounds, forks)
 
 
 def plan_sampling(
@@ -213,6 +226,7 @@ def _program_kind(
     stop_tokens: Sequence[int],
     where: str,
     tools: Sequence[Any],
+    forks: bool,
 ) -> Kind:
     """What rows of a program talk to. Raises: InputError where there are tools beside it."""
     if tools:
@@ -230,7 +244,7 @@ def _program_kind(
     )
     parse = functools.partial(find_parser, rollout.call_format, chat)
     dialect = Dialect("policy", chat, limits, parse, stop_tokens)
-    return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout)
+    return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout, forks)
 
 
 def _load_environment(part: Any) -> Any:

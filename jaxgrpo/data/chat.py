@@ -169,7 +169,7 @@ def write(chat: Chat, prompt: str | Conversation, where: str, is_limited: bool =
             f"{where}: the prompt is a list of messages, but there is no chat template "
             f"({chat.name}): name a Jinja file by data.chat_template, or write prompts as texts"
         )
-    messages = _with_system(chat, prompt, where)
+    messages = with_system(chat, prompt, where)
     text = render(chat, messages, where, is_limited=is_limited)
     squeezed = _squeezed(text)
     for place, message in enumerate(messages):
@@ -201,7 +201,7 @@ def check_roles(chat: Chat, prompts: Mapping[str, str | Conversation]) -> None:
         return
     first: dict[tuple[str, ...], tuple[str, Conversation]] = {}
     for row, prompt in prompts.items():
-        messages = _with_system(chat, prompt, row)
+        messages = with_system(chat, prompt, row)
         first.setdefault(tuple(message["role"] for message in messages), (row, messages))
     for row, messages in first.values():
         marked = [
@@ -222,8 +222,10 @@ def writes_time(chat: Chat, prompts: Iterable[str | Conversation]) -> bool:
     )
 
 
-def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversation:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def with_system(chat: Chat, prompt: str | Sequence[Message], where: str) -> Conversation:
+    """A prompt as messages, behind the text of `data.system`. Raises: InputError where it has one
+    of its own."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if chat.system is None:
         return messages
     if messages[0]["role"] == "system":

@@ -39,6 +39,7 @@ class Reply(NamedTuple):
     reward: float  # of the turn; NaN: it has none
     state: int  # a hash of what was answered: equal answers are one state
     limit: int = LONGEST  # tokens of the next turn
+    is_fork: bool = False  # the tokens are the whole conversation, rewritten
 
 
 @dataclasses.dataclass
@@ -70,6 +71,7 @@ class _Talk(Conversation):
 
     kind: Kind
     partner: Partner
+    text: str = ""  # that its next turn follows, as the template wrote it last
 
 
 class _Answered(NamedTuple):
@@ -91,6 +93,8 @@ class Conversations:
       stop_tokens: of the model.
       rows: of the data set.
       is_local: whether this process answers a place of the batch.
+      forks: a sample goes on from its conversation as the template writes it again with each
+        reply, and not from the tokens that it has read and drawn.
     """
 
     def __init__(
@@ -100,8 +104,9 @@ class Conversations:
         stop_tokens: Sequence[int],
         rows: Sequence[Mapping[str, Any]],
         is_local: Callable[[int], bool] = lambda place: True,
+        forks: bool = False,
     ):
-        self.kinds, self.rows, self.is_local = kinds, rows, is_local
+        self.kinds, self.rows, self.is_local, self.forks = kinds, rows, is_local, forks
         self._histories = {
             kind: History(kind.shown_in(chat), frozenset(stop_tokens)) for kind in kinds.values()
         }
@@ -228,7 +233,6 @@ class Conversations:
     def _reply(self, answered: _Answered) -> Reply:
         key, text, last, room, answer = answered
         conversation = self._running[key]
-        history = self._histories[conversation.kind]
         if isinstance(answer, Broken):
             conversation.messages.append({"role": "assistant", "content": text})
             self._break(key, str(answer))
@@ -238,17 +242,37 @@ class Conversations:
         self.counts["calls"] += answer.calls
         self.counts.update(answer.problems)
         conversation.messages.append(answer.reading.as_message())
-        tokens = answer.tokens
+        tokens, is_fork = answer.tokens, answer.is_fork
         if tokens is None and answer.messages and room:
-            tokens = history.between(answer.messages, last)
+            try:
+                tokens, is_fork = self._continue(conversation, text, last, answer.messages)
+            except InputError as error:  # by what the model wrote, where it is written again
+                self._break(key, str(error))
+                return Reply(*key, None, math.nan, 0)
         state = hash_state("\n".join(m["content"] for m in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
             self.counts["cut"] += 1
             conversation.partner.take(None, is_last=True)
-            tokens = None
+            tokens, is_fork = None, False
         if tokens is not None:
             conversation.messages += answer.messages
-        return Reply(*key, tokens, answer.reward, state, answer.limit)
+        return Reply(*key, tokens, answer.reward, state, answer.limit, is_fork)
+
+    def _continue(
+        self, talk: _Talk, text: str, last: int, answers: Sequence[Message]
+    ) -> tuple[list[int], bool]:
+        """The tokens that follow a turn; or, where the template writes another text than what was
+        said so far, the conversation as it writes it, and True.
+
+        Raises: InputError where the template fails.
+        """
+        history = self._histories[talk.kind]
+        if self.forks and history.chat.template is not None:
+            said = (talk.text or history.write(talk.prompt, [])) + text + history.text(answers)
+            talk.text = history.write(talk.prompt, [*talk.messages, *answers])
+            if talk.text != said:
+                return history.encode(talk.text), True
+        return history.between(answers, last), False
 
     def _break(self, key: Key, problem: str) -> None:
         conversation = self._running[key]

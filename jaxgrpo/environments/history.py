@@ -4,7 +4,7 @@ What a model wrote stays the ids that it drew. What comes between two turns (the
 the messages that answer it, the opening of the next) is what the chat template writes there. It is
 read off a rendering of a short conversation: all that follows a turn, from the token that ends it
 on. Nothing is tokenised twice, and the tokens of earlier turns never change: a template that drops
-thoughts of earlier turns drops none here.
+thoughts of earlier turns drops none here. `History.write` renders a conversation again, whole.
 
 Without a chat template the answers follow a turn as they are.
 """
@@ -79,6 +79,24 @@ class History(NamedTuple):
             )
         return behind[min(place for place in places if place >= 0) :]
 
+    def write(self, prompt: str | Sequence[Message], messages: Sequence[Message]) -> str:
+        """What the template writes of a conversation, up to the opening of the next turn.
+
+        Args:
+          prompt: of the row; messages follow it.
+
+        Raises: InputError where the template fails.
+        """
+        begun = chats.with_system(self.chat, prompt, WHERE)
+        if messages and begun[-1]["role"] == "assistant":  # the first turn goes on with it
+            start, (first, *messages) = begun[-1]["content"], messages
+            begun = [*begun[:-1], {**first, "content": start + first["content"]}]
+        return _render(self.chat, [*begun, *messages], is_limited=False)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of what the template has written."""
+        return _encode(self.chat, text)
+
     def frame(self) -> Frame:
         """What stands around a message of the user, whatever it says.
 
@@ -143,20 +161,26 @@ def _turn_with_call(name: str, arguments: Mapping[str, Any]) -> Message:
 
 def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) -> str:
     """As `chat.render`; some templates read arguments as JSON in a text, as DeepSeek's."""
-    options = {"is_opened": True, "is_limited": is_limited}
     try:
-        return chats.render(chat, messages, WHERE, **options)
+        return chats.render(chat, messages, WHERE, is_limited=is_limited)
     except InputError:
-        if not (calls := messages[1].get("tool_calls")):
+        if not any(message.get("tool_calls") for message in messages):
             raise
-        function = calls[0]["function"]
-        turn = _turn_with_call(function["name"], {})
-        turn["tool_calls"][0]["function"]["arguments"] = json.dumps(function["arguments"])
         try:
-            return chats.render(chat, [messages[0], turn, *messages[2:]], WHERE, **options)
+            as_texts = [_with_arguments_as_text(message) for message in messages]
+            return chats.render(chat, as_texts, WHERE, is_limited=is_limited)
         except InputError:
             pass
         raise
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        for call in message.get("tool_calls") or []
+        for function in [call["function"]]
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _encode(chat: Chat, text: str) -> list[int]:

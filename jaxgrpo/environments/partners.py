@@ -46,6 +46,7 @@ class Answer(NamedTuple):
     calls: int = 0
     problems: tuple[str, ...] = ()  # kinds of failures of the calls
     tokens: list[int] | None = None  # of the answer; None: as the chat template writes it
+    is_fork: bool = False  # the tokens are the whole conversation, rewritten
     limit: int = LONGEST  # tokens of the next turn
 
 

@@ -53,14 +53,24 @@ def causal(position: Array, valid: Array) -> Attend:
 
 
 def rows_with_prefix(
-    segment: Array, position: Array, row_prompt: Array, prompt_length: Array
+    segment: Array,
+    position: Array,
+    row_prompt: Array,
+    prompt_length: Array,
+    alone: Array | None = None,
 ) -> Attend:
     """Attention of packed rows to their own segment and to the prompt that their group shares.
 
     The memory given is the prompts' KeyValue [D, A, S, kv_heads, head_dim]; none is returned.
-    Shapes: segment, position [D, R, Q]; row_prompt [D, R]; prompt_length [D, A].
+
+    Args:
+      alone: bool, the segments that see no prompt; None: each sees it.
+
+    Shapes: segment, position, alone [D, R, Q]; row_prompt [D, R]; prompt_length [D, A].
     """
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
+    if alone is not None:  # before the prompt: only distances within a segment count
+        position = jnp.where(alone, position - BEFORE, position)
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
         prefix = KeyValue(*(take_per_bin(leaf, row_prompt) for leaf in memory))
@@ -76,6 +86,10 @@ def rows_with_prefix(
     return attend
 
 
+BEFORE = 2**30
+"""Further than any sequence is long."""
+
+
 class Kernel(NamedTuple):
     """How whole rows and prompts are attended, in passes that a gradient may be taken of.
 
@@ -84,7 +98,7 @@ class Kernel(NamedTuple):
 
     name: str
     causal: Callable[[Array, Array], Attend]
-    rows_with_prefix: Callable[[Array, Array, Array, Array], Attend]
+    rows_with_prefix: Callable[..., Attend]
     why: str = ""  # "auto" took it and not the platform's, which cannot compute this
 
 

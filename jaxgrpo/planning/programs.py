@@ -25,6 +25,7 @@ from jaxgrpo.core.types import WEIGHTS, Learner
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
+from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, setup
@@ -258,7 +259,8 @@ def _score(run: Run) -> Program:
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & blueprint.scores.keys()
     names = blueprint.scored
-    fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - names}
+    there = {FORK} & batch.fields.keys() if early else batch.fields.keys() - names
+    fields = {name: batch.fields[name] for name in there}
     batch = dataclasses.replace(batch, fields=fields)
     params = params_of(learner, scoring_pass.policy)
     arguments = (params, batch, tuple(scores), blueprint.geometry)

@@ -242,7 +242,8 @@ class Batch:
                 continue
             request, words = self._under_way[key], np.asarray(reply.tokens, np.int32)
             offset = request.offset + len(words)
-            tokens, limit = np.concatenate([request.tokens, words]), self._limit(key, offset)
+            before = request.tokens[: 0 if reply.is_fork else None]
+            tokens, limit = np.concatenate([before, words]), self._limit(key, offset)
             more = request._replace(tokens=tokens, offset=offset, limit=limit, chunked=True)
             self._under_way[key] = more
             self._more.append(more)
@@ -274,7 +275,8 @@ class Batch:
         if at not in self._begun:
             self._begun.add(at)
             self._version[at] = turn.version[0]
-        self.tokens[at][:begin] = request.tokens[len(request.tokens) - begin :]
+        before = request.tokens[-begin:] if begin else request.tokens[:0]  # of a fork, no more
+        self.tokens[at][begin - len(before) : begin] = before
         self.tokens[at][drawn], self._logp[at][drawn] = turn.tokens, turn.logp
         self.mask[at][drawn] = True
         if turn.answered is not None:

@@ -29,6 +29,10 @@ from jaxgrpo.rollout.exchange import gather_json
 from jaxgrpo.rollout.selection import pad_prompts
 
 TURN, REWARD, STATE = "turn", "turn_reward", "state_hash"
+FORK = "turn:fork"  # no column of data is called so
+"""Field [P, G, T] int32: how often the conversation has been rewritten up to a token. Each number
+stands for a sequence of its own: all before 1 behind the prompt, and then the rewritten
+conversation, prompt and all, and what follows it."""
 
 
 class Turns(NamedTuple):
@@ -164,6 +168,7 @@ class ThreadedDialogue:
         self._local: set[Key] = set()  # that this process answers
         self._record = Record({}, {}, {})
         self._limits: dict[Key, int] = {}  # of the next turns, as what answers says
+        self._forks: dict[Key, list[int]] = {}  # where rewritten conversations begin
 
     def open(self, prompts: Any, group_size: int) -> tuple[Prompts, dict[Key, np.ndarray]]:
         """As `Dialogue.open`."""
@@ -258,6 +263,8 @@ class ThreadedDialogue:
             self._record.rewards.setdefault(key, []).append(by_key[key].reward)
             if by_key[key].tokens is not None:
                 self._record.states[key].append(by_key[key].state)
+            if by_key[key].is_fork:
+                self._forks.setdefault(key, []).append(self._record.ends[key][-1])
         return [by_key[key] for key in keys]
 
     def spoken(self, places: Iterable[Any], samples: int) -> list[Conversation]:
@@ -285,7 +292,14 @@ class ThreadedDialogue:
 
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
         """As `turn_fields`."""
-        return turn_fields(self._record, self.bounds.most, ordinals, mask)
+        fields = turn_fields(self._record, self.bounds.most, ordinals, mask)
+        if not self.conversations.forks:
+            return fields
+        fork = np.zeros(mask.shape, np.int32)
+        for place, sample in np.ndindex(mask.shape[:2]):
+            for begin in self._forks.get((ordinals[place], sample), ()):
+                fork[place, sample, begin:] += 1
+        return fields | {FORK: fork}
 
     def metrics(self, samples: int) -> dict[str, float]:
         """As `Dialogue.metrics`."""
@@ -295,7 +309,9 @@ class ThreadedDialogue:
         calls = total["calls"]
         failed = sum(total[name] for name in ("malformed", "unknown", "too_many", "timed_out"))
         failed += total["raised"]
+        forked = {"turns/forked": len(self._forks) / samples} if self.conversations.forks else {}
         return {
+            **forked,
             "turns/mean": sum(map(len, self._record.ends.values()))
             / max(1, len(self._record.ends)),
             "turns/cut": total["cut"] / samples,

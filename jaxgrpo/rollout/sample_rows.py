@@ -12,7 +12,7 @@ from jaxgrpo.core.types import Rollouts
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import SPOKEN, RewardLog
-from jaxgrpo.rollout.dialogue import REWARD, TURN
+from jaxgrpo.rollout.dialogue import FORK, REWARD, TURN
 from jaxgrpo.rollout.judging import completion_ids, completion_spans, decode_texts
 from jaxgrpo.rollout.prefixes import PREFIX, Prefixes
 
@@ -84,7 +84,8 @@ def turn_entries(
     """The turns of a sample, whose tokens follow one another in its completion_ids.
 
     Returns: of each turn the `text` that the policy drew, special tokens and all, in how many
-      `tokens`; what answers it, `reply`, in `reply_tokens`, which are masked; and its `reward`.
+      `tokens`; what answers it, `reply`, in `reply_tokens`, which are masked; its `reward`; and,
+      where conversations may be rewritten, whether that is the reply, `forked`.
 
     Args:
       rollouts: host arrays, with the field "turn".
@@ -96,6 +97,7 @@ def turn_entries(
         for array in (rollouts.completion_tokens, rollouts.token_mask, rollouts.fields[TURN])
     )
     rewards = rollouts.fields[REWARD][place] if REWARD in rollouts.fields else None
+    forks = rollouts.fields[FORK][place][span] if FORK in rollouts.fields else None
     entries = []
     for number in range(int(turn.max(initial=-1)) + 1):
         drawn, reply = (tokens[(turn == number) & part].tolist() for part in (mask, ~mask))
@@ -109,6 +111,7 @@ def turn_entries(
                 "reply": reply_text if reply else "",
                 "reply_tokens": len(reply),
                 "reward": None if rewards is None else float(rewards[number]),
+                **({} if forks is None else {"forked": len({*forks[turn == number].tolist()}) > 1}),
             }
         )
     return entries

@@ -89,6 +89,7 @@ def brought_fields(
     share: float,
     has_turns: bool,
     needs: Collection[str] = (),
+    forks: bool = False,
 ) -> dict[str, Any]:
     """Name -> shape of the fields that drawing and collecting add.
 
@@ -96,6 +97,7 @@ def brought_fields(
       share: `experience.share`.
       has_turns: whether samples are answered.
       needs: what the method reads that is no column of the data.
+      forks: whether conversations may be rewritten.
     """
     samples = rollout.prompts_per_step, rollout.group_size
     fields: dict[str, Any] = {}
@@ -111,6 +113,8 @@ def brought_fields(
         fields[dialogue.TURN] = jax.ShapeDtypeStruct(tokens, np.int32)
         fields[dialogue.REWARD] = jax.ShapeDtypeStruct(turns, np.float32)
         fields[dialogue.STATE] = jax.ShapeDtypeStruct(turns, np.int32)
+        if forks:
+            fields[dialogue.FORK] = jax.ShapeDtypeStruct(tokens, np.int32)
     if grown is not None:
         fields[trees.TREE] = jax.ShapeDtypeStruct(samples, np.int32)
         fields[trees.ANCESTORS] = jax.ShapeDtypeStruct((*samples, grown.depths), np.int32)

@@ -82,7 +82,8 @@ def read_inputs(
     chat = make_chat(data, config.model.path, tokenizer, stored.vocab_size)
     ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
     factories = named_factories(environment) or config.environments
-    world = make_world(tools or config.tools, factories, config.rollout, chat, ends)
+    sampling = config.rollout, chat, ends, data.history == "fork"
+    world = make_world(tools or config.tools, factories, *sampling)
     chat, replay = chat if world is None else world.first_chat, None
     if rollouts is None:
         training_prompts = load_prompts(data, longest, chat, dataset)

@@ -28,6 +28,7 @@ from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
+from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.growing import refuse_excluded
@@ -311,8 +312,8 @@ def rollout_source_from_files(
 
     def reward(stream: Stream, rollouts: Rollouts, *_: Any) -> tuple[Stream, Rollouts, RewardLog]:
         saved = load_step(int(rollouts.step))
-        # What shared tokens are counted by, where samples were grown as trees.
-        names = {*fields} | ({trees.ANCESTORS, trees.DEPTH} & saved.fields.keys())
+        # What shared tokens of trees are counted by, and where conversations were rewritten.
+        names = {*fields} | ({trees.ANCESTORS, trees.DEPTH, FORK} & saved.fields.keys())
         values = {name: saved.fields[name] for name in sorted(names)}
         judged = dataclasses.replace(rollouts, rewards=saved.rewards, fields=values)
         return stream, judged, RewardLog({}, {}, {}, {})

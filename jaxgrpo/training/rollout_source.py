@@ -23,6 +23,7 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.batch import Drawing
+from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.drift import DRIFT, Drift
 from jaxgrpo.rollout.experience import Rank
 from jaxgrpo.rollout.goals import Goals, with_goals
@@ -80,6 +81,8 @@ def make_rollout_source(
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
     if run_inputs.replay:
+        if geometry.has_forks or any(FORK in names for names in run_inputs.replay.fields):
+            _refuse_whole_samples(needs | scored, blueprint.scores)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
@@ -87,6 +90,8 @@ def make_rollout_source(
     rank = make_rank(*scoring, temperature) if DRIFT in brought else None
     policy, prefixes = _make_policy(rollout, run_inputs, rewards, seed, rank)
     read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
+    if geometry.has_forks:
+        _refuse_whole_samples(read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
     columns = methods.needed_columns(needs.difference(brought), rows, rewards, blueprint.scores)
     prompting = scores, rollout, run_inputs, blueprint.policy_model
@@ -203,6 +208,18 @@ def _replayed(
     source = rollout_source_from_files(replay, rewards, fields)
     trace(replay.load(0).fields)
     return source
+
+
+def _refuse_whole_samples(needs: Collection[str], scores: Mapping[str, Score]) -> None:
+    """Raises: InputError for scores of samples as one sequence each behind a prompt."""
+    names = {*OF_ANSWERS, DRIFT}
+    for name, score in scores.items():
+        names |= {name} if score.prompt is not None or score.quantity == "effective_rank" else set()
+    if wrong := sorted(needs & names):
+        raise InputError(
+            f'data.history = "fork": the method reads {wrong[0]}, which takes a sample for one '
+            "sequence behind a prompt; leave one of the two out"
+        )
 
 
 def _first_waiting(rollout: RolloutKeys, room: Callable[[], Rollouts]) -> Waiting:

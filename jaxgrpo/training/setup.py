@@ -208,7 +208,8 @@ def _assemble(
     grown = make_trees(config.tree, config.rollout, config.experience)
     lacking = blueprint.chain.needs.difference(*rows[:1])
     share, has_turns = config.experience.share, config.has_turns
-    brought = brought_fields(grown, config.rollout, share, has_turns, lacking)
+    forks = blueprint.geometry.has_forks
+    brought = brought_fields(grown, config.rollout, share, has_turns, lacking, forks)
     world = run_inputs.world
     converse = None if world is None else world.converse(rows)
     options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
@@ -291,7 +292,7 @@ def build_method(
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    geometry = _geometry(rollout, train, mesh)
+    geometry = _geometry(rollout, train, mesh)._replace(has_forks=config.data.history == "fork")
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)

@@ -171,7 +171,8 @@ def find_policy(
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     size, rollout = pretrained.model.config.vocab_size, config.rollout
     ends = folders.read_end_tokens(pretrained.folder, pretrained.tokenizer, size)
-    world = make_world(config.tools, config.environments, rollout, chat, ends)
+    sampling = rollout, chat, ends, config.data.history == "fork"
+    world = make_world(config.tools, config.environments, *sampling)
     chat = chat if world is None else world.first_chat
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)

@@ -22,6 +22,7 @@ from jaxgrpo.models.api import LayerKind, Model, custom_vjp
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
+from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import spectrum
 from jaxgrpo.update.moments import map_params
@@ -341,9 +342,12 @@ def hidden_states(
     rows, places = micro.segment.shape[1:], micro.segment[0].size
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
     attend_prompts = kernel.causal(position, position < micro.prompt_length[..., None])
-    attend_rows = kernel.rows_with_prefix(
-        micro.segment, micro.position, micro.row_prompt, micro.prompt_length
-    )
+    segment, alone = micro.segment, ()
+    if (fork := micro.fields.get(FORK)) is not None:  # a rewritten conversation is a segment too
+        segment = jnp.where(segment > 0, segment * segment.shape[-1] + fork, 0)
+        alone = (fork > 0,)
+    placed = segment, micro.position, micro.row_prompt, micro.prompt_length
+    attend_rows = kernel.rows_with_prefix(*placed, *alone)
 
     def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
         spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]

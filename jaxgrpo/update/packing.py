@@ -25,6 +25,7 @@ from jaxgrpo.core.scores import OF_PASS
 from jaxgrpo.core.types import Rollouts, TrainBatch
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
+from jaxgrpo.rollout.dialogue import FORK
 
 ROUND = 32
 """The tokens of a micro-batch are a multiple of this, so that meshes divide them."""
@@ -48,6 +49,7 @@ class Geometry(NamedTuple):
     bins: int  # D
     tokens: int  # N, of prompts and completions, computed per bin and micro-batch
     minibatches: int = 1  # into which a step's prompts are dealt, one update each
+    has_forks: bool = False  # samples have the field `dialogue.FORK`
 
     @property
     def prompts_per_update(self) -> int:
@@ -340,16 +342,26 @@ def gather(
     Args:
       constrain: lays an array out on the caller's mesh by logical axis names: D over the bins.
 
+    Where a conversation was rewritten, its first token is left out: nothing before it predicts it,
+    and it is read as what comes before the next one.
+
     Shapes: advantage, weight, mask and every field [P, G, T]; the rest as in the types.
     """
     groups, samples, steps = rollouts.completion_tokens.shape
-    source = _sources(plan, rollouts.token_mask)
+    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
+    position = length[:, None, None] - 1 + jnp.arange(steps, dtype=jnp.int32)
+    real = _real(rollouts.token_mask)
+    if (fork := rollouts.fields.get(FORK)) is not None:
+        is_first = jnp.diff(fork, axis=-1, prepend=0) > 0
+        begin = jax.lax.cummax(jnp.where(is_first, jnp.arange(steps), 0), axis=2)
+        position = jnp.where(fork > 0, jnp.arange(steps) - begin - 1, position)
+        real, fields = real & ~is_first, {**fields, FORK: fork}
+    source = _sources(plan, real)
 
     def move(value: Array) -> Array:
         moved = jnp.broadcast_to(value, (groups, samples, steps)).reshape(-1)[source]
         return jnp.where(source >= 0, moved, jnp.asarray(0, value.dtype))
 
-    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
     last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)
     first = jnp.broadcast_to(last[..., None], (groups, samples, 1))
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
@@ -362,7 +374,7 @@ def gather(
         tokens=move(tokens),
         targets=move(rollouts.completion_tokens),
         segment=move(jnp.asarray(plan.segment)[..., None]),
-        position=move(length[:, None, None] - 1 + jnp.arange(steps, dtype=jnp.int32)),
+        position=move(position),
         advantage=move(advantage),
         weight=move(weight),
         mask=move(mask),
@@ -392,6 +404,7 @@ def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
     token, names = abstract("int32", rows, steps), {"behavior_logp", *needs}
     flag = abstract("bool", rows, steps)
     fields = dict.fromkeys(sorted(names - OF_PASS.keys()), per_token)
+    fields |= {FORK: token} if geometry.has_forks else {}
     arrays: Any = {
         "prompt_tokens": abstract("int32", prompts, width),
         "prompt_length": abstract("int32", prompts),
@@ -420,11 +433,11 @@ def scatter(values: Array, plan: Plan, token_mask: Array) -> Array:
     return values.reshape(-1).at[place].get(mode="fill", fill_value=0)
 
 
-def _sources(plan: Plan, token_mask: Array) -> Array:
+def _sources(plan: Plan, real: Array) -> Array:
     """[K, D, R, Q], the token of the flat samples at each position; -1: padding."""
-    rows = *plan.row_prompt.shape, token_mask.shape[-1]
+    rows = *plan.row_prompt.shape, real.shape[-1]
     source = jnp.full(math.prod(rows), -1, jnp.int32)
-    place = _places(plan, _real(token_mask)).reshape(-1)
+    place = _places(plan, real).reshape(-1)
     indices = jnp.arange(place.size, dtype=jnp.int32)
     return source.at[place].set(indices, mode="drop").reshape(rows)
 

@@ -61,6 +61,36 @@ def test_rows_are_the_plain_ones_with_their_gradients(kind):
     assert_same(actual, expected, 2e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=attended.name)
+def test_segments_that_are_alone_see_no_prompt(kind):
+    """As rows of another prompt, one without a token, whichever kernel computes them."""
+    alone = jnp.asarray(SEVERAL.segment > 1)
+    length = np.take(SEVERAL.prompt_length[0], SEVERAL.row_prompt[0])[:, None]
+    position = jnp.asarray(np.where(alone, SEVERAL.position - length, SEVERAL.position))
+    *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    segment, _, row_prompt, prompt_length = SEVERAL.placed
+    placed = segment, position, row_prompt, prompt_length
+
+    def attended_alone(implementation, *inputs):
+        attend = implementation(*placed, alone)
+        return attend(*inputs[:3], KeyValue(*inputs[3:]), kind)[0]
+
+    def with_two_prompts(*inputs):
+        """A pass in which no prompt has a token, for the segments that are alone."""
+        behind, by_itself = (
+            attention.rows_with_prefix(*placed[:3], lengths)(
+                *inputs[:3], KeyValue(*inputs[3:]), kind
+            )[0]
+            for lengths in (prompt_length, jnp.zeros_like(prompt_length))
+        )
+        return jnp.where(alone[..., None, None], by_itself, behind)
+
+    expected = with_gradients(with_two_prompts, cotangent, *inputs)
+    for implementation in (interpreted, attention.rows_with_prefix):
+        function = functools.partial(attended_alone, implementation)
+        assert_same(with_gradients(function, cotangent, *inputs), expected, 2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [LayerKind(), BOTH], ids=attended.name)
 def test_rows_of_several_blocks_are_the_plain_ones(kind):

@@ -43,6 +43,7 @@ class _Question(NamedTuple):
     prompted: Prompted
     tokens: list[int]  # behind what the sample has so far; of the first query: its prompt
     messages: list[Message]  # the same, as messages
+    is_fork: bool = False  # the tokens are all that the program says now
 
 
 class _Ended(NamedTuple):
@@ -55,8 +56,8 @@ class _Ended(NamedTuple):
 class Session:
     """One sample's conversation, between a program's queries and the turns that answer them."""
 
-    def __init__(self, dialect: Dialect, stop_tokens: Sequence[int]):
-        self.dialect, self.stop_tokens = dialect, frozenset(stop_tokens)
+    def __init__(self, dialect: Dialect, stop_tokens: Sequence[int], forks: bool = False):
+        self.dialect, self.stop_tokens, self.forks = dialect, frozenset(stop_tokens), forks
         self.events: queue.SimpleQueue[_Question | _Ended] = queue.SimpleQueue()
         self.problem = ""  # why it cannot go on
         self.is_over = False  # no further query is answered
@@ -132,7 +133,17 @@ class Session:
             tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if tokens is None and rest and all(message["role"] != "assistant" for message in rest):
             chat = self.dialect.chat._replace(tools=prompted.tools)
-            tokens = History(chat, self.stop_tokens).between(rest, self._drawn[-1])
+            history = History(chat, self.stop_tokens)
+            ends = self._drawn[-1] in self.stop_tokens
+            said = [*self._prompt, *self._drawn[: -1 if ends else None]]
+            is_same = history.words(said) + history.text(rest) == history.words(prompt)
+            if is_same or not self.forks:
+                tokens = history.between(rest, self._drawn[-1])
+        if tokens is None and self.forks:
+            turns = [place for place, m in enumerate(messages, 1) if m["role"] == "assistant"]
+            text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+            rest = messages[turns[-1] if turns else 0 :] or [{"role": "user", "content": text}]
+            return _Question(prompted, prompt, rest, is_fork=True)
         if tokens is None:
             self.is_over, self.problem = True, REWRITTEN
             raise Refusal(409, REWRITTEN)
@@ -202,9 +213,10 @@ class ProgramPartner:
         dialect: Dialect,
         stop_tokens: Sequence[int],
         seconds: float,
+        forks: bool = False,
     ):
         self.environment: Any = program
-        self._dialect, self._stop_tokens = dialect, stop_tokens
+        self._dialect, self._stop_tokens, self._forks = dialect, stop_tokens, forks
         self._name, self._seconds = callable_name(program), seconds
         self._base_url = ""
         self._session: Session | None = None
@@ -214,7 +226,7 @@ class ProgramPartner:
     def open(self, row: Mapping[str, Any], seed: int) -> Opening:
         if self._base_url:
             shared_sessions().close(self._base_url)
-        self._session = Session(self._dialect, self._stop_tokens)
+        self._session = Session(self._dialect, self._stop_tokens, self._forks)
         self._base_url = shared_sessions().open(self._session)
         self._question, self._ended = None, None
         arguments = {**row, "seed": seed} if "seed" not in row else row
@@ -245,6 +257,7 @@ class ProgramPartner:
             question.messages,
             calls=len(reading.calls),
             tokens=question.tokens,
+            is_fork=question.is_fork,
             limit=question.prompted.wish.max_tokens,
         )
 
@@ -286,10 +299,18 @@ class ProgramPartner:
 
 
 def make_program_kind(
-    program: Callable[..., Any], dialect: Dialect, stop_tokens: Sequence[int], seconds: float
+    program: Callable[..., Any],
+    dialect: Dialect,
+    stop_tokens: Sequence[int],
+    seconds: float,
+    forks: bool = False,
 ) -> Kind:
-    """What rows talk to whose environment is a program: see `is_program`."""
-    parts = program, dialect, stop_tokens, seconds
+    """What rows talk to whose environment is a program: see `is_program`.
+
+    Args:
+      forks: it may rewrite its history.
+    """
+    parts = program, dialect, stop_tokens, seconds, forks
     return Kind(callable_name(program), lambda: ProgramPartner(*parts), (), True)
 
 

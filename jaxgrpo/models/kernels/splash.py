@@ -76,14 +76,16 @@ def rows_with_prefix(
     position: Array,
     row_prompt: Array,
     prompt_length: Array,
+    alone: Array | None = None,
     *,
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> Attend:
     """`attention.rows_with_prefix` by the kernel. Samples must lie one after another in a row.
 
-    Each in one piece, with positions that count from its prompt's length, and segments that rise,
-    as in the batches of `update.packing`. Rows in which they do not give NaN.
+    Each in one piece, with positions that count from its prompt's length, or from 0 where it is
+    alone, and segments that rise, as in the batches of `update.packing`. Rows in which they do not
+    give NaN.
 
     Args:
       mesh, interpret: see `causal`.
@@ -92,7 +94,8 @@ def rows_with_prefix(
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
         start = starts(segment)
-        fits = in_order(segment, position, start, length)
+        first = length[..., None] if alone is None else jnp.where(alone, 0, length[..., None])
+        fits = in_order(segment, position, start, first)
         size = _in_blocks(memory.key.shape[2])
         keys, values = (
             jnp.concatenate(
@@ -103,6 +106,9 @@ def rows_with_prefix(
         hidden = jnp.arange(keys.shape[-3]) < size - length[..., None]
         # Every query is for all keys that are real: samples are told apart by their start.
         query_ids, key_ids = jnp.ones_like(segment), 1 - hidden.astype(jnp.int32)
+        if alone is not None:  # but those that are alone are for one another
+            query_ids += alone
+            key_ids = key_ids.at[..., size:].set(query_ids)
         run = functools.partial(_over_batch, kind=kind, prefix=size, interpret=interpret)
         out = _on_mesh(mesh, run)(query, keys, values, start, query_ids, key_ids)
         return _where(fits, out), None
@@ -118,11 +124,11 @@ def starts(segment: Array) -> Array:
     return jax.lax.cummax(jnp.where(first, place, 0), axis=segment.ndim - 1)
 
 
-def in_order(segment: Array, position: Array, start: Array, length: Array) -> Array:
-    """[..., 1]: whether segments rise along a row, and positions count from the prompt's length."""
+def in_order(segment: Array, position: Array, start: Array, first: Array) -> Array:
+    """[..., 1]: whether segments rise along a row, and the positions of each count from `first`."""
     real = segment > 0
     place = jnp.arange(segment.shape[-1])
-    counted = position == length[..., None] + place - start
+    counted = position == first + place - start
     highest = jax.lax.cummax(segment, axis=segment.ndim - 1)
     return (counted & (segment == highest) | ~real).all(-1, keepdims=True)
 

@@ -1,0 +1,165 @@
+"""Conversations that the template writes again with each reply: what the model reads and draws.
+
+The oracle is one plain causal pass over each rewritten conversation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import string
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+
+from jaxgrpo.data.chat import Chat
+from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.environments.calls import Reading
+from jaxgrpo.environments.conversations import Conversations
+from jaxgrpo.environments.partners import make_kind
+from jaxgrpo.models import decoder, sequences
+from jaxgrpo.models.api import stacked_params
+from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.dialogue import FORK, ThreadedDialogue, Turns
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.sample_rows import turn_entries
+from jaxgrpo.rollout.selection import pad_prompts
+from jaxgrpo.rollout.slots.driver import SlotEngine
+
+KEY = jax.random.key_data(jax.random.key(3))
+PROMPTS, GROUP, STEPS, WIDTH, TURNS, LIMIT = 3, 4, 110, 8, 4, 6
+MARKS = ("<|start|>", "<|end|>", "<think>", "</think>")
+ROLES = "<|start|>{{ m.role[0] }}"
+NEXT = "{% if add_generation_prompt %}<|start|>a{% endif %}"
+TEMPLATES = {
+    # As Qwen3's: of an earlier turn only what follows its thought.
+    "forgetful": "{% for m in messages %}"
+    + ROLES
+    + "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|end|>"
+    + "{% endfor %}"
+    + NEXT,
+    "faithful": "{% for m in messages %}" + ROLES + "{{ m.content }}<|end|>{% endfor %}" + NEXT,
+}
+
+
+class Counts:
+    def reset(self, seed):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return f"{self.turns}{len(text) % 7}", 1.0, False
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return character_tokenizer([*string.ascii_lowercase[:21], *string.digits, *MARKS])
+
+
+@functools.cache
+def model():
+    built = decoder.build(dataclasses.replace(tiny.UNIFORM, vocab_size=len(tokenizer())))
+    params = built.init(jax.random.key(0))
+    return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 5, params["head"])}
+
+
+def chat(name: str) -> Chat:
+    return Chat(tokenizer(), TEMPLATES[name], name, None, {})
+
+
+@functools.cache
+def talk(template: str, forks: bool, slots: int = 0, steps: int = STEPS) -> Any:
+    """A batch that has been drawn, and its dialogue."""
+    rows = [{"prompt": [{"role": "user", "content": "abc"[: n + 1]}]} for n in range(PROMPTS)]
+    (end,) = tokenizer()("<|end|>")["input_ids"]
+    kind = make_kind(Counts, {}, (), lambda: lambda text: Reading(text, []), 5.0, "environment")
+    talks = Conversations({"": kind}, chat(template), [end], rows, forks=forks)
+    settings = SamplingSettings(steps, 1.0, (end,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
+    built, params = model()
+    engine = SlotEngine(built, settings, width=WIDTH)
+    bare = [np.ones(1, np.int32)] * PROMPTS
+    prompts = pad_prompts(bare, WIDTH, np.arange(PROMPTS), np.arange(PROMPTS), 0)
+    converse = lambda longest, seed: ThreadedDialogue(talks, Turns(TURNS, LIMIT), longest, seed)  # noqa: E731
+    drawing = draw(engine, params, prompts, KEY, GROUP, converse=converse)
+    return drawing.finish(), drawing.dialogue
+
+
+def text(ids) -> str:
+    return tokenizer().decode(ids)
+
+
+def plain_logp(ids):
+    """Log-probs of all tokens of a sequence, by one pass."""
+    built, params = model()
+    padded = np.zeros((1, 128), np.int32)
+    padded[0, : len(ids)] = ids
+    stacked = stacked_params(built.config, params)
+    mask = np.arange(128)[None] < len(ids)
+    return np.asarray(sequences.token_logp(built, stacked, jnp.asarray(padded), mask))[
+        0, : len(ids)
+    ]
+
+
+def test_a_turn_follows_the_conversation_as_the_template_writes_it_and_is_scored_behind_it():
+    rollouts, dialogue = talk("forgetful", True)
+    fork, forgotten = rollouts.fields[FORK], 0
+    for place, sample in np.ndindex(PROMPTS, GROUP):
+        (conversation,) = dialogue.spoken([place], GROUP)[sample : sample + 1]
+        tokens, mask = rollouts.completion_tokens[place, sample], rollouts.token_mask[place, sample]
+        turn, logp = rollouts.fields["turn"][place, sample], rollouts.behavior_logp[place, sample]
+        last, drawn_in = int(np.flatnonzero(mask)[-1]), fork[place, sample]
+        prompt = rollouts.prompt_tokens[place][rollouts.prompt_mask[place]]
+        for number in range(turn.max() + 1):
+            at = np.flatnonzero(mask & (turn == number))
+            (sequence,) = {*drawn_in[at].tolist()}
+            inside = np.flatnonzero((drawn_in == sequence) & (np.arange(STEPS) <= last))
+            read = [*([] if sequence else prompt), *tokens[inside]]
+            before = len(read) - len(inside) + int(at[0] - inside[0])
+            messages = [*conversation.prompt, *conversation.messages[: 2 * number]]
+            written = tokenizer().apply_chat_template(
+                messages, chat_template=TEMPLATES["forgetful"], tokenize=False,
+                add_generation_prompt=True,
+            )  # fmt: skip
+            assert text(read[:before]) == written
+            expected = plain_logp(read)[before : before + len(at)]
+            np.testing.assert_allclose(logp[at], expected, atol=1e-5)
+            forgotten += (
+                sequence > 0 and "</think>" in conversation.messages[2 * number - 2]["content"]
+            )
+    assert forgotten >= 3
+    assert not logp[~mask].any()
+    forked = dialogue.metrics(PROMPTS * GROUP)["turns/forked"]
+    assert 0 < forked == (fork * rollouts.token_mask).any(-1).mean() < 1
+
+
+def test_samples_with_forks_do_not_depend_on_slots():
+    (few, _), (alike, _) = talk("forgetful", True, slots=2), talk("forgetful", True)
+    for name in ("completion_tokens", "token_mask", "truncated"):
+        np.testing.assert_array_equal(getattr(few, name), getattr(alike, name))
+    np.testing.assert_array_equal(few.fields[FORK], alike.fields[FORK])
+
+
+def test_a_template_that_writes_all_that_was_said_gives_the_same_bits():
+    (again, _), (exact, _) = talk("faithful", True), talk("faithful", False)
+    fields = dict(again.fields)
+    assert not fields.pop(FORK).any()
+    jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(again, fields=fields), exact)
+
+
+def test_a_conversation_that_leaves_no_room_when_it_is_rewritten_ends():
+    rollouts, dialogue = talk("forgetful", True, steps=50)
+    assert dialogue.metrics(PROMPTS * GROUP)["turns/cut"] > 0
+    assert rollouts.fields[FORK].any()
+
+
+def test_rows_of_saved_samples_say_which_replies_are_the_conversation_again():
+    rollouts, _ = talk("forgetful", True)
+    place = tuple(np.argwhere(rollouts.fields[FORK].any(-1))[0])
+    span = slice(0, int(np.flatnonzero(rollouts.token_mask[place])[-1]) + 1)
+    entries = turn_entries(tokenizer(), rollouts, place, span)
+    assert any(entry["forked"] for entry in entries)
+    for entry in entries:
+        assert entry["forked"] == entry["reply"].startswith("<|start|>u" + "abc"[: place[0] + 1])
