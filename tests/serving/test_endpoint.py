@@ -26,6 +26,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.serving import endpoint
 from jaxgrpo.models import decoder
 from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.driver import SlotEngine
@@ -54,7 +55,7 @@ def model():
     return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 15, params["head"])}
 
 
-def play(program, style=None, slots=0, seconds=20.0) -> Any:
+def play(program, style=None, slots=0, seconds=20.0, forks=False) -> Any:
     """A batch whose samples a program has asked for: (rollouts, dialogue, rewards [P, G])."""
     built, params = model()
     rows = [{"prompt": "abcdef"[: number + 1], "answer": "1"} for number in range(PROMPTS)]
@@ -68,7 +69,8 @@ def play(program, style=None, slots=0, seconds=20.0) -> Any:
         call_timeout=seconds,
         call_format="hermes",
     )
-    answers: Any = world.make_world((), {"": program}, rollout, chatting.chat(style), [END])
+    chat = chatting.chat(style)
+    answers: Any = world.make_world((), {"": program}, rollout, chat, [END], forks)
     settings = SamplingSettings(STEPS, 1.0, (END,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
     engine = SlotEngine(built, settings, width=WIDTH)
     bare = [np.asarray(chatting.ids("x"), np.int32)] * PROMPTS
@@ -202,6 +204,54 @@ def test_a_text_goes_on_behind_the_token_that_ended_a_turn_though_it_does_not_sh
     log.check(log_of[0])
     ends = [part[-1] == END for _, parts, _ in log.samples for part in parts[::2]]
     assert any(ends)
+
+
+@pytest.mark.parametrize("style", [None, "closed"])
+def test_a_program_may_rewrite_its_history_where_a_run_forks(style):
+    log = []
+
+    def compact(base_url, prompt):
+        """The second query begins anew, the third goes on behind it."""
+        begin = {"role": "user", "content": f"Again: {prompt}."}
+        messages, path, parts = [{"role": "user", "content": prompt}], "/chat/completions", []
+        text = prompt
+        for number in range(3):
+            if number == 1:
+                text, messages = f"Again: {prompt}.", [begin]
+            fields = {"messages": messages} if style else {"prompt": text}
+            fields |= {"max_tokens": 3, **IDS}
+            document = ask(base_url, path if style else "/completions", **fields)
+            (choice,) = document["choices"]
+            where = document if style else choice
+            parts.append((where["prompt_token_ids"], choice["token_ids"]))
+            if style:
+                messages = [*messages, choice["message"], {"role": "user", "content": "More."}]
+            else:
+                text += choice["text"] + "!"
+        log.append(parts)
+        return 1.0
+
+    rollouts, dialogue, rewards = play(compact, style, forks=True)
+    assert dialogue.conversations.problem == ""
+    assert (rewards == 1).all()
+    assert dialogue.metrics(PROMPTS * GROUP)["turns/forked"] == 1
+    drawn = []
+    for place in np.ndindex(PROMPTS, GROUP):
+        tokens, mask = rollouts.completion_tokens[place], rollouts.token_mask[place]
+        last = int(np.flatnonzero(mask)[-1]) + 1
+        fork = rollouts.fields[FORK][place][:last]
+        prompt = rollouts.prompt_tokens[place[0]][rollouts.prompt_mask[place[0]]]
+        assert set(fork) == {0, 1}
+        drawn.append([*prompt, -1, *tokens[:last][fork == 0], -1, *tokens[:last][fork == 1]])
+    expected = []
+    for first, second, third in log:
+        between = "!"
+        if style:
+            between = "<|start|>user\nMore.<|end|>\n<|start|>assistant\n"
+            between = ("\n" if second[1][-1] == END else "<|end|>\n") + between
+        rewritten = [*second[0], *second[1], *chatting.ids(between), *third[1]]
+        expected.append([*first[0], -1, *first[1], -1, *rewritten])
+    assert sorted(drawn) == sorted(expected)
 
 
 def refused(code, function, *arguments, **fields):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import small_run
 import tomli_w
+from resuming import died_and_resumed
 
 from jaxgrpo import evaluate, probe, sample
 from jaxgrpo.cli.main import main
@@ -157,6 +158,78 @@ def test_it_resumes_bit_for_bit(tmp_path, mine):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.fixture
+def forks(tmp_path, mine):
+    """Changes for a run whose template leaves some digits out of earlier turns."""
+    path = tmp_path / "forgetful.jinja"
+    words = "m.content" + "".join(f" | replace('{digit}', '')" for digit in range(5))
+    path.write_text(
+        "{% for m in messages %}{{ "
+        + words
+        + " if m.role == 'assistant' else m.content }}<end>{% endfor %}"
+    )
+    return {
+        "environment": f"{mine}:Longer",
+        "rollout.call_format": "auto",
+        "rollout.max_completion_tokens": 64,
+        "rollout.max_turn_tokens": 8,
+        "data.chat_template": str(path),
+        "data.history": "fork",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{"train.minibatches": 2}, {"rollout.refill": {"factor": 2.0}}, {"rollout.staleness": 1}],
+    ids=["minibatches", "refill", "staleness"],
+)
+def test_a_run_whose_conversations_are_rewritten_resumes_bit_for_bit(
+    tmp_path, mine, forks, changes
+):
+    unbroken = train(tmp_path / "whole", mine, **forks, **changes)
+    tables = options(tmp_path / "parts", mine, **forks, **changes)
+    resumed = died_and_resumed(configs.from_dict(tables), 2)
+    assert resumed.summary["parameter_hash"] == unbroken.summary["parameter_hash"]
+    for line in small_run.metrics(unbroken.path):
+        assert line["turns/forked"] > 0
+        if "rollout.staleness" not in changes and "train.minibatches" not in changes:
+            assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_saved_rollouts_that_were_rewritten_are_trained_on_as_in_their_run(tmp_path, mine, forks):
+    run = train(tmp_path, mine, **forks)
+    files = sorted((run.path / "rollouts").iterdir())
+    assert load_rollouts(files[0]).fields["turn:fork"].any()
+    assert any(turn["forked"] for row in read_samples(run.path) for turn in row["turns"])
+    again = options(tmp_path / "again", mine, **forks)
+    again["rewards"] = [
+        *options(tmp_path, mine)["rewards"],
+        {"use": "arithmetic", "name": "Longer"},
+    ]
+    del again["environment"], again["data"]["history"]
+    again["rollout"] = {k: v for k, v in again["rollout"].items() if not k.startswith("max_turn")}
+    del again["rollout"]["call_format"]
+    replayed = loop.train(configs.from_dict(again), rollouts=files)
+    assert replayed.summary["parameter_hash"] == run.summary["parameter_hash"]
+
+
+@pytest.mark.slow
+def test_scores_of_whole_samples_are_refused_where_conversations_are_rewritten(
+    tmp_path, mine, forks
+):
+    chain = [{"use": "subtract_group_mean"}, {"use": "add_kl_return", "beta": 0.1}]
+    behind_another = {
+        "scores": [{"name": "hinted_logp", "prompt": "answer"}],
+        "advantage": [{"use": "sum_rewards"}, *chain[:1], {**chain[1], "reference": "hinted"}],
+    }
+    for changes in ({"recipe": "dro_r3"}, behind_another, {"recipe": "rank_learning"}):
+        message = r'"fork": the method reads \w+, which takes a sample for one sequence'
+        with pytest.raises(InputError, match=message):
+            train(tmp_path, mine, **forks, **changes)
+
+
 @pytest.mark.slow
 def test_a_reward_sees_environments_and_several_are_chosen_by_the_row(tmp_path, mine):
     rows = [
@@ -190,6 +263,8 @@ def test_a_reward_sees_environments_and_several_are_chosen_by_the_row(tmp_path, 
             {"tools": ["mine.py:look"], "rollout.interrupt": {"after": 3, "text": "="}},
             "rollout.interrupt: with tools or an environment a turn would end",
         ),
+        ({"data.history": "fork"}, 'data.history = "fork": nothing reads it without tools'),
+        ({"data.history": "forks"}, 'data.history = "forks": expected "exact" or "fork"'),
         (
             {"environment": "mine.py:Env", "tree.branch": "uniform"},
             "tree.branch: with tools or an environment a branch would need",
