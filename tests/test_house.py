@@ -274,12 +274,12 @@ LINES = {
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4650,
     "rewards": 2250,  # with two sandboxes, and what runs in one of them
-    "environments": 1940,  # 910 of it what answers over HTTP; those of gymnasium and textarena
-    "rollout": 3920,  # with turns, what of them is saved, and what draws for queries
-    "update": 1780,
-    "config": 2050,  # with what tools and environments are
+    "environments": 1970,  # 910 of it what answers over HTTP; those of gymnasium and textarena
+    "rollout": 3930,  # with turns, what of them is saved, and what draws for queries
+    "update": 1785,
+    "config": 2060,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6850,  # with a page of conversations
+    "training": 6870,  # with a page of conversations
     "planning": 1480,
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered

@@ -268,9 +268,9 @@ class Conversations:
         """
         history = self._histories[talk.kind]
         if self.forks and history.chat.template is not None:
-            said = (talk.text or history.write(talk.prompt, [])) + text + history.text(answers)
+            context = (talk.text or history.write(talk.prompt, [])) + text + history.text(answers)
             talk.text = history.write(talk.prompt, [*talk.messages, *answers])
-            if talk.text != said:
+            if talk.text != context:
                 return history.encode(talk.text), True
         return history.between(answers, last), False
 

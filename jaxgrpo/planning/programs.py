@@ -259,8 +259,8 @@ def _score(run: Run) -> Program:
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & blueprint.scores.keys()
     names = blueprint.scored
-    there = {FORK} & batch.fields.keys() if early else batch.fields.keys() - names
-    fields = {name: batch.fields[name] for name in there}
+    before = {FORK} & batch.fields.keys() if early else batch.fields.keys() - names
+    fields = {name: batch.fields[name] for name in before}
     batch = dataclasses.replace(batch, fields=fields)
     params = params_of(learner, scoring_pass.policy)
     arguments = (params, batch, tuple(scores), blueprint.geometry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -81,8 +81,6 @@ def make_rollout_source(
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
     if run_inputs.replay:
-        if geometry.has_forks or any(FORK in names for names in run_inputs.replay.fields):
-            _refuse_whole_samples(needs | scored, blueprint.scores)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
@@ -203,6 +201,8 @@ def _replayed(
     trace: Callable[[Any], None],
 ) -> RolloutSource:
     """The files of a replay, whose fields the method can read."""
+    if any(FORK in names for names in replay.fields):
+        _refuse_whole_samples({*needs}, scores)
     fields = {*needs} - scores.keys() - {*rewards}
     fields |= {prompt_field(score.prompt) for score in scores.values() if score.prompt is not None}
     source = rollout_source_from_files(replay, rewards, fields)
@@ -210,7 +210,7 @@ def _replayed(
     return source
 
 
-def _refuse_whole_samples(needs: Collection[str], scores: Mapping[str, Score]) -> None:
+def _refuse_whole_samples(needs: Set[str], scores: Mapping[str, Score]) -> None:
     """Raises: InputError for scores of samples as one sequence each behind a prompt."""
     names = {*OF_ANSWERS, DRIFT}
     for name, score in scores.items():

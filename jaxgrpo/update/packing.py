@@ -342,30 +342,22 @@ def gather(
     Args:
       constrain: lays an array out on the caller's mesh by logical axis names: D over the bins.
 
-    Where a conversation was rewritten, its first token is left out: nothing before it predicts it,
-    and it is read as what comes before the next one.
-
     Shapes: advantage, weight, mask and every field [P, G, T]; the rest as in the types.
     """
     groups, samples, steps = rollouts.completion_tokens.shape
-    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
-    position = length[:, None, None] - 1 + jnp.arange(steps, dtype=jnp.int32)
-    real = _real(rollouts.token_mask)
-    if (fork := rollouts.fields.get(FORK)) is not None:
-        is_first = jnp.diff(fork, axis=-1, prepend=0) > 0
-        begin = jax.lax.cummax(jnp.where(is_first, jnp.arange(steps), 0), axis=2)
-        position = jnp.where(fork > 0, jnp.arange(steps) - begin - 1, position)
-        real, fields = real & ~is_first, {**fields, FORK: fork}
+    position, real = _positions(rollouts)
     source = _sources(plan, real)
 
     def move(value: Array) -> Array:
         moved = jnp.broadcast_to(value, (groups, samples, steps)).reshape(-1)[source]
         return jnp.where(source >= 0, moved, jnp.asarray(0, value.dtype))
 
+    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
     last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)
     first = jnp.broadcast_to(last[..., None], (groups, samples, 1))
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
+    forks = {name: value for name, value in rollouts.fields.items() if name == FORK}
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(
@@ -379,12 +371,29 @@ def gather(
         weight=move(weight),
         mask=move(mask),
         proximal_logp=move(rollouts.behavior_logp),
-        fields={name: move(value) for name, value in fields.items()},
+        fields={name: move(value) for name, value in (fields | forks).items()},
         prompt=jnp.asarray(plan.prompt),
         row_prompt=jnp.asarray(plan.row_prompt),
         num_live=jnp.asarray(plan.num_live),
     )
     return jax.tree.map(functools.partial(_over_bins, constrain), batch)
+
+
+def _positions(rollouts: Rollouts) -> tuple[Array, Array]:
+    """[P, G, T] each: position of what each token is drawn from, and whether it is computed.
+
+    The first token of a rewritten conversation is not: nothing is before it. It is read where the
+    second one is drawn, as a prompt's last token opens a sample.
+    """
+    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)
+    place = jnp.arange(rollouts.token_mask.shape[-1], dtype=jnp.int32)
+    position, real = length[:, None, None] - 1 + place, _real(rollouts.token_mask)
+    fork = rollouts.fields.get(FORK)
+    if fork is None:
+        return position, real
+    is_first = jnp.diff(fork, axis=-1, prepend=0) > 0
+    begin = jax.lax.cummax(jnp.where(is_first, place, 0), axis=2)
+    return jnp.where(fork > 0, place - begin - 1, position), real & ~is_first
 
 
 def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:

@@ -53,7 +53,7 @@ def forked():
     return jax.tree.map(jnp.asarray, changed)
 
 
-def sequences_of(rollouts):
+def flat_rows(rollouts):
     """(tokens [N, W], mask, and of each token of the samples its row and its place there)."""
     host = jax.tree.map(np.asarray, rollouts)
     fork, rows, where = host.fields[FORK], [], np.zeros((2, *host.token_mask.shape), int)
@@ -72,7 +72,7 @@ def sequences_of(rollouts):
 
 
 def plain_logp(model, params, rollouts):
-    tokens, mask, (row, place) = sequences_of(rollouts)
+    tokens, mask, (row, place) = flat_rows(rollouts)
     logp = sequences.token_logp(model, params, tokens, mask)[row, place]
     return jnp.where(rollouts.token_mask, logp, 0)
 
@@ -110,8 +110,8 @@ def updated(name: str, tokens: int, config=tiny.UNIFORM, axes=(1, 1)):
 
         def loss(params):
             logp, old = plain_logp(run.model, params, rollouts), rollouts.behavior_logp
-            given = {"advantage": advantage, "mask": mask, "segment": segment, "fields": fields}
-            tokens = losses.Tokens(logp=logp, proximal_logp=old, **given)
+            judged = {"advantage": advantage, "mask": mask, "segment": segment, "fields": fields}
+            tokens = losses.Tokens(logp=logp, proximal_logp=old, **judged)
             value, _ = losses.token_loss(run.objective.surrogate, run.objective.penalties, tokens)
             return jnp.where(mask, weight * value, 0).sum()
 

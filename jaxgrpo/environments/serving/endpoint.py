@@ -134,10 +134,10 @@ class Session:
         if tokens is None and rest and all(message["role"] != "assistant" for message in rest):
             chat = self.dialect.chat._replace(tools=prompted.tools)
             history = History(chat, self.stop_tokens)
-            ends = self._drawn[-1] in self.stop_tokens
-            said = [*self._prompt, *self._drawn[: -1 if ends else None]]
-            is_same = history.words(said) + history.text(rest) == history.words(prompt)
-            if is_same or not self.forks:
+            has_end = self._drawn[-1] in self.stop_tokens
+            context = [*self._prompt, *self._drawn[: -1 if has_end else None]]
+            text = history.words(context) + history.text(rest)
+            if not self.forks or text == history.words(prompt):
                 tokens = history.between(rest, self._drawn[-1])
         if tokens is None and self.forks:
             turns = [place for place, m in enumerate(messages, 1) if m["role"] == "assistant"]
