@@ -279,7 +279,7 @@ LINES = {
     "update": 1785,
     "config": 2060,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6870,  # with a page of conversations
+    "training": 6880,  # with a page of conversations
     "planning": 1480,
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered

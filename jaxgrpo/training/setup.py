@@ -69,7 +69,7 @@ _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")
 _UPDATE_KEYS = (*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS)
 _METHOD_KEYS = (
     *("recipe", "advantage", "rewards", "scores"),
-    *("reference.ema_decay", "data.answer_cuts", "experience.share"),
+    *("reference.ema_decay", "data.answer_cuts", "data.history", "experience.share"),
 )
 DEPENDS: dict[str, tuple[str, ...]] = {
     "inputs": _INPUT_KEYS,

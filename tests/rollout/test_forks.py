@@ -13,12 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 
+from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.config.world import make_world
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.conversations import Conversations
+from jaxgrpo.environments.games import guess_rules
 from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.models import decoder, sequences
 from jaxgrpo.models.api import stacked_params
@@ -40,6 +45,12 @@ TEMPLATES = {
     + ROLES
     + "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|end|>"
     + "{% endfor %}"
+    + NEXT,
+    # It refuses to write a conversation in which a thought has ended.
+    "picky": "{% for m in messages %}"
+    + "{% if '</think>' in m.content %}{{ raise_exception('no thoughts') }}{% endif %}"
+    + ROLES
+    + "{{ m.content }}<|end|>{% endfor %}"
     + NEXT,
     "faithful": "{% for m in messages %}" + ROLES + "{{ m.content }}<|end|>{% endfor %}" + NEXT,
 }
@@ -130,7 +141,7 @@ def test_a_turn_follows_the_conversation_as_the_template_writes_it_and_is_scored
                 sequence > 0 and "</think>" in conversation.messages[2 * number - 2]["content"]
             )
     assert forgotten >= 3
-    assert not logp[~mask].any()
+    assert not rollouts.behavior_logp[~rollouts.token_mask].any()
     forked = dialogue.metrics(PROMPTS * GROUP)["turns/forked"]
     assert 0 < forked == (fork * rollouts.token_mask).any(-1).mean() < 1
 
@@ -153,6 +164,25 @@ def test_a_conversation_that_leaves_no_room_when_it_is_rewritten_ends():
     rollouts, dialogue = talk("forgetful", True, steps=50)
     assert dialogue.metrics(PROMPTS * GROUP)["turns/cut"] > 0
     assert rollouts.fields[FORK].any()
+
+
+def test_a_template_that_fails_on_what_was_said_breaks_its_sample_alone():
+    rollouts, dialogue = talk("picky", True)
+    assert rollouts.fields["turn"].max() > 0
+    problems = [t.problem for n in range(PROMPTS) for t in dialogue.spoken([n], GROUP)]
+    assert 0 < sum(map(bool, problems)) < len(problems)
+    assert any("no thoughts" in problem for problem in problems)
+    np.testing.assert_array_equal(
+        dialogue.unscored(PROMPTS, GROUP).ravel(), np.array(problems) != ""
+    )
+
+
+def test_rules_in_jax_are_refused():
+    keys = RolloutKeys(
+        prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=8
+    )
+    with pytest.raises(InputError, match="rules in JAX write behind what"):
+        make_world((), {"": guess_rules}, keys, chat("faithful"), [1], forks=True)
 
 
 def test_rows_of_saved_samples_say_which_replies_are_the_conversation_again():

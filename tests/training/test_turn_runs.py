@@ -9,6 +9,8 @@ import pytest
 import small_run
 import tomli_w
 from resuming import died_and_resumed
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from jaxgrpo import evaluate, probe, sample
 from jaxgrpo.cli.main import main
@@ -203,6 +205,12 @@ def test_saved_rollouts_that_were_rewritten_are_trained_on_as_in_their_run(tmp_p
     files = sorted((run.path / "rollouts").iterdir())
     assert load_rollouts(files[0]).fields["turn:fork"].any()
     assert any(turn["forked"] for row in read_samples(run.path) for turn in row["turns"])
+    with safe_open(files[0], "numpy") as file:
+        arrays, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    arrays["fields.turn:fork"] = 1 - arrays["fields.turn:fork"]
+    save_file(arrays, tmp_path / "wrong.safetensors", metadata)
+    with pytest.raises(InputError, match=r"fields.turn:fork\[0, 0, 0\]: is 1, expected that of"):
+        load_rollouts(tmp_path / "wrong.safetensors")
     again = options(tmp_path / "again", mine, **forks)
     again["rewards"] = [
         *options(tmp_path, mine)["rewards"],

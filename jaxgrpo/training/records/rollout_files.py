@@ -16,6 +16,7 @@ from safetensors import numpy as safetensors
 from jaxgrpo.core.errors import InputError, refuse_all, refusing, suggest
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.models import sharding
+from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.training.records.folder import write_atomically
 
 FORMAT, VERSION = "jaxgrpo-rollouts", "1"
@@ -168,6 +169,8 @@ def _wrong_names(arrays: Arrays) -> Iterator[str]:
 
 def _form(name: str) -> tuple[str, Any]:
     """The letters of an array's shape, "P*": any that begins with P; and its dtype, None: any."""
+    if name == FIELDS + FORK:
+        return "PGT", np.int32
     if name.startswith(FIELDS):
         return "P*", None
     return ARRAYS.get(name, ("PG", np.float32))
@@ -239,6 +242,11 @@ def _wrong_values(arrays: Arrays, vocab_size: int | None) -> Iterator[str]:
     logp = arrays["behavior_logp"]
     wrong = arrays["token_mask"] & ~np.isfinite(logp)
     yield from _first("behavior_logp", logp, wrong, "a finite number where token_mask is True")
+    if (fork := arrays.get(FIELDS + FORK)) is not None:
+        rise = np.diff(fork, axis=-1, prepend=0)
+        wrong = (rise < 0) | (rise > 1) | ((rise > 0) & arrays["token_mask"])
+        expected = "that of the token before, or 1 more where token_mask is False"
+        yield from _first(FIELDS + FORK, fork, wrong, expected)
     for name in arrays:
         if name.startswith(REWARDS):
             wrong = np.isinf(arrays[name])
