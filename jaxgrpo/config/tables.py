@@ -71,6 +71,7 @@ class DataTable(TypedDict, total=False):
     chat_template: str
     chat_template_kwargs: Mapping[str, Any]
     template_time: str
+    history: Literal["exact", "fork"]
     too_long: Literal["error", "drop"]
 
 

@@ -19,6 +19,8 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import decoder, sequences, sharding
 from jaxgrpo.models.api import ModelConfig, params_per_layer
+from jaxgrpo.models.attention import Kernel
+from jaxgrpo.models.kernels import splash
 from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
@@ -174,3 +176,21 @@ def test_an_evaluation_scores_each_rewritten_conversation():
     expected = plain_logp(model, tiny.params(), rollouts)
     values = rescore(params_per_layer(model.config, tiny.params()), rollouts)["logp"]
     np.testing.assert_allclose(values, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_kernel_of_a_tpu_scores_each_rewritten_conversation():
+    """Interpreted; with rows that it cannot mask it gives NaN."""
+    attends = (
+        functools.partial(f, interpret=True) for f in (splash.causal, splash.rows_with_prefix)
+    )
+    run = blueprint(tiny.UNIFORM, OBJECTIVES["clip"], 60)._replace(
+        kernel=Kernel("splash", *attends)
+    )
+    rollouts, preparer = forked(), build_steps(run).prepare.__self__
+    learner = first_learner(run, tiny.params(), 8, ("reward",))
+    lengths = sharding.to_host(preparer.measure(rollouts))
+    sizes = rollouts, lengths, run.geometry
+    logp = preparer.score_samples(learner, {"trainer_logp"}, *sizes)["trainer_logp"]
+    logp = jnp.where(rollouts.token_mask, logp, 0)
+    np.testing.assert_allclose(logp, plain_logp(run.model, tiny.params(), rollouts), atol=1e-5)
