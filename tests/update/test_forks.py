@@ -181,12 +181,11 @@ def test_an_evaluation_scores_each_rewritten_conversation():
 @pytest.mark.slow
 def test_the_kernel_of_a_tpu_scores_each_rewritten_conversation():
     """Interpreted; with rows that it cannot mask it gives NaN."""
-    attends = (
+    causal, rows = (
         functools.partial(f, interpret=True) for f in (splash.causal, splash.rows_with_prefix)
     )
-    run = blueprint(tiny.UNIFORM, OBJECTIVES["clip"], 60)._replace(
-        kernel=Kernel("splash", *attends)
-    )
+    run = blueprint(tiny.UNIFORM, OBJECTIVES["clip"], 60)
+    run = run._replace(kernel=Kernel("splash", causal, rows))
     rollouts, preparer = forked(), build_steps(run).prepare.__self__
     learner = first_learner(run, tiny.params(), 8, ("reward",))
     lengths = sharding.to_host(preparer.measure(rollouts))
