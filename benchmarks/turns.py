@@ -61,15 +61,13 @@ class Run(NamedTuple):
     seconds: float
     tokens: int  # drawn
     slot_steps: int
-    computing: float = 0.0  # seconds: prompts, replies and, again, what samples held before
-    held: float = 0.0  # of the tokens computed for a further turn, those that the engine had before
+    computing: float = 0.0  # seconds of chunks: of prompts, replies and what was drawn before
+    known_before: float = 0.0  # of the tokens in chunks of further turns, what the engine had
 
-    @property
-    def seconds_per_token(self) -> float:
+    def per_token(self) -> float:
         return self.seconds / self.tokens
 
-    @property
-    def slot_steps_per_token(self) -> float:
+    def steps_per_token(self) -> float:
         return self.slot_steps / self.tokens
 
 
@@ -139,7 +137,7 @@ class Contender:
     def run_by_parts(self, seed: int) -> Run:
         """As `run`, with the devices' work awaited before and after each chunk."""
         programs, submit = self.engine.programs, self.engine.submit
-        seconds, computed, held = 0.0, 0, 0
+        seconds, computed, known_before = 0.0, 0, 0
 
         def timed_prefill(params: Any, state: Any, *rest: Any) -> Any:
             nonlocal seconds
@@ -149,17 +147,17 @@ class Contender:
             return state
 
         def counted(requests: Sequence[Request], group_size: int = 0) -> None:
-            nonlocal computed, held
+            nonlocal computed, known_before
             further = [request for request in requests if request.offset]
             computed += sum(len(request.tokens) - 1 for request in further)
-            held += sum(len(request.tokens) - 1 - self.words for request in further)
+            known_before += sum(len(request.tokens) - 1 - self.words for request in further)
             submit(requests, group_size)
 
         self.engine.programs = programs._replace(prefill=timed_prefill)
         self.engine.submit = counted
         result = self.run(seed)
         self.engine.programs, self.engine.submit = programs, submit
-        return result._replace(computing=seconds, held=held / computed)
+        return result._replace(computing=seconds, known_before=known_before / computed)
 
 
 def ways(turns: int) -> dict[str, Contender]:
@@ -180,17 +178,18 @@ def compare(turns: int, rounds: int, console: Console) -> dict[str, Any]:
     alone, at_once = runs["one turn"], runs["class, at once"]
 
     def row(name: str) -> contest.Row:
-        own = runs[name]
-        seconds = over([run.seconds_per_token for run in own], [r.seconds_per_token for r in alone])
-        steps = over([r.slot_steps_per_token for r in own], [r.slot_steps_per_token for r in alone])
-        rival = over([run.seconds for run in own], [run.seconds for run in at_once])
+        mine = runs[name]
+        seconds = over(map(Run.per_token, mine), map(Run.per_token, alone))
+        steps = over(map(Run.steps_per_token, mine), map(Run.steps_per_token, alone))
+        rival = over([run.seconds for run in mine], [run.seconds for run in at_once])
         tools = (turns - 1) * DELAY if name == "class, 50 ms" else 0.0
-        decoding = [run.tokens * one.seconds_per_token for run, one in zip(own, alone, strict=True)]
-        wall = over([run.seconds for run in own], [max(tools, value) for value in decoding])
+        pairs = zip(mine, alone, strict=True)
+        floors = [max(tools, run.tokens * plain.per_token()) for run, plain in pairs]
+        wall = over([run.seconds for run in mine], floors)
         most = MAX_RULES if name == "rules in JAX" else None
         cells = [
-            f"{np.median([run.seconds for run in own]):.2f}",
-            f"{np.mean([run.tokens for run in own]):.0f}",
+            f"{np.median([run.seconds for run in mine]):.2f}",
+            f"{np.mean([run.tokens for run in mine]):.0f}",
             f"{seconds.median:.2f} [{seconds.ends}]",
             f"{steps.median:.2f} {within(steps.median, MAX_SLOT_STEPS)}",
             f"{wall.median:.2f} {within(wall.median, MAX_WALL)}",
@@ -210,12 +209,12 @@ def compute_again(replies: Sequence[int], rounds: int, console: Console) -> dict
         contender = Contender(3, reply, environment(reply, 0.0))
         runs = [contender.run_by_parts(seed) for seed in range(rounds + 2)][2:]
         computing = float(np.median([run.computing / run.seconds for run in runs]))
-        held = float(np.mean([run.held for run in runs]))
+        known_before = float(np.mean([run.known_before for run in runs]))
         cells = [f"{np.median([run.seconds for run in runs]):.2f}"]
-        cells += [f"{share:.2f}" for share in (computing, held, computing * held)]
-        return str(reply), cells, {"computing": computing, "could_save": computing * held}
+        cells += [f"{share:.2f}" for share in (computing, known_before, computing * known_before)]
+        return str(reply), cells, {"computing": computing, "could_save": computing * known_before}
 
-    columns = ("reply", "s", "share of it computing", "held before", "to save at most")
+    columns = ("reply", "s", "share of it computing", "known before", "to save at most")
     return contest.show(console, columns, map(row, replies), "3 turns, answered at once")
 
 

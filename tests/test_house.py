@@ -25,6 +25,7 @@ MAX_FOLDER_FILES = 20  # beside __init__.py
 MAX_PACKAGES = 15
 
 SHORT = {
+    "data/tasks/templates.py": "tasks of one kind of turns share theirs",
     "rollout/exchange.py": "batches and judging exchange alike, and neither is the other's",
     "cli/importing.py": "a command and what it prints; the files are read in models/gguf",
     "data/written.py": "data, rewards and rollout must write a number alike",
