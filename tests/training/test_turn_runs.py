@@ -145,6 +145,8 @@ def test_a_run_trains_and_says_what_its_turns_were(tmp_path, mine, name):
     assert set(np.unique(turn)) <= {-1, 0, 1, 2}
     assert (turn[mask] >= 0).all()
     assert (~mask & (turn >= 0)).any()
+    last = load_rollouts(run.path / "rollouts" / "00000003.safetensors")
+    np.testing.assert_array_equal(last.fields["version"], np.where(last.token_mask, 2, -1))
 
 
 @pytest.mark.slow
