@@ -274,7 +274,7 @@ LINES = {
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4650,
     "rewards": 2250,  # with two sandboxes, and what runs in one of them
-    "environments": 1940,  # 910 of it what answers over HTTP; those of gymnasium and textarena
+    "environments": 1990,  # 910 of it what answers over HTTP; those of gymnasium and textarena
     "rollout": 3920,  # with turns, what of them is saved, and what draws for queries
     "update": 1780,
     "config": 2050,  # with what tools and environments are
