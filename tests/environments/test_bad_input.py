@@ -218,12 +218,13 @@ def is_in(part: str, line: str) -> bool:
 
 
 def test_what_a_run_from_python_is_given_is_refused_alike(folder, tmp_path):
-    for options, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"environment_factory": bad_environments.shared}, "gives the same Good twice"),
         ({"environment_factory": lambda: bad_environments.instance}, "gives the same Good twice"),
         ({"tools": [bad_environments.starred]}, "starred has arguments that a call cannot name"),
         ({"tools": [3]}, "give a function"),
-    ):
+    ]
+    for options, message in cases:
         config = tables(folder, tmp_path / "run")
         with pytest.raises(jaxgrpo.InputError, match=message):
             jaxgrpo.train(config, **options)
