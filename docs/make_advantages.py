@@ -69,6 +69,7 @@ def fields(success: np.ndarray = SUCCESS) -> dict[str, np.ndarray]:
         "turn": np.zeros(token.shape, np.int32),
         "turn_reward": 0 * token[..., :1],
         "state_hash": np.zeros((*success.shape, 1), np.int32),
+        "turn_truncated": np.zeros((*success.shape, 1), bool),
         "rubric": np.ones_like(success),
         "classes": np.broadcast_to(np.arange(samples), success.shape),
         "tree": tree,

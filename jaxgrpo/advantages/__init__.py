@@ -74,7 +74,12 @@ from jaxgrpo.advantages.trees import (
     tree_process,
     tree_subgroup,
 )
-from jaxgrpo.advantages.turns import turn_normalise, turn_returns
+from jaxgrpo.advantages.turns import (
+    keep_turns,
+    mask_truncated_turns,
+    turn_normalise,
+    turn_returns,
+)
 from jaxgrpo.advantages.weights import (
     darling,
     shrink_rare_success,
@@ -114,12 +119,14 @@ __all__ = [
     "hicra",
     "kappa",
     "keep_samples",
+    "keep_turns",
     "kl_in_reward",
     "leave_one_out_pass_at_k",
     "mask_difficulty_band",
     "mask_group_difficulty",
     "mask_low_variance",
     "mask_truncated",
+    "mask_truncated_turns",
     "mask_zero_variance",
     "masked_importance",
     "max_minus_second",

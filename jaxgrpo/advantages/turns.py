@@ -2,23 +2,26 @@
 
 The fields, by their default names:
 
-    turn         [P, G, T] int      the turn that a token belongs to, -1 for none
-    turn_reward  [P, G, K] float    what the environment gave for each turn; 0: nothing
-    state_hash   [P, G, K] int      what the model had read before each turn: equal is equal
+    turn            [P, G, T] int      the turn that a token belongs to, -1 for none
+    turn_reward     [P, G, K] float    what the environment gave for each turn; 0: nothing
+    state_hash      [P, G, K] int      what the model had read before each turn: equal is equal
+    turn_truncated  [P, G, K] bool     whether its limit stopped the turn
 
 A run with tools or environments brings them (docs/environments.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import base, stats, trees
+from jaxgrpo.advantages import base, stats, tokens, trees
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal
 
@@ -120,6 +123,79 @@ def turn_normalise(
     return base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
 
 
+def keep_turns(
+    first: int | None = None, last: int | None = None, turn: str = "turn"
+) -> AdvantageTransform:
+    """Masks the tokens of all turns of a sample but its first or its last ones.
+
+        token t stays where turn[t] < first or turn[t] >= n - last,  n the turns of the sample
+
+    Put it behind the baseline and behind what shares a reward out to turns. What is masked leaves
+    the denominator of the loss too. Samples with fewer turns keep all of them.
+
+    Args:
+      first, last: how many; one of the two, or both.
+      turn: name of the field.
+
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask cut.  Raises: InputError without a number.
+    Metrics: masked, the share of tokens that went.
+    Source: the last turn alone is `mask_history` in LLaMA-Factory's supervised training.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"turn": [[[0, 1, 1]]], "token_mask": [[[True, True, True]]]}
+    >>> evaluate(keep_turns(last=1), [[1.0]], **fields)[1].tolist()
+    [[[False, True, True]]]
+    """
+    name, expected = "keep_turns", "a whole number of at least 1"
+    base.check(name, expected, lambda n: type(n) is int and n >= 1, first=first, last=last)
+    if first is None and last is None:
+        raise InputError("keep_turns: neither first nor last is given: say how many turns stay")
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        turns = _drawn_turns(name, turn, rollouts)
+        number = turns.max(-1, keepdims=True) + 1
+        keep = (turns < (first or 0)) | (turns >= number - (last or 0))
+        return _without(tokens.at_tokens(name, signal, rollouts), ~keep)
+
+    return base.stateless(name, apply, needs=frozenset({turn}))
+
+
+def mask_truncated_turns(
+    turn: str = "turn", turn_truncated: str = "turn_truncated"
+) -> AdvantageTransform:
+    """Masks the tokens of turns that their limit cut; the other turns of the sample stay.
+
+        token t goes where turn[t] was stopped by rollout.max_turn_tokens, or by the sample's limit
+
+    `mask_truncated` takes a sample out whose last turn was cut, with all of its turns.
+
+    Args:
+      turn, turn_truncated: names of the fields.
+
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask cut.
+    Metrics: masked, the share of tokens that went.
+    Source: DAPO's overlong filtering, arXiv 2503.14476, section 3.4, by turns, which are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"turn": [[[0, 1]]], "turn_truncated": [[[True, False]]]}
+    >>> evaluate(mask_truncated_turns(), [[1.0]], token_mask=[[[True, True]]], **fields)[1].tolist()
+    [[[False, True]]]
+    """
+    name = "mask_truncated_turns"
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        cut = base.read_field(name, turn_truncated, rollouts).astype(bool)
+        gone = _on_turns(cut, _drawn_turns(name, turn, rollouts))
+        return _without(tokens.at_tokens(name, signal, rollouts), gone)
+
+    return base.stateless(name, apply, needs=frozenset({turn, turn_truncated}))
+
+
+def _without(signal: Signal, gone: Array) -> tuple[Signal, Metrics]:
+    masked = dataclasses.replace(signal, mask=signal.mask & ~gone)
+    return masked, {"masked": mean(gone, signal.mask)}
+
+
 def _turn_normalised(
     fields: Sequence[str],
     numbers: Sequence[Scheduled],
@@ -144,8 +220,8 @@ def _turn_normalised(
 
 def _drawn_turns(name: str, field: str, rollouts: Rollouts) -> Array:
     """The turn of each token that the policy chose, -1 elsewhere."""
-    tokens = base.read(name, rollouts, "token_mask").astype(bool)
-    return jnp.where(tokens, base.read_field(name, field, rollouts).astype(jnp.int32), -1)
+    drawn = base.read(name, rollouts, "token_mask").astype(bool)
+    return jnp.where(drawn, base.read_field(name, field, rollouts).astype(jnp.int32), -1)
 
 
 def _returns(

@@ -54,6 +54,7 @@ FIELDS: dict[str, Field] = {
     "turn": Field(PER_TOKEN, int, "the turn that the token belongs to, -1 for none"),
     "turn_reward": Field("[P, G, K]", float, "what the environment gave for each turn"),
     "state_hash": Field("[P, G, K]", int, "a hash of what was said before each turn"),
+    "turn_truncated": Field("[P, G, K]", bool, "whether its limit stopped each turn"),
     "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
     "thought_tokens": Field("[P, G]", int, "tokens of each sample that are its thought"),
     **{

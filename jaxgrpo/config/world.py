@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +64,12 @@ def check(values: Values) -> Iterator[str]:
     if values.get("data.history", "exact") != "exact" and not has_turns:
         reason = "nothing reads it without tools or an environment"
         yield f'data.history = "fork": {reason}; leave it out'
+    longest, of_turn = (values.get(f"rollout.max_{part}_tokens") for part in ("completion", "turn"))
+    if has_turns and of_turn is not None and longest is not None and of_turn > longest:
+        yield (
+            f"rollout.max_turn_tokens = {of_turn}: a sample, all its turns and what answers them, "
+            f"has at most rollout.max_completion_tokens = {longest}; lower it, or leave it out"
+        )
     for name, reason in EXCLUDED.items():
         if has_turns and values.get(name):
             yield f"{name}: with tools or an environment {reason}; leave one of the two out"
@@ -288,9 +293,10 @@ def find_parser(name: str, chat: Chat) -> calls.Parser:
 
 
 def _environment_reward(name: str) -> Callable[..., list[float]]:
-    """The reward that environments of a class give; others are not scored by it."""
+    """The reward that environments of a class give. Samples of others get 0 of it, which adds
+    nothing: as unscored they would have no sum of rewards."""
 
     def reward(conversations: Sequence[Conversation]) -> list[float]:
-        return [talk.reward() if talk.name == name else math.nan for talk in conversations]
+        return [talk.reward() if talk.name == name else 0.0 for talk in conversations]
 
     return reward

@@ -141,6 +141,8 @@ OF_SAMPLES: dict[str, str] = {
     "turn": "[P, G, T], the turn that a token belongs to (set tools or environment)",
     "turn_reward": "[P, G, K], what the environment gave for each turn (set environment)",
     "state_hash": "[P, G, K], what was said before each turn (set tools or environment)",
+    "turn_truncated": "[P, G, K], whether its limit stopped a turn (set tools or environment)",
+    "version": "[P, G, T], the step whose parameters drew a token (set tools or environment)",
     "token_value": "[P, G, T], a critic's estimate at each token",
     "replayed": "[P, G], which samples are of earlier steps (set experience.share)",
     "prefix": "[P], the text that each prompt begins with (set rollout.prefixes)",

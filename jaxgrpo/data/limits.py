@@ -102,7 +102,9 @@ def left_after(seconds: float, function: Callable[[], T]) -> T:
     value, error = outcome[0]
     if error is None:
         return value
-    raise error if isinstance(error, Exception) else RuntimeError(one_line(error)) from error
+    if isinstance(error, Exception):
+        raise error
+    raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
 
 
 @contextlib.contextmanager

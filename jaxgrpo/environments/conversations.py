@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.history import History
@@ -196,9 +196,8 @@ class Conversations:
 
     def _begin(self, key: Key, row: int, seed: int) -> str | Opening | None:
         """What an environment says first."""
-        columns = {name: value for name, value in self.rows[row].items() if name != "environment"}
         try:
-            return self._running[key].partner.open(columns, seed)
+            return self._running[key].partner.open(_columns(self.kinds, self.rows[row]), seed)
         except Broken as error:
             self._break(key, str(error))
             return None
@@ -300,16 +299,30 @@ def joined(prompt: Any, observation: str | None) -> Any:
 
 
 def check_rows(kinds: Mapping[str, Kind], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError with the first row whose column "environment" names none of several."""
-    if len(kinds) == 1:
-        return
+    """Raises InputError with the first row whose column "environment" names none of several, and
+    where the environment of a row does not take its columns."""
+    unchecked = {*kinds}
     for number, row in enumerate(rows):
-        if row.get("environment") not in kinds:
+        name = row.get("environment") if len(kinds) > 1 else next(iter(kinds))
+        if name not in kinds:
             names = ", ".join(sorted(kinds))
-            value = repr(row["environment"]) if "environment" in row else "no value"
+            if "environment" not in row:
+                hint = suggest("environment", row)
+                raise InputError(
+                    f"row {number}: there is no column 'environment' ({hint}): write one of {names}"
+                )
             raise InputError(
-                f"row {number}: the column 'environment' holds {value}: write one of {names}"
+                f"row {number}: the column 'environment' holds {name!r}: write one of {names}"
             )
+        if name in unchecked:
+            unchecked.remove(name)
+            kinds[name].check_row(_columns(kinds, row))
+
+
+def _columns(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> dict[str, Any]:
+    """What `reset` gets, as in TRL: all columns but that which names one of several."""
+    several = len(kinds) > 1
+    return {name: value for name, value in row.items() if not several or name != "environment"}
 
 
 def sample_seed(*parts: int) -> int:

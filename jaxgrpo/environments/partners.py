@@ -10,17 +10,26 @@ Sources: TRL's GRPOTrainer (environment_factory); Gymnasium, textarena.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxgrpo.core.errors import InputError, cut, explaining_own_code
+from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing
 from jaxgrpo.data import limits
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.calls import Parser, Reading
 from jaxgrpo.environments.serving.fields import Completion
-from jaxgrpo.environments.tools import Tool, make_tools, run_calls, run_limited, tool_methods
+from jaxgrpo.environments.tools import (
+    Tool,
+    make_tools,
+    run_calls,
+    run_limited,
+    tool_methods,
+    writable,
+)
+from jaxgrpo.rewards.protocol import LARGEST
 
 LONGEST = 2**31 - 1  # tokens of a turn where nothing else bounds it
 
@@ -83,6 +92,8 @@ class Kind:
     tools: tuple[Tool, ...]  # whose schemas the prompt shows
     has_reward: bool  # the environment gives one
     answers_last: bool = False  # the last turn too, whose reward counts though nothing follows it
+    check_row: Callable[[Mapping[str, Any]], None] = lambda row: None
+    """raises InputError where `reset` does not take the columns of a row"""
 
     def shown_in(self, chat: Chat) -> Chat:
         """How prompts are written out with its tools."""
@@ -102,12 +113,11 @@ class ToolPartner:
         if self.environment is None:
             return None
         reset = self.environment.reset
-        named = inspect.signature(reset).parameters
-        arguments = {**row, **({"seed": seed} if "seed" in named and "seed" not in row else {})}
+        arguments = _reset_arguments(reset, row, seed, is_gym=False)
         observation = _run("reset", reset, arguments, self._seconds)
         if observation is not None and not isinstance(observation, str):
             raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
-        return observation
+        return None if observation is None else writable(observation)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -147,14 +157,11 @@ class GymPartner:
     def open(self, row: Mapping[str, Any], seed: int) -> str | None:
         self.total = 0.0
         reset = self.environment.reset
-        named = inspect.signature(reset).parameters.values()
-        takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in named)
-        names = {entry.name for entry in named}
-        arguments = {key: value for key, value in row.items() if takes_any or key in names}
-        observation = _run("reset", reset, {**arguments, "seed": seed}, self._seconds)
+        arguments = _reset_arguments(reset, row, seed, is_gym=True)
+        observation = _run("reset", reset, arguments, self._seconds)
         if isinstance(observation, tuple):  # with an info beside it
             observation = observation[0]
-        return None if observation is None else str(observation)
+        return None if observation is None else writable(str(observation))
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -169,7 +176,8 @@ class GymPartner:
         value = read_number("step", reward)
         if math.isfinite(value):
             self.total += value
-        messages: list[Message] = [{"role": "user", "content": str(observation)}]
+        content = "" if observation is None else writable(str(observation))
+        messages: list[Message] = [{"role": "user", "content": content}]
         return Answer(Reading(text, []), [] if is_done else messages, value)
 
     def reward(self) -> float | None:
@@ -184,7 +192,7 @@ def make_kind(
     seconds: float,
     where: str,
 ) -> Kind:
-    """What rows of an environment talk to; calls its factory once.
+    """What rows of an environment talk to; calls its factory twice.
 
     Args:
       factory: makes an environment; None: there are tools alone.
@@ -192,22 +200,18 @@ def make_kind(
       find_parser: gives the parser of calls, which Gym's protocol has none of.
       where: opens messages.
 
-    Raises: InputError where the factory fails, or what it makes is no environment; and as
-      `find_parser`.
+    Raises: InputError where the factory fails or gives one object twice, or what it makes is no
+      environment; and as `find_parser`.
     """
     if factory is None:
         parts = find_parser(), seconds
         return Kind("", lambda: ToolPartner(functions, None, *parts), tools, False)
-    with explaining_own_code(where):
-        environment = factory()
-    name, reset = type(environment).__name__, getattr(environment, "reset", None)
-    if not callable(reset):
-        raise InputError(
-            f"{where}: {name} has no method reset: give a class with reset(**row) and methods that "
-            "are tools, or with reset(seed) and step(text)"
-        )
-    if callable(getattr(environment, "step", None)) and _is_gym(environment):
-        return Kind(name, lambda: GymPartner(factory(), seconds), (), True, answers_last=True)
+    environment = _make_environment(factory, where)
+    name, reset = type(environment).__name__, environment.reset
+    is_gym = callable(getattr(environment, "step", None)) and _is_gym(environment)
+    check_row = functools.partial(_check_reset, f"{where}: {name}.reset", reset, is_gym)
+    if is_gym:
+        return Kind(name, lambda: GymPartner(factory(), seconds), (), True, True, check_row)
     methods = make_tools(tool_methods(environment), f"{where}: {name}")
     twice = functions.keys() & {tool.name for tool in methods}
     if twice:
@@ -220,7 +224,51 @@ def make_kind(
         lambda: ToolPartner(functions, factory(), *parts),
         (*tools, *methods),
         callable(getattr(environment, "get_reward", None)),
+        check_row=check_row,
     )
+
+
+def _make_environment(factory: Callable[[], Any], where: str) -> Any:
+    """An environment. Raises: InputError as `make_kind`."""
+    problem = f"{where}: it cannot be made ({{reason}}): give a class that takes no arguments"
+    with refusing(problem, TypeError), explaining_own_code(where):
+        environment, second = factory(), factory()
+    name = type(environment).__name__
+    if not callable(getattr(environment, "reset", None)):
+        raise InputError(
+            f"{where}: {name} has no method reset: give a class with reset(**row) and methods that "
+            "are tools, or with reset(seed) and step(text)"
+        )
+    if second is environment:
+        raise InputError(
+            f"{where}: it gives the same {name} twice, and samples would write into one another's: "
+            "make a new object in each call"
+        )
+    return environment
+
+
+def _reset_arguments(
+    reset: Callable[..., Any], row: Mapping[str, Any], seed: int, is_gym: bool
+) -> dict[str, Any]:
+    """Of TRL's protocol all columns, and a seed where one is named; of Gym's a seed, and the
+    columns that are named."""
+    named = inspect.signature(reset).parameters
+    if not is_gym:
+        return {**row, **({"seed": seed} if "seed" in named and "seed" not in row else {})}
+    takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in named.values())
+    return {key: row[key] for key in row if takes_any or key in named} | {"seed": seed}
+
+
+def _check_reset(
+    where: str, reset: Callable[..., Any], is_gym: bool, row: Mapping[str, Any]
+) -> None:
+    arguments = _reset_arguments(reset, row, 0, is_gym)
+    problem = (
+        f"{where} is called with {', '.join(arguments)} ({{reason}}): let it take these columns of "
+        "the data, or all by **row"
+    )
+    with refusing(problem, TypeError):
+        inspect.signature(reset).bind(**arguments)
 
 
 def _is_gym(environment: Any) -> bool:
@@ -231,11 +279,14 @@ def _is_gym(environment: Any) -> bool:
 
 
 def read_number(name: str, value: Any) -> float:
-    """A reward that a function returned. Raises: Broken."""
+    """A reward that a function returned; NaN: none. Raises: Broken."""
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         raise Broken(f"{name} returned the reward {cut(repr(value))}: return a number") from None
+    if abs(number) > LARGEST:
+        raise Broken(f"{name} returned the reward {number:g}: return at most {LARGEST:g}")
+    return number
 
 
 def _run(

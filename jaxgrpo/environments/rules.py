@@ -121,7 +121,10 @@ class _Row(dict[str, Array]):
 
     def __missing__(self, name: str) -> Array:
         names = ", ".join(self) or "none"
-        raise InputError(f"reset asks for the column {name!r}: of numbers there are {names}")
+        raise InputError(
+            f"environment: reset asks for the column {name!r}, and those of numbers are {names}: "
+            "add it to the data, as a number in each row"
+        )
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -83,6 +83,12 @@ def make_tool(function: Any, where: str) -> Tool:
     if not callable(function):
         raise InputError(f"{where}: a {type(function).__name__}: give a function")
     name = getattr(function, "__name__", "")
+    unnamed = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
+    if any(entry.kind in unnamed for entry in inspect.signature(function).parameters.values()):
+        raise InputError(
+            f"{where}: {name} has arguments that a call cannot name (*args, or those before /): "
+            "give each a name"
+        )
     try:
         schema = get_json_schema(function)
     except Exception as error:
@@ -165,7 +171,7 @@ def _begin(
 
 def _answer(result: Callable[[], Any], seconds: float) -> Result:
     try:
-        text = str(result())
+        text = writable(str(result()))
     except limits.TimedOut:
         return _failed(f"it took more than {seconds:g} s", "timed_out")
     except Exception as error:
@@ -177,13 +183,24 @@ def _answer(result: Callable[[], Any], seconds: float) -> Result:
 
 def _failed(text: str, problem: str) -> Result:
     """TRL's words for a failure: the text of a dict."""
-    return Result(str({"error": cut(text)}), problem)
+    return Result(str({"error": cut(writable(text))}), problem)
+
+
+def writable(text: str) -> str:
+    """The text, with "?" for what UTF-8 cannot write: half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _begin_async(coroutine: Any, seconds: float) -> Callable[[], Any]:
+    async def contained() -> Any:
+        try:
+            return await coroutine
+        except SystemExit as error:  # it would end the loop, and with it the calls beside this one
+            raise RuntimeError(f"SystemExit: {error}") from error
+
     async def limited() -> Any:
         try:
-            return await asyncio.wait_for(coroutine, seconds)
+            return await asyncio.wait_for(contained(), seconds)
         except TimeoutError:
             raise limits.TimedOut from None
 

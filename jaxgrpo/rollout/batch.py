@@ -21,7 +21,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import trees
-from jaxgrpo.rollout.dialogue import Converse, Dialogue
+from jaxgrpo.rollout.dialogue import VERSION, Converse, Dialogue
 from jaxgrpo.rollout.engine import COMPLETE, Engine, Request, SamplingSettings, Turn
 from jaxgrpo.rollout.trees import Branch, Trees
 
@@ -68,6 +68,7 @@ class Batch:
         self._confidence = None if stop is None else np.zeros(shape, np.float32)
         self._truncated = np.zeros(shape[:2], bool)
         self._version = np.zeros(shape[:2], np.int32)
+        self._versions: Any = np.zeros(shape, np.int32) if dialogue is not None else None
         self._missing = np.full(count, group_size)
         self._interruption = settings.interruption
         self._under_way: dict[tuple[int, int], Request] = {}
@@ -283,6 +284,8 @@ class Batch:
             ends, begins = turn.answered.ends[:-1], turn.answered.begins[1:]
             for end, next_begin in zip(ends, begins, strict=True):
                 self.mask[at][begin + end : begin + next_begin] = False
+        if self._versions is not None:
+            self._versions[at][drawn] = turn.version
         if self._untempered is not None:
             self._untempered[at][drawn] = turn.untempered_logp
         if self._confidence is not None:
@@ -311,7 +314,8 @@ class Batch:
     def _more_fields(self) -> dict[str, np.ndarray]:
         """What `Dialogue.fields` or `trees.fields` gives for all groups."""
         if self.dialogue is not None:
-            return self.dialogue.fields(self.prompts.ordinal.tolist(), self.mask)
+            fields = self.dialogue.fields(self.prompts.ordinal.tolist(), self.mask)
+            return fields | {VERSION: np.where(self.mask, self._versions, np.int32(-1))}
         if self._trees is None:
             return {}
         steps, by_ordinal = self.tokens.shape[-1], {}

@@ -28,11 +28,12 @@ from jaxgrpo.rollout.engine import COMPLETE, Request, Turn
 from jaxgrpo.rollout.exchange import gather_json
 from jaxgrpo.rollout.selection import pad_prompts
 
-TURN, REWARD, STATE = "turn", "turn_reward", "state_hash"
+TURN, REWARD, STATE, CUT = "turn", "turn_reward", "state_hash", "turn_truncated"
 FORK = "turn:fork"  # no column of data is called so
 """Field [P, G, T] int32: how often the conversation has been rewritten up to a token. Each number
 stands for a sequence of its own: all before 1 behind the prompt, and then the rewritten
 conversation, prompt and all, and what follows it."""
+VERSION = "version"  # of each token that was drawn, as `Turn.version`; -1 elsewhere
 
 
 class Turns(NamedTuple):
@@ -109,6 +110,7 @@ class Record(NamedTuple):
     ends: dict[Key, list[int]]  # where each turn ends, in tokens of the sample
     rewards: dict[Key, list[float]]  # of those that were answered
     states: dict[Key, list[int]]  # hashes of what was said before each turn
+    cut: dict[Key, list[bool]]  # whether each turn was stopped by its limit
 
 
 def turn_fields(
@@ -120,12 +122,13 @@ def turn_fields(
       turns: K, of a sample at most.
 
     Returns: "turn" [P, G, T] int32, the turn of a token that was drawn and of what answers it, -1
-    elsewhere; of each turn "turn_reward" [P, G, K] float32, 0 where there is none, and "state_hash"
-    [P, G, K] int32, of what was said before it, 0 where there is no such turn.
+    elsewhere; of each turn "turn_reward" [P, G, K] float32, 0 where there is none, "state_hash"
+    [P, G, K] int32, of what was said before it, 0 where there is no such turn, and "turn_truncated"
+    [P, G, K] bool, whether its limit stopped it.
     """
     numbers = np.full(mask.shape, -1, np.int32)
     shape = (*mask.shape[:2], turns)
-    rewards, states = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    rewards, states, cut = (np.zeros(shape, kind) for kind in (np.float32, np.int32, np.bool_))
     drawn = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[..., ::-1], axis=-1), 0)
     for place, ordinal in enumerate(ordinals):
         for sample in range(mask.shape[1]):
@@ -138,10 +141,11 @@ def turn_fields(
                 starts.append(end + int(behind[0]) if len(behind) else int(drawn[at]))
             for number, start in enumerate(starts):
                 numbers[at][start : drawn[at]] = number
-            for array, values in ((rewards, record.rewards), (states, record.states)):
+            tables = (rewards, record.rewards), (states, record.states), (cut, record.cut)
+            for array, values in tables:
                 entries = np.nan_to_num(np.asarray(values.get(key, ()), np.float64))
                 array[at][: len(entries)] = entries
-    return {TURN: numbers, REWARD: rewards, STATE: states}
+    return {TURN: numbers, REWARD: rewards, STATE: states, CUT: cut}
 
 
 class ThreadedDialogue:
@@ -166,7 +170,7 @@ class ThreadedDialogue:
         self._ordinals: list[int] = []  # by place
         self._rows: dict[int, int] = {}  # by ordinal
         self._local: set[Key] = set()  # that this process answers
-        self._record = Record({}, {}, {})
+        self._record = Record({}, {}, {}, {})
         self._limits: dict[Key, int] = {}  # of the next turns, as what answers says
         self._forks: dict[Key, list[int]] = {}  # where rewritten conversations begin
 
@@ -184,7 +188,7 @@ class ThreadedDialogue:
         by_key = {(o, s): np.asarray(ids, np.int32) for o, s, ids, _ in entries}
         self._limits = {(o, s): limit for o, s, _, limit in entries}
         states = {key: [hash_state(ids.tobytes())] for key, ids in by_key.items()}
-        self._record = Record({}, {}, states)
+        self._record = Record({}, {}, states, {})
         width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
         for ordinal in places:
             group = [by_key[ordinal, sample] for sample in range(group_size)]
@@ -221,6 +225,7 @@ class ThreadedDialogue:
         """
         key, end = (turn.ordinal, turn.sample), request.offset + len(turn.tokens)
         self._record.ends.setdefault(key, []).append(end)
+        self._record.cut.setdefault(key, []).append(turn.reason not in COMPLETE)
         is_cut = turn.reason == "length" and end < self.longest
         finish = "stop" if turn.reason in COMPLETE else "length"
         version = int(turn.version[0])

@@ -41,7 +41,7 @@ class TracedDialogue:
         self.answering, self.history = answering, history
         self.rows, self.columns = rows, columns
         self.longest, self.seed = longest, seed
-        self._record = Record({}, {}, {})
+        self._record = Record({}, {}, {}, {})
         self._first: dict[Key, State] = {}
         self._turns: dict[Key, Turn] = {}
         self._ordinals: list[int] = []  # by place
@@ -85,7 +85,9 @@ class TracedDialogue:
         assert answered is not None
         is_answered = ~np.isnan(answered.rewards)
         self._turns[key] = turn
-        self._record.ends[key] = answered.ends.tolist()
+        self._record.ends[key] = ends = answered.ends.tolist()
+        stops = self.history.stop_tokens
+        self._record.cut[key] = [int(turn.tokens[end - 1]) not in stops for end in ends]
         self._record.rewards[key] = answered.rewards[is_answered].tolist()
         for text in self._replies(turn):
             self._record.states[key].append(hash_state(text.encode()))

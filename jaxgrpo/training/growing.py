@@ -111,10 +111,12 @@ def brought_fields(
         turns = (*samples, rollout.max_turns)
         tokens = (*samples, rollout.max_completion_tokens)
         fields[dialogue.TURN] = jax.ShapeDtypeStruct(tokens, np.int32)
+        fields[dialogue.VERSION] = jax.ShapeDtypeStruct(tokens, np.int32)
         fields[dialogue.REWARD] = jax.ShapeDtypeStruct(turns, np.float32)
         fields[dialogue.STATE] = jax.ShapeDtypeStruct(turns, np.int32)
         if forks:
             fields[dialogue.FORK] = jax.ShapeDtypeStruct(tokens, np.int32)
+        fields[dialogue.CUT] = jax.ShapeDtypeStruct(turns, np.bool_)
     if grown is not None:
         fields[trees.TREE] = jax.ShapeDtypeStruct(samples, np.int32)
         fields[trees.ANCESTORS] = jax.ShapeDtypeStruct((*samples, grown.depths), np.int32)

@@ -28,7 +28,7 @@ from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
-from jaxgrpo.rollout.dialogue import FORK
+from jaxgrpo.rollout.dialogue import FORK, VERSION
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.growing import refuse_excluded
@@ -149,12 +149,21 @@ def read_files(
     @functools.lru_cache(maxsize=1)  # three functions of a step read it
     def load_fitted(place: int) -> Rollouts:
         rollouts = _fit_to_config(rollout, paths[place], load(paths[place]), numbers)
-        version = rollouts.policy_version
-        version = np.where(version < shared[place], version, -1).astype(np.int32)
-        return dataclasses.replace(rollouts, policy_version=version)
+        return _with_shared_versions(rollouts, shared[place])
 
     data = PromptData([{"prompt": text} for text in texts], encoded, 0)
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, load_fitted)
+
+
+def _with_shared_versions(rollouts: Rollouts, count: float) -> Rollouts:
+    """The rollouts, whose versions are -1 where they are none of the first `count` policies."""
+
+    def as_shared(version: Any) -> Any:
+        return np.where(version < count, version, -1).astype(version.dtype)
+
+    named = {name: as_shared(rollouts.fields[name]) for name in {VERSION} & rollouts.fields.keys()}
+    version, fields = as_shared(rollouts.policy_version), {**rollouts.fields, **named}
+    return dataclasses.replace(rollouts, policy_version=version, fields=fields)
 
 
 def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:

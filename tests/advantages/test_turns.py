@@ -8,7 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgrpo.advantages import evaluate, to_tokens, turn_normalise, turn_returns
+from jaxgrpo.advantages import (
+    build,
+    evaluate,
+    keep_turns,
+    mask_truncated_turns,
+    sum_rewards,
+    to_tokens,
+    turn_normalise,
+    turn_returns,
+)
 from jaxgrpo.core.errors import InputError
 
 P, G, K, T = 5, 6, 4, 12
@@ -134,3 +143,45 @@ def test_values_of_tokens_and_unknown_baselines_are_refused():
     fields["token_mask"] = np.ones((1, 2, 3), bool)
     with pytest.raises(InputError, match="turn_returns"):
         evaluate([to_tokens(), turn_returns()], np.zeros((1, 2)), **fields)
+
+
+@pytest.mark.parametrize("part", ["first", "last", "both", "cut"])
+@pytest.mark.parametrize("before", [(), (to_tokens(),), (turn_returns(baseline="none"),)])
+def test_turns_that_are_left_out_are_masked_and_nothing_else_changes(part, before):
+    number, turn, mask, reward, _, scored, total = drawn(4)
+    cut = np.random.default_rng(5).random((P, G, K)) < 0.4
+    steps = {
+        "first": keep_turns(first=2),
+        "last": keep_turns(last=1),
+        "both": keep_turns(1, 1),
+        "cut": mask_truncated_turns(),
+    }
+    stays = {
+        "first": lambda place, k: k < 2,
+        "last": lambda place, k: k == number[place] - 1,
+        "both": lambda place, k: k in (0, number[place] - 1),
+        "cut": lambda place, k: not cut[place][k],
+    }
+    fields = {"turn": turn, "turn_reward": reward, "turn_truncated": cut}
+
+    def outcome(*more):
+        steps = build([sum_rewards(), *before, *more])
+        read = {name: fields[name] for name in steps.needs & fields.keys()}
+        return evaluate(steps, np.where(scored, total, np.nan), token_mask=mask, **read)
+
+    unmasked, tokens = outcome(*(() if before else (to_tokens(),)))
+    value, left = outcome(steps[part])
+    expected = np.array(tokens)
+    for place in np.ndindex(P, G):
+        for token in np.flatnonzero(expected[place]):
+            expected[place][token] = stays[part](place, turn[place][token])
+    assert 0 < expected.sum() < np.asarray(tokens).sum()
+    np.testing.assert_array_equal(left, expected)
+    np.testing.assert_array_equal(value, np.where(expected, unmasked, 0))
+
+
+def test_numbers_of_turns_that_cannot_be_are_refused():
+    with pytest.raises(InputError, match="neither first nor last is given"):
+        keep_turns()
+    with pytest.raises(InputError, match="keep_turns: last = 0, expected a whole number of at"):
+        keep_turns(last=0)

@@ -134,7 +134,7 @@ BAD = {
     "a column that is missing": (
         lambda key, row: row["answer"],
         step,
-        "reset asks for the column 'answer': of numbers there are secret, share, pair",
+        "asks for the column 'answer', and those of numbers are secret, share, pair",
     ),
     "a state of another form": (
         begin,

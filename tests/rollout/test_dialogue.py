@@ -72,8 +72,22 @@ def model():
     return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 15, params["head"])}
 
 
+class Renewed(SlotEngine):
+    """Its weights are renewed while it draws: each token has the version after that before it."""
+
+    def poll(self, coming=0):
+        versions = lambda turn: turn.version + np.arange(len(turn.tokens), dtype=np.int32)  # noqa: E731
+        return [turn._replace(version=versions(turn)) for turn in super().poll(coming)]
+
+
 def talk(
-    factory: Any = None, functions=(look,), style=None, delay=0.0, slots=0, steps=STEPS
+    factory: Any = None,
+    functions=(look,),
+    style=None,
+    delay=0.0,
+    slots=0,
+    steps=STEPS,
+    engine_type: Any = SlotEngine,
 ) -> Any:
     """A batch that has been drawn: rollouts, its dialogue, the slot-steps."""
     built, params = model()
@@ -92,7 +106,7 @@ def talk(
     kind = make_kind(factory, tools, (), lambda: parse, 5.0, "environment")
     talks = Conversations({"": kind}, chatting.chat(style), [END], rows)
     settings = SamplingSettings(steps, 1.0, (END,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
-    engine = SlotEngine(built, settings, width=WIDTH)
+    engine = engine_type(built, settings, width=WIDTH)
     bare = [np.asarray(chatting.ids("x"), np.int32)] * PROMPTS
     prompts = pad_prompts(bare, WIDTH, np.arange(PROMPTS), np.arange(PROMPTS), 0)
     converse = lambda longest, seed: ThreadedDialogue(talks, Turns(TURNS, LIMIT), longest, seed)  # noqa: E731
@@ -172,6 +186,32 @@ def test_environments_that_say_something_else_to_each_sample():
             assert chatting.text([*prompt, *begin]) == conversation.prompt
             assert not rollouts.token_mask[place, sample][: len(begin)].any()
     assert_same(talk(Random, (), slots=4)[0], rollouts)
+
+
+def test_each_token_has_the_version_that_drew_it():
+    rollouts, _, _ = talk(engine_type=Renewed)
+    turn, version = rollouts.fields["turn"], rollouts.fields["version"]
+    assert version.dtype == np.int32
+    for place in np.ndindex(PROMPTS, GROUP):
+        drawn = rollouts.token_mask[place]
+        assert (version[place][~drawn] == -1).all()
+        for number in range(turn[place].max() + 1):
+            of_turn = version[place][drawn & (turn[place] == number)]
+            np.testing.assert_array_equal(of_turn, np.arange(len(of_turn)))
+    assert (turn.max(-1) > 0).any()
+
+
+def test_turns_that_their_limit_cut_are_told_from_those_that_ended():
+    rollouts, _, _ = expected()
+    turn, cut = rollouts.fields["turn"], rollouts.fields["turn_truncated"]
+    for place in np.ndindex(PROMPTS, GROUP):
+        count = turn[place].max() + 1
+        for number in range(count):
+            drawn = rollouts.token_mask[place] & (turn[place] == number)
+            assert cut[place][number] == (rollouts.completion_tokens[place][drawn][-1] != END)
+        assert not cut[place][count:].any()
+        assert cut[place][count - 1] == rollouts.truncated[place]
+    assert 0 < cut.sum() < (turn.max(-1) + 1).sum()
 
 
 def test_a_sample_ends_at_its_last_turn_or_where_a_reply_leaves_no_room():

@@ -89,6 +89,7 @@ def make_fields(random: np.random.Generator, logp: np.ndarray) -> dict[str, jax.
         "turn": np.minimum(np.arange(T) // 2 + 0 * parents[..., None], K - 1).astype(np.int32),
         "turn_reward": random.normal(size=(P, G, K)).astype(dtype),
         "state_hash": random.integers(0, 3, (P, G, K)).astype(np.int32),
+        "turn_truncated": np.arange(K) % 2 + 0 * parents[..., None] > 0,
     }
     return {name: jnp.asarray(value) for name, value in values.items()}
 

@@ -137,6 +137,22 @@ def test_where_other_weights_have_sampled_no_version_is_that_of_the_run(files, t
         assert read_versions == [{version} for version in versions], changes
 
 
+def test_versions_of_tokens_are_read_as_those_of_samples_are(run, files, tmp_path):
+    folder = shutil.copytree(run.path, tmp_path / "run") / "rollouts"
+    for file in sorted(folder.iterdir()):
+        arrays = load_file(file)
+        drawn, sampled = arrays["token_mask"], arrays["policy_version"][..., None]
+        arrays["fields.version"] = np.where(drawn, sampled, np.int32(-1))
+        save_file(arrays, file, METADATA)
+    for recipe, versions in (("grpo", [{-1, 0}, {-1, 1}]), ("dr_grpo", [{-1, 0}, {-1}])):
+        again = config(tmp_path / "r", recipe=recipe)
+        read = setup(again, rollouts=sorted(folder.iterdir())).inputs.replay
+        assert read is not None
+        fields = [read.load(place).fields["version"] for place in (0, 1)]
+        assert [{*np.ravel(field).tolist()} for field in fields] == versions
+        assert {field.dtype for field in fields} == {np.dtype(np.int32)}
+
+
 def test_what_pytorch_writes_is_trained_on(run, files, tmp_path):
     import torch
     from safetensors.torch import save_file

@@ -72,6 +72,14 @@ def _turn_parts() -> dict[str, list[tuple[Any, ...]]]:
             (adv.sum_rewards(), adv.turn_normalise()),
             (adv.sum_rewards(), adv.turn_normalise(_growing, _growing, ddof=0)),
         ],
+        "keep_turns": [
+            (*start, adv.keep_turns(last=1)),
+            (adv.sum_rewards(), adv.turn_returns(), adv.keep_turns(first=1, last=1)),
+        ],
+        "mask_truncated_turns": [
+            (*start, adv.mask_truncated_turns()),
+            (*start, adv.to_tokens(), adv.mask_truncated_turns()),
+        ],
     }
 
 
