@@ -31,7 +31,7 @@ def start():
     waiting = {}
 
     def read():
-        for base_url, reward in map(json.loads, harness.stdout):
+        for base_url, reward in map(json.loads, harness.stdout or ()):
             waiting.pop(base_url).put(reward)
         for answer in list(waiting.values()):
             answer.put("verifiers has ended")

@@ -151,15 +151,15 @@ def test_a_stream_is_the_answer_in_one_event_and_its_usage_in_another(server, pa
         parts = stream.read().decode().split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     first, last = (json.loads(part.removeprefix("data: ")) for part in parts[:-2])
-    (choice,), (whole,) = first["choices"], answer["choices"]
-    assert choice["token_ids"] == whole["token_ids"]
-    assert choice["finish_reason"] == whole["finish_reason"]
+    (choice,), (piece,) = first["choices"], answer["choices"]
+    assert choice["token_ids"] == piece["token_ids"]
+    assert choice["finish_reason"] == piece["finish_reason"]
     assert (last["choices"], last["usage"]) == ([], answer["usage"])
     if "chat" in path:
-        assert choice["delta"]["content"] == whole["message"]["content"]
+        assert choice["delta"]["content"] == piece["message"]["content"]
         assert first["object"] == last["object"] == "chat.completion.chunk"
     else:
-        assert choice["text"] == whole["text"]
+        assert choice["text"] == piece["text"]
 
 
 def test_calls_of_a_stream_are_numbered():

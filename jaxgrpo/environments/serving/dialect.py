@@ -403,9 +403,8 @@ def _events(answer: Mapping[str, Any], options: Any) -> list[dict[str, Any]]:
             calls = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
             rest["delta"] = {**message, "tool_calls": calls or None}
         choices.append(rest)
-    last = {name: answer[name] for name in ("id", "created", "model", "usage")}
-    last |= {"object": kind, "choices": []}
     first = {**answer, "object": kind, "choices": choices, "usage": None}
+    last = {**first, "choices": [], "usage": answer["usage"], "prompt_token_ids": None}
     has_usage = isinstance(options, dict) and options.get("include_usage") is True
     return [first, last] if has_usage else [first]
 

@@ -212,11 +212,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return document
 
     def _write(self, status: int, document: Document) -> None:
-        content, kind = json.dumps(document).encode(), "application/json"
+        content, kind = json.dumps(document), "application/json"
         if isinstance(document, list):
             events = [*map(json.dumps, document), "[DONE]"]
-            content = "".join(f"data: {event}\n\n" for event in events).encode()
-            kind = "text/event-stream"
+            content, kind = "".join(f"data: {event}\n\n" for event in events), "text/event-stream"
         with contextlib.suppress(ConnectionError, TimeoutError):
             self.send_response(status)
             self.send_header("Content-Type", kind)
@@ -226,7 +225,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.close_connection:
                 self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(content.encode())  # JSON in ASCII, a byte for each character
 
 
 def _problem(status: int, message: str, field: str | None) -> dict[str, Any]:
