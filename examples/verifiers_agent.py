@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 
-PYTHON = os.environ.get("HARNESS_PYTHON", ".venv/harness/bin/python")
+PYTHON = os.path.abspath(os.environ.get("HARNESS_PYTHON", ".venv/harness/bin/python"))
 lock = threading.Lock()
 
 

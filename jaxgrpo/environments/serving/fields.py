@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "top_logprobs": (0,),
     "detokenize": (True, False),
-    "output_mode": ("token_ids",),
+    "output_mode": ("tokens",),
     "bad_words": ([],),
     "modalities": (["text"],),
     "functions": ([],),
