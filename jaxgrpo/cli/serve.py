@@ -20,7 +20,7 @@ from jaxgrpo.cli.sampling import option_changes
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.fields import Limits
-from jaxgrpo.environments.serving.server import Query, Refusal, Server
+from jaxgrpo.environments.serving.server import Document, Query, Refusal, Server
 from jaxgrpo.rollout.desk import Desk
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
@@ -116,7 +116,7 @@ def make_dialect(answerer: Answerer, name: str) -> Dialect:
 def routes(dialect: Dialect, desk: Desk, token: str) -> tuple[Any, Any]:
     """The functions `answer` and `admit` of a server."""
 
-    def answer(query: Query) -> dict[str, Any]:
+    def answer(query: Query) -> Document:
         if query.path == HEALTH:
             return {"status": "ok"}
         return dialect.answer(query.path, query, desk.draw)

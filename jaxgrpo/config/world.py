@@ -246,6 +246,7 @@ def _program_kind(
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         is_turn=True,
+        ends=frozenset(stop_tokens),
     )
     parse = functools.partial(find_parser, rollout.call_format, chat)
     dialect = Dialect("policy", chat, limits, parse, stop_tokens)

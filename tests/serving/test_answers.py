@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import chatting
@@ -12,7 +14,7 @@ import served
 
 import jaxgrpo as jg
 from jaxgrpo.cli import serve
-from jaxgrpo.environments.serving.dialect import read_conversation
+from jaxgrpo.environments.serving.dialect import _events, read_conversation
 from jaxgrpo.environments.serving.fields import Completion
 
 pytestmark = pytest.mark.slow
@@ -96,6 +98,7 @@ def test_a_prompt_of_any_length_is_continued_as_one_pass_per_token_does(server, 
     assert drawn == tokens
     content = document["choices"][0]["logprobs"]["content"]
     assert [entry["token_id"] for entry in content] == tokens
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in tokens]
     assert [entry["logprob"] for entry in content] == pytest.approx(logp, abs=1e-4)
     assert document["choices"][0]["weight_versions"] == [
         {"version": "0", "start": 0, "end": len(tokens)}
@@ -124,6 +127,50 @@ def test_log_probs_are_of_the_tokens_that_were_drawn(server):
     logp = jg.token_logp(model, params, row, np.ones_like(row))[0, len(ids) :]
     content = document["choices"][0]["logprobs"]["content"]
     assert [entry["logprob"] for entry in content] == pytest.approx(np.asarray(logp), abs=1e-4)
+
+
+def test_ids_without_a_limit_are_continued_to_the_end(server):
+    query = {"token_ids": chatting.ids("Say"), "sampling_params": {"seed": 5, "logprobs": 1}}
+    (choice,) = post(server, "/inference/v1/generate", **query)["choices"]
+    assert len(choice["token_ids"]) == served.LONGEST or choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_is_the_answer_in_one_event_and_its_usage_in_another(server, path):
+    """Read as lines: what an OpenAI client makes of them is in test_command."""
+    query = {"messages": QUESTION} if "chat" in path else {"prompt": "Go on"}
+    query |= {"model": "tiny", "seed": 7, "max_tokens": 9, "return_token_ids": True}
+    answer = post(server, path, **query)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    headers = {"Authorization": f"Bearer {served.TOKEN}"}
+    document = json.dumps({**query, **options}).encode()
+    request = urllib.request.Request(f"{server.url}{path}", document, headers)
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        assert stream.headers["Content-Type"] == "text/event-stream"
+        parts = stream.read().decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    first, last = (json.loads(part.removeprefix("data: ")) for part in parts[:-2])
+    (choice,), (piece,) = first["choices"], answer["choices"]
+    assert choice["token_ids"] == piece["token_ids"]
+    assert choice["finish_reason"] == piece["finish_reason"]
+    assert (last["choices"], last["usage"]) == ([], answer["usage"])
+    if "chat" in path:
+        assert choice["delta"]["content"] == piece["message"]["content"]
+        assert first["object"] == last["object"] == "chat.completion.chunk"
+    else:
+        assert choice["text"] == piece["text"]
+
+
+def test_calls_of_a_stream_are_numbered():
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call, call]}
+    answer = dict.fromkeys(("id", "created", "model", "usage"), 1)
+    answer |= {"object": "chat.completion", "choices": [{"index": 0, "message": message}]}
+    (event,) = _events(answer, None)
+    (choice,) = event["choices"]
+    assert [part["index"] for part in choice["delta"]["tool_calls"]] == [0, 1]
+    assert "message" not in choice
 
 
 def test_a_query_without_a_seed_gets_new_samples(server):

@@ -58,7 +58,7 @@ TEXTS = [
     ({"prompt": "a", "seed": 2**64}, "seed = 18446744073709551616: expected a whole number"),
     ({"prompt": "a", "stop": [""]}, "stop = ['']: expected a text or a list of texts, none empty"),
     ({"prompt": "a", "stop_token_ids": [999]}, "stop_token_ids: 999 is none of the 10"),
-    ({"prompt": "a", "stream": True}, "stream = True: expected False (answers come in one piece)"),
+    ({"prompt": "a", "stream": 1}, "stream = 1: expected False"),
     ({"prompt": "a", "echo": True}, "echo = True: expected False"),
     ({"prompt": "a", "top_pp": 0.5}, "top_pp: this server does not know it; did you mean 'top_p'?"),
     ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs: this server does not know it"),
@@ -106,6 +106,11 @@ GENERATES = [
     ({"token_ids": [5], "max_tokens": 3}, "max_tokens: write it into sampling_params"),
     ({"token_ids": [5], "sampling_params": {"top_pp": 1}}, "top_pp: this server does not know it"),
     ({"token_ids": [5], "sampling_params": {"ignore_eos": True}}, "ignore_eos = True: expected"),
+    (
+        {"token_ids": [5], "sampling_params": {"logprobs": 2}},
+        "logprobs = 2: expected true or 0 or 1",
+    ),
+    ({"token_ids": [5], "stream": True}, "stream = True: expected False (ids come in one piece)"),
 ]
 CASES = [(TEXT, *case) for case in TEXTS] + [(CHAT, *case) for case in CHATS]
 CASES += [(GENERATE, *case) for case in GENERATES]

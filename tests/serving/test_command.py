@@ -82,6 +82,10 @@ def test_an_openai_client_chats(folder):
         assert choice.finish_reason in ("stop", "length")
         assert len(choice.logprobs.content) == len(choice.token_ids) == 6
         assert answer.usage.total_tokens == len(answer.prompt_token_ids) + 6
+        options = {"temperature": 0, "max_tokens": 6, "stream": True}
+        stream = client.chat.completions.create(model="tiny", messages=messages, **options)
+        texts = [part.choices[0].delta.content for part in stream]
+        assert "".join(texts) == choice.message.content
         again = [*messages, choice.message, {"role": "user", "content": "On."}]
         longer = client.chat.completions.create(model="tiny", messages=again, max_tokens=2, n=3)
         assert [choice.index for choice in longer.choices] == [0, 1, 2]

@@ -274,7 +274,7 @@ def test_a_program_that_asks_beyond_its_last_turn_is_told_and_may_end():
         ids = chatting.ids(prompt)
         for _ in range(TURNS):
             ids += ask(base_url, prompt=ids, max_tokens=2, **IDS)["choices"][0]["token_ids"]
-        messages.append(refused(409, ask, base_url, prompt=ids))
+        messages.append(refused(400, ask, base_url, prompt=ids))
         return 0.5
 
     rollouts, _, rewards = play(ask_on)
@@ -288,7 +288,7 @@ def test_a_program_whose_words_leave_no_room_is_told():
     def talk_much(base_url, prompt):
         ids = chatting.ids(prompt)
         ids += ask(base_url, prompt=ids, **IDS)["choices"][0]["token_ids"]
-        message = refused(409, ask, base_url, prompt=ids + [5] * STEPS)
+        message = refused(400, ask, base_url, prompt=ids + [5] * STEPS)
         return 1.0 if message == endpoint.OVER else 0.0
 
     _, dialogue, rewards = play(talk_much)
@@ -376,6 +376,7 @@ def test_what_a_turn_of_a_sample_cannot_be_asked_for():
             "temperature": (400, {"temperature": 0.5}),
             "seed": (400, {"seed": 1}),
             "stop": (400, {"stop": "a"}),
+            "stop token": (400, {"stop_token_ids": [END, 5]}),
         }
         for name, (code, fields) in cases.items():
             messages[name] = refused(code, ask, base_url, **{"prompt": prompt, **fields})

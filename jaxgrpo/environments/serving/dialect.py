@@ -5,6 +5,8 @@
     POST /v1/chat/completions     behind messages, as the chat template writes them
     POST /inference/v1/generate   behind ids, ids alone
 
+The second and the third answer as a stream if asked to: in one piece, when all is drawn.
+
 Who draws is not known here: `draw` may ask an engine at once, or end a turn of a sample that is
 being trained on.
 
@@ -34,12 +36,13 @@ from jaxgrpo.environments.serving.fields import (
     read_prompts,
     read_wish,
 )
-from jaxgrpo.environments.serving.server import Query, Refusal
+from jaxgrpo.environments.serving.server import Document, Query, Refusal
 
 IDS = ("return_token_ids", "return_tokens_as_token_ids")
 COMPLETION = ("prompt", "add_special_tokens", *IDS)
 CHAT = ("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", *IDS)
 GENERATE = ("token_ids", "sampling_params")
+STREAMED = ("/v1/completions", "/v1/chat/completions")  # what answers as a stream, too
 DEFAULT_TOKENS = 16  # of a completion behind a text or ids, as there
 
 _rendering = threading.Lock()  # a template's clock is set for the process
@@ -83,7 +86,7 @@ class Dialect:
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(6)
 
-    def answer(self, path: str, query: Query, draw: Draw) -> dict[str, Any]:
+    def answer(self, path: str, query: Query, draw: Draw) -> Document:
         """Answers a query; `path` is its path from the route on. Raises: Refusal, InputError."""
         routes: dict[str, tuple[str, Callable[[Mapping[str, Any], Draw], dict[str, Any]]]] = {
             "/v1/models": ("GET", lambda document, draw: self._models()),
@@ -100,7 +103,10 @@ class Dialect:
         if name is not None and name != self.name:
             raise Refusal(404, f"model = {name!r}: there is only {self.name!r}", "model")
         document = {key: value for key, value in query.document.items() if key != "model"}
-        return route(document, draw)
+        if path not in STREAMED or document.get("stream") is not True:
+            return route(document, draw)
+        del document["stream"]
+        return _events(route(document, draw), document.get("stream_options"))
 
     def _models(self) -> dict[str, Any]:
         model = {
@@ -182,8 +188,8 @@ class Dialect:
         prompt = fields.tokens(
             "token_ids", fields.values.setdefault("token_ids", []), self.limits.vocab_size
         )
-        wish = read_wish(sampling, [prompt], self.limits, DEFAULT_TOKENS)
-        has_logp = sampling.asks_logp()
+        wish = read_wish(sampling, [prompt], self.limits, None)
+        has_logp = sampling.asks_logp(1)  # with 0 and 1 alike, it is the drawn token's
         drawn = draw(Prompted(wish))
         choices = [
             {
@@ -387,12 +393,29 @@ def _tool_name(tool: Any) -> str:
     return name if isinstance(name, str) and tool.get("type") == "function" else ""
 
 
+def _events(answer: Mapping[str, Any], options: Any) -> list[dict[str, Any]]:
+    """An answer as the events of a stream: all of it in one, and the usage if that is asked for."""
+    choices, kind = [], answer["object"]
+    for choice in answer["choices"]:
+        rest = dict(choice)
+        if message := rest.pop("message", None):
+            kind = "chat.completion.chunk"
+            calls = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
+            rest["delta"] = {**message, "tool_calls": calls or None}
+        choices.append(rest)
+    first = {**answer, "object": kind, "choices": choices, "usage": None}
+    last = {**first, "choices": [], "usage": answer["usage"], "prompt_token_ids": None}
+    has_usage = isinstance(options, dict) and options.get("include_usage") is True
+    return [first, last] if has_usage else [first]
+
+
 def _ending(completion: Completion) -> dict[str, Any]:
     return {"finish_reason": completion.finish, "stop_reason": completion.stop}
 
 
 def _pairs(completion: Completion) -> list[dict[str, Any]]:
     return [
-        {"token_id": token, "logprob": logp, "top_logprobs": []}
+        # The first name is vLLM's, the second that of its versions before and of `renderers`.
+        {"token_id": token, "token": f"token_id:{token}", "logprob": logp, "top_logprobs": []}
         for token, logp in zip(completion.tokens, completion.logp, strict=True)
     ]

@@ -23,14 +23,18 @@ from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import Answer, Broken, Kind, Opening, read_number
 from jaxgrpo.environments.serving.dialect import Dialect, Prompted, read_conversation
 from jaxgrpo.environments.serving.fields import Completion
-from jaxgrpo.environments.serving.server import Query, Refusal, Server
+from jaxgrpo.environments.serving.server import Document, Query, Refusal, Server
 from jaxgrpo.rewards.protocol import callable_name
 
 HOST = "127.0.0.1"
 BASE_URL = "base_url"
 """The argument by which a function is known to be such a program."""
 
-OVER = "the sample has ended: it has as many turns or tokens as the run allows"
+OVER = (
+    "the sample has ended: it has as many turns or tokens as the run allows, "
+    "its maximum context length"
+)
+"""In words by which agents know that a conversation is full, and end it without an error"""
 REWRITTEN = (
     "the program rewrote its history: a query must repeat the messages or ids of the one before, "
     "with what was answered, and go on behind them"
@@ -88,18 +92,21 @@ class Session:
         question = None if self.is_over else self._link(prompted)
         with self._lock:
             if self.is_over or question is None:
-                raise Refusal(409, self.problem or OVER)
+                raise self._refusal()
             self._is_waiting = True
         self.events.put(question)
         completion = self._answers.get()
         if completion is None:
-            raise Refusal(409, self.problem or OVER)
+            raise self._refusal()
         self._prompt, self._drawn = wish.prompts[0], completion.tokens
         turn = self.dialect.message(completion, prompted.tools, prompted.skips)
         self._messages = [*prompted.messages, *read_conversation([turn])]
         text = self.dialect.text(completion, prompted.skips)
         self._text = prompted.text + text if prompted.text else ""
         return completion
+
+    def _refusal(self) -> Refusal:
+        return Refusal(409, self.problem) if self.problem else Refusal(400, OVER)
 
     def give(self, completion: Completion | None, is_last: bool) -> None:
         """Answers the query that waits; None: it is refused."""
@@ -183,18 +190,18 @@ class Sessions:
     def close(self, base_url: str) -> None:
         """Forgets a session, and refuses what it still asks."""
         if session := self._sessions.pop(base_url.split("/")[-2], None):
-            session.close(OVER)
+            session.close("")
 
     def _admit(self, path: str, bearer: str) -> None:
         parts = path.split("/", 3)
         if len(parts) < 4 or parts[1] != "samples" or parts[2] not in self._sessions:
             raise Refusal(404, "there is no such sample, or it is over: ask base_url as it is")
 
-    def _answer(self, query: Query) -> dict[str, Any]:
+    def _answer(self, query: Query) -> Document:
         _, _, key, route = query.path.split("/", 3)
         session = self._sessions.get(key)
         if session is None:
-            raise Refusal(409, OVER)
+            raise Refusal(400, OVER)
         return session.dialect.answer(f"/{route}", query, session.draw)
 
 

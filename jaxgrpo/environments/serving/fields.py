@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "top_logprobs": (0,),
     "detokenize": (True, False),
-    "output_mode": ("token_ids",),
+    "output_mode": ("tokens",),
     "bad_words": ([],),
     "modalities": (["text"],),
     "functions": ([],),
@@ -50,7 +50,7 @@ HARMLESS = frozenset(
     [
         *("user", "metadata", "store", "service_tier", "priority", "cache_salt", "request_id"),
         *("stream_options", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        "verbosity",
+        *("verbosity", "routed_experts_prompt_start"),
     ]
 )
 """Fields that never change what is drawn."""
@@ -64,7 +64,7 @@ SAMPLING = frozenset(
 """Fields that are read, of every route that draws."""
 
 REASONS = {
-    "stream": "answers come in one piece",
+    "stream": "ids come in one piece",
     "top_logprobs": "the log-prob of the drawn token is known, and of no other one",
     "logprobs": "the log-prob of the drawn token is known, and of no other one",
 }
@@ -82,6 +82,7 @@ class Limits(NamedTuple):
     min_p: float
     is_turn: bool = False
     """a completion is a turn of a sample: what is left of this bounds it, and no query ends it"""
+    ends: frozenset[int] = frozenset()  # tokens that end a turn anyway
 
 
 class Wish(NamedTuple):
@@ -163,11 +164,11 @@ class Fields:
                 raise Refusal(400, f"{name}: {token!r} is none of the {vocab_size} tokens", name)
         return value
 
-    def asks_logp(self) -> bool:
-        """Whether `logprobs` asks for log-probs: true, or how many others of each place, 0."""
+    def asks_logp(self, most: int = 0) -> bool:
+        """Whether `logprobs` asks for log-probs: true, or a number up to `most`."""
         value = self.values.get("logprobs", False)
-        if not isinstance(value, bool) and not (type(value) is int and value == 0):
-            self.refuse("logprobs", "true or 0")
+        if not isinstance(value, bool) and not (type(value) is int and 0 <= value <= most):
+            self.refuse("logprobs", "true or 0" + " or 1" * most)
         return value is not False
 
 
@@ -187,7 +188,7 @@ def read_wish(
         raise Refusal(
             400,
             f"the prompt has {longest_prompt} tokens, and with a completion at most "
-            f"{limits.longest} are allowed (max_model_len): shorten it",
+            f"{limits.longest} are allowed (max_model_len, the maximum context length): shorten it",
         )
     fitting = min(room, limits.max_tokens)
     count = fields.integer("max_tokens", 1, 2**31, min(fitting, max_tokens or fitting))
@@ -203,7 +204,7 @@ def read_wish(
         )
     stop, stop_tokens = fields.texts("stop"), values.get("stop_token_ids") or []
     stop_tokens = stop_tokens and fields.tokens("stop_token_ids", stop_tokens, limits.vocab_size)
-    if limits.is_turn and (stop or stop_tokens):
+    if limits.is_turn and (stop or not limits.ends.issuperset(stop_tokens)):
         raise Refusal(400, "stop: what ends a turn is part of the policy; leave it out", "stop")
     seed = values.get("seed")
     if seed is not None:
@@ -215,7 +216,7 @@ def read_wish(
         _is_greedy(fields, limits),
         seed,
         stop,
-        tuple(stop_tokens),
+        () if limits.is_turn else tuple(stop_tokens),
     )
 
 

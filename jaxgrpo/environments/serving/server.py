@@ -57,8 +57,11 @@ class Query(NamedTuple):
     document: dict[str, Any]  # empty with GET
 
 
-Answer = Callable[[Query], dict[str, Any]]
-"""Gives the answer as JSON. Raises: Refusal, or InputError for status 400."""
+Document = dict[str, Any] | list[dict[str, Any]]
+"""JSON; several are the events of a stream."""
+
+Answer = Callable[[Query], Document]
+"""Raises: Refusal, or InputError for status 400."""
 
 Admit = Callable[[str, str], None]
 """(path, bearer); called before a document is read. Raises: Refusal."""
@@ -208,18 +211,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise Refusal(400, f"the document is a {kind}: send an object with named fields")
         return document
 
-    def _write(self, status: int, document: dict[str, Any]) -> None:
-        content = json.dumps(document).encode()
+    def _write(self, status: int, document: Document) -> None:
+        content, kind = json.dumps(document), "application/json"
+        if isinstance(document, list):
+            events = [*map(json.dumps, document), "[DONE]"]
+            content, kind = "".join(f"data: {event}\n\n" for event in events), "text/event-stream"
         with contextlib.suppress(ConnectionError, TimeoutError):
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
             if status == 401:
                 self.send_header("WWW-Authenticate", "Bearer")
             if self.close_connection:
                 self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(content.encode())  # JSON in ASCII, a byte for each character
 
 
 def _problem(status: int, message: str, field: str | None) -> dict[str, Any]:
