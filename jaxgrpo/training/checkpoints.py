@@ -14,6 +14,7 @@ without an error, and a dtype other than the stored one is cast without a word.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -46,9 +47,11 @@ class _TracebackFilter(logging.Filter):
     """Leaves out the tracebacks that Orbax's threads log: what fails is raised, in one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = str(record.exc_info[1]) if record.exc_info else ""
+        error = record.exc_info[1] if record.exc_info else None
         failed = record.levelno >= logging.ERROR and "orbax" in record.pathname
-        return not failed and "OCDBT" not in error  # the database that Orbax writes to
+        # Its loop's own files may have been closed under it; and the database that it writes to.
+        is_closed = isinstance(error, OSError) and error.errno == errno.EBADF
+        return not failed and not is_closed and "OCDBT" not in str(error)
 
 
 TRACEBACK_FILTER = _TracebackFilter()

@@ -68,9 +68,14 @@ def local_topology() -> topologies.Topology:
 
 
 def described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """place -> shape and dtype of each array, whether it is there or not."""
+    """place -> shape and dtype of each array, whether it is there or not; names as they are."""
     leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): (np.shape(leaf), str(leaf.dtype)) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path): ((), leaf)
+        if isinstance(leaf, str)
+        else (np.shape(leaf), str(leaf.dtype))
+        for path, leaf in leaves
+    }
 
 
 def assert_alike(abstract: Any, real: Any, placed: bool = True) -> None:
