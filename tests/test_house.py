@@ -275,7 +275,7 @@ LINES = {
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4650,
     "rewards": 2250,  # with two sandboxes, and what runs in one of them
-    "environments": 2020,  # 910 of it what answers over HTTP; those of gymnasium and textarena
+    "environments": 2055,  # 950 of it what answers over HTTP; those of gymnasium and textarena
     "rollout": 3940,  # with turns, what of them is saved, and what draws for queries
     "update": 1785,
     "config": 2065,  # with what tools and environments are
