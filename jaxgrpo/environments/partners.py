@@ -10,23 +10,21 @@ Sources: TRL's GRPOTrainer (environment_factory); Gymnasium, textarena.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code
-from jaxgrpo.data import limits
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.calls import Parser, Reading
+from jaxgrpo.environments.processes import ENDINGS, Broken, Ended, Processes
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.tools import Tool, make_tools, run_calls, run_limited, tool_methods
+from jaxgrpo.rewards.workers import WorkerError
 
 LONGEST = 2**31 - 1  # tokens of a turn where nothing else bounds it
-
-
-class Broken(Exception):
-    """An environment that cannot go on: its sample is not scored."""
 
 
 class Opening(NamedTuple):
@@ -91,11 +89,17 @@ class Kind:
 class ToolPartner:
     """Runs the calls of a turn; a turn without calls ends the conversation."""
 
-    def __init__(self, tools: Mapping[str, Any], environment: Any, parse: Parser, seconds: float):
+    def __init__(
+        self,
+        tools: Mapping[str, Any],
+        environment: Any,
+        methods: Sequence[str],
+        parse: Parser,
+        seconds: float,
+    ):
         self.environment, self._parse, self._seconds = environment, parse, seconds
-        methods = {} if environment is None else {m.__name__: m for m in tool_methods(environment)}
-        self._functions = {**tools, **methods}
-        self._methods = methods.keys()
+        self._functions = {**tools, **{name: getattr(environment, name) for name in methods}}
+        self._methods = methods
 
     def open(self, row: Mapping[str, Any], seed: int) -> str | None:
         if self.environment is None:
@@ -103,10 +107,7 @@ class ToolPartner:
         reset = self.environment.reset
         named = inspect.signature(reset).parameters
         arguments = {**row, **({"seed": seed} if "seed" in named and "seed" not in row else {})}
-        observation = _run("reset", reset, arguments, self._seconds)
-        if observation is not None and not isinstance(observation, str):
-            raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
-        return observation
+        return _run("reset", reset, arguments, self._seconds, read_words)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -114,13 +115,11 @@ class ToolPartner:
     def answer(self, text: str) -> Answer:
         reading = self._parse(text)
         results = run_calls(reading.calls, self._functions, self._seconds)
-        late = [
-            call.name
-            for call, result in zip(reading.calls, results, strict=True)
-            if result.problem == "timed_out" and call.name in self._methods
-        ]
-        if late:  # it runs on, and would change what later calls read
-            raise Broken(f"{late[0]} took more than {self._seconds:g} s")
+        for call, result in zip(reading.calls, results, strict=True):
+            # In a thread it runs on, and would change what later calls read.
+            if result.problem in ENDINGS and call.name in self._methods:
+                text = f"{call.name} {Ended(result.problem, self._seconds)}"
+                raise Broken(text, result.problem)
         messages: list[Message] = [
             {"role": "tool", "name": call.name or "unknown", "content": result.text}
             for call, result in zip(reading.calls, results, strict=True)
@@ -132,8 +131,7 @@ class ToolPartner:
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return None
-        value = _run("get_reward", get_reward, {}, self._seconds)
-        return None if value is None else read_number("get_reward", value)
+        return _run("get_reward", get_reward, {}, self._seconds, read_reward)
 
 
 class GymPartner:
@@ -150,25 +148,18 @@ class GymPartner:
         takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in named)
         names = {entry.name for entry in named}
         arguments = {key: value for key, value in row.items() if takes_any or key in names}
-        observation = _run("reset", reset, {**arguments, "seed": seed}, self._seconds)
-        if isinstance(observation, tuple):  # with an info beside it
-            observation = observation[0]
-        return None if observation is None else str(observation)
+        arguments["seed"] = seed
+        return _run("reset", reset, arguments, self._seconds, read_observation)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
 
     def answer(self, text: str) -> Answer:
-        outcome = _run("step", lambda: self.environment.step(text), {}, self._seconds)
-        if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
-            kind = type(outcome).__name__
-            raise Broken(f"step returned a {kind}: return observation, reward, done")
-        observation, reward, *ends = outcome
-        is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
-        value = read_number("step", reward)
+        step = self.environment.step
+        observation, value, is_done = _run("step", step, {}, self._seconds, read_step, text)
         if math.isfinite(value):
             self.total += value
-        messages: list[Message] = [{"role": "user", "content": str(observation)}]
+        messages: list[Message] = [{"role": "user", "content": observation}]
         return Answer(Reading(text, []), [] if is_done else messages, value)
 
     def reward(self) -> float | None:
@@ -182,6 +173,7 @@ def make_kind(
     find_parser: Callable[[], Parser],
     seconds: float,
     where: str,
+    processes: Processes | None = None,
 ) -> Kind:
     """What rows of an environment talk to; calls its factory once.
 
@@ -190,13 +182,14 @@ def make_kind(
       functions: name -> tool beside the environment's.
       find_parser: gives the parser of calls, which Gym's protocol has none of.
       where: opens messages.
+      processes: where environments live; None: in this one.
 
     Raises: InputError where the factory fails, or what it makes is no environment; and as
       `find_parser`.
     """
     if factory is None:
         parts = find_parser(), seconds
-        return Kind("", lambda: ToolPartner(functions, None, *parts), tools, False)
+        return Kind("", lambda: ToolPartner(functions, None, (), *parts), tools, False)
     with explaining_own_code(where):
         environment = factory()
     name, reset = type(environment).__name__, getattr(environment, "reset", None)
@@ -206,20 +199,36 @@ def make_kind(
             "are tools, or with reset(seed) and step(text)"
         )
     if callable(getattr(environment, "step", None)) and _is_gym(environment):
-        return Kind(name, lambda: GymPartner(factory(), seconds), (), True, answers_last=True)
+        make = _maker(factory, environment, ("reset", "step"), where, processes)
+        return Kind(name, lambda: GymPartner(make(), seconds), (), True, answers_last=True)
     methods = make_tools(tool_methods(environment), f"{where}: {name}")
     twice = functions.keys() & {tool.name for tool in methods}
     if twice:
         raise InputError(
             f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
         )
-    parts = find_parser(), seconds
+    names = [tool.name for tool in methods]
+    make = _maker(factory, environment, ("reset", "get_reward", *names), where, processes)
+    parts = names, find_parser(), seconds
     return Kind(
         name,
-        lambda: ToolPartner(functions, factory(), *parts),
+        lambda: ToolPartner(functions, make(), *parts),
         (*tools, *methods),
         callable(getattr(environment, "get_reward", None)),
     )
+
+
+def _maker(
+    factory: Callable[[], Any],
+    example: Any,
+    methods: Sequence[str],
+    where: str,
+    processes: Processes | None,
+) -> Callable[[], Any]:
+    """What makes an environment, here or in a process of its own."""
+    if processes is None:
+        return factory
+    return functools.partial(processes.environment, where, example, methods)
 
 
 def _is_gym(environment: Any) -> bool:
@@ -227,6 +236,34 @@ def _is_gym(environment: Any) -> bool:
     step = inspect.signature(environment.step).parameters
     is_tool = "Args:" in (inspect.getdoc(environment.step) or "")
     return len(step) == 1 and not is_tool
+
+
+def read_words(observation: Any) -> str | None:
+    """What `reset` of TRL's protocol returned. Raises: Broken."""
+    if observation is not None and not isinstance(observation, str):
+        raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
+    return observation
+
+
+def read_reward(value: Any) -> float | None:
+    """What `get_reward` returned. Raises: Broken."""
+    return None if value is None else read_number("get_reward", value)
+
+
+def read_observation(value: Any) -> str | None:
+    """What `reset` of Gym's protocol returned."""
+    observation = value[0] if isinstance(value, tuple) else value  # with an info beside it
+    return None if observation is None else str(observation)
+
+
+def read_step(outcome: Any) -> tuple[str, float, bool]:
+    """Observation, reward and whether it is over, of what `step` returned. Raises: Broken."""
+    if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
+        kind = type(outcome).__name__
+        raise Broken(f"step returned a {kind}: return observation, reward, done")
+    observation, reward, *ends = outcome
+    is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
+    return str(observation), read_number("step", reward), is_done
 
 
 def read_number(name: str, value: Any) -> float:
@@ -238,11 +275,18 @@ def read_number(name: str, value: Any) -> float:
 
 
 def _run(
-    name: str, function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+    name: str,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    seconds: float,
+    read: Callable[[Any], Any],
+    *positional: Any,
 ) -> Any:
     try:
-        return run_limited(function, arguments, seconds)
-    except limits.TimedOut:
-        raise Broken(f"{name} took more than {seconds:g} s") from None
+        return run_limited(function, arguments, seconds, read, *positional)
+    except (Broken, WorkerError):
+        raise
+    except Ended as error:
+        raise Broken(f"{name} {error}", error.ending) from None
     except Exception as error:
         raise Broken(cut(f"{name} raised {type(error).__name__}: {error}")) from error
