@@ -26,6 +26,7 @@ MAX_PACKAGES = 15
 
 SHORT = {
     "rollout/exchange.py": "batches and judging exchange alike, and neither is the other's",
+    "environments/call_program.py": "other processes load it, and this one does not",
     "cli/importing.py": "a command and what it prints; the files are read in models/gguf",
     "data/written.py": "data, rewards and rollout must write a number alike",
     **{
@@ -273,13 +274,13 @@ LINES = {
     "core": 500,
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4650,
-    "rewards": 2250,  # with two sandboxes, and what runs in one of them
-    "environments": 1940,  # 910 of it what answers over HTTP; those of gymnasium and textarena
+    "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
+    "environments": 2140,  # 910 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 3920,  # with turns, what of them is saved, and what draws for queries
     "update": 1780,
-    "config": 2050,  # with what tools and environments are
+    "config": 2080,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6850,  # with a page of conversations
+    "training": 6860,  # with a page of conversations
     "planning": 1480,
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered

@@ -123,8 +123,12 @@ class World(NamedTuple):
             return self.chat
         return next(iter(self.kinds.values())).shown_in(self.chat)
 
-    def rewards(self) -> list[Reward]:
-        """What environments give, one for each class, with weight 1."""
+    def rewards(self, beside: Sequence[Reward] = ()) -> list[Reward]:
+        """What environments give, one for each class, with weight 1.
+
+        Raises: InputError as `refuse_readers` of the rewards beside them.
+        """
+        self.refuse_readers(beside)
         names = dict.fromkeys(kind.name for kind in self.kinds.values() if kind.has_reward)
         if self.answering is not None:
             names = [self.answering.rules.name]

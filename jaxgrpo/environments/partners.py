@@ -198,8 +198,10 @@ def make_kind(
             f"{where}: {name} has no method reset: give a class with reset(**row) and methods that "
             "are tools, or with reset(seed) and step(text)"
         )
+    names, make = [method.__name__ for method in tool_methods(environment)], factory
+    if processes is not None:
+        make = functools.partial(processes.environment, where, environment, names)
     if callable(getattr(environment, "step", None)) and _is_gym(environment):
-        make = _maker(factory, environment, ("reset", "step"), where, processes)
         return Kind(name, lambda: GymPartner(make(), seconds), (), True, answers_last=True)
     methods = make_tools(tool_methods(environment), f"{where}: {name}")
     twice = functions.keys() & {tool.name for tool in methods}
@@ -207,8 +209,6 @@ def make_kind(
         raise InputError(
             f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
         )
-    names = [tool.name for tool in methods]
-    make = _maker(factory, environment, ("reset", "get_reward", *names), where, processes)
     parts = names, find_parser(), seconds
     return Kind(
         name,
@@ -216,19 +216,6 @@ def make_kind(
         (*tools, *methods),
         callable(getattr(environment, "get_reward", None)),
     )
-
-
-def _maker(
-    factory: Callable[[], Any],
-    example: Any,
-    methods: Sequence[str],
-    where: str,
-    processes: Processes | None,
-) -> Callable[[], Any]:
-    """What makes an environment, here or in a process of its own."""
-    if processes is None:
-        return factory
-    return functools.partial(processes.environment, where, example, methods)
 
 
 def _is_gym(environment: Any) -> bool:

@@ -85,7 +85,8 @@ class Processes:
         return Remote(self, where)
 
     def environment(self, where: str, example: Any, methods: Iterable[str]) -> RemoteEnvironment:
-        """One that the factory makes, with these methods, of which the example lacks some."""
+        """One that the factory makes, with those of these and the protocols' methods that the
+        example has."""
         return RemoteEnvironment(self, where, example, methods)
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class RemoteEnvironment:
     def __init__(self, processes: Processes, where: str, example: Any, methods: Iterable[str]):
         self.child: Child | None = None
         self.ending = "crashed"  # of its process, once that is lost
-        for name in methods:
+        for name in {"reset", "step", "get_reward", *methods}:
             method = getattr(example, name, None)
             remote = Remote(processes, where, name, self) if callable(method) else None
             if remote is not None:

@@ -32,8 +32,6 @@ from types import ModuleType
 from typing import Any, TextIO
 
 MEMORY = 4 * 2**30  # bytes: 9^(9^9) must not take the trainer's
-
-
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
 
 
@@ -143,7 +141,7 @@ def _fork_for(function: Callable[..., Any], connection: int, control: socket.soc
 
 
 def _end(fork: int) -> None:
-    """Kills it and what it has started; until then its number is nobody else's."""
+    """Kills it and what it has started; no other process gets its number before."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(fork, signal.SIGKILL)
     os.waitpid(fork, 0)

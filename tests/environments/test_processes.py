@@ -51,10 +51,9 @@ def kind(factory, processes, seconds=2.0):
 
 def is_alive(process):
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return True
 
 
 def assert_dies(process, seconds=5.0):
@@ -72,9 +71,9 @@ def children():
 def test_a_tool_answers_as_in_a_thread(processes):
     calls = [Call("add", {"a": 1}), Call("later", {"a": 3}), Call("fail", {"a": 3})]
     calls += [Call("add", {"c": 1}), Call("leave", {}), Call("nowhere", {})]
-    here = run_calls(calls[:-1], called.TOOLS, 5.0)
+    in_thread = run_calls(calls[:-1], called.TOOLS, 5.0)
     texts, problems = answers(processes, *calls)
-    assert [*zip(texts, problems, strict=True)][:-1] == [tuple(result) for result in here]
+    assert [*zip(texts, problems, strict=True)][:-1] == [tuple(result) for result in in_thread]
     assert problems == ["", "", "raised", "raised", "raised", "unknown"]
     assert texts[:3] == ["3", "late 3", "{'error': 'no 3'}"]
     assert answers(processes, Call("lock", {}))[0][0].startswith("<unlocked _thread.lock object")
@@ -188,6 +187,7 @@ def test_a_killed_process_breaks_its_own_sample_and_the_parent_of_all_begins_aga
         partner.open({}, 0)
     numbers = [int(partner.answer("where").messages[0]["content"]) for partner in partners]
     os.kill(numbers[0], signal.SIGKILL)
+    assert_dies(numbers[0])
     with pytest.raises(Broken, match="up ended its process"):
         partners[0].answer("up")
     assert partners[1].answer("up").messages[0]["content"] == "1"

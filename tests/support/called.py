@@ -71,9 +71,9 @@ def sleep() -> str:
 
 def eat() -> str:
     """Takes memory until there is none."""
-    kept = []
+    blocks = []
     while True:
-        kept.append(bytearray(2**26))
+        blocks.append(bytearray(2**26))
 
 
 def die() -> str:
