@@ -27,6 +27,7 @@ MAX_PACKAGES = 15
 SHORT = {
     "data/tasks/templates.py": "tasks of one kind of turns share theirs",
     "rollout/exchange.py": "batches and judging exchange alike, and neither is the other's",
+    "environments/call_program.py": "other processes load it, and this one does not",
     "cli/importing.py": "a command and what it prints; the files are read in models/gguf",
     "data/written.py": "data, rewards and rollout must write a number alike",
     **{
@@ -274,8 +275,8 @@ LINES = {
     "core": 500,
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4650,
-    "rewards": 2250,  # with two sandboxes, and what runs in one of them
-    "environments": 2055,  # 950 of it what answers over HTTP; those of gymnasium and textarena
+    "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
+    "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 3940,  # with turns, what of them is saved, and what draws for queries
     "update": 1785,
     "config": 2065,  # with what tools and environments are

@@ -267,6 +267,8 @@ class RolloutKeys:
     max_turn_tokens: int | None = key(None, at_least=1)  # of a turn; None: all that are left
     call_format: str = key("auto")  # how a model writes calls: FORMATS, or own code
     call_timeout: float = key(30.0, above=0)  # seconds for a call of a tool or an environment
+    call_workers: int = key(0, at_least=0)  # calls that run at once in processes; 0: in threads
+    call_memory: float = key(4.0, above=0)  # GiB that each of these processes may map
     reply_after: int = key(2, at_least=1)  # segments decoded between a turn's end and its reply
 
 

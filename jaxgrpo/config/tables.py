@@ -159,6 +159,8 @@ class RolloutTable(TypedDict, total=False):
     max_turn_tokens: int
     call_format: str
     call_timeout: float
+    call_workers: int
+    call_memory: float
     reply_after: int
 
 

@@ -16,12 +16,13 @@ from jaxgrpo.environments import calls, history, packages, rules
 from jaxgrpo.environments.conversations import Conversation, Conversations, check_rows
 from jaxgrpo.environments.history import Frame, History
 from jaxgrpo.environments.partners import Kind, make_kind
+from jaxgrpo.environments.processes import UNREADABLE, Processes
 from jaxgrpo.environments.rules import Answering, Rules, number_columns
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.endpoint import is_program, make_program_kind
 from jaxgrpo.environments.serving.fields import Limits
 from jaxgrpo.environments.tools import find_built_in, make_tools
-from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rewards.protocol import Reward, reads_any
 from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.exchange import is_own
@@ -30,7 +31,10 @@ from jaxgrpo.rollout.traced import TracedDialogue
 COLUMNS = ("environments", "conversations")
 """What rewards may ask for where samples are answered."""
 
-KEYS = ("max_turns", "max_turn_tokens", "call_format", "call_timeout", "reply_after")
+KEYS = (
+    *("max_turns", "max_turn_tokens", "reply_after"),
+    *("call_format", "call_timeout", "call_workers", "call_memory"),
+)
 """Keys of `rollout` about turns."""
 
 EXCLUDED = {
@@ -86,6 +90,18 @@ class World(NamedTuple):
     stop_tokens: tuple[int, ...]
     bounds: Turns
     forks: bool = False  # as of `Conversations`
+    processes: Processes | None = None  # of tools and environments; None: they run in threads
+
+    def close(self) -> None:
+        """Ends the processes of tools and environments; the next call begins others."""
+        if self.processes is not None:
+            self.processes.close()
+
+    def refuse_readers(self, rewards: Sequence[Reward]) -> None:
+        """Raises: InputError with the first reward that reads objects of other processes."""
+        for reward in rewards if self.processes is not None else ():
+            if reads_any(reward.function, ("environments",)):
+                raise InputError(f"rewards.{reward.name} reads `environments`: {UNREADABLE}")
 
     def sampling(self, settings: SamplingSettings) -> SamplingSettings:
         """How an engine draws samples that are answered.
@@ -117,8 +133,12 @@ class World(NamedTuple):
             return self.chat
         return next(iter(self.kinds.values())).shown_in(self.chat)
 
-    def rewards(self) -> list[Reward]:
-        """What environments give, one for each class, with weight 1."""
+    def rewards(self, beside: Sequence[Reward] = ()) -> list[Reward]:
+        """What environments give, one for each class, with weight 1.
+
+        Raises: InputError as `refuse_readers` of the rewards beside them.
+        """
+        self.refuse_readers(beside)
         names = dict.fromkeys(kind.name for kind in self.kinds.values() if kind.has_reward)
         if self.answering is not None:
             names = [self.answering.rules.name]
@@ -148,6 +168,8 @@ def make_world(
         return None
     bounds = _bounds(rollout)
     factories = load_environments(environments, bool(tools))
+    if rollout.call_workers:
+        _refuse_unforked(factories)
     if isinstance(pure := factories.get(next(iter(factories), "")), Rules):
         if forks:
             raise InputError(
@@ -157,12 +179,18 @@ def make_world(
         frame = History(chat, frozenset(stop_tokens)).frame()
         return World({}, _answering(pure, bounds, frame), chat, tuple(stop_tokens), bounds)
     functions = make_tools([_resolve_tool(tool) for tool in tools], "tools")
-    by_name = {tool.name: tool.function for tool in functions}
+    by_name: dict[str, Any] = {tool.name: tool.function for tool in functions}
+    factories = {f"environment.{name}".rstrip("."): part for name, part in factories.items()}
+    processes = None
+    if rollout.call_workers:
+        parts = {f"tools.{name}": tool for name, tool in by_name.items()} | factories
+        processes = Processes(parts, rollout.call_workers, rollout.call_memory)
+        by_name = {name: processes.tool(f"tools.{name}") for name in by_name}
     parser = functools.partial(find_parser, rollout.call_format, chat)
     kinds = {}
-    for name, factory in (factories or {"": None}).items():
-        where = f"environment.{name}" if name else "environment"
-        parts = by_name, tuple(functions), parser, rollout.call_timeout, where
+    for where, factory in (factories or {"environment": None}).items():
+        name = where.removeprefix("environment").removeprefix(".")
+        parts = by_name, tuple(functions), parser, rollout.call_timeout, where, processes
         if factory is not None and is_program(factory):
             program = factory, rollout, chat, stop_tokens, where, functions, forks
             kinds[name] = _program_kind(*program)
@@ -170,7 +198,19 @@ def make_world(
             kinds[name] = make_kind(factory, *parts)
     for kind in kinds.values():
         history.check(History(kind.shown_in(chat), frozenset(stop_tokens)), bool(kind.tools))
-    return World(kinds, None, chat, tuple(stop_tokens), bounds, forks)
+    return World(kinds, None, chat, tuple(stop_tokens), bounds, forks, processes)
+
+
+def _refuse_unforked(factories: Mapping[str, Any]) -> None:
+    """Raises: InputError with the first part that runs in no process of its own."""
+    for factory in factories.values():
+        is_rules = isinstance(factory, Rules)
+        if is_rules or is_program(factory):
+            kind = "rules in JAX" if is_rules else "a program that asks for its turns"
+            raise InputError(
+                f"rollout.call_workers: the environment is {kind}, which runs in this process: "
+                "leave call_workers out"
+            )
 
 
 def plan_sampling(

@@ -8,13 +8,15 @@ runs on; if it gives up the interpreter's lock, another thread can stop waiting 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,6 +107,37 @@ def left_after(seconds: float, function: Callable[[], T]) -> T:
     if isinstance(error, Exception):
         raise error
     raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
+
+
+class EventLoop:
+    """An event loop in a thread of its own, which begins with the first coroutine.
+
+    So async code runs where a loop is running already, as in a notebook, and what it keeps between
+    calls (a session, a lock) stays with its loop.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs it beside the others."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait(self, future: Future[T], seconds: float | None) -> T:
+        """Its result. Raises: what it raises; TimedOut after so many seconds, when the loop itself
+        is blocked: the next coroutine begins another."""
+        try:
+            return future.result(seconds)
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and not future.done():
+                self._loop = None
+                raise TimedOut from None
+            future.cancel()  # where a signal came while it waits
+            raise
 
 
 @contextlib.contextmanager

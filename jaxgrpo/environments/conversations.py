@@ -52,6 +52,7 @@ class Conversation:
     prompt: Any = None  # of the row with what `reset` said
     messages: list[Message] = dataclasses.field(default_factory=list)  # the completion
     problem: str = ""  # why it cannot be scored; empty: it can
+    ending: str = ""  # how a call ended its process or its time, if one did
 
     def reward(self) -> float:
         """What its environment gives; NaN: nothing, or it breaks, which `problem` then says."""
@@ -60,7 +61,7 @@ class Conversation:
         try:
             value = self.total()
         except Broken as error:
-            self.problem = str(error)
+            self.problem, self.ending = str(error), error.ending
             return math.nan
         return math.nan if value is None else value
 
@@ -177,6 +178,10 @@ class Conversations:
         """A sample's conversation so far, in the process that answers it."""
         return self._running[key]
 
+    def count(self) -> tuple[Counter[str], Counter[str]]:
+        """What calls of the batch were, and how those ended that broke an environment."""
+        return self.counts, Counter(talk.ending for talk in self._running.values())
+
     def end(self, key: Key, completion: Completion) -> None:
         """Takes a last turn, which is not answered."""
         conversation = self._running[key]
@@ -199,7 +204,7 @@ class Conversations:
         try:
             return self._running[key].partner.open(_columns(self.kinds, self.rows[row]), seed)
         except Broken as error:
-            self._break(key, str(error))
+            self._break(key, error)
             return None
 
     def _prompt(self, key: Key, row: int, observation: str | Opening | None) -> Opening:
@@ -223,7 +228,7 @@ class Conversations:
         text = self._histories[conversation.kind].spoken(ids)
         try:
             if conversation.problem:
-                raise Broken(conversation.problem)
+                raise Broken(conversation.problem, conversation.ending)
             answer: Answer | BaseException = conversation.partner.answer(text)
         except BaseException as error:
             answer = error
@@ -234,7 +239,7 @@ class Conversations:
         conversation = self._running[key]
         if isinstance(answer, Broken):
             conversation.messages.append({"role": "assistant", "content": text})
-            self._break(key, str(answer))
+            self._break(key, answer)
             return Reply(*key, None, math.nan, 0)
         if isinstance(answer, BaseException):
             raise answer
@@ -273,10 +278,10 @@ class Conversations:
                 return history.encode(talk.text), True
         return history.between(answers, last), False
 
-    def _break(self, key: Key, problem: str) -> None:
+    def _break(self, key: Key, error: Broken) -> None:
         conversation = self._running[key]
-        conversation.problem = problem
-        self.problem = f"{conversation.name}: {problem}"
+        conversation.problem, conversation.ending = str(error), error.ending
+        self.problem = f"{conversation.name}: {error}"
 
 
 def hash_state(content: bytes) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import random
@@ -51,7 +52,11 @@ def find(name: str) -> Callable[[], Any] | None:
     package, _, rest = name.partition(":")
     if package not in _KINDS:
         return None
-    return lambda: _KINDS[package](*split_options(rest))
+    return functools.partial(_make, package, rest)
+
+
+def _make(package: str, rest: str) -> Any:
+    return _KINDS[package](*split_options(rest))
 
 
 class Gymnasium:

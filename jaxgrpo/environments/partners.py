@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing
-from jaxgrpo.data import limits
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.calls import Parser, Reading
+from jaxgrpo.environments.processes import ENDINGS, Broken, Ended, Processes
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.tools import (
     Tool,
@@ -30,12 +30,9 @@ from jaxgrpo.environments.tools import (
     writable,
 )
 from jaxgrpo.rewards.protocol import LARGEST
+from jaxgrpo.rewards.workers import WorkerError
 
 LONGEST = 2**31 - 1  # tokens of a turn where nothing else bounds it
-
-
-class Broken(Exception):
-    """An environment that cannot go on: its sample is not scored."""
 
 
 class Opening(NamedTuple):
@@ -103,21 +100,24 @@ class Kind:
 class ToolPartner:
     """Runs the calls of a turn; a turn without calls ends the conversation."""
 
-    def __init__(self, tools: Mapping[str, Any], environment: Any, parse: Parser, seconds: float):
+    def __init__(
+        self,
+        tools: Mapping[str, Any],
+        environment: Any,
+        methods: Sequence[str],
+        parse: Parser,
+        seconds: float,
+    ):
         self.environment, self._parse, self._seconds = environment, parse, seconds
-        methods = {} if environment is None else {m.__name__: m for m in tool_methods(environment)}
-        self._functions = {**tools, **methods}
-        self._methods = methods.keys()
+        self._functions = {**tools, **{name: getattr(environment, name) for name in methods}}
+        self._methods = methods
 
     def open(self, row: Mapping[str, Any], seed: int) -> str | None:
         if self.environment is None:
             return None
         reset = self.environment.reset
         arguments = _reset_arguments(reset, row, seed, is_gym=False)
-        observation = _run("reset", reset, arguments, self._seconds)
-        if observation is not None and not isinstance(observation, str):
-            raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
-        return None if observation is None else writable(observation)
+        return _run("reset", reset, arguments, self._seconds, read_words)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -125,13 +125,11 @@ class ToolPartner:
     def answer(self, text: str) -> Answer:
         reading = self._parse(text)
         results = run_calls(reading.calls, self._functions, self._seconds)
-        late = [
-            call.name
-            for call, result in zip(reading.calls, results, strict=True)
-            if result.problem == "timed_out" and call.name in self._methods
-        ]
-        if late:  # it runs on, and would change what later calls read
-            raise Broken(f"{late[0]} took more than {self._seconds:g} s")
+        for call, result in zip(reading.calls, results, strict=True):
+            # In a thread it runs on, and would change what later calls read.
+            if result.problem in ENDINGS and call.name in self._methods:
+                text = f"{call.name} {Ended(result.problem, self._seconds)}"
+                raise Broken(text, result.problem)
         messages: list[Message] = [
             {"role": "tool", "name": call.name or "unknown", "content": result.text}
             for call, result in zip(reading.calls, results, strict=True)
@@ -143,8 +141,7 @@ class ToolPartner:
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return None
-        value = _run("get_reward", get_reward, {}, self._seconds)
-        return None if value is None else read_number("get_reward", value)
+        return _run("get_reward", get_reward, {}, self._seconds, read_reward)
 
 
 class GymPartner:
@@ -158,26 +155,17 @@ class GymPartner:
         self.total = 0.0
         reset = self.environment.reset
         arguments = _reset_arguments(reset, row, seed, is_gym=True)
-        observation = _run("reset", reset, arguments, self._seconds)
-        if isinstance(observation, tuple):  # with an info beside it
-            observation = observation[0]
-        return None if observation is None else writable(str(observation))
+        return _run("reset", reset, arguments, self._seconds, read_observation)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
 
     def answer(self, text: str) -> Answer:
-        outcome = _run("step", lambda: self.environment.step(text), {}, self._seconds)
-        if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
-            kind = type(outcome).__name__
-            raise Broken(f"step returned a {kind}: return observation, reward, done")
-        observation, reward, *ends = outcome
-        is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
-        value = read_number("step", reward)
+        step = self.environment.step
+        observation, value, is_done = _run("step", step, {}, self._seconds, read_step, text)
         if math.isfinite(value):
             self.total += value
-        content = "" if observation is None else writable(str(observation))
-        messages: list[Message] = [{"role": "user", "content": content}]
+        messages: list[Message] = [{"role": "user", "content": observation}]
         return Answer(Reading(text, []), [] if is_done else messages, value)
 
     def reward(self) -> float | None:
@@ -191,6 +179,7 @@ def make_kind(
     find_parser: Callable[[], Parser],
     seconds: float,
     where: str,
+    processes: Processes | None = None,
 ) -> Kind:
     """What rows of an environment talk to; calls its factory twice.
 
@@ -199,29 +188,33 @@ def make_kind(
       functions: name -> tool beside the environment's.
       find_parser: gives the parser of calls, which Gym's protocol has none of.
       where: opens messages.
+      processes: where environments live; None: in this one.
 
     Raises: InputError where the factory fails or gives one object twice, or what it makes is no
       environment; and as `find_parser`.
     """
     if factory is None:
         parts = find_parser(), seconds
-        return Kind("", lambda: ToolPartner(functions, None, *parts), tools, False)
+        return Kind("", lambda: ToolPartner(functions, None, (), *parts), tools, False)
     environment = _make_environment(factory, where)
     name, reset = type(environment).__name__, environment.reset
+    names, make = [method.__name__ for method in tool_methods(environment)], factory
+    if processes is not None:
+        make = functools.partial(processes.environment, where, environment, names)
     is_gym = callable(getattr(environment, "step", None)) and _is_gym(environment)
     check_row = functools.partial(_check_reset, f"{where}: {name}.reset", reset, is_gym)
     if is_gym:
-        return Kind(name, lambda: GymPartner(factory(), seconds), (), True, True, check_row)
+        return Kind(name, lambda: GymPartner(make(), seconds), (), True, True, check_row)
     methods = make_tools(tool_methods(environment), f"{where}: {name}")
     twice = functions.keys() & {tool.name for tool in methods}
     if twice:
         raise InputError(
             f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
         )
-    parts = find_parser(), seconds
+    parts = names, find_parser(), seconds
     return Kind(
         name,
-        lambda: ToolPartner(functions, factory(), *parts),
+        lambda: ToolPartner(functions, make(), *parts),
         (*tools, *methods),
         callable(getattr(environment, "get_reward", None)),
         check_row=check_row,
@@ -278,6 +271,35 @@ def _is_gym(environment: Any) -> bool:
     return len(step) == 1 and not is_tool
 
 
+def read_words(observation: Any) -> str | None:
+    """What `reset` of TRL's protocol returned. Raises: Broken."""
+    if observation is not None and not isinstance(observation, str):
+        raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
+    return None if observation is None else writable(observation)
+
+
+def read_reward(value: Any) -> float | None:
+    """What `get_reward` returned. Raises: Broken."""
+    return None if value is None else read_number("get_reward", value)
+
+
+def read_observation(value: Any) -> str | None:
+    """What `reset` of Gym's protocol returned."""
+    observation = value[0] if isinstance(value, tuple) else value  # with an info beside it
+    return None if observation is None else writable(str(observation))
+
+
+def read_step(outcome: Any) -> tuple[str, float, bool]:
+    """Observation, reward and whether it is over, of what `step` returned. Raises: Broken."""
+    if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
+        kind = type(outcome).__name__
+        raise Broken(f"step returned a {kind}: return observation, reward, done")
+    observation, reward, *ends = outcome
+    is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
+    content = "" if observation is None else writable(str(observation))
+    return content, read_number("step", reward), is_done
+
+
 def read_number(name: str, value: Any) -> float:
     """A reward that a function returned; NaN: none. Raises: Broken."""
     try:
@@ -290,11 +312,18 @@ def read_number(name: str, value: Any) -> float:
 
 
 def _run(
-    name: str, function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+    name: str,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    seconds: float,
+    read: Callable[[Any], Any],
+    *positional: Any,
 ) -> Any:
     try:
-        return run_limited(function, arguments, seconds)
-    except limits.TimedOut:
-        raise Broken(f"{name} took more than {seconds:g} s") from None
+        return run_limited(function, arguments, seconds, read, *positional)
+    except (Broken, WorkerError):
+        raise
+    except Ended as error:
+        raise Broken(f"{name} {error}", error.ending) from None
     except Exception as error:
         raise Broken(cut(f"{name} raised {type(error).__name__}: {error}")) from error

@@ -10,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError, cut, find, one_line
 from jaxgrpo.data import limits
 from jaxgrpo.environments.calls import Call
+from jaxgrpo.environments.processes import Ended, Remote
 from jaxgrpo.rewards.python import TIME_LIMIT, choose
+from jaxgrpo.rewards.workers import WorkerError
 
 LONGEST = 100_000  # characters of an answer
 MOST_CALLS = 16  # of one turn that are run
 
 NOT_TOOLS = ("reset", "get_reward")
 """Methods of an environment that a model cannot call, as in TRL, nor those that begin with "_"."""
+
+_LOOP = limits.EventLoop("jaxgrpo-tools")
 
 
 class Tool(NamedTuple):
@@ -145,15 +148,27 @@ def run_calls(
     return [result if isinstance(result, Result) else result() for result in results]
 
 
-def run_limited(function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> Any:
-    """Its result, awaited where it is async.
+def run_limited(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    seconds: float,
+    read: Callable[[Any], Any],
+    *positional: Any,
+) -> Any:
+    """What `read`, a function of a module, makes of its result, awaited where it is async.
 
-    Raises: what it raises; `limits.TimedOut` after so many seconds: it is then left in a thread,
-      which ends at its next line of Python.
+    Raises: what they raise; Ended after so many seconds: it is then left in a thread, which ends at
+      its next line of Python, or killed with its process where it is `Remote`.
     """
+    if isinstance(function, Remote):
+        return function(arguments, seconds, read, *positional)
     if inspect.iscoroutinefunction(function):
-        return _begin_async(function(**arguments), seconds)()
-    return limits.left_after(seconds, functools.partial(function, **arguments))
+        return read(_begin_async(function(*positional, **arguments), seconds)())
+    try:
+        call = functools.partial(function, *positional, **arguments)
+        return read(limits.left_after(seconds, call))
+    except limits.TimedOut:
+        raise Ended("timed_out", seconds) from None
 
 
 def _begin(
@@ -161,24 +176,31 @@ def _begin(
 ) -> Result | Callable[[], Result]:
     """The answer; of an async function what waits for it."""
     if not inspect.iscoroutinefunction(function):
-        return _answer(lambda: run_limited(function, arguments, seconds), seconds)
+        return _answer(lambda: run_limited(function, arguments, seconds, read_text))
     try:
         waiting = _begin_async(function(**arguments), seconds)
     except Exception as error:  # other arguments than it takes
         return _failed(str(error), "raised")
-    return lambda: _answer(waiting, seconds)
+    return lambda: _answer(lambda: read_text(waiting()))
 
 
-def _answer(result: Callable[[], Any], seconds: float) -> Result:
+def _answer(text: Callable[[], str]) -> Result:
     try:
-        text = writable(str(result()))
-    except limits.TimedOut:
-        return _failed(f"it took more than {seconds:g} s", "timed_out")
+        return Result(text())
+    except WorkerError:  # a fault of the machine, which is no answer
+        raise
+    except Ended as error:
+        return _failed(f"it {error}", error.ending)
     except Exception as error:
         return _failed(str(error) or type(error).__name__, "raised")
+
+
+def read_text(result: Any) -> str:
+    """What a tool returned, as the model reads it."""
+    text = writable(str(result))
     if len(text) > LONGEST:
-        text = f"{text[:LONGEST]} ... ({len(text) - LONGEST} characters left out)"
-    return Result(text)
+        return f"{text[:LONGEST]} ... ({len(text) - LONGEST} characters left out)"
+    return text
 
 
 def _failed(text: str, problem: str) -> Result:
@@ -202,22 +224,14 @@ def _begin_async(coroutine: Any, seconds: float) -> Callable[[], Any]:
         try:
             return await asyncio.wait_for(contained(), seconds)
         except TimeoutError:
-            raise limits.TimedOut from None
+            raise Ended("timed_out", seconds) from None
 
-    future = asyncio.run_coroutine_threadsafe(limited(), _loop())
+    future = _LOOP.begin(limited())
 
     def wait() -> Any:
         try:
-            return future.result(seconds + 1)
-        except TimeoutError:  # the loop itself is blocked
-            _loop.cache_clear()
-            raise limits.TimedOut from None
+            return _LOOP.wait(future, seconds + 1)
+        except limits.TimedOut:  # the loop itself is blocked
+            raise Ended("timed_out", seconds) from None
 
     return wait
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="jaxgrpo-tools", daemon=True).start()
-    return loop

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import functools
 import inspect
 import math
 import signal
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import cut, own_line
-from jaxgrpo.data.limits import TimedOut
+from jaxgrpo.data.limits import EventLoop, TimedOut
 from jaxgrpo.rewards.limits import SLACK, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
     LISTS,
@@ -38,6 +37,8 @@ SPOKEN = ""
 were answered, and why one cannot be scored."""
 SHOWN = 300  # characters of each text in a message
 SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
+
+_LOOP = EventLoop("jaxgrpo-rewards")
 
 
 class RewardLog(NamedTuple):
@@ -318,10 +319,6 @@ def _is_ctrl_c() -> bool:
 def _wait_for(named: Mapping[str, tuple[Awaitable[Any], float | None]]) -> list[Any]:
     """The results of all, which run at the same time; _Raised(error) for those that fail.
 
-    They run in one event loop of a thread of its own. So this works where a loop is running
-    already, as in a notebook, and what a reward keeps between calls (a session, a lock) stays with
-    its loop.
-
     Args:
       named: name of the reward -> what to wait for, and for how many seconds.
 
@@ -330,26 +327,15 @@ def _wait_for(named: Mapping[str, tuple[Awaitable[Any], float | None]]) -> list[
     names = ", ".join(named)
     limits = [limit for _, limit in named.values() if limit is not None]
     longest = max(limits) + SLACK if len(limits) == len(named) else None
-    future = asyncio.run_coroutine_threadsafe(_gather(list(named.values())), _loop())
+    future = _LOOP.begin(_gather(list(named.values())))
     try:
         with during(names):
-            return future.result(longest)
-    except TimeoutError as error:
-        _loop.cache_clear()  # its thread is lost: the next call begins a new one
+            return _LOOP.wait(future, longest)
+    except TimedOut as error:
         raise RewardError(
             f"rewards.{names}: blocked the event loop beyond its timeout: an async def has to "
             "await whatever takes long; run what cannot be awaited by asyncio.to_thread"
         ) from error
-    except BaseException:  # a signal, while waiting
-        future.cancel()
-        raise
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="jaxgrpo-rewards", daemon=True).start()
-    return loop
 
 
 async def _gather(awaitables: Sequence[tuple[Awaitable[Any], float | None]]) -> list[Any]:

@@ -5,28 +5,34 @@ reads a line of JSON, [seconds, question], and writes one, again and again, unti
 writes {"problem": "timed out"} if the question takes it more seconds of processor time, and
 "crashed" if there is no answer for another reason. One that writes nothing in time, or dies, is
 replaced; that takes seconds, so a child does better to lose no more than a fork of itself.
+
+`Forks` gives children that are forks of one process which has loaded everything: they take
+milliseconds to begin.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
 import json
 import math
 import os
+import pickle
 import queue
 import selectors
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError
 
@@ -78,18 +84,14 @@ class Workers:
         grace: float = GRACE,
         environment: Mapping[str, str] | None = None,
     ):
-        self._environment = {**os.environ, **(environment or {})}
-        self._command, self._limit, self._grace = list(command), time_limit, grace
-        self._budget = budget
-        self._idle: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()
-        for _ in range(count):
-            self._idle.put(None)
-        self._count = count
+        variables = {**os.environ, **(environment or {})}
+        self._pool = Pool(lambda: start(command, variables), count)
+        self._limit, self._grace = time_limit, grace
+        self._budget, self._count = budget, count
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="jaxgrpo-worker")
         self._lock = threading.Lock()
         self._lost = 0.0  # seconds, of all children, on questions of this batch without an answer
         self._problems: dict[bytes, Answer] = {}
-        atexit.register(self.close)
 
     def ask(self, questions: Sequence[Any]) -> list[Answer]:
         """The answers, in order.
@@ -108,14 +110,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends the children; the next question starts new ones."""
-        children = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                children.append(self._idle.get_nowait())
-        for child in children:
-            if child is not None:
-                child.kill()
-            self._idle.put(None)
+        self._pool.close()
 
     def _ask_quickly(self, text: str) -> Answer:
         return self._ask(text, min(QUICK if self._has_budget() else QUICKEST, self._limit))
@@ -131,21 +126,13 @@ class Workers:
         return self._lost < self._budget * self._count
 
     def _ask(self, text: str, seconds: float) -> Answer:
-        child, answer = self._idle.get(), None
-        try:
-            child = child or _Child(self._command, self._environment)
+        with self._pool.turn() as child:
             began = time.monotonic()
             answer = child.ask(f"[{seconds}, {text}]\n", seconds + self._grace)
             was_long = seconds >= min(QUICK, self._limit)
             is_its_fault = was_long if answer.problem == "timed out" else not child.is_lost
             self._note(text, answer, time.monotonic() - began, is_its_fault)
-            return answer
-        finally:
-            # One that was interrupted, as one that is lost, is in an unknown state.
-            if child is not None and (answer is None or child.is_lost):
-                child.kill()
-                child = None
-            self._idle.put(child)
+        return answer
 
     def _note(self, text: str, answer: Answer, seconds: float, is_its_fault: bool) -> None:
         """Counts the time of a question without an answer; remembers it if it is its own fault."""
@@ -193,21 +180,62 @@ def _key(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-class _Child:
-    """One started child."""
+class Pool:
+    """Children that take questions in turn. They start when they are first needed.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
-        # In a group of its own, so that its forks are killed with it.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-            env=environment,
-        )
-        self._pending = b""
-        self.is_lost = False
+    Args:
+      begin: starts one.
+      count: of them, which is how many questions are under way at once.
+    """
+
+    def __init__(self, begin: Callable[[], Child], count: int):
+        self._begin = begin
+        self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+        for _ in range(count):
+            self._idle.put(None)
+
+    @contextlib.contextmanager
+    def turn(self, child: Child | None = None) -> Iterator[Child]:
+        """One that is idle, or `child` in its place; killed behind it if a question lost it.
+
+        Raises: WorkerError if it cannot begin.
+        """
+        idle = self._idle.get()
+        try:
+            if child is None:
+                child = idle = idle or self._begin()
+            yield child
+        finally:
+            if child is not None and child.is_lost:
+                child.kill()
+                idle = None if child is idle else idle
+            self._idle.put(idle)
+
+    def close(self) -> None:
+        """Ends the children that are idle."""
+        children = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                children.append(self._idle.get_nowait())
+        for child in children:
+            if child is not None:
+                child.kill()
+            self._idle.put(None)
+
+
+class Child:
+    """What reads questions and writes answers, a line each. It ends with this object.
+
+    Args:
+      end: kills it.
+
+    Raises: WorkerError if it cannot begin.
+    """
+
+    def __init__(self, questions: IO[bytes], answers: IO[bytes], end: Callable[[], None]):
+        self._questions, self._answers = questions, answers
+        self._end = weakref.finalize(self, _end, end, questions, answers)
+        self._pending, self.is_lost = b"", True
         first = self._read(START_LIMIT)
         problem = first.problem or (first.value or {}).get("error")
         if problem:
@@ -215,44 +243,139 @@ class _Child:
             raise WorkerError(problem)
 
     def ask(self, line: str, limit: float) -> Answer:
-        assert self._process.stdin is not None
+        """The answer to a question, within so many seconds of wall time."""
+        self.is_lost = True  # until it answers: one that is interrupted is in an unknown state
         try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
-        except OSError:  # it died since the last answer
-            return self._lose("crashed")
+            self._questions.write(line.encode())
+            self._questions.flush()
+        except (OSError, ValueError):  # it died since the last answer, or was killed
+            return Answer(None, "crashed")
         answer = self._read(limit)
         return Answer(None, **answer.value) if isinstance(answer.value, dict) else answer
 
-    def _lose(self, problem: str) -> Answer:
+    def kill(self) -> None:
+        """Ends it, and what it has started."""
         self.is_lost = True
-        return Answer(None, problem)
+        self._end()
 
     def _read(self, limit: float) -> Answer:
         """The next line of the child; a problem if none comes in time or its output ends."""
-        assert self._process.stdout is not None
-        output, deadline = self._process.stdout.fileno(), time.monotonic() + limit
+        output, deadline = self._answers.fileno(), time.monotonic() + limit
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while b"\n" not in self._pending:
                 seconds_left = deadline - time.monotonic()
                 if seconds_left <= 0 or not selector.select(seconds_left):
-                    return self._lose("timed out")
+                    return Answer(None, "timed out")
                 part = os.read(output, 65536)
                 if not part:
-                    return self._lose("crashed")
+                    return Answer(None, "crashed")
                 self._pending += part
         line, _, self._pending = self._pending.partition(b"\n")
         try:
-            return Answer(json.loads(line))
+            answer = Answer(json.loads(line))
         except ValueError:
-            return self._lose("crashed")
+            return Answer(None, "crashed")
+        self.is_lost = False
+        return answer
 
-    def kill(self) -> None:
+
+def _end(end: Callable[[], None], *pipes: IO[bytes]) -> None:
+    end()
+    for pipe in pipes:
+        with contextlib.suppress(OSError):  # unwritten input of a dead child
+            pipe.close()
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    control: socket.socket | None = None,
+    **files: Any,
+) -> Child:
+    """A child that is a program. Raises: WorkerError if it cannot begin.
+
+    Args:
+      control: the program ends when this is closed, and is killed if it does not.
+      files: of `subprocess.Popen`, in place of pipes.
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    # In a group of its own, so that its forks are killed with it.
+    process = subprocess.Popen(command, process_group=0, env=environment, **{**pipes, **files})
+    assert process.stdout is not None
+
+    def end() -> None:
+        if control is not None:
+            control.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # unwritten input of a dead child
-                    pipe.close()
-        self._process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    return Child(process.stdin or process.stdout, process.stdout, end)
+
+
+class Forks:
+    """Children that are forks of one process, each in a group of its own.
+
+    That process loads a module once, and none of our threads or of JAX. It begins with the first
+    child, and again where it has died. What they print goes to the standard error.
+
+    Args:
+      module: whose `load(options)` gives the function that answers.
+      options: for it.
+      memory: bytes that each child may map.
+    """
+
+    def __init__(self, module: Path, options: bytes, memory: int):
+        self._command = [sys.executable, "-P", str(PROGRAM), str(module), str(memory)]
+        self._options, self._count = options, 0
+        self._parent: tuple[Child, socket.socket] | None = None
+        self._children: weakref.WeakSet[Child] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def begin(self) -> Child:
+        """A child. Raises: WorkerError if the module cannot be loaded."""
+        with self._lock:
+            if self._parent is not None:
+                with contextlib.suppress(OSError, WorkerError):
+                    return self._fork(self._parent[1])
+            self._parent = self._start()
+            return self._fork(self._parent[1])
+
+    def close(self) -> None:
+        """Ends all children; the next one starts their parent again."""
+        with self._lock:
+            for child in [*self._children]:
+                child.kill()
+            if self._parent is not None:
+                self._parent[0].kill()
+            self._parent = None
+
+    def _start(self) -> tuple[Child, socket.socket]:
+        control, its_end = socket.socketpair()
+        with its_end, tempfile.TemporaryFile() as options:
+            pickle.dump((list(map(os.path.abspath, sys.path)), self._options), options)
+            options.seek(0)
+            number = its_end.fileno()
+            files = {"stdin": options, "stderr": None, "pass_fds": (number,)}
+            command = [*self._command, str(number)]
+            return start(command, os.environ, control, **files), control
+
+    def _fork(self, control: socket.socket) -> Child:
+        self._count += 1
+        name = self._count.to_bytes(8)
+        connection, its_end = socket.socketpair()
+        with connection, its_end:
+            socket.send_fds(control, [name], [its_end.fileno()])
+            pipes = connection.makefile("wb"), connection.makefile("rb")
+        child = Child(*pipes, functools.partial(_tell, control, name))
+        self._children.add(child)
+        return child
+
+
+def _tell(control: socket.socket, name: bytes) -> None:
+    """Has a fork ended."""
+    with contextlib.suppress(OSError):  # its parent is gone, and it with it
+        control.send(name)

@@ -21,6 +21,7 @@ from jaxgrpo.environments.conversations import (
     Reply,
     hash_state,
 )
+from jaxgrpo.environments.processes import ENDINGS
 from jaxgrpo.environments.rules import State
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.rewards.calling import RewardLog
@@ -308,12 +309,13 @@ class ThreadedDialogue:
 
     def metrics(self, samples: int) -> dict[str, float]:
         """As `Dialogue.metrics`."""
-        total: Counter[str] = Counter()
-        for share in gather_json(self.conversations.counts):
-            total.update(share)
+        total, endings = Counter[str](), Counter[str]()
+        for counts, broken in gather_json(self.conversations.count()):
+            total.update(counts)
+            endings.update(broken)
         calls = total["calls"]
-        failed = sum(total[name] for name in ("malformed", "unknown", "too_many", "timed_out"))
-        failed += total["raised"]
+        failed = sum(total[name] for name in ("malformed", "unknown", "too_many", "raised"))
+        failed += sum(total[name] for name in ENDINGS)
         forked = {"turns/forked": len(self._forks) / samples} if self.conversations.forks else {}
         return {
             **forked,
@@ -323,6 +325,7 @@ class ThreadedDialogue:
             "tools/call_frequency": calls / samples,
             "tools/failure_frequency": failed / calls if calls else 0.0,
             "environment/broken": len(self._broken) / samples,
+            **{f"calls/{name}": float(total[name] + endings[name]) for name in ENDINGS},
         }
 
 

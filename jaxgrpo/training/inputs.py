@@ -63,6 +63,11 @@ class Inputs(NamedTuple):
     replay: Replay | None  # the rollouts that it trains on, if they are saved ones
     world: World | None = None  # what answers samples
 
+    def close(self) -> None:
+        """Ends the processes that answer samples, where there are any."""
+        if self.world is not None:
+            self.world.close()
+
 
 def read_inputs(
     config: Config,

@@ -144,6 +144,7 @@ def take(
         options = {"resume": resume, "devices_line": devices_line, "shown": shown}
         opened = open_run(stack, config, setup_options, **options)
         run, last = opened.run, opened.run.config.train.steps
+        stack.callback(run.inputs.close)
         evaluate = evaluator(run) if run.config.eval.data is not None else None
         evaluations = make_evaluations(opened, evaluate)
         hooks = make_hooks(opened, evaluations, on_step)

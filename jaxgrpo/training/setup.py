@@ -180,7 +180,7 @@ def setup(
     given_rewards = config.rewards, longest, rewards, rows, config.folder
     run_rewards = inputs.resolve_rewards(*given_rewards, COLUMNS if run_inputs.world else ())
     if run_inputs.world is not None:
-        run_rewards += tuple(run_inputs.world.rewards())
+        run_rewards += tuple(run_inputs.world.rewards(run_rewards))
     if not run_rewards:
         raise InputError(
             "rewards: missing, and the environment has no get_reward: give at least one, "

@@ -271,9 +271,13 @@ def resolve_judge(
       world: whose environments judge where the config names no reward.
     """
     if callable(scorer):
-        return Reward(callable_name(scorer), scorer, 1.0)
-    rewards = [] if keys or world is None else world.rewards()
-    return resolve_scorer(use, keys, max_completion_tokens, rewards)
+        judge = Reward(callable_name(scorer), scorer, 1.0)
+    else:
+        rewards = [] if keys or world is None else world.rewards()
+        judge = resolve_scorer(use, keys, max_completion_tokens, rewards)
+    if world is not None:
+        world.refuse_readers([judge])
+    return judge
 
 
 def _policy(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import psutil
 import pytest
 import small_run
 import tomli_w
@@ -22,6 +23,10 @@ from jaxgrpo.training.records.folder import read_samples
 from jaxgrpo.training.records.rollout_files import load as load_rollouts
 
 CODE = '''
+import os
+import time
+
+
 def parse(text):
     return text, [{"name": "look", "arguments": {"words": text}}] if "=" in text else []
 
@@ -66,9 +71,36 @@ class Longer:
         return "+", float(len(text) > self.length), len(text) > 9
 
 
+class Fragile(Count):
+    def look(self, words: str) -> str:
+        """Looks.
+
+        Args:
+            words: for what
+        """
+        kind = sum(map(ord, words)) % 5
+        if kind == 0:
+            os._exit(3)
+        if kind == 1:
+            time.sleep(600)
+        return super().look(words)
+
+
 def tools_used(completions, environments, **columns):
     return [float(environment.count) for environment in environments]
 '''
+
+
+OTHERS = """
+import jaxgrpo as jg
+
+
+def agent(base_url, **row):
+    return 1.0
+
+
+rules = jg.Rules(lambda key, row: 0, lambda state, tokens, length: state, "nothing")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +190,7 @@ def test_it_resumes_bit_for_bit(tmp_path, mine):
     tables = options(tmp_path / "parts", mine, **way("trl", mine))
     loop.train(configs.from_dict({**tables, "train": {"steps": 1}}))
     resumed = loop.train(configs.from_dict(tables), resume="auto")
-    weights = [run.path / "model" / "model.safetensors" for run in (resumed, unbroken)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights(resumed) == weights(unbroken)
 
 
 @pytest.fixture
@@ -262,11 +293,67 @@ def test_a_reward_sees_environments_and_several_are_chosen_by_the_row(tmp_path, 
         )
 
 
+def weights(run):
+    return (run.path / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_in_threads_and_with_any_number_of_processes(tmp_path, mine):
+    runs = {
+        workers: train(
+            tmp_path / str(workers), mine, **way("trl", mine), **{"rollout.call_workers": workers}
+        )
+        for workers in (0, 2, 4)
+    }
+    assert weights(runs[0]) == weights(runs[2]) == weights(runs[4])
+    gym = [
+        train(tmp_path / f"gym{n}", mine, **way("gym", mine), **{"rollout.call_workers": n})
+        for n in (0, 3)
+    ]
+    assert weights(gym[0]) == weights(gym[1])
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+def test_samples_whose_process_ends_are_counted_by_name_and_not_trained_on(tmp_path, mine):
+    changes = {"environment": f"{mine}:Fragile", "rollout.call_timeout": 2.0}
+    runs = [
+        train(tmp_path / str(n), mine, **changes, **{"rollout.call_workers": n}) for n in (2, 4)
+    ]
+    assert weights(runs[0]) == weights(runs[1])
+    lines, alike = (small_run.metrics(run.path) for run in runs)
+    names = ("calls/crashed", "calls/timed_out", "calls/memory", "environment/broken")
+    assert [[line[name] for name in names] for line in lines] == [
+        [line[name] for name in names] for line in alike
+    ]
+    assert sum(line["calls/crashed"] for line in lines) > 0
+    assert sum(line["calls/timed_out"] for line in lines) > 0
+    for line in lines:
+        broken = line["environment/broken"]
+        assert line["rewards/Fragile/unscored"] == pytest.approx(broken)
+        ended = line["calls/crashed"] + line["calls/timed_out"]
+        assert broken == pytest.approx(ended / len(read_samples(runs[0].path)))
+    problems = {row.get("problem") for row in read_samples(runs[0].path)}
+    assert problems <= {None, "look ended its process", "look took more than 2 s"}
+
+
+def test_what_runs_in_no_process_of_its_own_is_refused(tmp_path, mine):
+    on = {"rollout.call_workers": 2}
+    with pytest.raises(InputError, match=r"rewards.tools_used reads `environments`: with rollout"):
+        train(tmp_path, mine, **way("trl", mine), **on, rewards=[{"use": f"{mine}:tools_used"}])
+    for name, words in (("agent", "a program that asks"), ("rules", "rules in JAX")):
+        path = mine.with_name("others.py")
+        path.write_text(OTHERS)
+        with pytest.raises(InputError, match=f"rollout.call_workers: the environment is {words}"):
+            train(tmp_path, mine, environment=f"{path}:{name}", **on)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rollout.max_turns": 3}, "rollout.max_turns = 3: nothing reads it without tools"),
         ({"rollout.call_format": "hermes"}, "rollout.call_format = .*: nothing reads it"),
+        ({"rollout.call_workers": 2}, "rollout.call_workers = 2: nothing reads it"),
         ({"environment": 3}, 'environment = 3: expected a class, "mine.py:Env"'),
         ({"environment": {"a": 1}}, "environment.a = 1: expected a class"),
         ({"environment": {}}, "environment = {}: name at least one class"),
