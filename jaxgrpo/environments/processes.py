@@ -103,10 +103,11 @@ class RemoteEnvironment:
         self.ending = "crashed"  # of its process, once that is lost
         for name in {"reset", "step", "get_reward", *methods}:
             method = getattr(example, name, None)
-            remote = Remote(processes, where, name, self) if callable(method) else None
-            if remote is not None:
+            setattr(self, name, None)
+            if callable(method):
+                remote = Remote(processes, where, name, self)
                 remote.__signature__ = inspect.signature(method)
-            setattr(self, name, remote)
+                setattr(self, name, remote)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python itself looks for

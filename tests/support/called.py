@@ -98,7 +98,7 @@ def where() -> str:
     return str(os.getpid())
 
 
-TOOLS = {
+TOOLS: dict[str, Any] = {
     function.__name__: function
     for function in (
         *(add, later, fail, leave, lock, spin, match, sleep, eat, die, crash, spawn, where),
