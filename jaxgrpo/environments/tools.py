@@ -218,7 +218,7 @@ def _begin_async(coroutine: Any, seconds: float) -> Callable[[], Any]:
         try:
             return await coroutine
         except SystemExit as error:  # it would end the loop, and with it the calls beside this one
-            raise RuntimeError(f"SystemExit: {error}") from error
+            raise RuntimeError(str(error) or "SystemExit") from error
 
     async def limited() -> Any:
         try:
