@@ -109,6 +109,15 @@ def left_after(seconds: float, function: Callable[[], T]) -> T:
     raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
 
 
+async def without_exit(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What it gives; `sys.exit` in it raises RuntimeError, and does not end the loop with all that
+    runs beside it."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
+
+
 class EventLoop:
     """An event loop in a thread of its own, which begins with the first coroutine.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxgrpo.core.errors import one_line
-from jaxgrpo.data.limits import EventLoop
+from jaxgrpo.data.limits import EventLoop, without_exit
 from jaxgrpo.environments import partners  # loaded before forks are made
 from jaxgrpo.rewards.worker_program import load as load_file
 
@@ -34,7 +34,7 @@ def load(options: bytes) -> Callable[[str], list[Any]]:
             function = getattr(environments[where], method)
         result = function(*positional, **arguments)
         if inspect.iscoroutinefunction(function):
-            result = LOOP.wait(LOOP.begin(result), None)
+            result = LOOP.wait(LOOP.begin(without_exit(result)), None)
         return read(result)
 
     def answer(call: str) -> list[Any]:

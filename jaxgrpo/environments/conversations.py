@@ -251,7 +251,7 @@ class Conversations:
             try:
                 tokens, is_fork = self._continue(conversation, text, last, answer.messages)
             except InputError as error:  # by what the model wrote, where it is written again
-                self._break(key, str(error))
+                self._break(key, Broken(str(error)))
                 return Reply(*key, None, math.nan, 0)
         state = hash_state("\n".join(m["content"] for m in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL

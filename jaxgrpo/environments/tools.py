@@ -214,15 +214,9 @@ def writable(text: str) -> str:
 
 
 def _begin_async(coroutine: Any, seconds: float) -> Callable[[], Any]:
-    async def contained() -> Any:
-        try:
-            return await coroutine
-        except SystemExit as error:  # it would end the loop, and with it the calls beside this one
-            raise RuntimeError(str(error) or "SystemExit") from error
-
     async def limited() -> Any:
         try:
-            return await asyncio.wait_for(contained(), seconds)
+            return await asyncio.wait_for(limits.without_exit(coroutine), seconds)
         except TimeoutError:
             raise Ended("timed_out", seconds) from None
 

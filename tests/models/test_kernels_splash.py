@@ -77,12 +77,12 @@ def test_segments_that_are_alone_see_no_prompt(kind):
 
     def with_two_prompts(*inputs):
         """A pass in which no prompt has a token, for the segments that are alone."""
-        behind, by_itself = (
-            attention.rows_with_prefix(*placed[:3], lengths)(
-                *inputs[:3], KeyValue(*inputs[3:]), kind
-            )[0]
+        passes: Any = [
+            attention.rows_with_prefix(*placed[:3], lengths)
             for lengths in (prompt_length, jnp.zeros_like(prompt_length))
-        )
+        ]
+        parts = *inputs[:3], KeyValue(*inputs[3:]), kind
+        behind, by_itself = (attend(*parts)[0] for attend in passes)
         return jnp.where(alone[..., None, None], by_itself, behind)
 
     expected = with_gradients(with_two_prompts, cotangent, *inputs)
