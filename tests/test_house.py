@@ -279,7 +279,7 @@ LINES = {
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 3940,  # with turns, what of them is saved, and what draws for queries
     "update": 1785,
-    "config": 2065,  # with what tools and environments are
+    "config": 2105,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
     "training": 6895,  # with a page of conversations, and versions of tokens
     "planning": 1480,

@@ -171,13 +171,7 @@ def make_world(
     if rollout.call_workers:
         _refuse_unforked(factories)
     if isinstance(pure := factories.get(next(iter(factories), "")), Rules):
-        if forks:
-            raise InputError(
-                'data.history = "fork": rules in JAX write behind what was drawn; leave it out, or '
-                "write the environment as a class"
-            )
-        frame = History(chat, frozenset(stop_tokens)).frame()
-        return World({}, _answering(pure, bounds, frame), chat, tuple(stop_tokens), bounds)
+        return _traced_world(pure, bounds, chat, stop_tokens, forks)
     functions = make_tools([_resolve_tool(tool) for tool in tools], "tools")
     by_name: dict[str, Any] = {tool.name: tool.function for tool in functions}
     factories = {f"environment.{name}".rstrip("."): part for name, part in factories.items()}
@@ -199,6 +193,19 @@ def make_world(
     for kind in kinds.values():
         history.check(History(kind.shown_in(chat), frozenset(stop_tokens)), bool(kind.tools))
     return World(kinds, None, chat, tuple(stop_tokens), bounds, forks, processes)
+
+
+def _traced_world(
+    pure: Rules, bounds: Turns, chat: Chat, stop_tokens: Sequence[int], forks: bool
+) -> World:
+    """What answers by rules in JAX."""
+    if forks:
+        raise InputError(
+            'data.history = "fork": rules in JAX write behind what was drawn; leave it out, or '
+            "write the environment as a class"
+        )
+    frame = History(chat, frozenset(stop_tokens)).frame()
+    return World({}, _answering(pure, bounds, frame), chat, tuple(stop_tokens), bounds)
 
 
 def _refuse_unforked(factories: Mapping[str, Any]) -> None:

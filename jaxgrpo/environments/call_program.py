@@ -47,6 +47,6 @@ def load(options: bytes) -> Callable[[str], list[Any]]:
         except Exception as error:
             return ["raised", type(error).__name__, str(error)]
         except BaseException as error:  # as of threads
-            return ["raised", "RuntimeError", one_line(error)]
+            return ["raised", "RuntimeError", f"{type(error).__name__}: {one_line(error)}"]
 
     return answer
