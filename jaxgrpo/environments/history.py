@@ -88,7 +88,7 @@ class History(NamedTuple):
         Raises: InputError where the template fails.
         """
         begun = chats.with_system(self.chat, prompt, WHERE)
-        if messages and begun[-1]["role"] == "assistant":  # the first turn goes on with it
+        if messages and begun[-1]["role"] == "assistant":  # the first turn continues it
             start, (first, *messages) = begun[-1]["content"], messages
             begun = [*begun[:-1], {**first, "content": start + first["content"]}]
         return _render(self.chat, [*begun, *messages], is_limited=False)

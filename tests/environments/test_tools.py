@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import warnings
 
 import pytest
+from called import add, fail, later
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call
@@ -18,35 +18,6 @@ from jaxgrpo.environments.tools import (
     tool_methods,
 )
 from jaxgrpo.rewards.python import SANDBOXES
-
-
-def add(a: int, b: int = 2) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
-
-
-async def later(a: int) -> str:
-    """Waits a little.
-
-    Args:
-        a: what comes back
-    """
-    await asyncio.sleep(0.05)
-    return f"late {a}"
-
-
-def fail(a: int) -> str:
-    """Fails.
-
-    Args:
-        a: nothing
-    """
-    raise ValueError(f"no {a}")
 
 
 def sleep(a: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -26,6 +27,7 @@ async def later(a: int) -> str:
     Args:
         a: what comes back
     """
+    await asyncio.sleep(0.05)
     return f"late {a}"
 
 
