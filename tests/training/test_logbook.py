@@ -16,6 +16,7 @@ from event_files import events, wandb_history
 from rich.console import Console
 
 from jaxgrpo.config.files import to_toml
+from jaxgrpo.environments.processes import ENDINGS
 from jaxgrpo.evaluation.diversity import stated_metrics
 from jaxgrpo.rollout import dialogue, refill
 from jaxgrpo.rollout.selection import part_metrics
@@ -116,6 +117,7 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     logged |= set(re.findall(r'"(refill/\w+)"', inspect.getsource(refill)))
     logged.add("sampling/staleness")  # of runs with a lag: test_staleness.py
     logged |= set(re.findall(r'"((?:turns|tools|environment)/\w+)"', inspect.getsource(dialogue)))
+    logged |= {f"calls/{name}" for name in ENDINGS}
     logged.add("sampling/interrupted")  # of texts that are forced: test_interruption.py
     logged.add("sampling/stopped")  # of samples that are ended: test_warmup_runs.py
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
