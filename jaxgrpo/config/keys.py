@@ -154,7 +154,8 @@ class DataKeys:
     split: str | None = key(None)  # of a folder or of the hub; None: the only one
     revision: str | None = key(None)  # of the hub: a branch, tag or commit
     delimiter: str = key(",")  # of a CSV file, one character; of eval.data too
-    prompt: str = key("prompt")  # column of the prompt, or a template "{column} and text"
+    prompt: str = key("prompt", may_be_empty=True)  # its column, or a template "{column} and text";
+    # "": none, the environment says first what is asked
     answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
     answer_prefix: str = key("", may_be_empty=True)  # text between thought and reference answer
     max_answer_tokens: int | None = key(None, at_least=1)  # of it that are scored; None: all
@@ -166,6 +167,11 @@ class DataKeys:
     history: str = key("exact", choices=("exact", "fork"))  # what a turn follows: the tokens before
     # it as they are, or the conversation as the template writes it again with each reply
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
+
+    @property
+    def forks(self) -> bool:
+        """Whether a turn may follow other tokens than those before it."""
+        return self.history == "fork"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

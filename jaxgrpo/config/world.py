@@ -37,7 +37,7 @@ KEYS = (
 )
 """Keys of `rollout` about turns."""
 
-EXCLUDED = {
+NOT_WITH_TURNS = {
     "rollout.interrupt": "a turn would end where it is interrupted",
     "rollout.early_stop": "confidence is of a sample and not of its turns",
     "rollout.goals": "an environment's words would follow the goal",
@@ -68,13 +68,18 @@ def check(values: Values) -> Iterator[str]:
     if values.get("data.history", "exact") != "exact" and not has_turns:
         reason = "nothing reads it without tools or an environment"
         yield f'data.history = "fork": {reason}; leave it out'
+    if values.get("data.prompt") == "" and not values.get("environment"):
+        yield (
+            'data.prompt = "": nothing is asked, for there is no environment whose `reset` could '
+            "say it; write the column that has the prompts, or a template"
+        )
     longest, of_turn = (values.get(f"rollout.max_{part}_tokens") for part in ("completion", "turn"))
     if has_turns and of_turn is not None and longest is not None and of_turn > longest:
         yield (
             f"rollout.max_turn_tokens = {of_turn}: a sample, all its turns and what answers them, "
             f"has at most rollout.max_completion_tokens = {longest}; lower it, or leave it out"
         )
-    for name, reason in EXCLUDED.items():
+    for name, reason in NOT_WITH_TURNS.items():
         if has_turns and values.get(name):
             yield f"{name}: with tools or an environment {reason}; leave one of the two out"
     if isinstance(values.get("environment"), Mapping) and not values["environment"]:

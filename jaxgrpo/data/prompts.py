@@ -62,20 +62,22 @@ def load_rows(
     answer under "answer". All have the same columns; what a row lacks is None.
 
     Args:
-      prompt: the column that holds the prompt, a text or a list of messages; or a template.
+      prompt: the column that holds the prompt, a text or a list of messages; or a template; or ""
+        for a message of the user without a word.
       answer: the column that holds what the rewards compare with; "" if there is none.
       split: of a DatasetDict given from Python.
     Raises: InputError if the source or a column does not exist, a line cannot be read, prompts
       or answers are of several kinds, or there are no rows.
     """
-    needed = placeholders(prompt) if is_template(prompt) else [prompt]
+    needed = placeholders(prompt) if is_template(prompt) else [prompt] * bool(prompt)
     if isinstance(source, Source):
         located = sources.read(source, text_columns=[*needed, *([answer] if answer else [])])
     else:
         located = sources.from_python(source, split)
     for where, row in located:
         for name in needed:
-            _check_column(where, row, name, "data.prompt", "")
+            otherwise = ' (or to "" where an environment says what is asked)'
+            _check_column(where, row, name, "data.prompt", otherwise)
         if answer:
             _check_column(where, row, answer, "data.answer", ' (or to "" where no reward needs it)')
     columns = dict.fromkeys(name for _, row in located for name in row)
@@ -249,6 +251,8 @@ def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> 
 
 def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
     """A row's prompt: a text, or messages."""
+    if not prompt:
+        return [{"role": "user", "content": ""}]
     if is_template(prompt):
         for name in needed:
             if not isinstance(row[name], (str, numbers.Number)):

@@ -217,6 +217,12 @@ class Conversations:
         if observation is None and row in self._prompts:
             return Opening(self._prompts[row], None)
         prompt = conversation.prompt = joined(conversation.prompt, observation)
+        is_empty = not (prompt if isinstance(prompt, str) else prompt[-1]["content"])
+        if is_empty and not conversation.problem:
+            raise InputError(
+                f"row {row}: it has no prompt, and the environment's `reset` returns no text: let "
+                "it return what is asked, or write data.prompt"
+            )
         text = chats.write(chat, prompt, f"row {row}", is_limited=False)
         ids = list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
         if observation is None:

@@ -22,7 +22,7 @@ from jaxgrpo.config.keys import (
     RewardKeys,
     RolloutKeys,
 )
-from jaxgrpo.config.world import Factories, World, make_world, named_factories
+from jaxgrpo.config.world import Environment, Factories, World, make_world, named_factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
@@ -85,22 +85,41 @@ def read_inputs(
     folder, tokenizer, stored = pretrained.folder, pretrained.tokenizer, pretrained.model.config
     data, longest = config.data, config.rollout.max_prompt_tokens
     chat = make_chat(data, config.model.path, tokenizer, stored.vocab_size)
-    ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
-    factories = named_factories(environment) or config.environments
-    sampling = config.rollout, chat, ends, data.history == "fork"
-    world = make_world(tools or config.tools, factories, *sampling)
-    chat, replay = chat if world is None else world.first_chat, None
+    answers = tools or config.tools, named_factories(environment) or config.environments
+    chat, world = begin_conversations(chat, folder, config.rollout, data.forks, *answers)
+    replay = None
     if rollouts is None:
         training_prompts = load_prompts(data, longest, chat, dataset)
     elif dataset is not None:
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
         run_keys = decisive_keys(flat(to_tables(config)))
+        ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
         replay = read_files(config.rollout, run_keys, rollouts, tokenizer, stored, ends)
         training_prompts = replay.data
     source = eval_source(config.eval, data) if config.eval.data else None
     held_out = load_prompts(data, longest, chat, source) if source else None
     return Inputs(pretrained, chat, training_prompts, held_out, replay, world)
+
+
+def begin_conversations(
+    chat: Chat,
+    folder: Path,
+    rollout: RolloutKeys,
+    forks: bool,
+    tools: Sequence[str | Callable[..., Any]],
+    environments: Mapping[str, str | Environment],
+) -> tuple[Chat, World | None]:
+    """How the prompts of a model's folder are written out, and what answers its samples.
+
+    Args:
+      chat: how they are where nothing answers samples.
+
+    The others and errors are those of `make_world`.
+    """
+    ends = folders.read_end_tokens(folder, chat.tokenizer, chat.vocab_size)
+    world = make_world(tools, environments, rollout, chat, ends, forks)
+    return chat if world is None else world.first_chat, world
 
 
 def load_prompts(
@@ -152,9 +171,9 @@ def load_run_rows(
     folder, stored = find_config(model, fetch_weights=False)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     chat = make_chat(keys, model.path, tokenizer, size)
-    ends = folders.read_end_tokens(folder, tokenizer, size)
-    world = make_world(tools, environments, rollout, chat, ends)
-    chat = chat if world is None else world.first_chat
+    chat, world = begin_conversations(chat, folder, rollout, keys.forks, tools, environments)
+    if world is not None:
+        world.close()
     return load_prompts(keys, rollout.max_prompt_tokens, chat).rows
 
 

@@ -173,8 +173,8 @@ def fitting_geometry(
     parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat)
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
-    fitting = packing.make_geometry(geometry[:4], mesh, None, geometry.minibatches, room)
-    return fitting._replace(has_forks=geometry.has_forks)
+    sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
+    return packing.make_geometry(sizes, mesh, None, *rest)
 
 
 def update_bytes(

@@ -19,7 +19,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.keys import DataKeys, MeshKeys, RewardKeys, RolloutKeys
 from jaxgrpo.config.own_code import python_name
-from jaxgrpo.config.world import World, find_parser, make_world
+from jaxgrpo.config.world import World, find_parser
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params
 from jaxgrpo.data import storage
@@ -32,7 +32,6 @@ from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_q
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import params_per_layer
-from jaxgrpo.models.hf import folders
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
@@ -41,6 +40,7 @@ from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory
 from jaxgrpo.training.inputs import (
+    begin_conversations,
     eval_source,
     load_prompts,
     make_chat,
@@ -169,11 +169,9 @@ def find_policy(
     """
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
-    size, rollout = pretrained.model.config.vocab_size, config.rollout
-    ends = folders.read_end_tokens(pretrained.folder, pretrained.tokenizer, size)
-    sampling = rollout, chat, ends, config.data.history == "fork"
-    world = make_world(config.tools, config.environments, *sampling)
-    chat = chat if world is None else world.first_chat
+    rollout, answers = config.rollout, (config.tools, config.environments)
+    begins = pretrained.folder, rollout, config.data.forks
+    chat, world = begin_conversations(chat, *begins, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
     settings = sampling_settings(rollout, pretrained, world)

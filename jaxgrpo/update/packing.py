@@ -123,17 +123,19 @@ def make_geometry(
     tokens: int | None,
     minibatches: int = 1,
     room: int | None = None,
+    has_forks: bool = False,
 ) -> Geometry:
     """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `default_tokens`.
 
     Args:
       room: the tokens of a micro-batch that fit into memory; None: any number.
+      has_forks: as of `Geometry`.
     """
     bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
     update_sizes = (prompts // minibatches, samples, width, steps)
     most = TOKENS.get(mesh.devices.flat[0].platform, ELSEWHERE)
     tokens = tokens or default_tokens(update_sizes, bins, most if room is None else min(most, room))
-    return Geometry(*sizes, bins, tokens, minibatches)
+    return Geometry(*sizes, bins, tokens, minibatches, has_forks)
 
 
 def default_tokens(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:

@@ -328,3 +328,27 @@ def test_an_observation_that_makes_a_prompt_too_long_ends_the_run_in_one_line(
     assert "Traceback" not in out + errors
     assert "row 0: with what its environment says the prompt has" in errors
     assert "set rollout.max_prompt_tokens to as many" in errors
+
+
+@pytest.mark.slow
+def test_where_rows_have_no_prompt_the_environment_says_what_is_asked(folder, tmp_path):
+    """trl 6349: its data sets need no column "prompt" where there is an environment."""
+    message = [{"role": "user", "content": ""}]
+    prompts = {}
+    for name, column in {"named": {"prompt": message}, "none": {}}.items():
+        changes = {"environment": f"{folder}/mine.py:Gym", "run.dir": str(tmp_path / name)}
+        config = tables(folder, tmp_path / name, **changes)
+        del config["data"]["path"]
+        config["data"]["prompt"] = next(iter(column), "")
+        jaxgrpo.train(config, dataset=[{"answer": "1", **column}] * 4)
+        lines = (tmp_path / name / "samples" / "step_1.jsonl").read_text().splitlines()
+        prompts[name] = [json.loads(line)["prompt"] for line in lines]
+    assert prompts["none"] == prompts["named"]
+    assert all(prompt == [{"role": "user", "content": "go"}] for prompt in prompts["none"])
+    config["environment"] = f"{folder}/mine.py:ResetNothing"
+    config["run"] = {"dir": str(tmp_path / "silent")}
+    with pytest.raises(jaxgrpo.InputError, match="it has no prompt, and the environment's `reset`"):
+        jaxgrpo.train(config, dataset=[{"answer": "1"}] * 4)
+    del config["environment"]
+    with pytest.raises(jaxgrpo.InputError, match='data.prompt = "": nothing is asked'):
+        jaxgrpo.train(config, dataset=[{"answer": "1"}] * 4)
