@@ -350,5 +350,5 @@ def test_where_rows_have_no_prompt_the_environment_says_what_is_asked(folder, tm
     with pytest.raises(jaxgrpo.InputError, match="it has no prompt, and the environment's `reset`"):
         jaxgrpo.train(config, dataset=[{"answer": "1"}] * 4)
     del config["environment"]
-    with pytest.raises(jaxgrpo.InputError, match='data.prompt = "": nothing is asked'):
+    with pytest.raises(jaxgrpo.InputError, match=r'data\.prompt = "": nothing is asked'):
         jaxgrpo.train(config, dataset=[{"answer": "1"}] * 4)
