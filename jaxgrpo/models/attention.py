@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import find, refuse_all
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
-from jaxgrpo.models.cache import Cache, Ring, ages, written
+from jaxgrpo.models.cache import Cache, Lines, Ring, ages, written
 from jaxgrpo.models.kernels import cudnn
 from jaxgrpo.models.kernels.plain import SAVED as SAVED
 from jaxgrpo.models.kernels.plain import (
@@ -151,6 +152,47 @@ def choose_kernel(
     return XLA if name == "xla" else Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
 
 
+class Decoding(NamedTuple):
+    """How slots attend to their prompts and to their own tokens."""
+
+    name: str = "xla"
+    mesh: Mesh | None = None  # whose devices attend to what they hold; None: one device
+    interpret: bool = False  # computes the kernels without a GPU, as a test does
+    why: str = ""  # the platform's kernels cannot compute this
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether keys and values are Lines; otherwise they are Cache and Ring."""
+        return self.name == "pallas"
+
+
+RINGS = Decoding()
+
+
+def choose_decoding(
+    platform: str,
+    config: ModelConfig,
+    dtype: str,
+    mesh: Mesh | None = None,
+    *,
+    interpret: bool = False,
+) -> Decoding:
+    """The attention of decoding on a platform: on a GPU by a kernel that reads live tokens only.
+
+    Args:
+      dtype: of keys and values.
+      mesh: that is decoded on; None: one device.
+      interpret: takes the kernel on any platform, and computes it slowly, as a test does.
+    """
+    if platform != "gpu" and not interpret:
+        return RINGS
+    from jaxgrpo.models.kernels import pallas_decoding  # not above: it takes half a second
+
+    if problems := pallas_decoding.refusals(config, dtype, interpret):
+        return Decoding(why=f"pallas cannot: {'; '.join(problems)}")
+    return Decoding("pallas", None if mesh is None or mesh.size == 1 else mesh, interpret)
+
+
 class Sharing(NamedTuple):
     """Which slots read which row of the prompts' cache. A row is read by up to `width` slots."""
 
@@ -162,24 +204,29 @@ class Sharing(NamedTuple):
 def chunk(row: Array, start: Array, length: Array) -> Attend:
     """A chunk of each of some prompts: reads what their rows hold before it, and itself.
 
-    Memory per layer: the prompts' Cache [D, A, ...], into which the chunk is written.
+    Memory per layer: the prompts' Cache or Lines [D, A, ...], into which the chunk is written.
     Shapes: row, start, length [D, R]: the row in the cache, the chunk's first position, and how
     many of its tokens are real (0: nothing is written).
     """
 
-    def attend(query, key, value, memory: Cache, kind: LayerKind):
+    def attend(query, key, value, memory: Cache | Lines, kind: LayerKind):
         width = query.shape[2]
         offset = jnp.arange(width)
         real = offset < length[..., None]  # [D, R, W]
         column = jnp.where(real, start[..., None] + offset, memory.value.shape[-2])
 
-        def write(cache: Cache, row: Array, column: Array, key: Array, value: Array) -> Cache:
-            keys = cache.key.at[row[:, None], :, :, column].set(key, mode="drop")
-            return Cache(keys, cache.value.at[row[:, None], :, column].set(value, mode="drop"))
+        def write(cache: Any, row: Array, column: Array, key: Array, value: Array) -> Any:
+            lines = row[:, None], slice(None), column
+            turned = row[:, None], slice(None), slice(None), column
+            keys = cache.key.at[turned if isinstance(cache, Cache) else lines]
+            values = cache.value.at[lines].set(value, mode="drop")
+            return type(cache)(keys.set(key, mode="drop"), values)
 
         key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
         rows = Cache(*(take_per_bin(leaf, row) for leaf in cache))
+        if isinstance(cache, Lines):
+            rows = rows._replace(key=jnp.swapaxes(rows.key, -1, -2))
         position = start[..., None] + offset
         sight = Sight(position, None, (Keys(jnp.arange(rows.value.shape[-2])),))
         return over_cache(query, rows, sight, kind), cache
@@ -187,7 +234,9 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
     return attend
 
 
-def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Attend:
+def decode(
+    clock: Array, index: Array, length: Array, sharing: Sharing, kernel: Decoding = RINGS
+) -> Attend:
     """One decoding step of every slot: reads its prompt's row and the slot's own tokens.
 
     Memory per layer: (prompts' Cache [D, A, ...], own Ring [D * N, ...]). All slots write at one
@@ -200,7 +249,10 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
       clock: [], decoding steps before this one.
       index: [D, N], tokens fed to the slot before. Own position i comes i tokens after the prompt.
       length: [D, A], real tokens of each prompt's row.
+      kernel: where it has Lines, memory is such, and a slot writes at a column of its own.
     """
+    if kernel.has_lines:
+        return _decode_lines(index, length, sharing, kernel)
     longest = index.max()
 
     def attend(query, key, value, memory: tuple[Cache, Ring], kind: LayerKind):
@@ -232,6 +284,52 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
         ]
         parts.append(_attend_to_prompts(grouped_query, prefix, index, length, sharing, kind))
         return ungrouped(joined(parts), query), (prefix, ring)
+
+    return attend
+
+
+def _decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding) -> Attend:
+    """`decode` over (prompts' Lines [D, A, ...], own Lines [D * N, ...])."""
+    from jaxgrpo.models.kernels import pallas_decoding
+
+    mesh, interpret = kernel.mesh, kernel.interpret
+    in_order = jnp.broadcast_to(jnp.arange(index.shape[1], dtype=jnp.int32), index.shape)
+    place = in_order if sharing.place is None else sharing.place
+
+    def attend_bins(query, key, value, memory: tuple[Lines, Lines], index, length, place, slot):
+        (bins, rows), (kv_heads, size) = length.shape, key.shape[3:]
+        by_place = query.reshape(*index.shape, kv_heads, -1, size)
+        if slot is not None:
+            take = jax.vmap(lambda values, slot: values.at[slot].get(mode="fill", fill_value=0))
+            by_place = take(by_place, slot)
+        by_place = by_place.reshape(bins * rows, -1, *by_place.shape[2:])
+        by_place = jnp.swapaxes(by_place, 1, 2)  # [D * A, kv_heads, readers, shared, head_dim]
+        prompts, slots = (
+            Lines(*(leaf.reshape(-1, *leaf.shape[2:]) for leaf in memory[0])),
+            memory[1],
+        )
+        parts = pallas_decoding.over_prompts(by_place, prompts, length.reshape(-1), interpret)
+        token = jnp.stack([leaf.reshape(-1, kv_heads, size) for leaf in (key, value)], axis=2)
+        out, slots = pallas_decoding.over_slots(
+            by_place, token, memory[1], index, place, parts, interpret
+        )
+        return out.reshape(query.shape), (memory[0], slots)
+
+    def attend(query, key, value, memory: tuple[Lines, Lines], kind: LayerKind):
+        del kind
+        arguments = query, key, value, memory, index, length, place, sharing.slot
+        if mesh is None:
+            return attend_bins(*arguments)
+        heads = sharding.spec(("bins", None, None, "heads", None))
+        prompts, slots = (sharding.spec(("bins", *none, "kv_heads")) for none in ((None,), ()))
+        bins = sharding.spec(("bins",))
+        return jax.shard_map(
+            attend_bins,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, (prompts, slots), bins, bins, bins, bins),
+            out_specs=(heads, (prompts, slots)),
+            check_vma=False,
+        )(*arguments)
 
     return attend
 

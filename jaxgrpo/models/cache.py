@@ -16,6 +16,9 @@ PARTS = 3
 """Parts of what is older in a ring, each read whole or not at all: with more, less is read while
 samples are short, but each costs a few operations per layer, and their compilation."""
 
+LINES = 64
+"""Columns of `Lines` that a kernel reads at a time."""
+
 
 class Cache(NamedTuple):
     """Keys and values of one layer as decoding reads them: heads first, and keys turned.
@@ -26,6 +29,21 @@ class Cache(NamedTuple):
 
     key: Array  # [*B, kv_heads, head_dim, columns]
     value: Array  # [*B, kv_heads, columns, head_dim]
+
+
+class Lines(NamedTuple):
+    """Keys and values of one layer as a kernel reads them: heads first, token after token.
+
+    Those of a sequence begin at column 0 and are as many as it has tokens.
+    """
+
+    key: Array  # [*B, kv_heads, columns, head_dim]
+    value: Array  # same shape
+
+    @classmethod
+    def columns(cls, tokens: int) -> int:
+        """Columns for so many tokens, in whole blocks."""
+        return -(-tokens // LINES) * LINES
 
 
 class Ring(NamedTuple):

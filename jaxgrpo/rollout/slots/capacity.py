@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.cache import cache_dtype, older_parts
+from jaxgrpo.models.attention import choose_decoding
+from jaxgrpo.models.cache import Lines, cache_dtype, older_parts
 from jaxgrpo.rollout.engine import SamplingSettings
 
 CHUNK = 64  # prompt tokens of one row that are computed at once
@@ -102,7 +103,9 @@ def capacity(
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
     platform = mesh.devices.flat[0].platform
-    size = jnp.dtype(cache_dtype(settings.kv_cache_dtype, config)).itemsize
+    dtype = cache_dtype(settings.kv_cache_dtype, config)
+    has_lines = choose_decoding(platform, config, dtype, mesh).has_lines
+    size = jnp.dtype(dtype).itemsize
     half = heads * config.head_dim * size  # a column of keys or values
 
     def cache_bytes(batch: int, columns: int) -> int:
@@ -110,6 +113,8 @@ def capacity(
         return batch * half * (key_columns + columns)
 
     def ring_bytes(window: int | None) -> int:
+        if has_lines:
+            return cache_bytes(sizes.slots, Lines.columns(longest))
         block = settings.segment_tokens
         parts, columns = older_parts(min(longest, window or longest), block)
         return cache_bytes(sizes.slots, block) + parts * cache_bytes(sizes.slots, columns)

@@ -20,8 +20,8 @@ from jax import Array
 
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain, Model
-from jaxgrpo.models.attention import Sharing, chunk, decode
-from jaxgrpo.models.cache import Cache, Ring, cache_dtype, older_parts, settled
+from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode
+from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import answering
@@ -47,6 +47,7 @@ class Parts(NamedTuple):
     settings: SamplingSettings
     constrain: Constrain
     vocab_shards: int = 1  # devices that the vocabulary is divided over
+    attention: Decoding = RINGS
 
 
 def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
@@ -64,10 +65,20 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         axes = ("bins", *[None] * (len(batch) - 1), "kv_heads", None, None)
         return Cache(parts.constrain(key, axes), parts.constrain(value, axes))
 
+    def lines(batch: tuple[int, ...], columns: int) -> Lines:
+        axes = ("bins", *[None] * (len(batch) - 1), "kv_heads", None, None)
+        zeros = jnp.zeros((*batch, config.num_kv_heads, columns, config.head_dim), dtype)
+        return Lines(*(parts.constrain(zeros, axes) for _ in Lines._fields))
+
     def ring(window: int | None) -> Ring:
         older_rings, columns = older_parts(min(longest, window or longest), block)
         older = tuple(cache((bins * slots,), columns) for _ in range(older_rings))
         return Ring(cache((bins * slots,), block), older)
+
+    def memory(window: int | None) -> tuple[Cache, Ring] | tuple[Lines, Lines]:
+        if not parts.attention.has_lines:
+            return cache((bins, rows), width), ring(window)
+        return lines((bins, rows), width), lines((bins * slots,), Lines.columns(longest))
 
     by_place, none = jnp.zeros((bins, places), jnp.int32), jnp.zeros(bins, jnp.int32)
     state = DecodeState(
@@ -78,7 +89,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         samples=_no_samples(settings, bins, places),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
-        memory=tuple((cache((bins, rows), width), ring(kind.window)) for kind in config.kinds),
+        memory=tuple(memory(kind.window) for kind in config.kinds),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
         readers=group,
@@ -214,8 +225,9 @@ def segment(
         return step + 1, _one_token(parts, aligned, params, state)
 
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
-    memory = tuple((prompts, settled(ring, state.clock)) for prompts, ring in state.memory)
-    state = dataclasses.replace(state, memory=memory)
+    if not parts.attention.has_lines:
+        memory = tuple((prompts, settled(ring, state.clock)) for prompts, ring in state.memory)
+        state = dataclasses.replace(state, memory=memory)
     counters = Counters(
         live=state.live.sum(-1).max(),
         drained=is_drained(state),
@@ -296,7 +308,7 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     sharing = Sharing(None, None) if aligned else _sharing(state, row)
     # A slot without a sample reads nothing but its own last token.
     index = jnp.where(state.live, state.index, 0)
-    attend = decode(state.clock, index, state.row_length, sharing)
+    attend = decode(state.clock, index, state.row_length, sharing, parts.attention)
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)

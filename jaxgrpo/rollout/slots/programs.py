@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
+from jaxgrpo.models.attention import Decoding, choose_decoding
+from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import decoding
 from jaxgrpo.rollout.slots.capacity import Sizes
@@ -38,15 +40,26 @@ class Programs(NamedTuple):
     finals: Callable[[Samples, np.ndarray], Finals]
 
 
-def make_programs(model: Model, settings: SamplingSettings, mesh: Mesh | None) -> Programs:
+def make_programs(
+    model: Model,
+    settings: SamplingSettings,
+    mesh: Mesh | None,
+    *,
+    attention: Decoding | None = None,
+) -> Programs:
     """Jits the programs; none is compiled.
 
     Args:
       mesh: that parameters are laid out on; None: one device.
+      attention: None: that of the platform.
     """
+    if attention is None:
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        dtype = cache_dtype(settings.kv_cache_dtype, model.config)
+        attention = choose_decoding(platform, model.config, dtype, mesh)
     constrain = (lambda value, axes: value) if mesh is None else sharding.constrain(mesh)
     shards = 1 if mesh is None else mesh.shape["tensor"]
-    parts = decoding.Parts(model, settings, constrain, shards)
+    parts = decoding.Parts(model, settings, constrain, shards, attention)
     bind = functools.partial
     return Programs(
         split=bind(params_per_layer, model.config),

@@ -78,7 +78,7 @@ class DecodeState:
     samples: Samples
     queue: Queue
     row_length: Array  # [D, A] int32, tokens in each row of the prompts' cache
-    memory: Any  # per layer: (prompts', slots'), Cache and Ring of models.cache
+    memory: Any  # per layer: (prompts', slots'), Cache and Ring of models.cache, or Lines
     clock: Array  # [] int32, decoding steps so far
     slot_steps: Array  # [] int32, decoding steps times slots
     readers: int = dataclasses.field(metadata={"static": True})  # G, of a row at most
