@@ -25,6 +25,8 @@ _LAID_OUT = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
 _OF_START = re.compile(r"^\(\(.*?\), |, s32\[\][^,]*\)$")
 """Of the result of an instruction that starts: what it takes, and its context."""
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_ALIASED = re.compile(r"\{\d+\}: \((\d+), \{\}\)")
+"""Of an instruction: the operand in whose place it gives a part of its result."""
 
 
 def products(jaxpr: Any, unknown: Sequence[int] = (1,), kernel: float = 0.0) -> float:
@@ -89,7 +91,25 @@ def _inner(params: Mapping[str, Any]) -> list[Any]:
     return [value for value in values if hasattr(value, "eqns")]
 
 
-def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
+def kernels(text: str, unknown: Sequence[int] = (1,)) -> int:
+    """What a program launches: its instructions outside fusions, each as often as it runs. Of a
+    conditional all branches count.
+
+    Args:
+      unknown: as of `products`.
+    """
+    computations, entry = hlo.computations(text)
+    inside = _inside(computations)
+    return sum(
+        place.trips * sum(_is_launched(instruction) for instruction in computations[name])
+        for name, place in hlo.places(computations, entry, unknown).items()
+        if name not in inside
+    )
+
+
+def moved(
+    text: str, unknown: Sequence[int] = (1,), shares: Mapping[str, float] | None = None
+) -> float:
     """Bytes of its main memory that a device reads and writes in a compiled program.
 
     Of every instruction outside fusions what it reads and what it gives. What reads or writes
@@ -97,14 +117,11 @@ def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
 
     Args:
       unknown: as of `products`.
+      shares: name of a Pallas kernel -> the share that it reads of what it is given. What it gives
+        in the place of that, it writes a small part of, which is not counted.
     """
     computations, entry = hlo.computations(text)
-    inside = {
-        name
-        for body in computations.values()
-        for instruction in body
-        for name in _not_run(instruction)
-    }
+    inside = _inside(computations)
     total, parted = 0.0, {}
     for name, place in hlo.places(computations, entry, unknown).items():
         if name in inside:
@@ -121,8 +138,37 @@ def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
             instruction.name: _bytes(instruction.result) for instruction in computations[name]
         }
         for instruction in computations[name]:
-            total += place.trips * _moved(instruction, size_of, computations)
+            share = _share(instruction, shares or {})
+            if share is None:
+                total += place.trips * _moved(instruction, size_of, computations)
+                continue
+            operands = [size_of.get(operand, 0) for operand in hlo.operands(instruction)]
+            overwritten = sum(operands[int(place)] for place in _ALIASED.findall(instruction.tail))
+            output = size_of[instruction.name] - overwritten
+            total += place.trips * (share * sum(operands) + output)
     return total + sum(parted.values())
+
+
+def _inside(computations: Mapping[str, Sequence[Instruction]]) -> set[str]:
+    """The computations that are parts of instructions."""
+    return {
+        name
+        for body in computations.values()
+        for instruction in body
+        for name in _not_run(instruction)
+    }
+
+
+def _is_launched(instruction: Instruction) -> bool:
+    return instruction.code not in FREE and not instruction.code.endswith(("-done", "-update"))
+
+
+def _share(instruction: Instruction, shares: Mapping[str, float]) -> float | None:
+    """The share of what it is given that a kernel reads; None: it is none of those."""
+    if instruction.code != "custom-call":
+        return None
+    matches = (share for name, share in shares.items() if f"{name}/pallas_call" in instruction.tail)
+    return next(matches, None)
 
 
 def _not_run(instruction: Instruction) -> list[str]:

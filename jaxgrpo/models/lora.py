@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.api import Model, ModelConfig, params_per_layer
 
 NAMES = ("lora_a", "lora_b")
 
@@ -87,6 +87,31 @@ def merge(model: Model, params: Params) -> Params:
         }
         merged[part] = {**base[part], **merged_layers}
     return merged
+
+
+def are_merged_to_sample(config: ModelConfig, platform: str) -> bool:
+    """Whether a sampler adds adapters to its own copy of the weights, once per sync.
+
+    On a GPU they would be 7 products and their sums in each layer of a step, hundreds of kernels.
+    """
+    return config.lora is not None and platform == "gpu"
+
+
+def merged_per_layer(config: ModelConfig, params: Params) -> Params:
+    """`params_per_layer` of what `merge` gives, without a stacked copy of it.
+
+    Args:
+      params: stacked, or with each layer's apart.
+    """
+    names = ("layers",) if "layers" in params else ("blocks", "rest")
+    others = {name: tree for name, tree in params.items() if name not in names}
+    return {**others, "layers": _merged_layers(config, {name: params[name] for name in names})}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _merged_layers(config: ModelConfig, layers: Params) -> tuple[Params, ...]:
+    per_layer = params_per_layer(config, layers)["layers"]
+    return tuple(_merged(config, *split(layer)) for layer in per_layer)
 
 
 def _merged(config: ModelConfig, adapters: Params, base: Params) -> Params:

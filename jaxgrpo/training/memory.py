@@ -23,7 +23,7 @@ from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
@@ -329,7 +329,8 @@ def sampler_weight_bytes(
     of what the update overwrites.
 
     A sync writes them at once, without a stacked copy beside them, but from mesh to mesh and where
-    adapters alone are trained (`update.step.Steps.sync`).
+    adapters alone are trained (`update.step.Steps.sync`). Where adapters are merged to sample, what
+    a sync gathered or moved stays beside the merged copy.
 
     Args:
       mesh, trained_dtype: where the parameters given to the sampler lie, and their dtype.
@@ -339,10 +340,11 @@ def sampler_weight_bytes(
     layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype
     all_weights = _bytes(model.shapes, layout)
     layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
+    is_merged = lora.are_merged_to_sample(model.config, target_mesh.devices.flat[0].platform)
     if target_mesh != mesh:
-        return layer_weights + all_weights
+        return layer_weights * (1 + is_merged) + all_weights
     if mesh.shape["fsdp"] > 1 or model.config.lora is None:
-        return all_weights
+        return all_weights + layer_weights * is_merged
     return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 
 

@@ -25,6 +25,7 @@ from jaxgrpo.losses.reductions import dense_ids
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
+from jaxgrpo.models.lora import are_merged_to_sample
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import Rounding
@@ -117,7 +118,7 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
 
 
 def _syncer(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> Sync:
-    """Trained parameters as the sampler reads them: each layer's apart, cast and laid out for it.
+    """Trained parameters as the sampler takes them: each layer's apart, cast and laid out for it.
 
     No stacked copy of them stays beside those, and none of them is an array that an update of the
     learner overwrites: what jitted functions return is not, nor are frozen weights.
@@ -125,6 +126,9 @@ def _syncer(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> Sync:
     gathers, moves = mesh.shape["fsdp"] > 1, sampling_mesh != mesh
     narrow = jnp.finfo(model.config.dtype).bits < 32
     apart = functools.partial(params_per_layer, model.config)
+    platform = sampling_mesh.devices.flat[0].platform
+    if are_merged_to_sample(model.config, platform) and not gathers and not moves:
+        apart = lambda params: params  # noqa: E731  # the sampler makes a copy of its own
     if not gathers and not narrow and not moves:
         return lambda learner: _copied(learner.trainable, apart(params_of(learner)))
     cast = functools.partial(as_computed, model)

@@ -180,8 +180,12 @@ def _over_slot(rows: int, slots: int, index_ref: Any, place_ref: Any, *refs: Any
 
     def over_block(block: Array, before: Partial) -> Partial:
         columns = pl.ds(block * LINES, LINES)
-        value, score = value_ref[columns, :], triton.dot(query, key_ref[columns, :].T)
         is_live = block * LINES + jnp.arange(LINES) < index
+        key, value = (
+            triton.load(ref.at[columns, :], mask=is_live[:, None], other=0)
+            for ref in (key_ref, value_ref)
+        )
+        score = triton.dot(query, key.T)
         score = jnp.where(is_live[None, :], score, jnp.finfo(score.dtype).min)
         highest = score.max(-1)
         weight = jnp.exp(score - highest[:, None])

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import sharding
+from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.attention import Decoding, choose_decoding
 from jaxgrpo.models.cache import cache_dtype
@@ -26,7 +26,7 @@ class Programs(NamedTuple):
     """The functions of `decoding`, jitted; those that change a state donate the one they get."""
 
     split: Callable[[Params], Params]
-    """each layer's parameters apart; no program"""
+    """each layer's parameters apart, with adapters merged where they are to sample; no program"""
     begin: Callable[[Sizes], DecodeState]
     enter: Callable[[DecodeState, Entries], DecodeState]
     prefill: Callable[..., DecodeState]  # (params, state, tokens, row, start)
@@ -53,16 +53,20 @@ def make_programs(
       mesh: that parameters are laid out on; None: one device.
       attention: None: that of the platform.
     """
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    config, constrain = model.config, None if mesh is None else sharding.constrain(mesh)
     if attention is None:
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        dtype = cache_dtype(settings.kv_cache_dtype, model.config)
-        attention = choose_decoding(platform, model.config, dtype, mesh)
-    constrain = (lambda value, axes: value) if mesh is None else sharding.constrain(mesh)
+        dtype = cache_dtype(settings.kv_cache_dtype, config)
+        attention = choose_decoding(platform, config, dtype, mesh)
+    split = params_per_layer
+    if lora.are_merged_to_sample(config, platform):
+        split = lora.merged_per_layer
+        model = decoder.build(lora.base_config(config), constrain=constrain)
     shards = 1 if mesh is None else mesh.shape["tensor"]
-    parts = decoding.Parts(model, settings, constrain, shards, attention)
+    parts = decoding.Parts(model, settings, constrain or _anywhere, shards, attention)
     bind = functools.partial
     return Programs(
-        split=bind(params_per_layer, model.config),
+        split=bind(split, config),
         begin=jax.jit(bind(decoding.first_state, parts), static_argnums=0),
         enter=jax.jit(bind(decoding.enter, parts), donate_argnums=0),
         prefill=jax.jit(bind(decoding.prefill, parts), donate_argnums=1),
@@ -75,3 +79,9 @@ def make_programs(
         cut=jax.jit(bind(decoding.cut, settings), donate_argnums=0),
         finals=jax.jit(bind(decoding.finals, parts)),
     )
+
+
+def _anywhere(value: Array, axes: tuple[str | None, ...]) -> Array:
+    """`Constrain` of one device."""
+    del axes
+    return value

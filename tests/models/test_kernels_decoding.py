@@ -1,0 +1,185 @@
+"""Decoding by the kernels for GPUs, in interpret mode: the plain formula, and the plain engine.
+
+Their arithmetic is checked here; tests/rollout/test_gpu_decoding.py compiles them for a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from engines import draw_all, make_engine
+
+from jaxgrpo.models import attention, sharding
+from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.attention import Decoding, Sharing
+from jaxgrpo.models.cache import Lines
+from jaxgrpo.planning.topologies import stand_ins
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots import decoding
+from jaxgrpo.rollout.slots.capacity import Sizes, capacity
+from jaxgrpo.rollout.slots.programs import make_programs
+
+BINS, SLOTS, ROWS, SIZE = 2, 6, 2, 16
+PROMPT, COLUMNS = 96, 128
+INDEX = np.asarray([[0, 1, 63, 64, 65, 127], [5, 127, 126, 0, 31, 90]], np.int32)
+LENGTH = np.asarray([[0, 96], [33, 1]], np.int32)
+IN_ORDER = np.broadcast_to(np.arange(SLOTS), (BINS, SLOTS))
+READERS = 4  # of a row, where slots are in any order
+PLACE = np.asarray([[7, 0, 3, 1, 6, 5], [2, 4, 0, 1, 7, 6]], np.int32)
+INTERPRETED = Decoding("pallas", interpret=True)
+KERNEL_SIZED = dataclasses.replace(tiny.UNIFORM, head_dim=16)
+KEY = jax.random.key_data(jax.random.key(3))
+GROUP = 3
+
+
+def draw_inputs(kv_heads: int, shared: int):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    query = draw(BINS, SLOTS, 1, kv_heads * shared, SIZE) / 4
+    token = [draw(BINS, SLOTS, 1, kv_heads, SIZE) for _ in range(2)]
+    prompts = Lines(*(draw(BINS, ROWS, kv_heads, PROMPT, SIZE) for _ in range(2)))
+    slots = Lines(*(draw(BINS * SLOTS, kv_heads, COLUMNS, SIZE) for _ in range(2)))
+    return query, *token, (prompts, slots)
+
+
+def formula(query, key, value, memory, row):
+    """The output, and the slots' keys and values, in float64, one query after the other."""
+    prompts, slots = memory
+    keys, values = (leaf.copy() for leaf in slots)
+    out, shared = np.zeros(query.shape), query.shape[3] // key.shape[3]
+    for bin_, slot in np.ndindex(BINS, SLOTS):
+        place, index = bin_ * SLOTS + slot, INDEX[bin_, slot]
+        keys[place, :, index], values[place, :, index] = key[bin_, slot, 0], value[bin_, slot, 0]
+        prompt = (bin_, row[bin_, slot], slice(None), slice(LENGTH[bin_, row[bin_, slot]]))
+        for head in range(query.shape[3]):
+            group = head // shared
+            seen = [
+                np.concatenate([part[prompt][group], own[place, group, : index + 1]])
+                for part, own in zip(prompts, (keys, values), strict=True)
+            ]
+            score = seen[0].astype(float) @ query[bin_, slot, 0, head]
+            weight = np.exp(score - score.max())
+            out[bin_, slot, 0, head] = weight @ seen[1] / weight.sum()
+    return out, Lines(keys, values)
+
+
+def sharing_of(place: np.ndarray) -> Sharing:
+    slot = np.full((BINS, ROWS * READERS), SLOTS)
+    for bin_ in range(BINS):
+        slot[bin_, place[bin_]] = np.arange(SLOTS)
+    return Sharing(jnp.asarray(slot), jnp.asarray(place))
+
+
+@pytest.mark.parametrize(("kv_heads", "shared"), [(3, 2), (2, 1), (1, 7)])
+@pytest.mark.parametrize("in_order", [True, False], ids=["in order", "in any order"])
+def test_a_step_is_the_plain_formula_and_writes_one_token_of_each_slot(kv_heads, shared, in_order):
+    inputs = draw_inputs(kv_heads, shared)
+    sharing = Sharing(None, None) if in_order else sharing_of(PLACE)
+    row = IN_ORDER // (SLOTS // ROWS) if in_order else PLACE // READERS
+
+    @jax.jit
+    def step(*inputs):
+        attend = attention.decode(jnp.int32(0), INDEX, jnp.asarray(LENGTH), sharing, INTERPRETED)
+        return attend(*inputs, LayerKind())
+
+    out, (prompts, slots) = step(*inputs)
+    expected, expected_slots = formula(*inputs, row)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
+    for actual, wanted in zip((*prompts, *slots), (*inputs[-1][0], *expected_slots), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_tokens_behind_the_last_are_not_read():
+    query, key, value, (prompts, slots) = draw_inputs(2, 2)
+    dirty = Lines(*(leaf.copy() for leaf in slots))
+    for place, index in enumerate(INDEX.reshape(-1)):
+        for leaf in dirty:
+            leaf[place, :, index:] = np.nan
+    step = attention.decode(
+        jnp.int32(0), jnp.asarray(INDEX), jnp.asarray(LENGTH), Sharing(None, None), INTERPRETED
+    )
+    clean_out, _ = step(query, key, value, (prompts, slots), LayerKind())
+    out, _ = step(query, key, value, (prompts, dirty), LayerKind())
+    np.testing.assert_array_equal(out, clean_out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({"dtype": "float32"}, "float32", "model.dtype = float32: it takes bfloat16"),
+        ({}, "float16", "keys and values in float16"),
+        ({"head_dim": 96}, "bfloat16", "head_dim = 96: it takes powers of two from 16 to 256"),
+        ({"head_dim": 8}, "bfloat16", "head_dim = 8"),
+        ({"num_heads": 34, "num_kv_heads": 2}, "bfloat16", "17 heads for one of keys"),
+        ({"pattern": (LayerKind(window=9), LayerKind())}, "bfloat16", "windows"),
+        ({"pattern": (LayerKind(soft_cap=30.0),)}, "bfloat16", "soft-capped scores"),
+    ],
+)
+def test_what_they_cannot_compute_is_named_and_left_to_xla(changes, dtype, reason):
+    config = dataclasses.replace(KERNEL_SIZED, **{"dtype": "bfloat16", **changes})
+    chosen = attention.choose_decoding("gpu", config, dtype)
+    assert chosen.name == "xla"
+    assert not chosen.has_lines
+    assert reason in chosen.why
+
+
+def test_they_are_for_gpus_alone():
+    config = dataclasses.replace(KERNEL_SIZED, dtype="bfloat16")
+    names = {
+        platform: attention.choose_decoding(platform, config, "bfloat16").name
+        for platform in ("cpu", "gpu", "tpu")
+    }
+    assert names == {"cpu": "xla", "gpu": "pallas", "tpu": "xla"}
+
+
+@functools.cache
+def run(kernel: Decoding | None, devices: int = 1, **changes):
+    settings = SamplingSettings(24, 1.0, (tiny.END,), tiny.PAD, 8)._replace(**changes)
+    mesh = None if devices == 1 else sharding.make_mesh(fsdp=2, tensor=2)
+    prompts, model = tiny.prompts(4), tiny.model(KERNEL_SIZED)
+    engine = make_engine(model, settings, prompts, mesh)
+    if kernel is not None:
+        kernel = kernel._replace(mesh=mesh)
+        engine.programs = make_programs(model, settings, mesh, attention=kernel)
+    return draw_all(engine, tiny.params(KERNEL_SIZED), prompts, KEY, GROUP)
+
+
+@pytest.mark.parametrize("slots", [0, 8], ids=["a slot for each", "slots of the next sample"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_engine_draws_what_it_draws_without_them(slots, temperature):
+    options = {"slots": slots, "temperature": temperature}
+    assert_same(run(INTERPRETED, **options), run(None, **options))
+
+
+def test_on_a_mesh_each_device_attends_to_what_it_holds():
+    assert_same(run(INTERPRETED, devices=4, temperature=0.0), run(None, temperature=0.0))
+
+
+def assert_same(actual, expected):
+    np.testing.assert_array_equal(actual.completion_tokens, expected.completion_tokens)
+    np.testing.assert_allclose(actual.behavior_logp, expected.behavior_logp, rtol=0, atol=3e-5)
+    assert np.abs(expected.behavior_logp).max() > 0.1
+
+
+def test_the_bytes_of_their_caches_are_foretold():
+    config = dataclasses.replace(KERNEL_SIZED, dtype="bfloat16", num_layers=3)
+    model = tiny.model(config)
+    settings = SamplingSettings(100, 1.0, (tiny.END,), tiny.PAD, 8)
+    mesh = jax.sharding.Mesh(
+        np.asarray(stand_ins("h100:1x1", 1)).reshape(1, 1, 1, 1), sharding.AXES
+    )
+    sizes = Sizes.for_prompts(0, 1, 4, GROUP, 40)
+    kernel = attention.choose_decoding("gpu", config, "bfloat16")
+    parts = decoding.Parts(model, settings, lambda value, axes: value, 1, kernel)
+    state = jax.eval_shape(lambda: decoding.first_state(parts, sizes))
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
+    samples = 4 * GROUP * 100 * (4 + 4)  # tokens and log-probs
+    assert capacity(model, settings, mesh, 4, GROUP, 40).state == caches + samples
+    assert pallas_decoding.LINES == 64
+    assert state.memory[0][1].key.shape == (4 * GROUP, 2, 128, 16)
