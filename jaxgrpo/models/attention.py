@@ -219,8 +219,8 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
             lines = row[:, None], slice(None), column
             turned = row[:, None], slice(None), slice(None), column
             keys = cache.key.at[turned if isinstance(cache, Cache) else lines]
-            values = cache.value.at[lines].set(value, mode="drop")
-            return type(cache)(keys.set(key, mode="drop"), values)
+            keys = keys.set(key, mode="drop")
+            return type(cache)(keys, cache.value.at[lines].set(value, mode="drop"))
 
         key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)

@@ -1,0 +1,65 @@
+"""A decoding step compiled for an H100 that is not here: launches, bytes, no conditional."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+
+from benchmarks.versus import counts
+from jaxgrpo.config import files
+from jaxgrpo.planning import programs
+from jaxgrpo.planning.topologies import topology
+
+NEEDS_CUDA = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="no compiler for GPUs here: jaxgrpo[plan] brings jax_cuda12_plugin",
+)
+LAYERS = 28
+COMPILED = 3, 4  # of which the others follow: each has the same operations
+QWEN3 = (
+    *("mesh.fsdp=1", "mesh.tensor=1", "rollout.slots=256"),
+    *("rollout.max_prompt_tokens=256", "rollout.max_completion_tokens=512"),
+)
+"""Qwen3-0.6B, 32 prompts with 8 samples each, all of them in slots at once"""
+AVERAGE = {"decode_slots": 0.5}
+"""The share of the slots' caches that a step reads, on average over samples of 512 tokens."""
+
+
+@functools.cache
+def step_program(layers: int, *overrides: str) -> str:
+    """The text of the decode program."""
+    overrides = (*QWEN3, f"model.config.num_hidden_layers={layers}", *overrides)
+    devices = topology("h100:1x1").devices
+    run = programs.build_run(files.load("qwen3_0p6b_v5e", overrides), devices)
+    (program,) = programs.compiled(run, {"decode"})
+    return program.compiled.as_text()
+
+
+def per_step(count, *overrides: str) -> float:
+    """What a step of all layers counts, from programs of fewer layers."""
+    few, more = (
+        count(text, (2,)) - count(text, (1,))  # its loop twice and once
+        for text in (step_program(layers, *overrides) for layers in COMPILED)
+    )
+    return few + (LAYERS - COMPILED[0]) * (more - few)
+
+
+@NEEDS_CUDA
+def test_a_step_of_256_slots_is_450_kernels_and_13_gigabytes_without_a_conditional():
+    assert " conditional(" not in step_program(COMPILED[0])
+    assert per_step(counts.kernels) <= 450
+    assert per_step(functools.partial(counts.moved, shares=AVERAGE)) <= 13e9
+
+
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # the same program
+@NEEDS_CUDA
+def test_with_adapters_it_is_no_more_than_480_kernels():
+    assert per_step(counts.kernels, "lora.rank=16") <= 480
+
+
+@NEEDS_CUDA
+def test_where_samples_wait_for_slots_it_is_500_kernels_without_a_conditional():
+    assert " conditional(" not in step_program(COMPILED[0], "rollout.slots=64")
+    assert per_step(counts.kernels, "rollout.slots=64") <= 500
