@@ -274,10 +274,10 @@ LINES = {
     "losses": 950,
     "core": 500,
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 4650,
+    "models": 4860,  # with kernels of a decoding step on a GPU
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 3940,  # with turns, what of them is saved, and what draws for queries
+    "rollout": 3980,  # with turns, what of them is saved, and what draws for queries
     "update": 1785,
     "config": 2105,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree

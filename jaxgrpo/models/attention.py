@@ -216,11 +216,14 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
         column = jnp.where(real, start[..., None] + offset, memory.value.shape[-2])
 
         def write(cache: Any, row: Array, column: Array, key: Array, value: Array) -> Any:
-            lines = row[:, None], slice(None), column
-            turned = row[:, None], slice(None), slice(None), column
-            keys = cache.key.at[turned if isinstance(cache, Cache) else lines]
+            if isinstance(cache, Cache):
+                keys = cache.key.at[row[:, None], :, :, column]
+            else:
+                keys = cache.key.at[row[:, None], :, column]
             keys = keys.set(key, mode="drop")
-            return type(cache)(keys, cache.value.at[lines].set(value, mode="drop"))
+            return type(cache)(
+                keys, cache.value.at[row[:, None], :, column].set(value, mode="drop")
+            )
 
         key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
@@ -234,9 +237,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
     return attend
 
 
-def decode(
-    clock: Array, index: Array, length: Array, sharing: Sharing, kernel: Decoding = RINGS
-) -> Attend:
+def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Attend:
     """One decoding step of every slot: reads its prompt's row and the slot's own tokens.
 
     Memory per layer: (prompts' Cache [D, A, ...], own Ring [D * N, ...]). All slots write at one
@@ -249,10 +250,7 @@ def decode(
       clock: [], decoding steps before this one.
       index: [D, N], tokens fed to the slot before. Own position i comes i tokens after the prompt.
       length: [D, A], real tokens of each prompt's row.
-      kernel: where it has Lines, memory is such, and a slot writes at a column of its own.
     """
-    if kernel.has_lines:
-        return _decode_lines(index, length, sharing, kernel)
     longest = index.max()
 
     def attend(query, key, value, memory: tuple[Cache, Ring], kind: LayerKind):
@@ -288,8 +286,13 @@ def decode(
     return attend
 
 
-def _decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding) -> Attend:
-    """`decode` over (prompts' Lines [D, A, ...], own Lines [D * N, ...])."""
+def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding) -> Attend:
+    """`decode` by kernels, over (prompts' Lines [D, A, ...], own Lines [D * N, ...]).
+
+    A slot writes each token at a column of its own, the number of those before it.
+
+    Args: as of `decode`.
+    """
     from jaxgrpo.models.kernels import pallas_decoding
 
     mesh, interpret = kernel.mesh, kernel.interpret

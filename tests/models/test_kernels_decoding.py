@@ -85,7 +85,9 @@ def test_a_step_is_the_plain_formula_and_writes_one_token_of_each_slot(kv_heads,
 
     @jax.jit
     def step(*inputs):
-        attend = attention.decode(jnp.int32(0), INDEX, jnp.asarray(LENGTH), sharing, INTERPRETED)
+        attend = attention.decode_lines(
+            jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED
+        )
         return attend(*inputs, LayerKind())
 
     out, (prompts, slots) = step(*inputs)
@@ -101,8 +103,8 @@ def test_tokens_behind_the_last_are_not_read():
     for place, index in enumerate(INDEX.reshape(-1)):
         for leaf in dirty:
             leaf[place, :, index:] = np.nan
-    step = attention.decode(
-        jnp.int32(0), jnp.asarray(INDEX), jnp.asarray(LENGTH), Sharing(None, None), INTERPRETED
+    step = attention.decode_lines(
+        jnp.asarray(INDEX), jnp.asarray(LENGTH), Sharing(None, None), INTERPRETED
     )
     clean_out, _ = step(query, key, value, (prompts, slots), LayerKind())
     out, _ = step(query, key, value, (prompts, dirty), LayerKind())

@@ -84,22 +84,16 @@ def over_prompts(query: Array, prompts: Lines, length: Array, interpret: bool = 
         )
 
     lines_spec = pl.BlockSpec((None, columns // parts, size), lambda i, part: (part, 0, 0))
+    query_spec = pl.BlockSpec((QUERIES, size), lambda i, part: (i, 0))
+    value_spec = pl.BlockSpec((None, QUERIES, size), lambda i, part: (part, i, 0))
     sums_spec = pl.BlockSpec((None, QUERIES), lambda i, part: (part, i))
+    sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
     over_prompt = pl.pallas_call(
         kernel,
         grid=(blocks, parts),
-        in_specs=[
-            pl.BlockSpec((QUERIES, size), lambda i, part: (i, 0)),
-            *(lines_spec, lines_spec, pl.BlockSpec((), lambda i, part: ())),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, QUERIES, size), lambda i, part: (part, i, 0)),
-            *(sums_spec, sums_spec),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((parts, width, size), jnp.float32),
-            *[jax.ShapeDtypeStruct((parts, width), jnp.float32)] * 2,
-        ],
+        in_specs=[query_spec, lines_spec, lines_spec, pl.BlockSpec((), lambda i, part: ())],
+        out_specs=[value_spec, sums_spec, sums_spec],
+        out_shape=[jax.ShapeDtypeStruct((parts, width, size), jnp.float32), sums, sums],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="decode_prompts",

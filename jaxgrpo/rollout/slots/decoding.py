@@ -20,7 +20,7 @@ from jax import Array
 
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain, Model
-from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode
+from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
 from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -308,7 +308,10 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     sharing = Sharing(None, None) if aligned else _sharing(state, row)
     # A slot without a sample reads nothing but its own last token.
     index = jnp.where(state.live, state.index, 0)
-    attend = decode(state.clock, index, state.row_length, sharing, parts.attention)
+    if parts.attention.has_lines:
+        attend = decode_lines(index, state.row_length, sharing, parts.attention)
+    else:
+        attend = decode(state.clock, index, state.row_length, sharing)
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
