@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import find, refuse_all
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
+from jaxgrpo.models.api import Attend, KeyValue, LayerKind, Model, ModelConfig
 from jaxgrpo.models.cache import Cache, Lines, Ring, ages, written
 from jaxgrpo.models.kernels import cudnn
 from jaxgrpo.models.kernels.plain import SAVED as SAVED
@@ -169,28 +169,21 @@ class Decoding(NamedTuple):
 RINGS = Decoding()
 
 
-def choose_decoding(
-    platform: str,
-    config: ModelConfig,
-    dtype: str,
-    mesh: Mesh | None = None,
-    *,
-    interpret: bool = False,
-) -> Decoding:
-    """The attention of decoding on a platform: on a GPU by a kernel that reads live tokens only.
+def choose_decoding(device: Any, model: Model, dtype: str, mesh: Mesh | None = None) -> Decoding:
+    """The attention of decoding: on a GPU by kernels that read live tokens only.
 
     Args:
+      device: of those that are decoded on; a `jax.Device`.
       dtype: of keys and values.
       mesh: that is decoded on; None: one device.
-      interpret: takes the kernel on any platform, and computes it slowly, as a test does.
     """
-    if platform != "gpu" and not interpret:
+    if device.platform != "gpu":
         return RINGS
     from jaxgrpo.models.kernels import pallas_decoding  # not above: it takes half a second
 
-    if problems := pallas_decoding.refusals(config, dtype, interpret):
+    if problems := pallas_decoding.refusals(device, model, dtype):
         return Decoding(why=f"pallas cannot: {'; '.join(problems)}")
-    return Decoding("pallas", None if mesh is None or mesh.size == 1 else mesh, interpret)
+    return Decoding("pallas", None if mesh is None or mesh.size == 1 else mesh)
 
 
 class Sharing(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -89,29 +90,32 @@ def merge(model: Model, params: Params) -> Params:
     return merged
 
 
-def are_merged_to_sample(config: ModelConfig, platform: str) -> bool:
+def are_merged_to_sample(model: Model, platform: str) -> bool:
     """Whether a sampler adds adapters to its own copy of the weights, once per sync.
 
     On a GPU they would be 7 products and their sums in each layer of a step, hundreds of kernels.
     """
-    return config.lora is not None and platform == "gpu"
+    return model.config.lora is not None and platform == "gpu"
 
 
-def merged_per_layer(config: ModelConfig, params: Params) -> Params:
+def make_merge_per_layer(model: Model) -> Callable[[Params], Params]:
     """`params_per_layer` of what `merge` gives, without a stacked copy of it.
 
-    Args:
-      params: stacked, or with each layer's apart.
+    What it takes is stacked, or has each layer's parameters apart.
     """
-    names = ("layers",) if "layers" in params else ("blocks", "rest")
-    others = {name: tree for name, tree in params.items() if name not in names}
-    return {**others, "layers": _merged_layers(config, {name: params[name] for name in names})}
+    config = model.config
 
+    @jax.jit
+    def merged_layers(layers: Params) -> tuple[Params, ...]:
+        per_layer = params_per_layer(config, layers)["layers"]
+        return tuple(_merged(config, *split(layer)) for layer in per_layer)
 
-@functools.partial(jax.jit, static_argnums=0)
-def _merged_layers(config: ModelConfig, layers: Params) -> tuple[Params, ...]:
-    per_layer = params_per_layer(config, layers)["layers"]
-    return tuple(_merged(config, *split(layer)) for layer in per_layer)
+    def merge_per_layer(params: Params) -> Params:
+        names = ("layers",) if "layers" in params else ("blocks", "rest")
+        others = {name: tree for name, tree in params.items() if name not in names}
+        return {**others, "layers": merged_layers({name: params[name] for name in names})}
+
+    return merge_per_layer
 
 
 def _merged(config: ModelConfig, adapters: Params, base: Params) -> Params:

@@ -340,7 +340,7 @@ def sampler_weight_bytes(
     layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype
     all_weights = _bytes(model.shapes, layout)
     layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
-    is_merged = lora.are_merged_to_sample(model.config, target_mesh.devices.flat[0].platform)
+    is_merged = lora.are_merged_to_sample(model, target_mesh.devices.flat[0].platform)
     if target_mesh != mesh:
         return layer_weights * (1 + is_merged) + all_weights
     if mesh.shape["fsdp"] > 1 or model.config.lora is None:

@@ -220,9 +220,10 @@ def say_start(
     inputs = run.inputs
     if unread := families.unread(inputs.pretrained.model.config):
         display.say(unread)
-    kernel = run.blueprint.kernel
-    if kernel.name != "xla" or kernel.why:
-        display.say(f"attention by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))
+    kernels = {"attention": run.blueprint.kernel, "decoding": run.engine.programs.attention}
+    for stage, kernel in kernels.items():
+        if kernel.name != "xla" or kernel.why:
+            display.say(f"{stage} by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))
     for name, prompts in {"": inputs.prompts, "eval.data: ": inputs.held_out}.items():
         if prompts and prompts.dropped:
             line = dropped_line(prompts, run.config.rollout.max_prompt_tokens)

@@ -22,10 +22,9 @@ from jaxgrpo.core.scores import GROUP_LOG_RATIO, SCORES
 from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
 from jaxgrpo.losses.reductions import dense_ids
-from jaxgrpo.models import sharding
+from jaxgrpo.models import lora, sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
-from jaxgrpo.models.lora import are_merged_to_sample
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import Rounding
@@ -127,7 +126,7 @@ def _syncer(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> Sync:
     narrow = jnp.finfo(model.config.dtype).bits < 32
     apart = functools.partial(params_per_layer, model.config)
     platform = sampling_mesh.devices.flat[0].platform
-    if are_merged_to_sample(model.config, platform) and not gathers and not moves:
+    if lora.are_merged_to_sample(model, platform) and not gathers and not moves:
         apart = lambda params: params  # noqa: E731  # the sampler makes a copy of its own
     if not gathers and not narrow and not moves:
         return lambda learner: _copied(learner.trainable, apart(params_of(learner)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,7 @@ def test_tokens_behind_the_last_are_not_read():
 @pytest.mark.parametrize(
     ("changes", "dtype", "reason"),
     [
+        ({"capability": "7.5"}, "bfloat16", "compute capability 7.5: it takes 8.0 and above"),
         ({"dtype": "float32"}, "float32", "model.dtype = float32: it takes bfloat16"),
         ({}, "float16", "keys and values in float16"),
         ({"head_dim": 96}, "bfloat16", "head_dim = 96: it takes powers of two from 16 to 256"),
@@ -124,8 +126,11 @@ def test_tokens_behind_the_last_are_not_read():
     ],
 )
 def test_what_they_cannot_compute_is_named_and_left_to_xla(changes, dtype, reason):
-    config = dataclasses.replace(KERNEL_SIZED, **{"dtype": "bfloat16", **changes})
-    chosen = attention.choose_decoding("gpu", config, dtype)
+    fields = {**changes}
+    capability = fields.pop("capability", "9.0")
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    config = dataclasses.replace(KERNEL_SIZED, **{"dtype": "bfloat16", **fields})
+    chosen = attention.choose_decoding(device, tiny.model(config), dtype)
     assert chosen.name == "xla"
     assert not chosen.has_lines
     assert reason in chosen.why
@@ -134,7 +139,9 @@ def test_what_they_cannot_compute_is_named_and_left_to_xla(changes, dtype, reaso
 def test_they_are_for_gpus_alone():
     config = dataclasses.replace(KERNEL_SIZED, dtype="bfloat16")
     names = {
-        platform: attention.choose_decoding(platform, config, "bfloat16").name
+        platform: attention.choose_decoding(
+            SimpleNamespace(platform=platform), tiny.model(config), "bfloat16"
+        ).name
         for platform in ("cpu", "gpu", "tpu")
     }
     assert names == {"cpu": "xla", "gpu": "pallas", "tpu": "xla"}
@@ -177,11 +184,10 @@ def test_the_bytes_of_their_caches_are_foretold():
         np.asarray(stand_ins("h100:1x1", 1)).reshape(1, 1, 1, 1), sharding.AXES
     )
     sizes = Sizes.for_prompts(0, 1, 4, GROUP, 40)
-    kernel = attention.choose_decoding("gpu", config, "bfloat16")
+    kernel = attention.choose_decoding(mesh.devices.flat[0], model, "bfloat16")
     parts = decoding.Parts(model, settings, lambda value, axes: value, 1, kernel)
     state = jax.eval_shape(lambda: decoding.first_state(parts, sizes))
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
     samples = 4 * GROUP * 100 * (4 + 4)  # tokens and log-probs
     assert capacity(model, settings, mesh, 4, GROUP, 40).state == caches + samples
-    assert pallas_decoding.LINES == 64
     assert state.memory[0][1].key.shape == (4 * GROUP, 2, 128, 16)

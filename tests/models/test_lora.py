@@ -16,7 +16,7 @@ import tiny
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
+from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig, params_per_layer
 from jaxgrpo.models.attention import causal
 
 ALL = LoraConfig(rank=3, alpha=7.0)
@@ -85,6 +85,17 @@ def test_merged_weights_compute_what_adapters_do(config, settings):
         base = logits(plain, lora.split(params)[1])
     np.testing.assert_allclose(by_adapters, merged, atol=1e-9, rtol=0)
     assert np.abs(by_adapters - base).max() > 0.1
+
+
+@pytest.mark.parametrize("is_stacked", [True, False], ids=["stacked", "layers apart"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_merged_layer_by_layer_they_are_the_same_weights(config, is_stacked):
+    model = adapted(config)
+    params = drawn(model)
+    merge_per_layer = lora.make_merge_per_layer(model)
+    actual = merge_per_layer(params if is_stacked else params_per_layer(model.config, params))
+    expected = params_per_layer(model.config, lora.merge(model, params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), actual, expected)
 
 
 def test_one_map_is_the_formula():

@@ -57,6 +57,19 @@ def test_adapters_move_and_weights_and_reference_do_not(finished):
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
 
 
+def test_adapters_merged_to_sample_as_on_a_gpu_draw_and_train_the_same(
+    finished, tmp_path, monkeypatch
+):
+    has_adapters = lambda model, platform: model.config.lora is not None  # noqa: E731
+    monkeypatch.setattr(lora, "are_merged_to_sample", has_adapters)
+    run = jaxgrpo.train(small_run.config(tmp_path, **LORA))
+    for left, right in zip(finished.metrics, run.metrics, strict=True):
+        assert left["reward"] == right["reward"]  # the same tokens
+        assert right["sampling/sampling_logp_difference/max"] < 1e-3
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)  # noqa: E731
+    jax.tree.map(close, finished.learner.trainable, run.learner.trainable)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_export_never_replaces_the_base_of_its_run(finished, overwrite):
     base = Path(small_run.base())

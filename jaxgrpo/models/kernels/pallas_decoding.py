@@ -12,6 +12,7 @@ FlashAttention-2, arXiv 2307.08691, algorithm 1.
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.gpu import decode_attention
 
-from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.api import Model
 from jaxgrpo.models.cache import LINES, Lines
 from jaxgrpo.models.kernels.plain import Partial
 
@@ -33,23 +34,26 @@ WARPS, STAGES = 4, 3  # of a block of threads; blocks of LINES tokens that are l
 NARROWEST_HEAD, WIDEST_HEAD = 16, 256
 
 
-def refusals(config: ModelConfig, dtype: str, interpret: bool = False) -> list[str]:
+def refusals(device: Any, model: Model, dtype: str) -> list[str]:
     """What the kernels cannot compute of a model's decoding; empty if nothing.
 
     Args:
+      device: a GPU.
       dtype: of keys and values.
-      interpret: as of `attend`; then in any precision.
     """
-    problems, size = [], config.head_dim
-    if config.dtype != "bfloat16" and not interpret:
+    problems, config = [], model.config
+    size, shared = config.head_dim, config.num_heads // config.num_kv_heads
+    capability = getattr(device, "compute_capability", "")  # of others than NVIDIA's: no number
+    if re.fullmatch(r"[1-7]\.\d", capability):
+        problems.append(f"compute capability {capability}: it takes 8.0 and above")
+    if config.dtype != "bfloat16":
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16")
     if dtype != config.dtype:
         problems.append(f"keys and values in {dtype}: it takes them in the model's dtype")
     if size & (size - 1) or not NARROWEST_HEAD <= size <= WIDEST_HEAD:
         sizes = f"{NARROWEST_HEAD} to {WIDEST_HEAD}"
         problems.append(f"head_dim = {size}: it takes powers of two from {sizes}")
-    if config.num_heads // config.num_kv_heads > QUERIES:
-        shared = config.num_heads // config.num_kv_heads
+    if shared > QUERIES:
         problems.append(f"{shared} heads for one of keys: it takes at most {QUERIES}")
     if any(kind.window is not None for kind in config.pattern):
         problems.append("windows: the samples of a group would see their prompt from other tokens")

@@ -104,7 +104,7 @@ def capacity(
     longest = settings.max_completion_tokens
     platform = mesh.devices.flat[0].platform
     dtype = cache_dtype(settings.kv_cache_dtype, config)
-    has_lines = choose_decoding(platform, config, dtype, mesh).has_lines
+    has_lines = choose_decoding(mesh.devices.flat[0], model, dtype, mesh).has_lines
     size = jnp.dtype(dtype).itemsize
     half = heads * config.head_dim * size  # a column of keys or values
 

@@ -25,6 +25,7 @@ from jaxgrpo.rollout.slots.state import Counters, DecodeState, Entries, Finals, 
 class Programs(NamedTuple):
     """The functions of `decoding`, jitted; those that change a state donate the one they get."""
 
+    attention: Decoding
     split: Callable[[Params], Params]
     """each layer's parameters apart, with adapters merged where they are to sample; no program"""
     begin: Callable[[Sizes], DecodeState]
@@ -53,20 +54,21 @@ def make_programs(
       mesh: that parameters are laid out on; None: one device.
       attention: None: that of the platform.
     """
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    config, constrain = model.config, None if mesh is None else sharding.constrain(mesh)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    constrain = None if mesh is None else sharding.constrain(mesh)
     if attention is None:
-        dtype = cache_dtype(settings.kv_cache_dtype, config)
-        attention = choose_decoding(platform, config, dtype, mesh)
-    split = params_per_layer
-    if lora.are_merged_to_sample(config, platform):
-        split = lora.merged_per_layer
-        model = decoder.build(lora.base_config(config), constrain=constrain)
+        dtype = cache_dtype(settings.kv_cache_dtype, model.config)
+        attention = choose_decoding(device, model, dtype, mesh)
+    split = functools.partial(params_per_layer, model.config)
+    if lora.are_merged_to_sample(model, device.platform):
+        split = lora.make_merge_per_layer(model)
+        model = decoder.build(lora.base_config(model.config), constrain=constrain)
     shards = 1 if mesh is None else mesh.shape["tensor"]
     parts = decoding.Parts(model, settings, constrain or _anywhere, shards, attention)
     bind = functools.partial
     return Programs(
-        split=bind(split, config),
+        attention=attention,
+        split=split,
         begin=jax.jit(bind(decoding.first_state, parts), static_argnums=0),
         enter=jax.jit(bind(decoding.enter, parts), donate_argnums=0),
         prefill=jax.jit(bind(decoding.prefill, parts), donate_argnums=1),
