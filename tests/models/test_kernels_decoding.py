@@ -77,6 +77,17 @@ def sharing_of(place: np.ndarray) -> Sharing:
     return Sharing(jnp.asarray(slot), jnp.asarray(place))
 
 
+def test_numbers_of_16_bits_are_summed_in_32():
+    inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), draw_inputs(3, 2))
+    sharing = Sharing(None, None)
+    attend = attention.decode_lines(jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED)
+    out, _ = attend(*inputs, LayerKind())
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), inputs)
+    expected, _ = formula(*wide, IN_ORDER // (SLOTS // ROWS))
+    error = np.abs(np.asarray(out, float) - expected)
+    assert error.max() < 2**-7 * np.abs(expected).max()  # weights and the output have 8 bits
+
+
 @pytest.mark.parametrize(("kv_heads", "shared"), [(3, 2), (2, 1), (1, 7)])
 @pytest.mark.parametrize("in_order", [True, False], ids=["in order", "in any order"])
 def test_a_step_is_the_plain_formula_and_writes_one_token_of_each_slot(kv_heads, shared, in_order):
@@ -160,7 +171,7 @@ def run(kernel: Decoding | None, devices: int = 1, **changes):
 
 
 @pytest.mark.parametrize("slots", [0, 8], ids=["a slot for each", "slots of the next sample"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.full)])
 def test_the_engine_draws_what_it_draws_without_them(slots, temperature):
     options = {"slots": slots, "temperature": temperature}
     assert_same(run(INTERPRETED, **options), run(None, **options))
