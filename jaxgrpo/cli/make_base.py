@@ -92,9 +92,7 @@ def make_base(
     Raises: InputError on an unknown task or family, or fewer than 1 step, text, layer, ...
     """
     started = time.monotonic()
-    for name, value in {"steps": steps, "batch": batch}.items():
-        if value is not None and value < 1:
-            raise InputError(f"make-base: {name} = {value}: give 1 or more")
+    _refuse_below_one(steps=steps, batch=batch)
     generated = tasks.find(task) if isinstance(task, str) else task
     folders.refuse_unless_ours(Path(out))
     tokenizer = character_tokenizer(generated.alphabet, generated.chat_template)
@@ -111,6 +109,12 @@ def make_base(
         "loss_floor": entropy(corpus),
         "seconds": time.monotonic() - started,
     }
+
+
+def _refuse_below_one(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise InputError(f"make-base: {name} = {value}: give 1 or more")
 
 
 def base_config(
