@@ -273,15 +273,15 @@ LINES = {
     "advantages": 3640,  # with masks by turn
     "losses": 950,
     "core": 500,
-    "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
+    "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4860,  # with kernels of a decoding step on a GPU
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 3980,  # with turns, what of them is saved, and what draws for queries
     "update": 1785,
-    "config": 2105,  # with what tools and environments are
+    "config": 2110,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6895,  # with a page of conversations, and versions of tokens
+    "training": 6905,  # with a page of conversations, and versions of tokens
     "planning": 1480,
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered
