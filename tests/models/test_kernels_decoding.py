@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,9 @@ KEY = jax.random.key_data(jax.random.key(3))
 GROUP = 3
 
 
-def draw_inputs(kv_heads: int, shared: int):
+def draw_inputs(kv_heads: int, shared: int) -> Any:
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    draw: Any = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     query = draw(BINS, SLOTS, 1, kv_heads * shared, SIZE) / 4
     token = [draw(BINS, SLOTS, 1, kv_heads, SIZE) for _ in range(2)]
     prompts = Lines(*(draw(BINS, ROWS, kv_heads, PROMPT, SIZE) for _ in range(2)))
@@ -49,7 +50,7 @@ def draw_inputs(kv_heads: int, shared: int):
     return query, *token, (prompts, slots)
 
 
-def formula(query, key, value, memory, row):
+def formula(query: Any, key: Any, value: Any, memory: Any, row: np.ndarray) -> Any:
     """The output, and the slots' keys and values, in float64, one query after the other."""
     prompts, slots = memory
     keys, values = (leaf.copy() for leaf in slots)
@@ -78,11 +79,11 @@ def sharing_of(place: np.ndarray) -> Sharing:
 
 
 def test_numbers_of_16_bits_are_summed_in_32():
-    inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), draw_inputs(3, 2))
+    inputs: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), draw_inputs(3, 2))
     sharing = Sharing(None, None)
     attend = attention.decode_lines(jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED)
     out, _ = attend(*inputs, LayerKind())
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), inputs)
+    wide: Any = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), inputs)
     expected, _ = formula(*wide, IN_ORDER // (SLOTS // ROWS))
     error = np.abs(np.asarray(out, float) - expected)
     assert error.max() < 2**-7 * np.abs(expected).max()  # weights and the output have 8 bits
