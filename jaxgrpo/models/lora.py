@@ -112,8 +112,8 @@ def make_merge_per_layer(model: Model) -> Callable[[Params], Params]:
 
     def merge_per_layer(params: Params) -> Params:
         names = ("layers",) if "layers" in params else ("blocks", "rest")
-        others = {name: tree for name, tree in params.items() if name not in names}
-        return {**others, "layers": merged_layers({name: params[name] for name in names})}
+        outside = {name: tree for name, tree in params.items() if name not in names}
+        return {**outside, "layers": merged_layers({name: params[name] for name in names})}
 
     return merge_per_layer
 

@@ -61,17 +61,17 @@ def formula(query: Any, key: Any, value: Any, memory: Any, row: np.ndarray) -> A
         prompt = (bin_, row[bin_, slot], slice(None), slice(LENGTH[bin_, row[bin_, slot]]))
         for head in range(query.shape[3]):
             group = head // shared
-            seen = [
-                np.concatenate([part[prompt][group], own[place, group, : index + 1]])
-                for part, own in zip(prompts, (keys, values), strict=True)
+            visible = [
+                np.concatenate([shared_part[prompt][group], slot_part[place, group, : index + 1]])
+                for shared_part, slot_part in zip(prompts, (keys, values), strict=True)
             ]
-            score = seen[0].astype(float) @ query[bin_, slot, 0, head]
+            score = visible[0].astype(float) @ query[bin_, slot, 0, head]
             weight = np.exp(score - score.max())
-            out[bin_, slot, 0, head] = weight @ seen[1] / weight.sum()
+            out[bin_, slot, 0, head] = weight @ visible[1] / weight.sum()
     return out, Lines(keys, values)
 
 
-def sharing_of(place: np.ndarray) -> Sharing:
+def make_sharing(place: np.ndarray) -> Sharing:
     slot = np.full((BINS, ROWS * READERS), SLOTS)
     for bin_ in range(BINS):
         slot[bin_, place[bin_]] = np.arange(SLOTS)
@@ -81,10 +81,12 @@ def sharing_of(place: np.ndarray) -> Sharing:
 def test_numbers_of_16_bits_are_summed_in_32():
     inputs: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), draw_inputs(3, 2))
     sharing = Sharing(None, None)
-    attend = attention.decode_lines(jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED)
+    attend: Any = attention.decode_lines(
+        jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED
+    )
     out, _ = attend(*inputs, LayerKind())
     wide: Any = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), inputs)
-    expected, _ = formula(*wide, IN_ORDER // (SLOTS // ROWS))
+    expected, _ = formula(*wide, row=IN_ORDER // (SLOTS // ROWS))
     error = np.abs(np.asarray(out, float) - expected)
     assert error.max() < 2**-7 * np.abs(expected).max()  # weights and the output have 8 bits
 
@@ -93,21 +95,21 @@ def test_numbers_of_16_bits_are_summed_in_32():
 @pytest.mark.parametrize("in_order", [True, False], ids=["in order", "in any order"])
 def test_a_step_is_the_plain_formula_and_writes_one_token_of_each_slot(kv_heads, shared, in_order):
     inputs = draw_inputs(kv_heads, shared)
-    sharing = Sharing(None, None) if in_order else sharing_of(PLACE)
+    sharing = Sharing(None, None) if in_order else make_sharing(PLACE)
     row = IN_ORDER // (SLOTS // ROWS) if in_order else PLACE // READERS
 
     @jax.jit
     def step(*inputs):
-        attend = attention.decode_lines(
+        attend: Any = attention.decode_lines(
             jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED
         )
         return attend(*inputs, LayerKind())
 
     out, (prompts, slots) = step(*inputs)
-    expected, expected_slots = formula(*inputs, row)
+    expected, expected_slots = formula(*inputs, row=row)
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
-    for actual, wanted in zip((*prompts, *slots), (*inputs[-1][0], *expected_slots), strict=True):
-        np.testing.assert_array_equal(actual, wanted)
+    for actual, oracle in zip((*prompts, *slots), (*inputs[-1][0], *expected_slots), strict=True):
+        np.testing.assert_array_equal(actual, oracle)
 
 
 def test_tokens_behind_the_last_are_not_read():
@@ -116,7 +118,7 @@ def test_tokens_behind_the_last_are_not_read():
     for place, index in enumerate(INDEX.reshape(-1)):
         for leaf in dirty:
             leaf[place, :, index:] = np.nan
-    step = attention.decode_lines(
+    step: Any = attention.decode_lines(
         jnp.asarray(INDEX), jnp.asarray(LENGTH), Sharing(None, None), INTERPRETED
     )
     clean_out, _ = step(query, key, value, (prompts, slots), LayerKind())
@@ -142,10 +144,10 @@ def test_what_they_cannot_compute_is_named_and_left_to_xla(changes, dtype, reaso
     capability = fields.pop("capability", "9.0")
     device = SimpleNamespace(platform="gpu", compute_capability=capability)
     config = dataclasses.replace(KERNEL_SIZED, **{"dtype": "bfloat16", **fields})
-    chosen = attention.choose_decoding(device, tiny.model(config), dtype)
-    assert chosen.name == "xla"
-    assert not chosen.has_lines
-    assert reason in chosen.why
+    kernel = attention.choose_decoding(device, tiny.model(config), dtype)
+    assert kernel.name == "xla"
+    assert not kernel.has_lines
+    assert reason in kernel.why
 
 
 def test_they_are_for_gpus_alone():

@@ -188,7 +188,7 @@ def _over_slot(rows: int, slots: int, index_ref: Any, place_ref: Any, *refs: Any
         highest = score.max(-1)
         weight = jnp.exp(score - highest[:, None])
         summed = triton.dot(weight.astype(value.dtype), value)
-        return _both(before, Partial(summed, highest, weight.sum(-1)))
+        return _join(before, Partial(summed, highest, weight.sum(-1)))
 
     parts_at = [(row, head, part, *reader) for part in range(parts)]
     prompt = [
@@ -196,18 +196,18 @@ def _over_slot(rows: int, slots: int, index_ref: Any, place_ref: Any, *refs: Any
         for at in parts_at
     ]
     before = jax.lax.fori_loop(
-        0, pl.cdiv(index, LINES), over_block, functools.reduce(_both, prompt)
+        0, pl.cdiv(index, LINES), over_block, functools.reduce(_join, prompt)
     )
     key, value = token_ref[0, :], token_ref[1, :]
     score = (query.astype(jnp.float32) * key.astype(jnp.float32)[None, :]).sum(-1)
     new_value = jnp.broadcast_to(value.astype(jnp.float32)[None, :], query.shape)
-    out = _both(before, Partial(new_value, score, jnp.ones_like(score)))
+    out = _join(before, Partial(new_value, score, jnp.ones_like(score)))
     out = (out.value / out.total[:, None]).astype(out_ref.dtype)
     triton.store(out_ref, out, mask=(heads < shared)[:, None])
     key_out[index, :], value_out[index, :] = key, value
 
 
-def _both(left: Partial, right: Partial) -> Partial:
+def _join(left: Partial, right: Partial) -> Partial:
     """The sums over the keys of two parts."""
     highest = jnp.maximum(left.highest, right.highest)
     scales = [jnp.exp(part.highest - highest) for part in (left, right)]
