@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -20,11 +21,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.experimental.pallas.ops.gpu import decode_attention
 
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.cache import LINES, Lines
 from jaxgrpo.models.kernels.plain import Partial
+
+with warnings.catch_warnings():  # JAX 0.11 says that it will leave it out
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import decode_attention
 
 QUERIES = 16  # the fewest rows of a product on a GPU
 PROGRAMS = 512
