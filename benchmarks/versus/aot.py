@@ -88,7 +88,8 @@ def ours(run: programs.Run) -> Lowered:
     )
     geometry, config = run.blueprint.geometry, run.blueprint.model.config
     micro, tokens, prompts = filled(geometry)
-    chunks = math.ceil(tokens / chunk_tokens(config.vocab_size, geometry.tokens))
+    logits = run.blueprint.logits_per_chunk
+    chunks = math.ceil(tokens / chunk_tokens(config.vocab_size, geometry.tokens, logits))
     samples = geometry.num_prompts * geometry.group_size
     return Lowered(
         traced=run.steps.update_program.trace(*arguments),

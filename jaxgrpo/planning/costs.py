@@ -144,7 +144,8 @@ def _training_work(run: Run) -> dict[str, Work]:
     weights = size * config.product_weights / blueprint.mesh.shape["tensor"]
     passes = (2 if config.lora else 3) + blueprint.objective.reads_groups
     micro = micro_batches(geometry)
-    chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
+    chunk_sizes = config.vocab_size, geometry.tokens, blueprint.logits_per_chunk
+    chunks = math.ceil(geometry.tokens / chunk_tokens(*chunk_sizes))
     head_flops = 2.0 * samples * geometry.max_completion_tokens * head
     recomputed = RECOMPUTED[remat] * (forward - head_flops)
     trained_bytes = memory.on_device(run.learner.trainable)

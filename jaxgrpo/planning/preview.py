@@ -244,7 +244,7 @@ def _update_bytes(run: setup.Setup, compiles: bool) -> int:
     remat = decoder.choose_remat(run.config.train.remat, platform)
     blueprint = run.blueprint
     sizes = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
-    return sum(memory.update_bytes(*sizes, remat).values())
+    return sum(memory.update_bytes(*sizes, remat, blueprint.logits_per_chunk).values())
 
 
 def _not_built(mesh: Mesh) -> str:

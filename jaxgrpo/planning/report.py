@@ -33,8 +33,18 @@ def show_formula(console: Console, plan: Plan) -> None:
     """Prints what is known before anything is compiled."""
     facts(console, _head(plan))
     console.print(_formula_table(plan))
-    peak = shown(peak_bytes(plan.parts))
-    console.print(f"by formula each device takes {peak} of {shown(plan.limit)}", soft_wrap=True)
+    console.print(_formula_costs(plan))
+    peak, limit = shown(peak_bytes(plan.parts)), shown(plan.limit)
+    console.print(f"by formula each device takes {peak} of {limit}", soft_wrap=True)
+
+
+def show_program(console: Console, program: Planned) -> None:
+    """Prints a line of a program that has been compiled."""
+    console.print(
+        f"{program.name}: peak {shown(program.peak)}, {program.bound.seconds:.3g} s of a step at "
+        f"the least ({program.bound.limit}); compiled in {program.seconds:.0f} s",
+        soft_wrap=True,
+    )
 
 
 def show_compiled(console: Console, plan: Plan) -> None:
@@ -81,6 +91,7 @@ def plan_numbers(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
         "remat": _remat(plan),
         "parts_by_formula": plan.parts,
         "peak_by_formula": peak_bytes(plan.parts),
+        "seconds_by_formula": {name: bound.seconds for name, (_, bound) in plan.formula.items()},
         "programs": {program.name: _program_numbers(program) for program in plan.planned},
         "peak": plan.peak,
         "limit": plan.limit,
@@ -160,6 +171,16 @@ def _costs(plan: Plan) -> Table:
     return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
 
 
+def _formula_costs(plan: Plan) -> Table:
+    rows = [["program", "calls", "TFLOP", "compute", "memory", "bound"]]
+    for name, (work, bound) in plan.formula.items():
+        seconds = (f"{value:.4f}" if value else "" for value in bound[:2])
+        flops = f"{work.calls * work.executed / 1e12:,.1f}"
+        rows.append([name, str(work.calls), flops, *seconds, bound.limit])
+    title = f"by formula a step takes {plan.seconds:.3g} s at the least, without what devices send"
+    return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
+
+
 def _traffic(plan: Plan) -> Table:
     rows = [["program", "collective", "axes", "bytes"]]
     for program in plan.planned:
@@ -178,10 +199,11 @@ def _formula_table(plan: Plan) -> Table:
 
 def _verdict(console: Console, plan: Plan) -> None:
     if plan.fits:
-        rate = plan.tokens / plan.seconds
+        rate, how = plan.tokens / plan.seconds, "fits" if plan.planned else "fits by formula"
         console.print(
-            f"fits: {shown(plan.peak)} of {shown(plan.limit)}; a step of {plan.tokens:,} completion"
-            f" tokens takes {plan.seconds:.3g} s at the least, {rate:,.0f} tokens/s at the most"
+            f"{how}: {shown(plan.peak)} of {shown(plan.limit)}; a step of {plan.tokens:,} "
+            f"completion tokens takes {plan.seconds:.3g} s at the least, "
+            f"{rate:,.0f} tokens/s at the most"
         )
         return
     demand = needed(plan.problem)

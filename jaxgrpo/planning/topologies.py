@@ -120,6 +120,11 @@ class StandIn:
         return {"bytes_limit": self.memory}
 
 
+def not_compiled_for(name: str, slices: int) -> Topology:
+    """A topology of stand-ins, for formulas alone. Raises: as `read_name`."""
+    return Topology(name, CHIPS[read_name(name, slices)[0]], slices, (*stand_ins(name, slices),))
+
+
 def stand_ins(name: str, slices: int) -> list[StandIn]:
     """Devices in place of those of a topology, without a compiler for it."""
     kind, sizes = read_name(name, slices)

@@ -365,7 +365,8 @@ def _fit_to_devices(
     train: TrainKeys,
     share: step.Share,
 ) -> Method:
-    """The method with as many slots, and tokens of a micro-batch, as fit beside what a run keeps.
+    """The method with as many slots, tokens of a micro-batch and logits of a chunk as fit beside
+    what a run keeps.
 
     Args:
       copies: `memory.copied_policies` of the run.
@@ -373,10 +374,12 @@ def _fit_to_devices(
     """
     mesh, geometry = blueprint.mesh, blueprint.geometry
     persistent = memory.count(blueprint, copies).persistent
+    remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
+    sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent, remat
+    logits = memory.fitting_logits(*sizes)
+    blueprint = blueprint._replace(logits_per_chunk=logits)
     if train.tokens_per_micro_batch is None:
-        remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
-        sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent, remat
-        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes))
+        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes, logits))
     parts = pretrained, blueprint.sampling, blueprint.samples_on, geometry, persistent
     engine = share("engine", lambda: _make_engine(*parts))
     slots = engine.slots_for(geometry.num_prompts, geometry.group_size)

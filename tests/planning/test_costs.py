@@ -24,6 +24,7 @@ from jaxgrpo.planning.costs import Work
 from jaxgrpo.planning.hlo import Array, Collective
 from jaxgrpo.rollout.slots import shrinking
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.training import memory
 from jaxgrpo.update.packing import Geometry
 
 GEMMA = {
@@ -53,6 +54,29 @@ def models() -> dict[str, ModelConfig]:
         "qwen3": families.model_config(planned.QWEN3, "here"),
         "gemma3": families.model_config(GEMMA, "here"),
     }
+
+
+def test_a_chunk_of_the_head_is_2048_tokens_on_chips_where_they_fit_and_as_before_on_cpus(
+    monkeypatch,
+):
+    run = planned.run()
+    blueprint, vocab = run.blueprint, run.blueprint.model.config.vocab_size
+    assert blueprint.logits_per_chunk == 2048 * vocab
+    assert blueprint.passes.logits_per_chunk == blueprint.logits_per_chunk
+    assert planned.run(devices=jax.devices()[:4]).blueprint.logits_per_chunk is None
+    long = blueprint.geometry._replace(tokens=8192)
+    sizes = blueprint.model, blueprint.mesh, blueprint.optimizer
+
+    def fitting(tokens: int) -> int | None:
+        parts = memory.update_bytes(*sizes, 8192, "full", tokens * vocab)
+        limit = int((1000 + sum(parts.values())) / memory.SHARE) + 2
+        monkeypatch.setattr(memory, "device_bytes", lambda _mesh: limit)
+        return memory.fitting_logits(*sizes, long, 1000, "full")
+
+    assert [fitting(tokens) for tokens in (4096, 2048, 2047, 512)] == [
+        *(2048 * vocab, 2048 * vocab, 1024 * vocab, 512 * vocab)
+    ]
+    assert fitting(511) is None  # 256, as elsewhere
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])

@@ -19,10 +19,9 @@ import pytest
 from jaxgrpo.cli import make_base
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
-from jaxgrpo.models import logprobs
 from jaxgrpo.planning import plan, programs, topologies
 from jaxgrpo.planning.programs import Program, Run
-from jaxgrpo.training import setup
+from jaxgrpo.training import memory, setup
 from jaxgrpo.update import step
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -239,12 +238,12 @@ def test_twice_the_prompts_or_tokens_take_more_activations():
 @pytest.mark.full
 def test_whole_logits_are_found(tmp_path, monkeypatch):
     """The assertion of recipes on a program that has what it forbids."""
-    sizes = {"rollout.max_completion_tokens": 256, "model.attention": "xla"}
+    sizes = {"rollout.max_completion_tokens": 1024, "model.attention": "xla"}
     values = planned.tables(**sizes)
     chips = {"topology": "v5e:2x2", "names": ("update",)}
     chunked = compiled_programs.compiled(values, tmp_path / "a", **chips)
     assert compiled_programs.full_logits(chunked) == []
-    monkeypatch.setattr(logprobs, "TOKENS_PER_CHUNK", 1 << 20)
+    monkeypatch.setattr(memory, "TOKENS_OF_ACCELERATORS", 1 << 20)
     unchunked = compiled_programs.compiled(values, tmp_path / "b", **chips)
     assert any(
         "holds the logits" in problem for problem in compiled_programs.full_logits(unchunked)
