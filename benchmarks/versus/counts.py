@@ -1,30 +1,14 @@
-"""What a program computes and moves, its loops counted with their trips.
+"""What a program computes, its loops counted with their trips.
 
-XLA's own `cost_analysis` counts the body of a loop once, and kernels not at all.
+XLA's own `cost_analysis` counts the body of a loop once, and kernels not at all. The bytes that a
+program moves are read by `jaxgrpo.planning.traffic`.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from jaxgrpo.planning import hlo
-from jaxgrpo.planning.hlo import Instruction
-
-FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
-    *("call", "after-all", "partition-id", "replica-id", "iota", "broadcast"),
-}
-"""Instructions that move nothing themselves; broadcasts and iotas that stand alone are small."""
-SLICES = ("dynamic-slice", "slice", "gather")
-PARTED = hlo.KINDS
-"""Collectives: inside a fusion they are parts of one, which is counted once, by its channel."""
-_LAID_OUT = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
-_OF_START = re.compile(r"^\(\(.*?\), |, s32\[\][^,]*\)$")
-"""Of the result of an instruction that starts: what it takes, and its context."""
-_CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 def products(jaxpr: Any, unknown: Sequence[int] = (1,), kernel: float = 0.0) -> float:
@@ -87,136 +71,3 @@ def _inner(params: Mapping[str, Any]) -> list[Any]:
     """The programs among the parameters of an equation."""
     values = (getattr(value, "jaxpr", value) for value in params.values())
     return [value for value in values if hasattr(value, "eqns")]
-
-
-def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
-    """Bytes of its main memory that a device reads and writes in a compiled program.
-
-    Of every instruction outside fusions what it reads and what it gives. What reads or writes
-    slices of an array moves those; arrays in on-chip memory, S(1), move nothing.
-
-    Args:
-      unknown: as of `products`.
-    """
-    computations, entry = hlo.computations(text)
-    inside = {
-        name
-        for body in computations.values()
-        for instruction in body
-        for name in _not_run(instruction)
-    }
-    total, parted = 0.0, {}
-    for name, place in hlo.places(computations, entry, unknown).items():
-        if name in inside:
-            parts = [
-                instruction for instruction in computations[name] if instruction.code in PARTED
-            ]
-            # Those of a collective may stand in a loop that it is not part of.
-            for part in parts:
-                key = part.code, _CHANNEL.findall(part.tail)[0]
-                size = place.trips * _bytes(part.result, everywhere=True)
-                parted[key] = min(size, parted.get(key, size))
-            continue
-        size_of = {
-            instruction.name: _bytes(instruction.result) for instruction in computations[name]
-        }
-        for instruction in computations[name]:
-            total += place.trips * _moved(instruction, size_of, computations)
-    return total + sum(parted.values())
-
-
-def _not_run(instruction: Instruction) -> list[str]:
-    """Computations that are part of an instruction: fused ones, and those that reduce."""
-    is_run = instruction.code in ("call", "conditional") or instruction.code.startswith("async-")
-    return [] if is_run else instruction.called
-
-
-def _moved(
-    instruction: Instruction, size_of: Mapping[str, int], computations: Mapping[str, Any]
-) -> float:
-    if instruction.code in FREE or instruction.code.endswith(("-done", "-update")):
-        return 0
-    if instruction.name.startswith("async-collective-"):
-        return 0  # the ends of a collective whose parts are in fusions
-    operands, code = hlo.operands(instruction), instruction.code.removesuffix("-start")
-    result_size = size_of[instruction.name]
-    if code in SLICES:
-        part = _OF_START.sub("", instruction.result)
-        in_memory = size_of.get(operands[0], 0) > 0
-        return in_memory * _bytes(part, everywhere=True) + _bytes(part)
-    if code == "dynamic-update-slice":
-        return 2 * size_of.get(operands[1], 0)
-    if code == "async":
-        return 0  # its computation is counted
-    if instruction.code.endswith("-start"):  # what it takes and what it gives stand in its result
-        return result_size
-    if instruction.code == "fusion":
-        return _moved_by_fusion(instruction, operands, size_of, computations)
-    return result_size + sum(size_of.get(name, 0) for name in operands)
-
-
-def _moved_by_fusion(
-    fusion: Instruction,
-    operands: Sequence[str],
-    size_of: Mapping[str, int],
-    computations: Mapping[str, Any],
-) -> float:
-    body = _body(fusion, computations)
-    by_name = {inner.name: inner for inner in body}
-    total = 0.0
-    for place, name in enumerate(operands):
-        total += min(size_of.get(name, 0), _read(fusion, place, computations))
-    roots = [inner for inner in body if inner.is_root]
-    if roots and roots[0].code == "tuple":
-        roots = [by_name[name] for name in hlo.operands(roots[0]) if name in by_name]
-    return total + min(sum(_written(root, by_name) for root in roots), size_of[fusion.name])
-
-
-def _read(fusion: Instruction, place: int, computations: Mapping[str, Any]) -> float:
-    """Bytes that a fusion reads of one of its operands, wherever that lies."""
-    body = _body(fusion, computations)
-    starts = [inner for inner in body if inner.code == "parameter"]
-    start = next((inner for inner in starts if inner.tail.startswith(f"{place})")), None)
-    if start is None:
-        return 0
-    operand_size = _bytes(start.result, everywhere=True)
-    total, names = 0.0, {start.name}
-    for inner in body:  # in the order in which they run
-        places = [position for position, name in enumerate(hlo.operands(inner)) if name in names]
-        if not places or inner.code in PARTED or (inner.is_root and inner.code == "tuple"):
-            continue
-        if inner.code == "bitcast":
-            names.add(inner.name)
-        elif inner.code in SLICES and places == [0]:
-            total += _bytes(inner.result, everywhere=True)
-        elif inner.code == "fusion":
-            total += sum(_read(inner, position, computations) for position in places)
-        elif inner.code != "dynamic-update-slice" or places != [0]:
-            total += operand_size
-    return min(total, operand_size)
-
-
-def _written(root: Instruction, by_name: Mapping[str, Instruction]) -> int:
-    """Bytes that a fusion writes of an array which it gives."""
-    operands = hlo.operands(root)
-    if root.code == "parameter" or root.code in PARTED:
-        return 0  # it was there, or is counted with its collective
-    if root.code == "bitcast" and operands and operands[0] in by_name:
-        return _written(by_name[operands[0]], by_name)
-    if root.code == "dynamic-update-slice" and operands[1] in by_name:
-        return _bytes(by_name[operands[1]].result, everywhere=True)
-    return _bytes(root.result)
-
-
-def _body(instruction: Instruction, computations: Mapping[str, Any]) -> list[Instruction]:
-    return [inner for name in instruction.called for inner in computations.get(name, ())]
-
-
-def _bytes(result: str, everywhere: bool = False) -> int:
-    """Of the arrays of a type as HLO writes it; those outside main memory only if `everywhere`."""
-    total = 0
-    for kind, bits, sizes, layout in _LAID_OUT.findall(result):
-        if everywhere or "S(" not in layout:
-            shape = tuple(int(size) for size in sizes.split(",") if size)
-            total += hlo.Array(kind + bits, shape).bytes
-    return total

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.planning.topologies import Topology, quiet
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from jaxgrpo.config.keys import PlanKeys
     from jaxgrpo.planning.advice import Search
+    from jaxgrpo.planning.plan import Plan
     from jaxgrpo.planning.programs import Run
     from jaxgrpo.training.records.console import Document
 
@@ -51,8 +53,7 @@ def main(
     from rich.console import Console
 
     from jaxgrpo.config import files
-    from jaxgrpo.core.errors import InputError
-    from jaxgrpo.planning import advice, plan, report
+    from jaxgrpo.planning import advice, report
     from jaxgrpo.training.records.console import Document
 
     if formula and (dump or search):
@@ -60,26 +61,33 @@ def main(
     console = Console(highlight=False, quiet=as_json)
     settings, began = files.load(config, overrides), time.monotonic()
     chips = _topology(settings.plan, topology, slices, formula)
-    chooses = (topology, slices) != (None, None)
-    fitting, run, changes = _run_on(console, advice.Search(settings, chips), chooses)
-    run_plan = forecast = plan.by_formula(run, chips, 1.0 if formula else plan.TOO_MUCH)
-    report.show_formula(console, forecast)
-    if not (formula or forecast.problem):
-        tell = {"telling": _telling, "finished": functools.partial(report.show_program, console)}
-        run_plan = plan.plan(run, chips, dump=dump, **tell)
-    report.show_compiled(console, run_plan)
+    near = advice.Search(settings, chips)
+    fitting, run, changes = _run_on(console, near, chooses=bool(topology or slices))
+    run_plan = _plan(console, run, chips, formula, dump)
     remedies = []
     if not run_plan.fits:
         with _telling("looking for what fits"):
-            near = fitting.remedies(began if forecast.problem else time.monotonic())
-        remedies = [candidate.behind(changes) for candidate in near]
+            candidates = fitting.remedies(time.monotonic() if run_plan.planned else began)
+        remedies = [candidate.behind(changes) for candidate in candidates]
         report.show_remedies(console, remedies)
     searched = list(_search(console, fitting, changes)) if search else []
-    code = 0 if run_plan.fits else NO_FIT
-    if not as_json:
-        return code
     extras = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
-    return Document({**report.plan_numbers(run_plan, changes), **extras}, code)
+    code = 0 if run_plan.fits else NO_FIT
+    document = Document({**report.plan_numbers(run_plan, changes), **extras}, code)
+    return document if as_json else code
+
+
+def _plan(console: Console, run: Run, chips: Topology, formula: bool, dump: str | None) -> Plan:
+    """Prints and gives the plan of a run: by formula, and then, unless `formula`, as compiled."""
+    from jaxgrpo.planning import plan, report
+
+    run_plan = plan.by_formula(run, chips, 1.0 if formula else plan.TOO_MUCH)
+    report.show_formula(console, run_plan)
+    if not (formula or run_plan.problem):
+        finished = functools.partial(report.show_program, console)
+        run_plan = plan.plan(run, chips, dump=dump, telling=_telling, finished=finished)
+    report.show_compiled(console, run_plan)
+    return run_plan
 
 
 def _search(console: Console, fitting: Search, changes: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -96,7 +104,6 @@ def _search(console: Console, fitting: Search, changes: dict[str, Any]) -> Itera
 
 def _topology(keys: PlanKeys, name: str | None, slices: int | None, formula: bool) -> Topology:
     """The topology that is named, by default the config's; for formulas no compiler is needed."""
-    from jaxgrpo.core.errors import InputError
     from jaxgrpo.planning import topologies
 
     devices = name or keys.topology
@@ -124,7 +131,6 @@ def _run_on(console: Console, search: Search, chooses: bool) -> tuple[Search, Ru
 
     Raises: InputError where the run cannot be built there.
     """
-    from jaxgrpo.core.errors import InputError
     from jaxgrpo.planning import programs, report
 
     config, devices = search.config, search.topology.devices

@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import one_line
 from jaxgrpo.core.types import WEIGHTS
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.planning import costs, hlo, programs
 from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
+from jaxgrpo.planning.traffic import Traffic, read_traffic
 from jaxgrpo.training import memory
 
 TOO_MUCH = 1.3
@@ -44,6 +45,7 @@ class Planned(NamedTuple):
     beside: int  # bytes that lie in memory meanwhile and are not its own
     seconds: float  # of compiling it
     work: Work
+    traffic: Traffic  # of a call
     collectives: tuple[Collective, ...]
     bound: Bound
 
@@ -165,8 +167,6 @@ def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
     blueprint = run.blueprint
     sizes = run.memory
-    platform = blueprint.mesh.devices.flat[0].platform
-    remat = decoder.choose_remat(run.config.train.remat, platform)
     update = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
     return {
         "parameters": sizes.parameters,
@@ -175,7 +175,7 @@ def memory_parts(run: Run) -> dict[str, int]:
         "other policies": sizes.copies,
         "sampler's weights, logits": sizes.sampler,
         "caches and samples": sizes.decode,
-        **memory.update_bytes(*update, remat, blueprint.logits_per_chunk),
+        **memory.update_bytes(*update, blueprint.remat, blueprint.logits_per_chunk),
     }
 
 
@@ -207,6 +207,7 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
     analysis = program.compiled.memory_analysis()
     mesh, work = program_mesh(run, program.name), costs.program_work(run)[program.name]
     collectives = tuple(hlo.collectives(text, dict(mesh.shape), work.loops))
+    traffic = read_traffic(text, work.loops)
     return Planned(
         name=program.name,
         arguments=analysis.argument_size_in_bytes,
@@ -217,9 +218,10 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
         beside=_beside(run, program),
         seconds=program.seconds,
         work=work,
+        traffic=traffic,
         collectives=collectives,
         bound=costs.program_bound(
-            work, collectives, topology.chip, len(topology.devices), islands(mesh)
+            work, collectives, topology.chip, len(topology.devices), islands(mesh), traffic
         ),
     )
 

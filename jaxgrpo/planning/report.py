@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxgrpo.config.keys import MeshKeys
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
@@ -52,6 +52,7 @@ def show_compiled(console: Console, plan: Plan) -> None:
     if plan.planned:
         console.print(_memory(plan))
         console.print(_costs(plan))
+        console.print(_counts(plan))
         console.print(_traffic(plan))
     _verdict(console, plan)
 
@@ -88,7 +89,7 @@ def plan_numbers(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
         "bins": geometry.bins,
         "micro_batches": geometry.micro_batches,
         "attention": blueprint.kernel.name,
-        "remat": _remat(plan),
+        "remat": blueprint.remat,
         "parts_by_formula": plan.parts,
         "peak_by_formula": peak_bytes(plan.parts),
         "seconds_by_formula": {name: bound.seconds for name, (_, bound) in plan.formula.items()},
@@ -118,6 +119,10 @@ def _program_numbers(program: Planned) -> dict[str, Any]:
         "calls": program.work.calls,
         "flops_of_all_devices": program.work.flops,
         "executed_flops_of_all_devices": program.work.executed,
+        "moved": program.traffic.moved,
+        "moved_by_formula": program.work.read,
+        "kernels": program.traffic.kernels,
+        "collectives": sum(collective.trips for collective in program.collectives),
         "collective_bytes": {
             f"{kind} over {'+'.join(axes)}": sent
             for (kind, axes), sent in each_axis(program.collectives).items()
@@ -133,22 +138,18 @@ def _sent_bytes(program: Planned) -> float:
     return program.work.calls * sum(each_axis(program.collectives).values())
 
 
-def _remat(plan: Plan) -> str:
-    platform = plan.topology.devices[0].platform
-    return decoder.choose_remat(plan.run.config.train.remat, platform)
-
-
 def _head(plan: Plan) -> dict[str, str]:
     blueprint, geometry = plan.run.blueprint, plan.run.blueprint.geometry
     mesh = ", ".join(f"{name} {size}" for name, size in blueprint.mesh.shape.items())
     why = f" ({blueprint.kernel.why})" if blueprint.kernel.why else ""
+    passes = f"remat {blueprint.remat}, attention {blueprint.kernel.name}{why}"
     return {
         "devices": f"{plan.topology.title}; {shown(plan.limit)} each ({plan.topology.chip.source})",
         "mesh": mesh,
         "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples of at most "
         f"{geometry.max_completion_tokens} tokens, {blueprint.sampling.slots} decoded at once",
         "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins x "
-        f"{geometry.tokens} tokens, remat {_remat(plan)}, attention {blueprint.kernel.name}{why}",
+        f"{geometry.tokens} tokens, {passes}",
     }
 
 
@@ -162,13 +163,25 @@ def _memory(plan: Plan) -> Table:
 
 
 def _costs(plan: Plan) -> Table:
-    rows = [["program", "calls", "TFLOP", "compute", "memory", "links", "network", "bound"]]
+    columns = ["compute", "memory", "links", "network", "launches", "bound"]
+    rows = [["program", "calls", "TFLOP", *columns]]
     for program in plan.planned:
         seconds = (f"{value:.4f}" if value else "" for value in program.bound)
         flops = f"{program.work.calls * program.work.executed / 1e12:,.1f}"
         rows.append([program.name, str(program.work.calls), flops, *seconds, program.bound.limit])
     title = "seconds of a step at the least, by the chip's published rates"
     return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
+
+
+def _counts(plan: Plan) -> Table:
+    rows = [["program", "moved", "by formula", "kernels", "collectives"]]
+    for program in plan.planned:
+        calls, (moved, kernels) = program.work.calls, program.traffic
+        sizes = shown(int(calls * moved)), shown(int(calls * program.work.read))
+        trips = sum(collective.trips for collective in program.collectives)
+        rows.append([program.name, *sizes, f"{calls * kernels:,}", f"{calls * trips:,}"])
+    title = "main memory that each device moves in a step, as compiled, and what it runs"
+    return terminal_table(rows, no_wrap=True, title=title)
 
 
 def _formula_costs(plan: Plan) -> Table:

@@ -111,6 +111,12 @@ class StandIn:
     device_kind: str
     memory: int  # bytes
     process_index: int = 0
+    core_on_chip: int = 0
+
+    @property
+    def coords(self) -> tuple[int, int, int]:
+        """As of TPUs in a line: where they stand is not known."""
+        return self.id, 0, 0
 
     @property
     def client(self) -> Any:

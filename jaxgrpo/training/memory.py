@@ -25,7 +25,7 @@ from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, TOKENS_PER_CHUNK, chunk_tokens
+from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.slots.capacity import LOGITS, capacity
 from jaxgrpo.update import packing
@@ -53,12 +53,20 @@ SHARE = 0.85
 """Of a device's memory that is planned for where slots and tokens are not given. The rest is for
 what XLA adds to what is counted here."""
 
-TOKENS_OF_ACCELERATORS = 2048
-"""Tokens of a bin whose logits are there at a time on a GPU or TPU, where memory allows.
+CHUNKS = (2048, 1024, 512)
+"""Tokens of a bin whose logits are there at a time on a GPU or TPU, as memory allows.
 
 These have 240 to 560 FLOP for a byte of memory (core/chips.py). A chunk of n tokens takes 6 n FLOP
 for each weight of the head, reads it twice, and reads and writes its float32 sum: 12 bytes. So 480
 to 1,120 tokens balance, and beyond twice as many little is gained.
+"""
+
+REMATS: dict[str, tuple[decoder.Remat, ...]] = {"gpu": ("dots", "attention"), "tpu": ("attention",)}
+"""Platform -> what updates may recompute where memory allows, the fastest first; else "full".
+
+By the bytes and products of the compiled update of Qwen3-0.6B (docs/performance.md): on an H100
+"dots" and "attention" move the same, and "dots" multiplies an eighth less; on a v5e "dots" moves a
+tenth more. "none" moves more than both: it keeps float32 arrays too.
 """
 
 
@@ -162,29 +170,35 @@ def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, in
     return _bytes(trained_shapes, layout), _bytes(moments, opt_layout(model, mesh, optimizer))
 
 
-def fitting_logits(
+def fitting_passes(
+    setting: str,
     model: Model,
     mesh: Mesh,
     optimizer: Any,
     geometry: packing.Geometry,
     persistent: int,
-    remat: decoder.Remat,
-) -> int | None:
-    """The logits of a chunk of an update, in each bin: of TOKENS_OF_ACCELERATORS tokens, or of half
-    or a quarter as many where an update takes too much memory.
+) -> tuple[int | None, decoder.Remat]:
+    """How an update's passes are computed: the logits of a chunk, and what is recomputed.
 
-    Args: as of `fitting_geometry`.
+    Of CHUNKS, and then of REMATS where `setting` is "auto", the first with which an update fits.
 
-    Returns: `logits_per_chunk` of `logprobs.token_logprobs`; None: as on a CPU.
+    Args:
+      setting: `train.remat`.
+      persistent: as of `fitting_geometry`.
+
+    Returns: (`logits_per_chunk` of `logprobs.token_logprobs`, remat)
     """
-    tokens = TOKENS_OF_ACCELERATORS if mesh.devices.flat[0].platform != "cpu" else 0
-    while tokens > TOKENS_PER_CHUNK:
-        logits = max(LOGITS_PER_CHUNK, tokens * model.config.vocab_size)
+    platform, vocab = mesh.devices.flat[0].platform, model.config.vocab_size
+    default = decoder.choose_remat(setting, platform)
+
+    def fits(logits: int | None, remat: decoder.Remat) -> bool:
         parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits)
-        if sum(parts.values()) <= free_beside(mesh, persistent):
-            return logits
-        tokens //= 2
-    return None
+        return sum(parts.values()) <= free_beside(mesh, persistent)
+
+    chunks = () if platform == "cpu" else (max(LOGITS_PER_CHUNK, n * vocab) for n in CHUNKS)
+    logits = next((logits for logits in chunks if fits(logits, default)), None)
+    remats = REMATS.get(platform, ()) if setting == "auto" else ()
+    return logits, next((remat for remat in remats if fits(logits, remat)), default)
 
 
 def fitting_geometry(

@@ -374,12 +374,15 @@ def _fit_to_devices(
     """
     mesh, geometry = blueprint.mesh, blueprint.geometry
     persistent = memory.count(blueprint, copies).persistent
-    remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
-    sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent, remat
-    logits = memory.fitting_logits(*sizes)
-    blueprint = blueprint._replace(logits_per_chunk=logits)
+    sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent
+    logits, remat = memory.fitting_passes(train.remat, *sizes)
+    if remat != decoder.choose_remat(train.remat, mesh.devices.flat[0].platform):
+        constrain = sharding.constrain(mesh)
+        model = decoder.build(blueprint.model.config, constrain=constrain, remat=remat)
+        blueprint = blueprint._replace(model=model)
+    blueprint = blueprint._replace(logits_per_chunk=logits, remat=remat)
     if train.tokens_per_micro_batch is None:
-        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes, logits))
+        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes, remat, logits))
     parts = pretrained, blueprint.sampling, blueprint.samples_on, geometry, persistent
     engine = share("engine", lambda: _make_engine(*parts))
     slots = engine.slots_for(geometry.num_prompts, geometry.group_size)

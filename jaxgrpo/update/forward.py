@@ -20,6 +20,7 @@ from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, custom_vjp
 from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.dialogue import FORK
@@ -53,6 +54,7 @@ class Blueprint(NamedTuple):
     answer_cuts: int = 4  # parts of a thought behind which a reference answer is scored
     ema_decay: float = 0.99  # of the policy "ema", where something reads it
     logits_per_chunk: int | None = None  # of the update's passes, as of `logprobs.token_logprobs`
+    remat: Remat = "full"  # that the model is built with
 
     @property
     def samples_on(self) -> Mesh:

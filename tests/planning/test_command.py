@@ -129,13 +129,14 @@ def test_the_formula_alone_compiles_nothing(small, uncompiled, capsys):
     assert printed["step"]["seconds_at_least"] == sum(seconds.values()) > 0
 
 
-def test_the_formula_needs_no_compiler_for_the_chips(small, uncompiled, monkeypatch, capsys):
-    arguments = ["plan", small(mesh={"fsdp": 2}), "--topology", "h100:1x2"]
+@pytest.mark.parametrize("name", ["h100:1x2", "v5e:1x2"])
+def test_the_formula_needs_no_compiler_for_the_chips(small, uncompiled, monkeypatch, capsys, name):
+    arguments = ["plan", small(mesh={"fsdp": 2}), "--topology", name]
     monkeypatch.setattr(topologies, "_described", None)  # as where there is none
     assert main([*arguments, "--formula"]) == 0
-    assert "h100:1x2, 2 chips" in capsys.readouterr().out
+    assert f"{name}, 2 chips" in capsys.readouterr().out
     with pytest.raises(InputError, match="The compilers come with"):
-        command.main(arguments[1], topology="h100:1x2")
+        command.main(arguments[1], topology=name)
 
 
 def test_a_mesh_that_does_not_fit_other_devices_is_replaced_by_one_that_does(

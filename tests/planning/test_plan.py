@@ -243,7 +243,7 @@ def test_whole_logits_are_found(tmp_path, monkeypatch):
     chips = {"topology": "v5e:2x2", "names": ("update",)}
     chunked = compiled_programs.compiled(values, tmp_path / "a", **chips)
     assert compiled_programs.full_logits(chunked) == []
-    monkeypatch.setattr(memory, "TOKENS_OF_ACCELERATORS", 1 << 20)
+    monkeypatch.setattr(memory, "CHUNKS", (1 << 20,))
     unchunked = compiled_programs.compiled(values, tmp_path / "b", **chips)
     assert any(
         "holds the logits" in problem for problem in compiled_programs.full_logits(unchunked)
