@@ -274,15 +274,15 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 4650,
+    "models": 4795,  # 115 of it packed rows by cuDNN
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 3940,  # with turns, what of them is saved, and what draws for queries
     "update": 1790,
     "config": 2110,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6935,  # with a page of conversations, versions of tokens, and what fits an update
-    "planning": 1675,  # 110 of it what compiled programs move, which benchmarks had
+    "training": 6940,  # with a page of conversations, versions of tokens, and what fits an update
+    "planning": 1680,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered
 }

@@ -125,12 +125,13 @@ def choose_kernel(
       setting: one of KERNELS. "auto" is the platform's kernel where it refuses nothing, else
         "xla": the results differ by rounding alone.
       row: tokens of the longest row or prompt.
-      samples_per_row: the most that a row may hold; None: any number.
+      samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
       mesh: the run's; None on one device.
 
     Raises: InputError with everything that the kernel asked for cannot compute.
     """
-    from jaxgrpo.models.kernels import splash  # not above: it takes a tenth of a second
+    # Not above: they take a tenth of a second.
+    from jaxgrpo.models.kernels import cudnn_packed, splash
 
     find("model.attention", setting, dict.fromkeys(KERNELS))
     name = PLATFORM_KERNELS.get(platform, "xla") if setting == "auto" else setting
@@ -139,6 +140,10 @@ def choose_kernel(
         problems = splash.refusals(config, row, mesh)
     elif name == "cudnn":
         problems = cudnn.refusals(config, samples_per_row)
+        if mesh is not None and mesh.shape["context"] > 1:
+            problems.append(
+                f"mesh.context = {mesh.shape['context']}: a device must have whole rows"
+            )
     if name != "xla" and PLATFORM_KERNELS.get(platform) != name:
         problems.append(f"platform {platform}: it runs on another")
     if problems and setting == "auto":
@@ -148,7 +153,12 @@ def choose_kernel(
     if name == "splash":
         on_mesh = functools.partial(functools.partial, mesh=mesh)
         return Kernel(name, on_mesh(splash.causal), on_mesh(splash.rows_with_prefix))
-    return XLA if name == "xla" else Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
+    if name == "xla":
+        return XLA
+    if samples_per_row == 1:
+        return Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
+    packed = functools.partial(cudnn_packed.rows_with_prefix, most=samples_per_row)
+    return Kernel(name, cudnn.causal, packed)
 
 
 class Sharing(NamedTuple):

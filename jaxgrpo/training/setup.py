@@ -419,7 +419,9 @@ def _choose_kernel(
     mesh, model_config = pretrained.mesh, pretrained.model.config
     row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
     platform = mesh.devices.flat[0].platform
-    return attention.choose_kernel(name, platform, model_config, row=row, mesh=mesh)
+    most = None if geometry.has_forks else geometry.group_size  # samples of a row are of one group
+    choice = name, platform, model_config
+    return attention.choose_kernel(*choice, row=row, samples_per_row=most, mesh=mesh)
 
 
 def _geometry(
