@@ -139,11 +139,7 @@ def choose_kernel(
     if name == "splash":
         problems = splash.refusals(config, row, mesh)
     elif name == "cudnn":
-        problems = cudnn.refusals(config, samples_per_row)
-        if mesh is not None and mesh.shape["context"] > 1:
-            problems.append(
-                f"mesh.context = {mesh.shape['context']}: a device must have whole rows"
-            )
+        problems = cudnn.refusals(config, samples_per_row, mesh)
     if name != "xla" and PLATFORM_KERNELS.get(platform) != name:
         problems.append(f"platform {platform}: it runs on another")
     if problems and setting == "auto":

@@ -17,6 +17,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
 from jaxgrpo.models.kernels.plain import take_per_bin
@@ -28,11 +29,14 @@ Sequences = Callable[[Array, Array, Array, Array, int | None], Array]
 causal attention of sequences, as the query; where a sequence has ended, anything"""
 
 
-def refusals(config: ModelConfig, samples_per_row: int | None) -> list[str]:
+def refusals(
+    config: ModelConfig, samples_per_row: int | None, mesh: Mesh | None = None
+) -> list[str]:
     """What cuDNN cannot compute of a model and its rows; empty if nothing.
 
     Args:
       samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
+      mesh: the run's; None on one device.
     """
     problems = []
     if config.dtype not in ("bfloat16", "float16"):
@@ -49,6 +53,8 @@ def refusals(config: ModelConfig, samples_per_row: int | None) -> list[str]:
         )
     elif samples_per_row > 1 and any(kind.window is not None for kind in config.pattern):
         problems.append("windows in rows of several samples: they reach into prompts")
+    if mesh is not None and mesh.shape["context"] > 1:
+        problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems
 
 
