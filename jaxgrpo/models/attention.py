@@ -151,9 +151,10 @@ def choose_kernel(
         return Kernel(name, on_mesh(splash.causal), on_mesh(splash.rows_with_prefix))
     if name == "xla":
         return XLA
-    if samples_per_row == 1:
+    most = samples_per_row or 1  # which is known, or it was refused
+    if most == 1:
         return Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
-    packed = functools.partial(cudnn_packed.rows_with_prefix, most=samples_per_row)
+    packed = functools.partial(cudnn_packed.rows_with_prefix, most=most)
     return Kernel(name, cudnn.causal, packed)
 
 

@@ -123,7 +123,7 @@ def test_windows_and_soft_caps_never_reach_the_kernel():
     for kind in (LayerKind(soft_cap=30.0), LayerKind(window=4)):
         attend = cudnn_packed.rows_with_prefix(*SEVERAL.placed, most=3)
         with pytest.raises(NotImplementedError, match="has a window or a soft cap"):
-            attend(*inputs[:3], KeyValue(*inputs[3:]), kind)
+            attend(inputs[0], inputs[1], inputs[2], KeyValue(*inputs[3:]), kind)
 
 
 def test_lowered_for_a_gpu_they_are_four_kernels_without_scores(monkeypatch):

@@ -71,7 +71,7 @@ def test_chunks_and_what_is_recomputed_are_the_first_that_fit_into_memory(
     long = blueprint.geometry._replace(tokens=8192)
     sizes = blueprint.model, blueprint.mesh, blueprint.optimizer
 
-    def fitting(remat: str, tokens: int, setting: str = "auto") -> tuple[int | None, str]:
+    def fitting(remat: Any, tokens: int, setting: str = "auto") -> tuple[int | None, str]:
         """Where as much memory is free as an update takes with so many tokens in a chunk."""
         parts = memory.update_bytes(*sizes, 8192, remat, tokens * vocab)
         limit = int((1000 + sum(parts.values())) / memory.SHARE) + 2

@@ -92,25 +92,25 @@ def rows_with_prefix(
             raise NotImplementedError(f"packed rows by cuDNN: {kind} has a window or a soft cap")
         prompts = [flat(take_per_bin(leaf, row_prompt)) for leaf in memory]
         row_arrays = [flat(leaf) for leaf in (query, key, value)]
-        out = _joined(parts or CUDNN, *row_arrays, *prompts, (samples, flat(before))).reshape(
-            query.shape
-        )
+        arrays = (*row_arrays, *prompts)
+        out = _joined(parts or CUDNN, arrays, (samples, flat(before))).reshape(query.shape)
         return jnp.where(fits[..., None, None, None], out, jnp.nan), None
 
     return attend
 
 
 @custom_vjp(0)
-def _joined(
-    parts: Parts, query: Array, key: Array, value: Array, prompt_key: Array, prompt_value: Array,
-    spans: tuple[Samples, Array],
-) -> Array:  # fmt: skip
-    """Attention to the samples and the prompts of rows; 0 where there is no token."""
-    return _forward(parts, query, key, value, prompt_key, prompt_value, spans)[0]
+def _joined(parts: Parts, arrays: tuple[Array, ...], spans: tuple[Samples, Array]) -> Array:
+    """Attention to the samples and the prompts of rows; 0 where there is no token.
+
+    Args:
+      arrays: queries, keys and values of rows, keys and values of their prompts.
+    """
+    return _forward(parts, arrays, spans)[0]
 
 
-def _forward(parts: Parts, query: Array, *rest: Any):
-    key, value, prompt_key, prompt_value, (samples, before) = rest
+def _forward(parts: Parts, arrays: tuple[Array, ...], spans: tuple[Samples, Array]):
+    (query, key, value, prompt_key, prompt_value), (samples, before) = arrays, spans
     own_out, own_sum = parts.forward(query, key, value, samples)
     prompt_out, prompt_sum = parts.forward(query, prompt_key, prompt_value, before)
     prompt_sum = jnp.where(before[:, None, None] > 0, prompt_sum, -jnp.inf)
@@ -122,11 +122,11 @@ def _forward(parts: Parts, query: Array, *rest: Any):
     )
     total = jnp.where(real, total, NEVER_SEEN)
     out, total = checkpoint_name(out, SAVED), checkpoint_name(total, SAVED)
-    return out, (query, *rest, out, total)
+    return out, (arrays, spans, out, total)
 
 
 def _backward(parts: Parts, saved: tuple[Any, ...], slope: Array):
-    query, key, value, prompt_key, prompt_value, (samples, before), out, total = saved
+    (query, key, value, prompt_key, prompt_value), (samples, before), out, total = saved
     real = (samples.index < samples.length.shape[1])[..., None, None]
     slope = jnp.where(real, slope, 0)
     of_prompt = jnp.where(before[:, None, None] > 0, total, NEVER_SEEN)
@@ -137,7 +137,7 @@ def _backward(parts: Parts, saved: tuple[Any, ...], slope: Array):
     d_query, *row_grads = (jnp.where(real, leaf, 0) for leaf in row_grads)
     is_read = jnp.arange(prompt_key.shape[1]) < before[:, None]
     prompt = [jnp.where(is_read[..., None, None], leaf, 0) for leaf in prompt]
-    return d_query + jnp.where(real, d_again, 0), *row_grads, *prompt, None
+    return (d_query + jnp.where(real, d_again, 0), *row_grads, *prompt), None
 
 
 _joined.defvjp(_forward, _backward)
