@@ -198,7 +198,7 @@ def fitting_passes(
     chunks = () if platform == "cpu" else (max(LOGITS_PER_CHUNK, n * vocab) for n in CHUNKS)
     logits = next((logits for logits in chunks if fits(logits, default)), None)
     remats: tuple[decoder.Remat, ...] = REMATS.get(platform, ()) if setting == "auto" else ()
-    fitting = [remat for remat in remats if fits(logits, remat)]
+    fitting: list[decoder.Remat] = [remat for remat in remats if fits(logits, remat)]
     return logits, fitting[0] if fitting else default
 
 
