@@ -24,8 +24,10 @@ if version("jaxlib").startswith("0.10."):  # an XLA that does not know a flag en
 # Tracing makes objects by the million and few cycles: looking for these took a tenth of all tests.
 gc.set_threshold(50_000, 20, 20)
 
-# Commands that tests start inherit what is ignored, and nohup has this ignored.
+# Commands that tests start inherit what is ignored: by nohup, and in what a shell has behind "&".
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before JAX is imported, and inherited by the commands that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -273,7 +273,7 @@ LINES = {
     "advantages": 3640,  # with masks by turn
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
-    "data": 2260,  # with three tasks of experiments, four of several turns, and reasoning-gym's
+    "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
     "models": 4795,  # 115 of it packed rows by cuDNN
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages

@@ -68,7 +68,7 @@ def make_base(
     seed: int = 0,
     steps: int | None = None,
     batch: int = 64,
-    learning_rate: float = 1e-2,
+    learning_rate: float | None = None,
     hidden_size: int = 64,
     num_layers: int = 2,
     progress: Progress = lambda step, steps, loss: None,
@@ -82,7 +82,7 @@ def make_base(
       out: the folder to write; made where it does not exist.
       task: a generated one's name, or one of your own.
       seed: of the initial weights and of the draws from the corpus.
-      steps: None: the task's, or twice that without normed queries and keys (docs/quickstart.md).
+      steps, learning_rate: None: the task's; twice the steps without normed queries and keys.
       batch: texts per step.
       progress: called after each dispatch, from the calling thread.
 
@@ -92,9 +92,7 @@ def make_base(
     Raises: InputError on an unknown task or family, or fewer than 1 step, text, layer, ...
     """
     started = time.monotonic()
-    for name, value in {"steps": steps, "batch": batch}.items():
-        if value is not None and value < 1:
-            raise InputError(f"make-base: {name} = {value}: give 1 or more")
+    _refuse_below_one(steps=steps, batch=batch)
     generated = tasks.find(task) if isinstance(task, str) else task
     folders.refuse_unless_ours(Path(out))
     tokenizer = character_tokenizer(generated.alphabet, generated.chat_template)
@@ -102,7 +100,8 @@ def make_base(
     config = base_config(len(tokenizer), hidden_size, num_layers, family)
     steps = steps or generated.steps * (2 if config.query_key_norm == "none" else 1)
     model = decoder.build(config, remat="none")
-    params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
+    schedule = seed, steps, batch, learning_rate or generated.learning_rate
+    params, losses = _train(model, corpus, *schedule, progress)
     folders.save_model(model, params, out, tokenizer=tokenizer)
     return {"path": str(out), "task": generated.name, "seed": seed, "steps": steps} | {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -110,6 +109,12 @@ def make_base(
         "loss_floor": entropy(corpus),
         "seconds": time.monotonic() - started,
     }
+
+
+def _refuse_below_one(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise InputError(f"make-base: {name} = {value}: give 1 or more")
 
 
 def base_config(
@@ -156,9 +161,14 @@ def entropy(corpus: Corpus) -> float:
     """
     behind = np.maximum.accumulate(corpus.learned, axis=1)  # solutions and the padding after them
     prompts = np.where(behind, -1, corpus.tokens)
-    _, group = np.unique(prompts, axis=0, return_inverse=True)
-    prompt_probability = np.bincount(group.ravel(), corpus.probability)[group.ravel()]
-    nats = -(corpus.probability * np.log(corpus.probability / prompt_probability)).sum()
+
+    def probability(texts: np.ndarray) -> np.ndarray:
+        """Of each text together with all that are the same, [N]."""
+        _, group = np.unique(texts, axis=0, return_inverse=True)
+        return np.bincount(group.ravel(), corpus.probability)[group.ravel()]
+
+    conditional = probability(corpus.tokens) / probability(prompts)
+    nats = -(corpus.probability * np.log(conditional)).sum()
     return float(nats / (corpus.probability * corpus.learned.sum(1)).sum())
 
 

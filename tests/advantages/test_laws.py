@@ -151,7 +151,7 @@ def test_masks_only_shrink(dtype):
             assert not mask[~np.asarray(rollouts.token_mask)].any(), label
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(wide):
     traces = []
 

@@ -42,7 +42,7 @@ def alike(rollouts, samples):
     return dataclasses.replace(same, rewards=samples, fields=fields)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_group_of_equal_samples_gives_exactly_zero_in_all_that_is_relative(monkeypatch):
     """420 float32 constants, sizes 6 to 12, beside mixed groups, by one program."""
     sizes, number, mixed = range(6, 13), 60, 40

@@ -77,7 +77,7 @@ def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, capsys):
     assert measured["pass@1/low"] >= 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, capsys):
     words = ("probe", run.path, "-n", 4, "--num-prompts", 8)
     probe, output = document(capsys, *words)
@@ -189,7 +189,7 @@ def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     assert f"{names} is there already" in output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_init_writes_compares_and_samples_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text in init.file_texts(init.SMALL).items():

@@ -68,6 +68,7 @@ def test_probe_gives_the_numbers_of_the_command(call_options, capsys):
     assert {"about", "says", "why"} <= numbers["advice"][0].keys()
 
 
+@pytest.mark.full
 def test_sample_gives_the_rows_of_the_command(call_options, folder, tmp_path):
     model, _, _ = call_options
     prompts = list(tables.prompts(len(RATES)))

@@ -223,7 +223,7 @@ def test_the_same_rewards_say_the_same_bit_for_bit(tmp_path, capsys):
     assert new_scores(out) == {"negated": {2: (1 - right).tolist()}}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("too_long", [pytest.param("error", marks=pytest.mark.full), "drop"])
 def test_conversations_reach_rewards_as_in_training(tmp_path, mine, capsys, too_long):
     make_base.make_base(tmp_path / "base", "calculator", steps=20, batch=32, hidden_size=32)

@@ -57,7 +57,7 @@ def read(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_interrupted_file_ends_byte_for_byte_as_one_that_was_not(sample, tmp_path):
     code, output = sample()
     assert code == 0, output
@@ -81,7 +81,7 @@ def test_an_interrupted_file_ends_byte_for_byte_as_one_that_was_not(sample, tmp_
     assert (tmp_path / "s.jsonl").stat().st_mtime_ns == written
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_that_belong_to_something_else_are_refused_until_told_to_overwrite(sample, tmp_path):
     file = tmp_path / "s.jsonl"
     assert sample("--temperature", 0)[0] == 0

@@ -47,8 +47,9 @@ def test_a_csv_file_gives_named_columns_as_they_are_written_and_others_as_number
         (b"q,a\n", r"data.path = '.*rows.csv' holds no rows"),
         (
             b"prompt;a\nx;1\n",
-            r"rows.csv, row 0: no column 'q'; columns there: prompt;a; set data.prompt to one, or "
-            r"set data.delimiter to what is between the columns",
+            r"rows.csv, row 0: no column 'q'; columns there: prompt;a; set data.prompt to one "
+            r'\(or to "" where an environment says what is asked\), '
+            r"or set data.delimiter to what is between the columns",
         ),
     ],
 )

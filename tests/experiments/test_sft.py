@@ -73,6 +73,7 @@ def test_the_loss_is_the_mean_nll_of_the_answers_with_their_end_and_falls(traine
     assert lines[-1]["token_accuracy"] == 1
 
 
+@pytest.mark.full
 def test_its_folder_is_a_model_that_answers_greedily_and_that_a_run_begins_with(trained, tmp_path):
     prompts = tmp_path / "asked.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS))

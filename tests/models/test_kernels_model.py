@@ -93,6 +93,7 @@ def assert_same(actual, expected):
         assert float(error) <= 1e-5 * float(size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "packed", "kernel"),
     [

@@ -140,6 +140,7 @@ def test_targets_choose_the_maps():
     assert every.modules == LINEAR
 
 
+@pytest.mark.full
 def test_gradients_of_adapters_need_none_of_the_weights():
     model = adapted(tiny.LOCAL_GLOBAL)
     adapter, base = lora.split(drawn(model))

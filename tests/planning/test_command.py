@@ -211,7 +211,7 @@ def test_a_sampling_mesh_that_does_not_divide_other_devices_is_left_out():
     assert nearest.changes == {"mesh.fsdp": 1, "mesh.sampling_tensor": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_far_too_large_is_answered_at_once_with_what_is_to_blame_and_what_would_fit(offline):
     """Without compiling: 30 seconds of the processor's time, which other processes do not share."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

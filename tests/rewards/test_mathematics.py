@@ -112,6 +112,7 @@ def batch_with_hanging(count, hanging):
     return completions, golds, scores
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not THERE, reason="needs math-verify")
 @pytest.mark.parametrize(
     ("count", "hanging", "batch_limit", "seconds"),

@@ -89,6 +89,7 @@ def test_a_cache_in_the_models_dtype_is_the_one_of_before_bit_for_bit(config, dt
     np.testing.assert_array_equal(rollouts.behavior_logp, want.behavior_logp)
 
 
+@pytest.mark.full
 def test_log_probs_are_those_of_rounded_keys_and_values():
     """Two programs differ in the last bits of a key or value. Where it is so near the middle of two
     bfloat16 numbers that these decide, either may be kept; to first order that moves log p by at

@@ -127,7 +127,7 @@ def assert_same(rollouts, alike):
         np.testing.assert_array_equal(rollouts.fields[name], field)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_samples_do_not_depend_on_slots():
     assert_same(talk(slots=4, delay=0.05)[0], expected()[0])
 
@@ -175,7 +175,7 @@ def test_a_conversation_with_a_template_is_what_the_template_writes():
         assert rendered.startswith(written) or rendered.removesuffix("\n") == written
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_environments_that_say_something_else_to_each_sample():
     rollouts, dialogue, _ = talk(Random, ())
     for place in range(PROMPTS):

@@ -54,6 +54,7 @@ def drawn_alone(requests, **changes):
     return turns
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slots", [pytest.param(4, marks=pytest.mark.full), 0])
 def test_requests_that_come_while_others_decode_are_drawn_as_by_themselves(slots):
     first, later = requests(tiny.prompts(12), group=1), requests(tiny.prompts(9, seed=5), greedy=1)

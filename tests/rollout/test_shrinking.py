@@ -37,7 +37,7 @@ def test_a_slot_for_every_sample_keeps_its_rows_until_they_are_few():
     assert sizes_below(Size(4, 4, True)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh",
     [

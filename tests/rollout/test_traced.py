@@ -53,10 +53,11 @@ def test_both_forms_give_the_same_tokens_turns_rewards_and_words(name):
     "options",
     [
         {"turns": 2},
-        {"turns": 1},
         {"limit": 1},
-        {"limit": 40},
-        {"steps": 9},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in ({"turns": 1}, {"limit": 40}, {"steps": 9})
+        ),
         {"has_template": False, "limit": 2},
     ],
     ids=str,
@@ -79,7 +80,7 @@ def test_samples_do_not_depend_on_slots(name):
     assert_same(playing.play(playing.GAMES[name], in_jax=True, slots=4), in_python(name))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_host_looks_as_often_whatever_the_number_of_turns(monkeypatch):
     looks = []
     step = driver._Session.step

@@ -96,7 +96,7 @@ def test_tokens_are_those_of_one_device_on_four(axes):
     assert_same(converse(4, 3, mesh=sharding.make_mesh(**axes))[0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_windows_reach_back_over_turns():
     config = tiny.LOCAL_GLOBAL
     assert_same(converse(4, 2, config, slots=6)[0], config)

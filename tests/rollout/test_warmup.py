@@ -91,7 +91,7 @@ def plain_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [4, 64])
+@pytest.mark.parametrize("slots", [4, pytest.param(64, marks=pytest.mark.full)])
 def test_samples_end_below_the_percentile_of_the_first_ones_of_their_prompt(slots):
     plain = plain_run()
     lengths = expected_lengths(plain)
@@ -135,7 +135,7 @@ def test_groups_that_are_no_larger_than_the_warmup_are_drawn_as_without_it(group
     np.testing.assert_array_equal(stopped.token_mask, plain_run().token_mask[:, :group])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_later_batch_compiles_whatever_waits():
     changes = {"early_stop": STOP, "slots": 20, "segment_tokens": 2}
     first, *later = (tiny.prompts(PROMPTS, WIDTH, seed=seed) for seed in range(5, 8))

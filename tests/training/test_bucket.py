@@ -113,6 +113,7 @@ def test_a_killed_run_goes_on_and_ends_as_a_local_one(bucket, tmp_path):
     assert run.samples == local.samples
 
 
+@pytest.mark.full
 def test_a_finished_run_is_read_where_it_is(bucket, tmp_path, capsys):
     run = loop.train(config("gs://bucket/run"))
     weights = bucket.objects["run/model/model.safetensors"].data
@@ -171,6 +172,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_the_model_is_read(bucket
         loop.train(config(url, **{"model.path": "/there/is/none"}))
 
 
+@pytest.mark.full
 def test_a_run_that_another_host_writes_is_refused_and_a_dead_one_is_taken(bucket, monkeypatch):
     monkeypatch.setattr(mirror, "LEASE", 3.0)
     lock = {"id": "another", "who": "process 7 on other", "beat": 1, "time": 0.0}

@@ -43,6 +43,7 @@ def plain_logp(run, params, prompt, completion, temperature):
     return logp[places, completion]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [

@@ -107,6 +107,7 @@ def test_rewards_get_texts_for_texts_although_a_template_wraps_them(tmp_path, mo
     assert all(isinstance(text, str) for text in received["completions"])
 
 
+@pytest.mark.full
 def test_rewards_get_messages_for_messages_and_samples_show_them(tmp_path, model):
     received = {}
 

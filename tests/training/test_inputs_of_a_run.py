@@ -148,7 +148,7 @@ def test_a_changed_input_is_named_and_refused(begun, change, kinds, named):
     assert f"--set run.allow_changes='{json.dumps(kinds)}'" in remedy
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_files_and_an_allowed_change_continue(begun, capsys):
     preview.dry_run(config(begun, 2), resume=True)
     notice = "r, from step 1: rows, template, tokenizer, base and code are the same"

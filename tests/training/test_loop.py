@@ -134,6 +134,7 @@ def test_the_loop_written_out_by_hand_ends_with_the_same_parameters(
     assert finished.summary["parameter_hash"] in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_own_parts_of_the_examples_train(tmp_path, repository):
     examples = repository / "examples"
     advantage = [
@@ -246,6 +247,7 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path, run):
         loop.train(config)
 
 
+@pytest.mark.full
 def test_a_finished_run_can_be_trained_further(tmp_path):
     config = small_run.config(tmp_path / "r", **{"train.steps": 2})
     loop.train(config)
@@ -365,6 +367,7 @@ def test_bfloat16_computes_and_float32_is_trained(tmp_path):
     assert 0 < finished.metrics[0]["sampling/sampling_logp_difference/max"] < 0.1
 
 
+@pytest.mark.full
 def test_a_run_on_rows_and_rewards_from_python_is_exported(tmp_path):
     tables = small_run.tables(tmp_path / "r", **{"train.steps": 1, "mesh.fsdp": 2})
     del tables["data"]

@@ -82,6 +82,7 @@ def test_a_run_in_whose_folder_its_base_is_in_the_way_is_refused_at_its_start(tm
         jaxgrpo.train(small_run.config(tmp_path / "run", **changes), resume="auto")
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_as_the_uninterrupted_one(finished, tmp_path):
     changes = {**LORA, "train.steps": 2}
     jaxgrpo.train(small_run.config(tmp_path / "run", **changes))

@@ -50,6 +50,7 @@ def train(folder: Path, base: Path, **changes):
     return small_run.metrics(run.path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("package", "name"),
     [("gymnasium", "FrozenLake-v1?is_slippery=false"), ("textarena", "GuessTheNumber-v0")],
@@ -74,6 +75,7 @@ def test_a_generator_of_reasoning_gym_is_trained_on(base, tmp_path):
     assert [line["reasoning_gym/unscored"] for line in steps] == [0.0] * 3
 
 
+@pytest.mark.full
 def test_the_shipped_config_of_sql_takes_a_step(tmp_path):
     make_base.make_base(tmp_path / "base", "sql", steps=60, batch=32)
     changes = {"model.path": str(tmp_path / "base"), "run.dir": str(tmp_path / "run")}

@@ -125,6 +125,7 @@ def test_a_mistake_ends_both_processes_with_one_message(tmp_path, python, enviro
         assert "Traceback" not in output
 
 
+@pytest.mark.full
 def test_processes_with_other_configs_or_data_both_refuse(tmp_path, python, environment):
     rows = [{"prompt": f"1{n}+20=", "answer": f"{n + 30}"} for n in range(9)]
     files = []

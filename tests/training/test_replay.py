@@ -102,6 +102,7 @@ def test_a_replay_of_one_file_trains_on_it_in_every_step(files, tmp_path):
     assert lines[1][GAP] is None
 
 
+@pytest.mark.full
 def test_log_probs_of_another_distribution_make_ratios(files, tmp_path):
     def lower(logp):
         return np.where(logp == 0, 0, logp - np.float32(0.5))

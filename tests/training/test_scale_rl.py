@@ -40,6 +40,7 @@ def test_the_config_as_it_is_shipped_would_run(capsys, monkeypatch, tmp_path):
     assert "staleness = 8" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_each_part_of_the_recipe_acts_in_a_run(overrides, tmp_path):
     config = configs.load("scale_rl", [*overrides, f"run.dir={tmp_path / 'run'}"])
     run = loop.train(config)

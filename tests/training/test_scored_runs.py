@@ -46,6 +46,7 @@ def last_params(run):
     return sharding.to_host(run.learner.trainable)
 
 
+@pytest.mark.full
 def test_a_teacher_of_another_size_trains_a_run_and_is_in_no_checkpoint(tmp_path):
     scores = [{"name": "teacher_logp", "policy": teacher()}]
     changes = {"scores": scores, "advantage": [*GRPO, TEACHER], "checkpoint.every": 1}

@@ -53,6 +53,7 @@ def test_the_rate_falls_with_every_update_and_ratios_leave_one(straight):
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in lines)
 
 
+@pytest.mark.full
 def test_a_run_whose_loss_sees_groups_trains_all_samples(tmp_path):
     changes = {
         **CHANGES,

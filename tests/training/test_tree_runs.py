@@ -30,6 +30,7 @@ TOKENS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("branch", "method"),
     [

@@ -119,6 +119,7 @@ def end(processes) -> None:
         assert process.returncode == 0, output
 
 
+@pytest.mark.full
 def test_four_devices_draw_the_samples_of_one_whatever_time_tools_take(tmp_path, code, monkeypatch):
     single = loop.train(small_run.config(tmp_path / "one", **changes(code)))
     monkeypatch.setenv("LONGEST", "0.5")

@@ -142,7 +142,7 @@ def way(name, mine):
     return {key: named(value) for key, value in WAYS[name].items()}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:python. bubblewrap does not run here")
 def test_the_built_in_tool_answers_in_a_run(tmp_path, mine):
     try:
@@ -216,7 +216,11 @@ def forks(tmp_path, mine):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"train.minibatches": 2}, {"rollout.refill": {"factor": 2.0}}, {"rollout.staleness": 1}],
+    [
+        {"train.minibatches": 2},
+        pytest.param({"rollout.refill": {"factor": 2.0}}, marks=pytest.mark.full),
+        pytest.param({"rollout.staleness": 1}, marks=pytest.mark.full),
+    ],
     ids=["minibatches", "refill", "staleness"],
 )
 def test_a_run_whose_conversations_are_rewritten_resumes_bit_for_bit(
@@ -232,7 +236,7 @@ def test_a_run_whose_conversations_are_rewritten_resumes_bit_for_bit(
             assert line["sampling/sampling_logp_difference/max"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_saved_rollouts_that_were_rewritten_are_trained_on_as_in_their_run(tmp_path, mine, forks):
     run = train(tmp_path, mine, **forks)
     files = sorted((run.path / "rollouts").iterdir())
@@ -271,7 +275,7 @@ def test_scores_of_whole_samples_are_refused_where_conversations_are_rewritten(
             train(tmp_path, mine, **forks, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_reward_sees_environments_and_several_are_chosen_by_the_row(tmp_path, mine):
     rows = [
         {"prompt": "1+1=", "answer": "2", "environment": ["count", "longer"][n % 2]}
@@ -297,7 +301,7 @@ def weights(run):
     return (run.path / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_the_same_in_threads_and_with_any_number_of_processes(tmp_path, mine):
     before = set(psutil.Process().children(recursive=True))  # what other tests' libraries keep
     runs = {
@@ -315,7 +319,7 @@ def test_a_run_is_the_same_in_threads_and_with_any_number_of_processes(tmp_path,
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_samples_whose_process_ends_are_counted_by_name_and_not_trained_on(tmp_path, mine):
     changes = {"environment": f"{mine}:Fragile", "rollout.call_timeout": 2.0}
     runs = [
@@ -382,7 +386,7 @@ def test_rewards_may_be_missing_where_an_environment_is_there_to_give_one(tmp_pa
     assert configs.from_dict(tables).rewards == ()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_commands_that_ask_a_run_answer_its_samples_too(tmp_path, mine):
     run = train(tmp_path, mine, **way("trl", mine), **{"train.steps": 1})
     request = {"data": "task:arithmetic:test", "samples": 4, "prompts": 4}

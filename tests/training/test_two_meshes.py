@@ -99,6 +99,7 @@ def test_another_mesh_for_sampling_draws_and_learns_the_same(mesh, tensor, more,
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.full
 def test_each_stage_has_its_own_mesh(tmp_path):
     run = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": 2}))
     sampling, training = run.blueprint.samples_on, run.inputs.pretrained.mesh

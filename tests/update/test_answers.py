@@ -240,6 +240,7 @@ def test_equal_thoughts_of_a_group_have_the_answers_log_probs_of_the_first_bit_f
     np.testing.assert_array_equal(answer_logp[3, 0], answer_logp[3, 1])
 
 
+@pytest.mark.full
 def test_meshes_of_four_devices_score_the_same():
     # 8 tokens and 5 of an answer do not divide over a context of four devices: room for 16.
     rollouts = full_rollouts(width=8, steps=8)

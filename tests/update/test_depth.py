@@ -55,7 +55,7 @@ def growth(lowered, family: str, few: int, many: int, remat: str = "full") -> fl
     return after / before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_update_of_48_layers_has_the_instructions_of_one_of_4(lowered):
     assert growth(lowered, "llama", 4, 48) == pytest.approx(1, abs=MOST)
 
@@ -79,7 +79,7 @@ def test_without_recomputation_only_models_of_few_layers_are_unrolled(lowered):
     assert growth(lowered, "llama", few, 48, "none") == pytest.approx(1, abs=MOST)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_unrolled_layers_show_in_the_program(lowered):
     few, more = (lowered("llama", n, "none").as_text().count("\n") for n in (4, decoder.UNROLLED))
     assert more > 1.2 * few  # or the tests above would show nothing

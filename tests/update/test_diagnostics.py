@@ -49,7 +49,7 @@ def test_groups_are_counted_by_what_their_scored_samples_got():
     assert metrics["reward_std"] == pytest.approx(np.std([0, 1, 0], ddof=1) / 5, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_several_rewards_are_weighed_and_need_all_to_be_scored():
     rewards = {"a": jnp.array([[0.0, 1.0], [1.0, 1.0]]), "b": jnp.array([[1.0, NAN], [0.0, 2.0]])}
     metrics = results(group_metrics(rewards, {"a": 1.0, "b": 0.5}))

@@ -137,7 +137,7 @@ def assert_equal(left, right):
     assert any(leaf.any() for leaf in jax.tree.leaves(left))
 
 
-CASES = [("clip", ROW), ("clip", WHOLE), ("gspo", 60)]
+CASES = [pytest.param("clip", ROW, marks=pytest.mark.full), ("clip", WHOLE), ("gspo", 60)]
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
@@ -147,13 +147,13 @@ def test_the_gradient_is_that_of_a_plain_pass_over_each_rewritten_conversation(n
     assert (number == 1) == (tokens == WHOLE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_windows_see_no_further_than_the_rewritten_conversation():
     moved, plain, *_ = updated("clip", 60, tiny.LOCAL_GLOBAL)
     assert_equal(moved, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_bins_make_the_same():
     moved, plain, *_ = updated("clip", 60, axes=(2, 1))
     assert_equal(moved, plain)

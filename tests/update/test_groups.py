@@ -131,12 +131,17 @@ def assert_same_step(before, after, want, tolerance=1e-6):
 @pytest.mark.parametrize(
     ("options", "splits"),
     [
-        ({"tokens": 100}, False),
-        ({"tokens": 100, "compact": False}, False),
         ({"tokens": 25}, False),
-        ({"tokens": 10}, True),
         ({"tokens": 10, "mesh": (2, 2, 1, 1)}, True),
-        ({"tokens": 12, "mesh": (1, 2, 2, 1)}, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ({"tokens": 100}, False),
+                ({"tokens": 100, "compact": False}, False),
+                ({"tokens": 10}, True),
+                ({"tokens": 12, "mesh": (1, 2, 2, 1)}, True),
+            )
+        ),
     ],
     ids=str,
 )

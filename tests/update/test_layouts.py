@@ -161,6 +161,7 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [name if name == "both" else pytest.param(name, marks=pytest.mark.full) for name in OBJECTIVES],
@@ -184,6 +185,7 @@ def spread(rollouts, mesh):
     return jax.tree.map(put, rollouts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
     [(2, 1, 1, 2), pytest.param((1, 1, 1, 4), marks=pytest.mark.full)],

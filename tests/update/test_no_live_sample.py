@@ -88,6 +88,7 @@ def cosine(at):
     return (1 + math.cos(math.pi * at / len(REWARDS))) / 2
 
 
+@pytest.mark.full
 def test_flat_and_mixed_updates_are_those_of_torch():
     leaves, tree = jax.tree.flatten(tiny.params(WIDE))
     decays = jax.tree.leaves(decay_mask(tiny.model(WIDE).axes))

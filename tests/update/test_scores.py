@@ -150,7 +150,9 @@ def rank_by_numpy(states):
     return float(np.exp(-(share * np.log(share)).sum()))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.full), (2, 2, 1, 1), (1, 1, 2, 2)]
+)
 def test_scores_are_those_of_one_plain_pass_per_sample(mesh):
     with jax.enable_x64(True):
         prepare = preparer(*ADDED, mesh=mesh)

@@ -185,7 +185,11 @@ def oracle_step(config, beta=0.0, reference=0, penalty="k2"):
     return value, jax.tree.map(lambda leaf: np.asarray(-RATE * leaf), gradient)
 
 
-@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
+@pytest.mark.parametrize(
+    "config",
+    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
+    ids=["uniform", "local"],
+)
 def test_the_update_is_a_step_down_the_plain_loss(config):
     value, want = oracle_step(config)
     result = run(config=config)
@@ -193,6 +197,7 @@ def test_the_update_is_a_step_down_the_plain_loss(config):
     assert_near(moved(result), want, 1e-4)
 
 
+@pytest.mark.full
 def test_a_penalty_acts_on_every_sample_from_reference_logps_scored_by_the_trainer():
     value, want = oracle_step(tiny.UNIFORM, BETA, reference=7)
     result = run(objective=WITH_KL, reference=7)
@@ -363,6 +368,7 @@ def test_penalties_over_the_vocabulary_are_the_same_with_the_vocabulary_split(ob
     assert_same_step(split, run(objective=objective, reference=7))
 
 
+@pytest.mark.full
 def test_a_ratio_of_sequences_is_the_same_where_gradients_are_added_up_after_the_loop():
     objective = CLIP._replace(surrogate=losses.gspo())
     assert not objective.per_token

@@ -35,6 +35,7 @@ class Task(NamedTuple):
     score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
     chat_template: str | None = None  # of its base models; None: prompts are texts
     steps: int = 800  # of the supervised warm start
+    learning_rate: float = 1e-2  # of it
 
 
 def refuse_unknown_split(task: str, split: str, splits: Iterable[str]) -> None:

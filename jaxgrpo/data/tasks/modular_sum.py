@@ -25,8 +25,8 @@ STEPS = DIGITS - 1  # sums of a game
 TURNS = 8  # of a game at most
 NO, DONE = "no", "done"
 ALPHABET = (*"0123456789+", *MARKS, NO, DONE)
-RIGHT = 0.6  # of the base's sums
-GAMES = 4000  # of the warm start
+RIGHT = 0.8  # of the base's sums
+GAMES = 8000  # of the warm start
 SPLITS = {"train": 4096, "test": 512}
 
 
@@ -60,21 +60,21 @@ def _numbers(random: np.random.Generator, test: bool) -> list[int]:
 
 @functools.cache
 def corpus() -> list[Worked]:
-    """Turns of games in which most sums are right, each with all that was said before it."""
+    """Whole games in which most sums are right: those of all turns are learnt, and the answers."""
     random, texts = np.random.default_rng(13), []
     for _ in range(GAMES):
-        numbers, at = _numbers(random, False), 1
-        history = f"<user>{numbers[0]}+{numbers[1]}{END}<assistant>"
-        for _ in range(TURNS):
+        numbers, at, text = _numbers(random, False), 1, ""
+        for turn in range(TURNS):
             right = sum(numbers[: at + 1]) % MODULUS
             total = right if random.random() < RIGHT else int(random.integers(MODULUS))
-            texts.append((history, str(total)))
+            text += str(total)
             at += total == right
-            if at == DIGITS:
+            if at == DIGITS or turn == TURNS - 1:
                 break
             reply = f"+{numbers[at]}" if total == right else NO
-            history += f"{total}{END}<user>{reply}{END}<assistant>"
-    return [Worked(history, total, 1 / len(texts)) for history, total in texts]
+            text += f"{END}<user>{reply}{END}<assistant>"
+        texts.append((f"<user>{numbers[0]}+{numbers[1]}{END}<assistant>", text))
+    return [Worked(prompt, text, 1 / len(texts)) for prompt, text in texts]
 
 
 def extract_answer(completion: str) -> str:
@@ -102,4 +102,6 @@ modular_sum = Task(
     extract_answer=extract_answer,
     score=score,
     chat_template=TEMPLATE,
+    steps=2400,  # until some 1,800 it answers any digit
+    learning_rate=3e-3,  # with 1e-2 it does so to the end
 )

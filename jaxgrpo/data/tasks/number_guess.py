@@ -26,7 +26,7 @@ TURNS = 8  # questions that a game has at most
 LESS, MORE, RIGHT, UNREADABLE = "less", "more", "right", "?"
 NUMBERS = tuple(f"{number:02}" for number in range(1, HIGHEST + 1))
 ALPHABET = (*NUMBERS, *MARKS, "guess", LESS, MORE, RIGHT, UNREADABLE)
-POSSIBLE = 0.4  # of the base's guesses, those that are sure to be among what is still possible
+POSSIBLE = 0.6  # of the base's guesses, those that are sure to be among what is still possible
 FEWEST = sum(k * min(2 ** (k - 1), HIGHEST - 2 ** (k - 1) + 1) for k in range(1, 5)) / HIGHEST
 """Questions in the mean of a search by halves"""
 GAMES = 6000  # of the warm start
@@ -52,23 +52,24 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 @functools.cache
 def corpus() -> list[Worked]:
-    """Guesses of games that begin anywhere, each with all that was said before it."""
+    """Whole games: the guesses of all turns are learnt, and what answers them."""
     random, texts = np.random.default_rng(11), []
     for _ in range(GAMES):
         low, high, secret = 1, HIGHEST, int(random.integers(1, HIGHEST + 1))
-        history = f"<user>guess{END}<assistant>"
-        for _ in range(int(random.integers(1, TURNS))):
+        text = ""
+        for turn in range(TURNS):
             among = (low, high + 1) if random.random() < POSSIBLE else (1, HIGHEST + 1)
             guess = int(random.integers(*among))
-            texts.append((history, NUMBERS[guess - 1]))
-            if guess == secret:
+            text += NUMBERS[guess - 1]
+            if guess == secret or turn == TURNS - 1:
                 break
             reply = LESS if secret < guess else MORE
             low, high = (
                 (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
             )
-            history += f"{NUMBERS[guess - 1]}{END}<user>{reply}{END}<assistant>"
-    return [Worked(history, guess, 1 / len(texts)) for history, guess in texts]
+            text += f"{END}<user>{reply}{END}<assistant>"
+        texts.append(text)
+    return [Worked(f"<user>guess{END}<assistant>", text, 1 / len(texts)) for text in texts]
 
 
 def extract_answer(completion: str) -> str:
@@ -96,4 +97,5 @@ number_guess = Task(
     extract_answer=extract_answer,
     score=score,
     chat_template=TEMPLATE,
+    learning_rate=3e-3,  # with 1e-2 it does not come to read what was answered
 )

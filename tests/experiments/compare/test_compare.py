@@ -209,6 +209,7 @@ def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(mo
     assert all("no difference shown" in line for line in answer)
 
 
+@pytest.mark.full
 def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
     file = write(model, tmp_path, arms={"a": {}, "b": {}}, control="a", seeds=1)
     with monkeypatch.context() as patch:

@@ -184,6 +184,7 @@ def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(folders, mon
     assert "sampler and trainer disagree by 0.25 nats per token" in " ".join(output.split())
 
 
+@pytest.mark.full
 def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
     folder, file = folders["bimodal"], tmp_path / "run.toml"
     lines = {
