@@ -12,6 +12,7 @@ from jaxgrpo.config.keys import MeshKeys
 from jaxgrpo.models import sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
+from jaxgrpo.planning.costs import Bound
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.training.memory import shown
 from jaxgrpo.training.records.console import facts, terminal_table
@@ -163,10 +164,11 @@ def _memory(plan: Plan) -> Table:
 
 
 def _costs(plan: Plan) -> Table:
-    columns = ["compute", "memory", "links", "network", "launches", "bound"]
-    rows = [["program", "calls", "TFLOP", *columns]]
+    columns = [name for name in Bound._fields if any(getattr(p.bound, name) for p in plan.planned)]
+    rows = [["program", "calls", "TFLOP", *columns, "bound"]]
     for program in plan.planned:
-        seconds = (f"{value:.4f}" if value else "" for value in program.bound)
+        values = (getattr(program.bound, name) for name in columns)
+        seconds = (f"{value:.4f}" if value else "" for value in values)
         flops = f"{program.work.calls * program.work.executed / 1e12:,.1f}"
         rows.append([program.name, str(program.work.calls), flops, *seconds, program.bound.limit])
     title = "seconds of a step at the least, by the chip's published rates"
