@@ -238,9 +238,10 @@ def test_twice_the_prompts_or_tokens_take_more_activations():
 @pytest.mark.full
 def test_whole_logits_are_found(tmp_path, monkeypatch):
     """The assertion of recipes on a program that has what it forbids."""
-    sizes = {"rollout.max_completion_tokens": 1024, "model.attention": "xla"}
+    sizes = {"rollout.max_completion_tokens": 256, "model.attention": "xla"}
     values = planned.tables(**sizes)
     chips = {"topology": "v5e:2x2", "names": ("update",)}
+    monkeypatch.setattr(memory, "CHUNKS", (256,))
     chunked = compiled_programs.compiled(values, tmp_path / "a", **chips)
     assert compiled_programs.full_logits(chunked) == []
     monkeypatch.setattr(memory, "CHUNKS", (1 << 20,))
