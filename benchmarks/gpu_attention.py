@@ -3,12 +3,8 @@
     python -m benchmarks.gpu_attention
 
 The update's rows hold several samples behind a prompt that they share. cuDNN takes the samples and
-the prompt in two calls, which their log-sum-exps join:
-
-    L = logaddexp(L_own, L_prompt),   o = exp(L_own - L) o_own + exp(L_prompt - L) o_prompt
-
-Its backward pass computes P = exp(s - L) again, so each part with the joint o and L gives its exact
-share of the gradient. Decoding reads caches with heads before positions.
+the prompt in two calls (`models/kernels/cudnn_packed.py`). Decoding reads caches with heads before
+positions.
 """
 
 from __future__ import annotations
@@ -27,6 +23,8 @@ from jax.experimental.pallas.ops.gpu import decode_attention
 
 from benchmarks import common
 from benchmarks.common import timed
+from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.kernels import cudnn_packed
 
 REPEATS = 20
 HEADS, KV_HEADS, SIZE = 16, 8, 128  # Qwen3-0.6B
@@ -79,49 +77,19 @@ def plain(rows: Rows, q: Array, k: Array, v: Array, pk: Array, pv: Array) -> Arr
     return jnp.einsum("bkgts,bskd->btkgd", weight, values).reshape(q.shape)
 
 
-def joined(rows: Rows) -> Callable[..., Array]:
-    """The same by two calls of cuDNN and their log-sum-exps."""
-    length, starts = jnp.asarray(rows.lengths()), jnp.asarray(rows.starts())
-    segment = jnp.asarray(rows.segments())
-    row = jnp.arange(rows.number)[:, None]
-    place = jnp.arange(rows.tokens)[None] - jnp.take_along_axis(starts, segment, 1)
-    absent = jnp.zeros(0, jnp.bfloat16)
-    packed = (length, length, starts, starts)
-    shape = rows.number, rows.samples, HEADS, rows.tokens
-    causal, everything = cudnn.MaskType.PADDING_CAUSAL, cudnn.MaskType.NO_MASK
+def packed(rows: Rows) -> Callable[..., Array]:
+    """The same by the kernel of updates: two calls of cuDNN and their log-sum-exps."""
+    segment = jnp.asarray(rows.segments())[None]
+    starts = jnp.take_along_axis(jnp.asarray(rows.starts())[None], segment, 2)
+    position = rows.prompt + jnp.arange(rows.tokens) - starts
+    prompts = jnp.arange(rows.number)[None], jnp.full((1, rows.number), rows.prompt)
+    attend = cudnn_packed.rows_with_prefix(segment + 1, position, *prompts, most=rows.samples)
 
-    def forward(q: Array, k: Array, v: Array, pk: Array, pv: Array) -> tuple[Array, Any]:
-        call: Any = functools.partial(
-            cudnn.dot_product_attention, scale=SCALE, return_residual=True
-        )
-        samples, samples_sum = call(q, k, v, None, None, *packed, mask_type=causal)
-        prompt, prompt_sum = call(q, pk, pv, mask_type=everything)
-        # Of packed rows cuDNN keeps the sums by sample, from its first token on.
-        samples_sum = samples_sum.reshape(shape)[row, segment, :, place]
-        prompt_sum = prompt_sum.transpose(0, 2, 1)
-        total = jnp.logaddexp(samples_sum, prompt_sum)
-        parts = samples * jnp.exp(samples_sum - total)[..., None]
-        parts += prompt * jnp.exp(prompt_sum - total)[..., None]
-        out = parts.astype(q.dtype)
-        return out, (q, k, v, pk, pv, out, total)
+    def attention(q: Array, *rest: Array) -> Array:
+        query, key, value, *prompt = (leaf[None] for leaf in (SCALE * q, *rest))
+        return attend(query, key, value, KeyValue(*prompt), LayerKind())[0][0]
 
-    def backward(residuals: Any, slope: Array) -> tuple[Array, ...]:
-        q, k, v, pk, pv, out, total = residuals
-        call: Any = functools.partial(
-            cudnn._dot_product_attention_bwd_rule, SCALE, 42, 0.0, (False, False)
-        )
-        by_sample = jnp.zeros(shape, jnp.float32).at[row, segment, :, place].set(total)
-        sums = by_sample.reshape(-1, *shape[2:])
-        samples_residuals = (q, k, v, absent, *packed, absent, absent, sums, out)
-        samples = call(causal, 0, None, True, False, samples_residuals, slope)
-        sums = total.transpose(0, 2, 1)
-        prompt_residuals = (q, pk, pv, *[absent] * 7, sums, out)
-        prompt = call(everything, 0, None, True, False, prompt_residuals, slope)
-        return samples[0] + prompt[0], samples[1], samples[2], prompt[1], prompt[2]
-
-    attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
-    attend.defvjp(forward, backward)
-    return attend
+    return attention
 
 
 class Slots(NamedTuple):
@@ -204,7 +172,7 @@ def update_lines(rows: Rows) -> list[str]:
     lines, reference = [], None
     for name, function in (
         ("XLA", functools.partial(plain, rows)),
-        ("cuDNN, joined", joined(rows)),
+        ("cuDNN, joined", packed(rows)),
     ):
         value, milliseconds = _milliseconds(train(function), slope, *arrays)
         reference = value if reference is None else reference

@@ -16,7 +16,8 @@ no reference. What is printed is of one optimizer step, from the compiled progra
               bfloat16 as they lie on the hub, products in float32
 
 Memory is XLA's plan for a chip. Operations are matrix products of the traced program, bytes of main
-memory and bytes sent those of the optimised HLO, all with loops times their trips (counts.py).
+memory and bytes sent those of the optimised HLO, all with loops times their trips (counts.py,
+jaxgrpo/planning/traffic.py).
 
 Needs jaxgrpo[plan]; where Tunix is not installed, only ours is compiled: pip install google-tunix
 """
@@ -36,7 +37,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from benchmarks import contest
@@ -45,11 +45,9 @@ from benchmarks.versus import counts, tunix_step
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
 from jaxgrpo.models.logprobs import chunk_tokens
-from jaxgrpo.planning import costs, hlo, plan, programs
+from jaxgrpo.planning import costs, hlo, plan, programs, traffic
 from jaxgrpo.planning.topologies import Topology, quiet, topology
 from jaxgrpo.training import memory
-from jaxgrpo.update import packing
-from jaxgrpo.update.packing import Geometry
 
 MODELS = {"0.6B": "qwen3_0p6b_v5e", "8B": "qwen3_8b_h100"}
 """Shipped configurations, of which the geometry, the batch and the method are taken."""
@@ -78,7 +76,8 @@ def load_config(name: str, chips: int, contender: str, extra: tuple[str, ...] = 
     if contender == "packed":
         return config
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    return files.load(name, [f"train.tokens_per_micro_batch={longest}", *overrides])
+    as_theirs = f"train.tokens_per_micro_batch={longest}", "train.remat=full"
+    return files.load(name, [*as_theirs, *overrides])
 
 
 def ours(run: programs.Run) -> Lowered:
@@ -87,8 +86,9 @@ def ours(run: programs.Run) -> Lowered:
         run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh, run.learner
     )
     geometry, config = run.blueprint.geometry, run.blueprint.model.config
-    micro, tokens, prompts = filled(geometry)
-    chunks = math.ceil(tokens / chunk_tokens(config.vocab_size, geometry.tokens))
+    micro, tokens, prompts = costs.full_batch(geometry)
+    logits = run.blueprint.logits_per_chunk
+    chunks = math.ceil(tokens / chunk_tokens(config.vocab_size, geometry.tokens, logits))
     samples = geometry.num_prompts * geometry.group_size
     return Lowered(
         traced=run.steps.update_program.trace(*arguments),
@@ -100,20 +100,6 @@ def ours(run: programs.Run) -> Lowered:
         axes=dict(run.blueprint.mesh.shape),
         around=nullcontext(),
     )
-
-
-def filled(geometry: Geometry) -> tuple[int, int, int]:
-    """What full samples take: micro-batches, completion tokens of the fullest bin, prompts that are
-    computed (one again for each piece of a group that is cut)."""
-    shape = geometry.num_prompts, geometry.group_size
-    lengths = packing.Lengths(
-        prompt=np.full(shape[0], geometry.max_prompt_tokens - 1),
-        completion=np.full(shape, geometry.max_completion_tokens),
-    )
-    batch_plan = packing.plan(lengths, np.ones(shape, bool), geometry)
-    placed = batch_plan.row[batch_plan.row >= 0] // geometry.rows  # of each sample, its bin
-    tokens = int(np.bincount(placed).max()) * geometry.max_completion_tokens
-    return int(batch_plan.num_live), tokens, int((batch_plan.prompt >= 0).sum())
 
 
 def attention_operations(run: programs.Run, prompts: int, samples: int) -> float:
@@ -195,7 +181,7 @@ def measured(lowered: Lowered, devices: Topology, dump: Path | None = None) -> d
         "outputs": fresh,
         "largest": f"{largest.dtype}{list(largest.shape)}",
         "largest_bytes": largest.bytes,
-        "moved": calls * counts.moved(text, lowered.loops),
+        "moved": calls * traffic.read_traffic(text, lowered.loops).moved,
         "sent": sum(sent.values()),
         "sent_by_kind": sent,
     }

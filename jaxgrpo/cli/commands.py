@@ -112,6 +112,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             "as v5e:4x4, v6e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs); by default plan.topology",
         ),
         argument("--slices", "N", "slices of that topology, 1 by default", type=int),
+        switch("--formula", "compile nothing: what the formulas say, in seconds"),
         switch("--search", "compile the fastest meshes, too"),
         JSON,
         argument("--dump", "DIR", "write the text of the compiled programs"),

@@ -24,8 +24,18 @@ class Chip(NamedTuple):
     link: float  # bytes per second that it can send to its neighbours (ICI, NVLink), all links
     network: float  # bytes per second that it can send beyond its slice or host
     source: str
+    launch: float = 0.0  # seconds of each kernel that a program waits for at the least
+    call: float = 0.0  # seconds that each collective takes, whatever it sends, ...
+    hop: float = 0.5e-6  # ... and for each device behind the first of its group
+    """TPUs: a hop takes about 1 us, and a ring is gone round both ways at once (jax-ml.github.io/
+    scaling-book, part 3). Nothing of this was measured here."""
 
 
+_GPU: dict[str, float] = {"launch": 5.4e-3 / 1289, "call": 6.6e-6, "hop": 0.5e-6}
+"""launch: measured once, on an H100: a decoding step of 64 slots, which waits for launches, takes
+5.4 ms for 1,289 kernels (benchmarks/results/2026-11-23-sampling.md). call, hop: not measured; what
+NCCL itself reckons with for short messages round a ring of NVLinks (NVIDIA/nccl,
+src/graph/tuning.cc, baseLat and hwLat of Ring, LL). An H200 is taken as an H100."""
 _CLOUD = "docs.cloud.google.com/tpu/docs/"
 _H100 = "nvidia.com, H100 and H200 SXM data sheets; 8 ports of 400 Gbit/s per host of 8 (DGX H100)"
 
@@ -58,10 +68,12 @@ CHIPS = {
         Chip(
             *("h100", ".*H100.*", 989e12, int(JAX_SHARE * 79.1 * GIB), 3352e9),
             *(450e9, 400e9 / 8, f"{_H100}: 900 GB/s NVLink both ways"),
+            **_GPU,
         ),
         Chip(
             *("h200", ".*H200.*", 989e12, int(JAX_SHARE * 139.8 * GIB), 4800e9),
             *(450e9, 400e9 / 8, f"{_H100}: 900 GB/s NVLink both ways"),
+            **_GPU,
         ),
     )
 }

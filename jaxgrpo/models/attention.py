@@ -126,12 +126,13 @@ def choose_kernel(
       setting: one of KERNELS. "auto" is the platform's kernel where it refuses nothing, else
         "xla": the results differ by rounding alone.
       row: tokens of the longest row or prompt.
-      samples_per_row: the most that a row may hold; None: any number.
+      samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
       mesh: the run's; None on one device.
 
     Raises: InputError with everything that the kernel asked for cannot compute.
     """
-    from jaxgrpo.models.kernels import splash  # not above: it takes a tenth of a second
+    # Not above: they take a tenth of a second.
+    from jaxgrpo.models.kernels import cudnn_packed, splash
 
     find("model.attention", setting, dict.fromkeys(KERNELS))
     name = PLATFORM_KERNELS.get(platform, "xla") if setting == "auto" else setting
@@ -139,7 +140,7 @@ def choose_kernel(
     if name == "splash":
         problems = splash.refusals(config, row, mesh)
     elif name == "cudnn":
-        problems = cudnn.refusals(config, samples_per_row)
+        problems = cudnn.refusals(config, samples_per_row, mesh)
     if name != "xla" and PLATFORM_KERNELS.get(platform) != name:
         problems.append(f"platform {platform}: it runs on another")
     if problems and setting == "auto":
@@ -149,7 +150,13 @@ def choose_kernel(
     if name == "splash":
         on_mesh = functools.partial(functools.partial, mesh=mesh)
         return Kernel(name, on_mesh(splash.causal), on_mesh(splash.rows_with_prefix))
-    return XLA if name == "xla" else Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
+    if name == "xla":
+        return XLA
+    most = samples_per_row or 1  # which is known, or it was refused
+    if most == 1:
+        return Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
+    packed = functools.partial(cudnn_packed.rows_with_prefix, most=most)
+    return Kernel(name, cudnn.causal, packed)
 
 
 class Decoding(NamedTuple):

@@ -81,7 +81,8 @@ ADAPTER_FOLD = 2**31 - 1
 def choose_remat(setting: str, platform: str) -> Remat:
     """What a run that asks for `setting`, a Remat or "auto", recomputes on a platform.
 
-    "auto": nothing on a CPU, where memory is cheap and arithmetic is not, and all of it elsewhere.
+    "auto": nothing on a CPU, where memory is cheap and arithmetic is not, and all of it elsewhere,
+    unless memory is known to allow for more (`training.memory.fitting_passes`).
     """
     if setting == "auto":
         return "none" if platform == "cpu" else "full"

@@ -20,7 +20,7 @@ TOKENS_PER_CHUNK = 256
 
 Measured on a 2-core CPU (benchmarks/logprobs.py). Small vocabularies like chunks that stay in the
 cache. Of large ones every chunk reads the head and adds to its gradient: below 128 tokens that
-traffic is more than the products. A GPU or TPU has some 200 FLOP per byte and wants 1024 to 2048.
+traffic is more than the products. A run on a GPU or TPU takes more (`training.memory`).
 """
 
 LIMIT = 20.0
@@ -442,14 +442,14 @@ def _chunk_and_vocab(
 ) -> tuple[int, int]:
     """How many tokens of a bin are held at a time, and the size V of the vocabulary."""
     vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
+    return chunk_tokens(policies * vocab, hidden.shape[1], logits_per_chunk), vocab
+
+
+def chunk_tokens(vocab: int, tokens: int, logits_per_chunk: int | None = None) -> int:
+    """How many of a bin's tokens are held at a time; `logits_per_chunk` as of `token_logprobs`."""
     if logits_per_chunk is None:
-        return chunk_tokens(policies * vocab, hidden.shape[1]), vocab
-    return min(max(1, logits_per_chunk // (policies * vocab)), hidden.shape[1]), vocab
-
-
-def chunk_tokens(vocab: int, tokens: int) -> int:
-    """How many of a bin's tokens are held at a time, where nothing else is asked for."""
-    return min(max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // vocab), tokens)
+        return min(max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // vocab), tokens)
+    return min(max(1, logits_per_chunk // vocab), tokens)
 
 
 def _chunks_to_compute(hidden: Array, count: Array | None, chunk: int) -> Array:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.planning import costs, plan, programs
+from jaxgrpo.planning import plan, programs
 from jaxgrpo.planning.plan import Plan, Telling
 from jaxgrpo.planning.programs import Run
 from jaxgrpo.planning.topologies import Topology
@@ -48,11 +48,7 @@ class Candidate(NamedTuple):
 
 def by_formula(run: Run, topology: Topology) -> tuple[int, float]:
     """(peak bytes on each device, least seconds of a step) of a run, without compiling."""
-    chip, devices = topology.chip, len(topology.devices)
-    bounds = [
-        costs.program_bound(work, (), chip, devices, {})
-        for work in costs.program_work(run).values()
-    ]
+    bounds = [bound for _, bound in plan.formula(run, topology).values()]
     return plan.peak_bytes(plan.memory_parts(run)), sum(bound.seconds for bound in bounds)
 
 
@@ -128,6 +124,10 @@ class Search(NamedTuple):
             else:
                 tables.setdefault(table, {})[name] = value
         return files.from_dict(tables, source=self.config.source)
+
+    def has_room(self, run: Run) -> bool:
+        """Whether a run fits into memory by formula."""
+        return by_formula(run, self.topology)[0] <= self._room
 
     @property
     def _room(self) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.planning.topologies import Topology, quiet
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from jaxgrpo.config.keys import PlanKeys
     from jaxgrpo.planning.advice import Search
+    from jaxgrpo.planning.plan import Plan
     from jaxgrpo.planning.programs import Run
     from jaxgrpo.training.records.console import Document
 
@@ -29,6 +32,7 @@ def main(
     as_json: bool = False,
     dump: str | None = None,
     search: bool = False,
+    formula: bool = False,
     overrides: Any = (),
 ) -> int | Document:
     """Compiles a run's programs for a topology, and prints what they take.
@@ -36,10 +40,11 @@ def main(
     Args:
       config: a TOML file, or a shipped config's name.
       topology, slices: as "v5e:4x4", "h100:8x8", and how many of it; by default the config's.
-        Where its mesh is for another number of devices, a mesh is chosen.
+        Where its mesh is for another number of devices, or does not fit these, one is chosen.
       as_json: returns the numbers in place of the tables.
       dump: a folder for the text of the compiled programs.
       search: compiles the fastest meshes by formula too.
+      formula: compiles nothing.
       overrides: "table.key=value" of the config.
 
     Raises: InputError where the config, the model, the mesh and the topology do not fit together.
@@ -48,30 +53,41 @@ def main(
     from rich.console import Console
 
     from jaxgrpo.config import files
-    from jaxgrpo.planning import advice, plan, report
+    from jaxgrpo.planning import advice, report
     from jaxgrpo.training.records.console import Document
 
+    if formula and (dump or search):
+        raise InputError("--formula compiles nothing: leave out --dump and --search, or --formula")
     console = Console(highlight=False, quiet=as_json)
     settings, began = files.load(config, overrides), time.monotonic()
-    chips = _topology(settings.plan, topology, slices)
-    chooses = (topology, slices) != (None, None)
-    fitting, run, changes = _run_on(console, advice.Search(settings, chips), chooses)
-    forecast = plan.by_formula(run, chips)
-    report.show_formula(console, forecast)
-    run_plan = forecast if forecast.problem else plan.plan(run, chips, dump=dump, telling=_telling)
-    report.show_compiled(console, run_plan)
+    chips = _topology(settings.plan, topology, slices, formula)
+    near = advice.Search(settings, chips)
+    fitting, run, changes = _run_on(console, near, chooses=bool(topology or slices))
+    run_plan = _plan(console, run, chips, formula, dump)
     remedies = []
     if not run_plan.fits:
         with _telling("looking for what fits"):
-            near = fitting.remedies(began if forecast.problem else time.monotonic())
-        remedies = [candidate.behind(changes) for candidate in near]
+            candidates = fitting.remedies(time.monotonic() if run_plan.planned else began)
+        remedies = [candidate.behind(changes) for candidate in candidates]
         report.show_remedies(console, remedies)
     searched = list(_search(console, fitting, changes)) if search else []
-    code = 0 if run_plan.fits else NO_FIT
-    if not as_json:
-        return code
     extras = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
-    return Document({**report.plan_numbers(run_plan, changes), **extras}, code)
+    code = 0 if run_plan.fits else NO_FIT
+    document = Document({**report.plan_numbers(run_plan, changes), **extras}, code)
+    return document if as_json else code
+
+
+def _plan(console: Console, run: Run, chips: Topology, formula: bool, dump: str | None) -> Plan:
+    """Prints and gives the plan of a run: by formula, and then, unless `formula`, as compiled."""
+    from jaxgrpo.planning import plan, report
+
+    run_plan = plan.by_formula(run, chips, 1.0 if formula else plan.TOO_MUCH)
+    report.show_formula(console, run_plan)
+    if not (formula or run_plan.problem):
+        finished = functools.partial(report.show_program, console)
+        run_plan = plan.plan(run, chips, dump=dump, telling=_telling, finished=finished)
+    report.show_compiled(console, run_plan)
+    return run_plan
 
 
 def _search(console: Console, fitting: Search, changes: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -86,9 +102,8 @@ def _search(console: Console, fitting: Search, changes: dict[str, Any]) -> Itera
         yield report.plan_numbers(run_plan, candidate.changes)
 
 
-def _topology(keys: PlanKeys, name: str | None, slices: int | None) -> Topology:
-    """The topology that is named, by default the config's."""
-    from jaxgrpo.core.errors import InputError
+def _topology(keys: PlanKeys, name: str | None, slices: int | None, formula: bool) -> Topology:
+    """The topology that is named, by default the config's; for formulas no compiler is needed."""
     from jaxgrpo.planning import topologies
 
     devices = name or keys.topology
@@ -96,7 +111,13 @@ def _topology(keys: PlanKeys, name: str | None, slices: int | None) -> Topology:
         raise InputError(
             "plan.topology: missing; give --topology, as v5e:4x4, or plan.topology in the config"
         )
-    return topologies.topology(devices, slices or (1 if name else keys.slices))
+    number = slices or (1 if name else keys.slices)
+    try:
+        return topologies.topology(devices, number)
+    except InputError:
+        if not formula:
+            raise
+        return topologies.not_compiled_for(devices, number)
 
 
 def _run_on(console: Console, search: Search, chooses: bool) -> tuple[Search, Run, dict[str, Any]]:
@@ -104,23 +125,26 @@ def _run_on(console: Console, search: Search, chooses: bool) -> tuple[Search, Ru
 
     Args:
       search: round the config on the topology.
-      chooses: whether it may change the mesh.
+      chooses: whether it may change the mesh, so that there is a run and it fits by formula.
 
     Returns: the search round the config that is run, the run, and the changes.
 
     Raises: InputError where the run cannot be built there.
     """
-    from jaxgrpo.core.errors import InputError
     from jaxgrpo.planning import programs, report
 
     config, devices = search.config, search.topology.devices
     try:
-        return search, programs.build_run(config, devices), {}
+        run = programs.build_run(config, devices)
+        if not chooses or search.has_room(run):
+            return search, run, {}
     except InputError:
         if not chooses:
             raise
     with _telling("looking for a mesh"):
         nearest = search.nearest()
+    if not nearest.changes:  # none fits
+        return search, programs.build_run(config, devices), {}
     mesh, prompts = config.mesh, config.rollout.prompts_per_step
     report.show_changes(console, nearest, mesh, prompts, len(devices))
     changed = search.changed(nearest.changes)

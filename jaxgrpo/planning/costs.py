@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.chips import Chip
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Run, sampler_params, scoring_passes
+from jaxgrpo.planning.traffic import Traffic
 from jaxgrpo.rollout.slots.capacity import Sizes, capacity, chunk_shape
 from jaxgrpo.training import memory
 from jaxgrpo.update import packing
@@ -45,10 +46,11 @@ class Bound(NamedTuple):
     memory: float
     links: float  # between neighbours
     network: float  # between slices or hosts
+    launches: float = 0.0  # of kernels
 
     @property
     def seconds(self) -> float:
-        """With perfect overlap of the four."""
+        """With perfect overlap of the five."""
         return max(self)
 
     @property
@@ -134,8 +136,7 @@ def _training_work(run: Run) -> dict[str, Work]:
     """
     blueprint, geometry = run.blueprint, run.blueprint.geometry
     config, train = blueprint.model.config, run.config.train
-    platform = blueprint.mesh.devices.flat[0].platform
-    remat = decoder.choose_remat(train.remat, platform)
+    remat = blueprint.remat
     samples = geometry.num_prompts * geometry.group_size
     sizes = geometry.max_prompt_tokens, samples, geometry.max_completion_tokens
     forward = forward_flops(config, geometry.num_prompts, *sizes)
@@ -143,8 +144,9 @@ def _training_work(run: Run) -> dict[str, Work]:
     size = jnp.dtype(config.dtype).itemsize
     weights = size * config.product_weights / blueprint.mesh.shape["tensor"]
     passes = (2 if config.lora else 3) + blueprint.objective.reads_groups
-    micro = micro_batches(geometry)
-    chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
+    micro, tokens, _ = full_batch(geometry)
+    chunk_sizes = config.vocab_size, geometry.tokens, blueprint.logits_per_chunk
+    chunks = math.ceil(tokens / chunk_tokens(*chunk_sizes))
     head_flops = 2.0 * samples * geometry.max_completion_tokens * head
     recomputed = RECOMPUTED[remat] * (forward - head_flops)
     trained_bytes = memory.on_device(run.learner.trainable)
@@ -185,10 +187,12 @@ def _scoring_work(
     return {"score": Work(calls, mean(flops), mean(flops), mean(read), loops)}
 
 
-def micro_batches(geometry: Geometry) -> int:
-    """Of an update whose prompts and completions are as long as they may be.
+def full_batch(geometry: Geometry) -> tuple[int, int, int]:
+    """What an update takes whose prompts and completions are as long as they may be.
 
-    Fewer than `Geometry.micro_batches`, which hold samples of any lengths.
+    Returns: (micro-batches: fewer than `Geometry.micro_batches`, which hold samples of any lengths;
+    completion tokens of the fullest bin of one; prompts that are computed, one again for each piece
+    of a group that is cut)
     """
     prompts, samples = geometry.num_prompts, geometry.group_size
     lengths = packing.Lengths(
@@ -197,7 +201,10 @@ def micro_batches(geometry: Geometry) -> int:
     )
     live = np.zeros((prompts, samples), bool)
     live[: geometry.prompts_per_update] = True
-    return int(packing.plan(lengths, live, geometry).num_live)
+    plan = packing.plan(lengths, live, geometry)
+    bins = plan.row[plan.row >= 0] // geometry.rows  # of each sample
+    tokens = int(np.bincount(bins).max()) * geometry.max_completion_tokens
+    return int(plan.num_live), tokens, int((plan.prompt >= 0).sum())
 
 
 def program_bound(
@@ -206,11 +213,16 @@ def program_bound(
     chip: Chip,
     devices: int,
     islands: Mapping[str, int],
+    traffic: Traffic | None = None,
 ) -> Bound:
     """The least seconds of a program in a step, from the makers' figures of a chip.
 
+    The host is not in it: it dispatches a segment of decoding before it reads the one before
+    (`SlotEngine`), and a segment takes longer than the host needs for one.
+
     Args:
       islands: axis of the mesh -> how many islands (slices, or hosts of GPUs) it crosses.
+      traffic: of the compiled program; None: what is moved is by formula, and no kernel is counted.
     """
     links = network = 0.0
     for collective in collectives:
@@ -225,10 +237,19 @@ def program_bound(
             )
             network += collective._replace(group=crossed).sent * collective.trips / parts
         if collective.group > crossed:
-            links += sent
+            links += max(sent / chip.link, collective.trips * _latency(collective, chip))
+    moved, kernels = traffic or (work.read, 0)
     return Bound(
         compute=work.calls * work.executed / (devices * chip.flops),
-        memory=work.calls * work.read / chip.bandwidth,
-        links=work.calls * links / chip.link,
+        memory=work.calls * moved / chip.bandwidth,
+        links=work.calls * links,
         network=work.calls * network / chip.network,
+        launches=work.calls * kernels * chip.launch,
     )
+
+
+def _latency(collective: Collective, chip: Chip) -> float:
+    """Seconds of a collective that sends next to nothing."""
+    rounds = {"all-reduce": 2, "collective-permute": 1 / max(1, collective.group - 1)}
+    hops = rounds.get(collective.kind, 1) * (collective.group - 1)
+    return chip.call + hops * chip.hop

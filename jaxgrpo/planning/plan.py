@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import one_line
 from jaxgrpo.core.types import WEIGHTS
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.planning import costs, hlo, programs
 from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
+from jaxgrpo.planning.traffic import Traffic, read_traffic
 from jaxgrpo.training import memory
 
 TOO_MUCH = 1.3
@@ -44,6 +45,7 @@ class Planned(NamedTuple):
     beside: int  # bytes that lie in memory meanwhile and are not its own
     seconds: float  # of compiling it
     work: Work
+    traffic: Traffic  # of a call
     collectives: tuple[Collective, ...]
     bound: Bound
 
@@ -58,6 +60,7 @@ class Plan(NamedTuple):
     topology: Topology
     run: Run
     parts: dict[str, int]  # what is kept on each device -> bytes, by formula
+    formula: dict[str, tuple[Work, Bound]]  # of each program, without what devices send
     planned: tuple[Planned, ...]
     problem: str  # why a program does not fit, as the compiler says it; "": all fit
 
@@ -67,7 +70,8 @@ class Plan(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return max((program.peak for program in self.planned), default=0)
+        """As compiled; where nothing is, by formula."""
+        return max((program.peak for program in self.planned), default=peak_bytes(self.parts))
 
     @property
     def fits(self) -> bool:
@@ -75,8 +79,10 @@ class Plan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step at the least."""
-        return sum(program.bound.seconds for program in self.planned)
+        """Of a step at the least; where nothing is compiled, by formula."""
+        compiled = [program.bound for program in self.planned]
+        bounds = compiled or [bound for _, bound in self.formula.values()]
+        return sum(bound.seconds for bound in bounds)
 
     @property
     def tokens(self) -> int:
@@ -85,15 +91,27 @@ class Plan(NamedTuple):
         return geometry.num_prompts * geometry.group_size * geometry.max_completion_tokens
 
 
-def by_formula(run: Run, topology: Topology) -> Plan:
+def by_formula(run: Run, topology: Topology, most: float = TOO_MUCH) -> Plan:
     """The plan of a run before anything is compiled.
 
-    Its `problem` says where compiling would be in vain, since the run takes far too much memory.
+    Its `problem` says where the run takes too much memory, and compiling would be in vain.
+
+    Args:
+      most: times a chip's memory that are not yet too much.
     """
     parts = memory_parts(run)
-    in_vain = peak_bytes(parts) > TOO_MUCH * topology.chip.memory
+    in_vain = peak_bytes(parts) > most * topology.chip.memory
     problem = f"by formula it takes {memory.shown(peak_bytes(parts))}, so nothing was compiled"
-    return Plan(topology, run, parts, (), problem if in_vain else "")
+    return Plan(topology, run, parts, formula(run, topology), (), problem if in_vain else "")
+
+
+def formula(run: Run, topology: Topology) -> dict[str, tuple[Work, Bound]]:
+    """The work of each program of a run, and its least seconds without what devices send."""
+    chip, devices, work = topology.chip, len(topology.devices), costs.program_work(run)
+    names = programs.program_names(run)
+    return {
+        name: (work[name], costs.program_bound(work[name], (), chip, devices, {})) for name in names
+    }
 
 
 def plan(
@@ -102,6 +120,7 @@ def plan(
     names: Sequence[str] = programs.NAMES,
     dump: Any = None,
     telling: Telling = contextlib.nullcontext,
+    finished: Callable[[Planned], None] = lambda _: None,
 ) -> Plan:
     """Compiles the programs of a run for a topology and reads what they take.
 
@@ -109,6 +128,7 @@ def plan(
       names: of the programs.
       dump: a folder for the text of each program; None: none is written.
       telling: a context round the compilation of each program, of what it does.
+      finished: gets each program when it is compiled.
     """
     planned, problem = [], ""
     names = programs.program_names(run, names)
@@ -117,11 +137,13 @@ def plan(
         for place, name in enumerate(names, start=1):
             with telling(f"compiling {name} ({place} of {len(names)})"):
                 planned.append(_read(run, next(compiled), topology, dump))
+            finished(planned[-1])
     except jax.errors.JaxRuntimeError as error:
         if not is_full(error):
             raise
         problem = one_line(error)
-    return Plan(topology, run, memory_parts(run), tuple(planned), problem)
+    parts = memory_parts(run), formula(run, topology)
+    return Plan(topology, run, *parts, tuple(planned), problem)
 
 
 def program_mesh(run: Run, name: str) -> Mesh:
@@ -145,8 +167,7 @@ def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
     blueprint = run.blueprint
     sizes = run.memory
-    platform = blueprint.mesh.devices.flat[0].platform
-    remat = decoder.choose_remat(run.config.train.remat, platform)
+    update = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
     return {
         "parameters": sizes.parameters,
         "frozen weights": sizes.frozen,
@@ -154,9 +175,7 @@ def memory_parts(run: Run) -> dict[str, int]:
         "other policies": sizes.copies,
         "sampler's weights, logits": sizes.sampler,
         "caches and samples": sizes.decode,
-        **memory.update_bytes(
-            blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens, remat
-        ),
+        **memory.update_bytes(*update, blueprint.remat, blueprint.logits_per_chunk),
     }
 
 
@@ -188,6 +207,7 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
     analysis = program.compiled.memory_analysis()
     mesh, work = program_mesh(run, program.name), costs.program_work(run)[program.name]
     collectives = tuple(hlo.collectives(text, dict(mesh.shape), work.loops))
+    traffic = read_traffic(text, work.loops)
     return Planned(
         name=program.name,
         arguments=analysis.argument_size_in_bytes,
@@ -198,9 +218,10 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
         beside=_beside(run, program),
         seconds=program.seconds,
         work=work,
+        traffic=traffic,
         collectives=collectives,
         bound=costs.program_bound(
-            work, collectives, topology.chip, len(topology.devices), islands(mesh)
+            work, collectives, topology.chip, len(topology.devices), islands(mesh), traffic
         ),
     )
 

@@ -20,7 +20,7 @@ from jaxgrpo.core.types import WEIGHTS, Learner, Stream
 from jaxgrpo.data import chat, storage
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
@@ -240,11 +240,9 @@ def _update_bytes(run: setup.Setup, compiles: bool) -> int:
     if compiles:
         sizes = run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh
         return memory.plan(run.steps.update_program, *sizes, run.learner)
-    platform = run.inputs.pretrained.mesh.devices.flat[0].platform
-    remat = decoder.choose_remat(run.config.train.remat, platform)
     blueprint = run.blueprint
     sizes = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
-    return sum(memory.update_bytes(*sizes, remat).values())
+    return sum(memory.update_bytes(*sizes, blueprint.remat, blueprint.logits_per_chunk).values())
 
 
 def _not_built(mesh: Mesh) -> str:

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxgrpo.config.keys import MeshKeys
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
+from jaxgrpo.planning.costs import Bound
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.training.memory import shown
 from jaxgrpo.training.records.console import facts, terminal_table
@@ -33,8 +34,18 @@ def show_formula(console: Console, plan: Plan) -> None:
     """Prints what is known before anything is compiled."""
     facts(console, _head(plan))
     console.print(_formula_table(plan))
-    peak = shown(peak_bytes(plan.parts))
-    console.print(f"by formula each device takes {peak} of {shown(plan.limit)}", soft_wrap=True)
+    console.print(_formula_costs(plan))
+    peak, limit = shown(peak_bytes(plan.parts)), shown(plan.limit)
+    console.print(f"by formula each device takes {peak} of {limit}", soft_wrap=True)
+
+
+def show_program(console: Console, program: Planned) -> None:
+    """Prints a line of a program that has been compiled."""
+    console.print(
+        f"{program.name}: peak {shown(program.peak)}, {program.bound.seconds:.3g} s of a step at "
+        f"the least ({program.bound.limit}); compiled in {program.seconds:.0f} s",
+        soft_wrap=True,
+    )
 
 
 def show_compiled(console: Console, plan: Plan) -> None:
@@ -42,6 +53,7 @@ def show_compiled(console: Console, plan: Plan) -> None:
     if plan.planned:
         console.print(_memory(plan))
         console.print(_costs(plan))
+        console.print(_counts(plan))
         console.print(_traffic(plan))
     _verdict(console, plan)
 
@@ -78,9 +90,10 @@ def plan_numbers(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
         "bins": geometry.bins,
         "micro_batches": geometry.micro_batches,
         "attention": blueprint.kernel.name,
-        "remat": _remat(plan),
+        "remat": blueprint.remat,
         "parts_by_formula": plan.parts,
         "peak_by_formula": peak_bytes(plan.parts),
+        "seconds_by_formula": {name: bound.seconds for name, (_, bound) in plan.formula.items()},
         "programs": {program.name: _program_numbers(program) for program in plan.planned},
         "peak": plan.peak,
         "limit": plan.limit,
@@ -107,6 +120,10 @@ def _program_numbers(program: Planned) -> dict[str, Any]:
         "calls": program.work.calls,
         "flops_of_all_devices": program.work.flops,
         "executed_flops_of_all_devices": program.work.executed,
+        "moved": program.traffic.moved,
+        "moved_by_formula": program.work.read,
+        "kernels": program.traffic.kernels,
+        "collectives": sum(collective.trips for collective in program.collectives),
         "collective_bytes": {
             f"{kind} over {'+'.join(axes)}": sent
             for (kind, axes), sent in each_axis(program.collectives).items()
@@ -122,22 +139,18 @@ def _sent_bytes(program: Planned) -> float:
     return program.work.calls * sum(each_axis(program.collectives).values())
 
 
-def _remat(plan: Plan) -> str:
-    platform = plan.topology.devices[0].platform
-    return decoder.choose_remat(plan.run.config.train.remat, platform)
-
-
 def _head(plan: Plan) -> dict[str, str]:
     blueprint, geometry = plan.run.blueprint, plan.run.blueprint.geometry
     mesh = ", ".join(f"{name} {size}" for name, size in blueprint.mesh.shape.items())
     why = f" ({blueprint.kernel.why})" if blueprint.kernel.why else ""
+    passes = f"remat {blueprint.remat}, attention {blueprint.kernel.name}{why}"
     return {
         "devices": f"{plan.topology.title}; {shown(plan.limit)} each ({plan.topology.chip.source})",
         "mesh": mesh,
         "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples of at most "
         f"{geometry.max_completion_tokens} tokens, {blueprint.sampling.slots} decoded at once",
         "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins x "
-        f"{geometry.tokens} tokens, remat {_remat(plan)}, attention {blueprint.kernel.name}{why}",
+        f"{geometry.tokens} tokens, {passes}",
     }
 
 
@@ -151,12 +164,35 @@ def _memory(plan: Plan) -> Table:
 
 
 def _costs(plan: Plan) -> Table:
-    rows = [["program", "calls", "TFLOP", "compute", "memory", "links", "network", "bound"]]
+    columns = [name for name in Bound._fields if any(getattr(p.bound, name) for p in plan.planned)]
+    rows = [["program", "calls", "TFLOP", *columns, "bound"]]
     for program in plan.planned:
-        seconds = (f"{value:.4f}" if value else "" for value in program.bound)
+        values = (getattr(program.bound, name) for name in columns)
+        seconds = (f"{value:.4f}" if value else "" for value in values)
         flops = f"{program.work.calls * program.work.executed / 1e12:,.1f}"
         rows.append([program.name, str(program.work.calls), flops, *seconds, program.bound.limit])
     title = "seconds of a step at the least, by the chip's published rates"
+    return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
+
+
+def _counts(plan: Plan) -> Table:
+    rows = [["program", "moved", "by formula", "kernels", "collectives"]]
+    for program in plan.planned:
+        calls, (moved, kernels) = program.work.calls, program.traffic
+        sizes = shown(int(calls * moved)), shown(int(calls * program.work.read))
+        trips = sum(collective.trips for collective in program.collectives)
+        rows.append([program.name, *sizes, f"{calls * kernels:,}", f"{calls * trips:,}"])
+    title = "main memory that each device moves in a step, as compiled, and what it runs"
+    return terminal_table(rows, no_wrap=True, title=title)
+
+
+def _formula_costs(plan: Plan) -> Table:
+    rows = [["program", "calls", "TFLOP", "compute", "memory", "bound"]]
+    for name, (work, bound) in plan.formula.items():
+        seconds = (f"{value:.4f}" if value else "" for value in bound[:2])
+        flops = f"{work.calls * work.executed / 1e12:,.1f}"
+        rows.append([name, str(work.calls), flops, *seconds, bound.limit])
+    title = f"by formula a step takes {plan.seconds:.3g} s at the least, without what devices send"
     return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
 
 
@@ -178,10 +214,11 @@ def _formula_table(plan: Plan) -> Table:
 
 def _verdict(console: Console, plan: Plan) -> None:
     if plan.fits:
-        rate = plan.tokens / plan.seconds
+        rate, how = plan.tokens / plan.seconds, "fits" if plan.planned else "fits by formula"
         console.print(
-            f"fits: {shown(plan.peak)} of {shown(plan.limit)}; a step of {plan.tokens:,} completion"
-            f" tokens takes {plan.seconds:.3g} s at the least, {rate:,.0f} tokens/s at the most"
+            f"{how}: {shown(plan.peak)} of {shown(plan.limit)}; a step of {plan.tokens:,} "
+            f"completion tokens takes {plan.seconds:.3g} s at the least, "
+            f"{rate:,.0f} tokens/s at the most"
         )
         return
     demand = needed(plan.problem)

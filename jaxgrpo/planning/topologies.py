@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from jaxgrpo.core.chips import CHIPS, Chip
@@ -111,6 +112,12 @@ class StandIn:
     device_kind: str
     memory: int  # bytes
     process_index: int = 0
+    core_on_chip: int = 0
+
+    @property
+    def coords(self) -> tuple[int, int, int]:
+        """As of TPUs in a line: where they stand is not known."""
+        return self.id, 0, 0
 
     @property
     def client(self) -> Any:
@@ -118,6 +125,11 @@ class StandIn:
 
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_limit": self.memory}
+
+
+def not_compiled_for(name: str, slices: int) -> Topology:
+    """A topology of stand-ins, for formulas alone. Raises: as `read_name`."""
+    return Topology(name, CHIPS[read_name(name, slices)[0]], slices, (*stand_ins(name, slices),))
 
 
 def stand_ins(name: str, slices: int) -> list[StandIn]:
@@ -158,7 +170,15 @@ def _gpu_devices(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
     bandwidth = int(CHIPS[kind].bandwidth)
     target = _TARGET.format(bandwidth=bandwidth, memory=memory, kind=name)
     options = {"target_config": target, "topology": f"1x{hosts}x{gpus}"}
+    _answer_for_gpu()
     return _described("cuda", kind, tuple(options.items()))
+
+
+def _answer_for_gpu() -> None:
+    """Has JAX trace cuDNN's attention as for `_TARGET`: it asks the devices that are here, and on a
+    machine without a GPU refuses. This process runs nothing on one (`quiet`)."""
+    fused_attention_stablehlo.check_cudnn_version = lambda: 90800
+    fused_attention_stablehlo.check_compute_capability = lambda least: float(least) <= 9.0
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.logprobs import chunk_tokens
+from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.slots.capacity import LOGITS, capacity
 from jaxgrpo.update import packing
@@ -52,6 +52,22 @@ the compile cache."""
 SHARE = 0.85
 """Of a device's memory that is planned for where slots and tokens are not given. The rest is for
 what XLA adds to what is counted here."""
+
+CHUNKS = (2048, 1024, 512)
+"""Tokens of a bin whose logits are there at a time on a GPU or TPU, as memory allows.
+
+These have 240 to 560 FLOP for a byte of memory (core/chips.py). A chunk of n tokens takes 6 n FLOP
+for each weight of the head, reads it twice, and reads and writes its float32 sum: 12 bytes. So 480
+to 1,120 tokens balance, and beyond twice as many little is gained.
+"""
+
+REMATS: dict[str, tuple[decoder.Remat, ...]] = {"gpu": ("dots", "attention"), "tpu": ("attention",)}
+"""Platform -> what updates may recompute where memory allows, the fastest first; else "full".
+
+By the bytes and products of the compiled update of Qwen3-0.6B (docs/performance.md): on an H100
+"dots" and "attention" move the same, and "dots" multiplies an eighth less; on a v5e "dots" moves a
+tenth more. "none" moves more than both: it keeps float32 arrays too.
+"""
 
 
 class Memory(NamedTuple):
@@ -154,6 +170,38 @@ def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, in
     return _bytes(trained_shapes, layout), _bytes(moments, opt_layout(model, mesh, optimizer))
 
 
+def fitting_passes(
+    setting: str,
+    model: Model,
+    mesh: Mesh,
+    optimizer: Any,
+    geometry: packing.Geometry,
+    persistent: int,
+) -> tuple[int | None, decoder.Remat]:
+    """How an update's passes are computed: the logits of a chunk, and what is recomputed.
+
+    Of CHUNKS, and then of REMATS where `setting` is "auto", the first with which an update fits.
+
+    Args:
+      setting: `train.remat`.
+      persistent: as of `fitting_geometry`.
+
+    Returns: (`logits_per_chunk` of `logprobs.token_logprobs`, remat)
+    """
+    platform, vocab = mesh.devices.flat[0].platform, model.config.vocab_size
+    default = decoder.choose_remat(setting, platform)
+
+    def fits(logits: int | None, remat: decoder.Remat) -> bool:
+        parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits)
+        return sum(parts.values()) <= free_beside(mesh, persistent)
+
+    chunks = () if platform == "cpu" else (max(LOGITS_PER_CHUNK, n * vocab) for n in CHUNKS)
+    logits = next((logits for logits in chunks if fits(logits, default)), None)
+    remats: tuple[decoder.Remat, ...] = REMATS.get(platform, ()) if setting == "auto" else ()
+    fitting: list[decoder.Remat] = [remat for remat in remats if fits(logits, remat)]
+    return logits, fitting[0] if fitting else default
+
+
 def fitting_geometry(
     model: Model,
     mesh: Mesh,
@@ -161,6 +209,7 @@ def fitting_geometry(
     geometry: packing.Geometry,
     persistent: int,
     remat: decoder.Remat,
+    logits_per_chunk: int | None = None,
 ) -> packing.Geometry:
     """The geometry with fewer tokens in a micro-batch, where the activations of those that it has
     by default do not fit; never fewer than the longest sample takes.
@@ -170,7 +219,7 @@ def fitting_geometry(
     Args:
       persistent: bytes of what the run keeps, on each device.
     """
-    parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat)
+    parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits_per_chunk)
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
     sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
@@ -178,7 +227,12 @@ def fitting_geometry(
 
 
 def update_bytes(
-    model: Model, mesh: Mesh, optimizer: Any, tokens: int, remat: decoder.Remat
+    model: Model,
+    mesh: Mesh,
+    optimizer: Any,
+    tokens: int,
+    remat: decoder.Remat,
+    logits_per_chunk: int | None = None,
 ) -> dict[str, int]:
     """Working memory of an update on each device, by formula: what for -> bytes.
 
@@ -196,7 +250,7 @@ def update_bytes(
     narrow = config.dtype != held_dtype(model)
     numbers = config.hidden_size * config.vocab_size // tensor
     gathered = numbers * jnp.dtype(config.dtype).itemsize
-    chunk = chunk_tokens(config.vocab_size, tokens)
+    chunk = chunk_tokens(config.vocab_size, tokens, logits_per_chunk)
     return {
         "gradients": 2 * parameter_bytes,
         "weights": parameters(model, mesh) if narrow and config.lora is None else 0,

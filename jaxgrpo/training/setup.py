@@ -365,7 +365,8 @@ def _fit_to_devices(
     train: TrainKeys,
     share: step.Share,
 ) -> Method:
-    """The method with as many slots, and tokens of a micro-batch, as fit beside what a run keeps.
+    """The method with as many slots, tokens of a micro-batch and logits of a chunk as fit beside
+    what a run keeps.
 
     Args:
       copies: `memory.copied_policies` of the run.
@@ -373,10 +374,15 @@ def _fit_to_devices(
     """
     mesh, geometry = blueprint.mesh, blueprint.geometry
     persistent = memory.count(blueprint, copies).persistent
+    sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent
+    logits, remat = memory.fitting_passes(train.remat, *sizes)
+    if remat != decoder.choose_remat(train.remat, mesh.devices.flat[0].platform):
+        constrain = sharding.constrain(mesh)
+        model = decoder.build(blueprint.model.config, constrain=constrain, remat=remat)
+        blueprint = blueprint._replace(model=model)
+    blueprint = blueprint._replace(logits_per_chunk=logits, remat=remat)
     if train.tokens_per_micro_batch is None:
-        remat = decoder.choose_remat(train.remat, mesh.devices.flat[0].platform)
-        sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent, remat
-        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes))
+        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes, remat, logits))
     parts = pretrained, blueprint.sampling, blueprint.samples_on, geometry, persistent
     engine = share("engine", lambda: _make_engine(*parts))
     slots = engine.slots_for(geometry.num_prompts, geometry.group_size)
@@ -413,7 +419,9 @@ def _choose_kernel(
     mesh, model_config = pretrained.mesh, pretrained.model.config
     row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
     platform = mesh.devices.flat[0].platform
-    return attention.choose_kernel(name, platform, model_config, row=row, mesh=mesh)
+    most = None if geometry.has_forks else geometry.group_size  # samples of a row are of one group
+    choice = name, platform, model_config
+    return attention.choose_kernel(*choice, row=row, samples_per_row=most, mesh=mesh)
 
 
 def _geometry(

@@ -55,7 +55,9 @@ def find_teacher(path: str, pretrained: Pretrained, kernel: str, geometry: Geome
     model = decoder.build(config, constrain=sharding.constrain(mesh))
     row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
     platform = mesh.devices.flat[0].platform
-    return Teacher(model, attention.choose_kernel(kernel, platform, config, row=row, mesh=mesh))
+    most = None if geometry.has_forks else geometry.group_size
+    sizes = {"row": row, "samples_per_row": most}
+    return Teacher(model, attention.choose_kernel(kernel, platform, config, **sizes, mesh=mesh))
 
 
 def check_positions(path: str, config: ModelConfig, prompt: int, completion: int) -> None:

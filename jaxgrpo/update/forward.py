@@ -20,6 +20,7 @@ from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, custom_vjp
 from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.dialogue import FORK
@@ -52,6 +53,8 @@ class Blueprint(NamedTuple):
     teachers: Mapping[str, Teacher] = {}  # path -> a model that scores read
     answer_cuts: int = 4  # parts of a thought behind which a reference answer is scored
     ema_decay: float = 0.99  # of the policy "ema", where something reads it
+    logits_per_chunk: int | None = None  # of the update's passes, as of `logprobs.token_logprobs`
+    remat: Remat = "full"  # that the model is built with
 
     @property
     def samples_on(self) -> Mesh:
@@ -67,7 +70,8 @@ class Blueprint(NamedTuple):
         """What scoring and update compute micro-batches with."""
         # Greedy sampling has no distribution: its ratios are those of the model itself.
         temperature = self.sampling.temperature or 1.0
-        return Pass(self.model, self.mesh, self.geometry.tokens, temperature, self.kernel)
+        sizes = self.geometry.tokens, temperature, self.kernel, self.logits_per_chunk
+        return Pass(self.model, self.mesh, *sizes)
 
     @property
     def scored(self) -> frozenset[str]:
@@ -110,6 +114,7 @@ class Pass(NamedTuple):
     tokens: int  # N, of each bin
     temperature: float  # of the policy that is scored
     kernel: Kernel = XLA
+    logits_per_chunk: int | None = None
 
 
 def forward(
@@ -129,7 +134,7 @@ def forward(
     [D, R, Q] each, 0 at padding. There is a policy_entropy where `entropy` asks for it, with
     gradient for "gradient" only.
     """
-    model, mesh, size, temperature, kernel = settings
+    model, mesh, size, temperature, kernel, logits_per_chunk = settings
     flat = flatten(micro, size)
     hidden = hidden_states(model, params, micro, flat, kernel)
     logp, values = token_logprobs(
@@ -138,6 +143,7 @@ def forward(
         flat.targets,
         temperature=temperature,
         entropy=entropy,
+        logits_per_chunk=logits_per_chunk,
         count=_filled(flat, fullest),
     )
     fields = {} if values is None else {"policy_entropy": values}
@@ -148,6 +154,7 @@ def forward(
             functools.partial(model.unembed, reference),
             hidden_states(model, reference, micro, flat, kernel),
             temperature=temperature,
+            logits_per_chunk=logits_per_chunk,
         )
     return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
 
@@ -156,7 +163,7 @@ def score(
     settings: Pass, params: Params, micro: TrainBatch, scores: Mapping[str, Score]
 ) -> dict[str, Array]:
     """The scores of a micro-batch by one pass, [D, R, Q] each, 0 at padding; no gradient."""
-    model, mesh, size, temperature, kernel = settings
+    model, mesh, size, temperature, kernel, logits_per_chunk = settings
     flat = flatten(micro, size)
     hidden = hidden_states(model, params, micro, flat, kernel)
     quantities = {score.quantity for score in scores.values()}
@@ -168,6 +175,7 @@ def score(
             flat.targets,
             temperature=temperature,
             entropy="value" if "entropy" in quantities else "none",
+            logits_per_chunk=logits_per_chunk,
             count=flat.count,
         )
     if "rank" in quantities:
@@ -205,7 +213,7 @@ def loss_of_tokens(
       fullest: as of `forward`.
       sums: as of `logprobs.loss_of_tokens`.
     """
-    model, mesh, size, temperature, kernel = settings
+    model, mesh, size, temperature, kernel, logits_per_chunk = settings
     flat = flatten(micro, size)
     hidden = hidden_states(model, params, micro, flat, kernel)
     names = sorted(objective.fields_read & micro.fields.keys())
@@ -223,6 +231,7 @@ def loss_of_tokens(
         states,
         temperature=temperature,
         entropy=objective.entropy,
+        logits_per_chunk=logits_per_chunk,
         count=_filled(flat, fullest),
         sums=sums,
     )

@@ -28,7 +28,10 @@ CAPPED = dataclasses.replace(MODEL, pattern=(LayerKind(soft_cap=50.0),), head_di
 
 @pytest.mark.parametrize(
     ("platform", "samples_per_row", "name"),
-    [("cpu", 1, "xla"), ("tpu", None, "splash"), ("gpu", 1, "cudnn"), ("gpu", None, "xla")],
+    [
+        *(("cpu", 1, "xla"), ("tpu", None, "splash"), ("gpu", 1, "cudnn")),
+        *(("gpu", 8, "xla"), ("gpu", None, "xla")),  # it has windows
+    ],
 )
 def test_auto_is_the_kernel_of_the_platform_if_it_computes_the_same(
     platform, samples_per_row, name
@@ -36,6 +39,16 @@ def test_auto_is_the_kernel_of_the_platform_if_it_computes_the_same(
     assert (
         choose_kernel("auto", platform, MODEL, row=64, samples_per_row=samples_per_row).name == name
     )
+
+
+def test_cudnn_takes_rows_of_several_samples_without_windows_on_whole_rows():
+    config = dataclasses.replace(MODEL, pattern=(LayerKind(),))
+    assert choose_kernel("cudnn", "gpu", config, row=64, samples_per_row=8).name == "cudnn"
+    mesh = sharding.make_mesh(context=4, devices=jax.devices())
+    with pytest.raises(InputError, match="context = 4: a device must have whole rows"):
+        choose_kernel("cudnn", "gpu", config, row=64, samples_per_row=8, mesh=mesh)
+    with pytest.raises(InputError, match="windows in rows of several samples"):
+        choose_kernel("cudnn", "gpu", MODEL, row=64, samples_per_row=8)
 
 
 def test_xla_computes_everything_everywhere():
@@ -57,7 +70,7 @@ def test_all_that_cudnn_cannot_compute_is_one_message():
         "  model.dtype = float32: it takes bfloat16 or float16",
         "  head_dim = 12: it takes multiples of 8 up to 256",
         "  soft-capped scores: it has none",
-        "  rows of several samples: its masks cannot tell them apart",
+        "  rows of any samples: their number must be bounded, and each see its prompt",
         "  platform tpu: it runs on another",
     ]
 

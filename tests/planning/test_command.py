@@ -83,7 +83,11 @@ def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
         "the config's mesh (data 0, fsdp 4, tensor 2, context 1; 8 prompts a step) does not fit "
         "4 devices: planned with --set mesh.fsdp=2",
         "by formula each device takes ",
-        *(f"compiling {name} ({place} of 4)" for place, name in enumerate(PROGRAMS, start=1)),
+        *(
+            line
+            for place, name in enumerate(PROGRAMS, start=1)
+            for line in (f"compiling {name} ({place} of 4)", f"{name}: peak ")
+        ),
         "fits: ",
     )
     places = [text.index(line) for line in lines]
@@ -103,6 +107,58 @@ def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
     assert (printed["remedies"], printed["searched"]) == ([], [])
 
 
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Nothing may be compiled."""
+    for name in ("compile_program", "compiled"):
+        monkeypatch.setattr(programs, name, None)
+
+
+def test_the_formula_alone_compiles_nothing(small, uncompiled, capsys):
+    arguments = ["plan", small(), "--topology", "v5e:2x2", "--formula"]
+    assert main(arguments) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    places = [text.index(line) for line in ("by formula a step takes ", "fits by formula: ")]
+    assert places == sorted(places)
+    assert main([*arguments, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["programs"], printed["fits"]) == ({}, True)
+    assert printed["peak"] == printed["peak_by_formula"] <= printed["limit"]
+    seconds = printed["seconds_by_formula"]
+    assert tuple(seconds) == PROGRAMS
+    assert printed["step"]["seconds_at_least"] == sum(seconds.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["h100:1x2", "v5e:1x2"])
+def test_the_formula_needs_no_compiler_for_the_chips(small, uncompiled, monkeypatch, capsys, name):
+    arguments = ["plan", small(mesh={"fsdp": 2}), "--topology", name]
+    monkeypatch.setattr(topologies, "_described", None)  # as where there is none
+    assert main([*arguments, "--formula"]) == 0
+    assert f"{name}, 2 chips" in capsys.readouterr().out
+    with pytest.raises(InputError, match="The compilers come with"):
+        command.main(arguments[1], topology=name)
+
+
+def test_a_mesh_that_does_not_fit_other_devices_is_replaced_by_one_that_does(
+    small, uncompiled, monkeypatch, capsys
+):
+    chips = topologies.topology("v5e:2x2")
+    peak = advice.by_formula(
+        programs.build_run(planned.config(mesh={"data": 4}), chips.devices), chips
+    )
+    tight = chips._replace(chip=chips.chip._replace(memory=int(peak[0] / advice.ROOM) - 1))
+    monkeypatch.setattr(topologies, "topology", lambda *_: tight)
+    options = ("--formula", "--json")
+    assert main(["plan", small(mesh={"data": 4}), "--topology", "v5e:2x2", *options]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["changes"]
+    assert printed["peak"] <= advice.ROOM * tight.chip.memory
+    # A config's own devices are what it says they are.
+    plan_keys = {"plan": {"topology": "v5e:2x2"}}
+    main(["plan", small(mesh={"data": 4}, **plan_keys), *options])
+    assert json.loads(capsys.readouterr().out)["changes"] == {}
+
+
 def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     small, monkeypatch, capsys
 ):
@@ -112,7 +168,7 @@ def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     monkeypatch.setattr(topologies, "topology", lambda *_: tiny)
     assert main(["plan", small(), "--topology", "v5e:2x2", "--json"]) == command.NO_FIT
     output = capsys.readouterr()
-    assert output.err.strip() == "looking for what fits"
+    assert output.err.split("\n") == ["looking for a mesh", "looking for what fits", ""]
     printed = json.loads(output.out)
     assert (printed["fits"], printed["programs"], printed["peak_by_formula"]) == (False, {}, peak)
     assert "nothing was compiled" in printed["problem"]
@@ -192,6 +248,7 @@ def test_the_remedy_compiles_and_fits():
         ({}, {"topology": "v5x:2x2"}, r"--topology v5x:2x2 .*expected a chip and sizes.*v5e"),
         ({"model": {"path": "a/model"}}, {"topology": "v5e:2x2"}, r"no folder here.*model.config"),
         ({"plan": {"topology": "v5e:1x1"}}, {}, r"= 4 devices, but there are 1:"),
+        ({}, {"formula": True, "search": True}, r"--formula compiles nothing: leave out"),
         (  # whatever the mesh
             {"rewards": [{"use": "arithmetics"}]},
             {"topology": "v5e:1x1"},

@@ -19,11 +19,13 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.api import LayerKind, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import families
-from jaxgrpo.planning import costs
+from jaxgrpo.planning import costs, topologies
 from jaxgrpo.planning.costs import Work
 from jaxgrpo.planning.hlo import Array, Collective
+from jaxgrpo.planning.traffic import Traffic
 from jaxgrpo.rollout.slots import shrinking
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.training import memory
 from jaxgrpo.update.packing import Geometry
 
 GEMMA = {
@@ -53,6 +55,39 @@ def models() -> dict[str, ModelConfig]:
         "qwen3": families.model_config(planned.QWEN3, "here"),
         "gemma3": families.model_config(GEMMA, "here"),
     }
+
+
+@pytest.mark.parametrize(
+    ("platform", "remats"), [("gpu", ("dots", "attention")), ("tpu", ("attention",))]
+)
+def test_chunks_and_what_is_recomputed_are_the_first_that_fit_into_memory(
+    platform, remats, monkeypatch
+):
+    chips = topologies.stand_ins({"gpu": "h100:4", "tpu": "v5e:2x2"}[platform], 1)
+    run = planned.run(devices=chips, **{"model.attention": "xla"})
+    blueprint, vocab = run.blueprint, run.blueprint.model.config.vocab_size
+    assert (blueprint.logits_per_chunk, blueprint.remat) == (2048 * vocab, remats[0])
+    assert blueprint.passes.logits_per_chunk == blueprint.logits_per_chunk
+    long = blueprint.geometry._replace(tokens=8192)
+    sizes = blueprint.model, blueprint.mesh, blueprint.optimizer
+
+    def fitting(remat: Any, tokens: int, setting: str = "auto") -> tuple[int | None, str]:
+        """Where as much memory is free as an update takes with so many tokens in a chunk."""
+        parts = memory.update_bytes(*sizes, 8192, remat, tokens * vocab)
+        limit = int((1000 + sum(parts.values())) / memory.SHARE) + 2
+        monkeypatch.setattr(memory, "device_bytes", lambda _mesh: limit)
+        logits, fitting_remat = memory.fitting_passes(setting, *sizes, long, 1000)
+        return logits and logits // vocab, fitting_remat
+
+    assert [fitting(remat, 2048) for remat in remats] == [(2048, remat) for remat in remats]
+    chunks = [fitting("full", tokens)[0] for tokens in (2048, 2047, 512, 511)]
+    assert chunks == [2048, 1024, 512, None]
+    assert [fitting("full", 2048, setting)[1] for setting in ("auto", "none")] == ["full", "none"]
+
+
+def test_on_a_cpu_chunks_and_what_is_recomputed_are_as_before():
+    blueprint = planned.run(devices=jax.devices()[:4]).blueprint
+    assert (blueprint.logits_per_chunk, blueprint.remat) == (None, "none")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -165,7 +200,7 @@ def test_several_updates_of_a_step_share_its_samples_or_repeat_them():
 )
 def test_a_full_update_takes_the_micro_batches_that_its_samples_fill(geometry, full):
     """A bound by more of them, enough for samples of any lengths, would be no bound."""
-    assert costs.micro_batches(geometry) == full <= geometry.micro_batches
+    assert costs.full_batch(geometry)[0] == full <= geometry.micro_batches
 
 
 @pytest.mark.slow
@@ -232,6 +267,29 @@ def test_the_bound_of_a_program_by_hand():
     assert bound.links == pytest.approx(3 * 44e6 / 200e9)
     assert bound.network == 0
     assert (bound.limit, bound.seconds) == ("compute", bound.compute)
+
+
+def test_full_samples_fill_the_micro_batches():
+    one_each = Geometry(4, 2, 8, 16, bins=4, tokens=24)
+    assert costs.full_batch(one_each) == (2, 16, 8)  # a prompt for each sample
+    groups = Geometry(4, 2, 8, 16, bins=4, tokens=40)
+    assert costs.full_batch(groups) == (1, 32, 4)
+
+
+def test_launches_and_short_collectives_take_their_time():
+    work = Work(calls=3, flops=1e6, executed=1e6, read=5e9, loops=(1,))
+    kinds = "all-reduce", "all-gather", "collective-permute"
+    short = [collective(kind, ("fsdp",), 4, 1, trips=100) for kind in kinds]
+    for name, call in {"v5e": 0.0, "h100": 6.6e-6}.items():
+        bound = costs.program_bound(
+            work, short, CHIPS[name], 8, {}, Traffic(moved=7e9, kernels=500)
+        )
+        hops = 6 + 3 + 1  # twice round three others; once; to the next
+        assert bound.links == pytest.approx(3 * 100 * (3 * call + hops * 0.5e-6))
+        assert bound.memory == pytest.approx(3 * 7e9 / CHIPS[name].bandwidth)
+        assert bound.launches == pytest.approx(3 * 500 * CHIPS[name].launch)
+    assert 2e-6 < CHIPS["h100"].launch < 5e-6
+    assert CHIPS["v5e"].launch == 0
 
 
 def test_what_crosses_slices_is_bound_by_their_network():

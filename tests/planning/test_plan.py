@@ -19,10 +19,9 @@ import pytest
 from jaxgrpo.cli import make_base
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
-from jaxgrpo.models import logprobs
 from jaxgrpo.planning import plan, programs, topologies
 from jaxgrpo.planning.programs import Program, Run
-from jaxgrpo.training import setup
+from jaxgrpo.training import memory, setup
 from jaxgrpo.update import step
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -242,9 +241,10 @@ def test_whole_logits_are_found(tmp_path, monkeypatch):
     sizes = {"rollout.max_completion_tokens": 256, "model.attention": "xla"}
     values = planned.tables(**sizes)
     chips = {"topology": "v5e:2x2", "names": ("update",)}
+    monkeypatch.setattr(memory, "CHUNKS", (256,))
     chunked = compiled_programs.compiled(values, tmp_path / "a", **chips)
     assert compiled_programs.full_logits(chunked) == []
-    monkeypatch.setattr(logprobs, "TOKENS_PER_CHUNK", 1 << 20)
+    monkeypatch.setattr(memory, "CHUNKS", (1 << 20,))
     unchunked = compiled_programs.compiled(values, tmp_path / "b", **chips)
     assert any(
         "holds the logits" in problem for problem in compiled_programs.full_logits(unchunked)

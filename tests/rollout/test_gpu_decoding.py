@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import numpy as np
 import pytest
 
 from benchmarks.programs import large_copies
-from benchmarks.versus import counts
 from jaxgrpo.config import files
 from jaxgrpo.planning import programs
 from jaxgrpo.planning.topologies import topology
+from jaxgrpo.planning.traffic import Traffic, read_traffic
 
 # Programs for devices that are not here cannot be read back.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
@@ -40,31 +41,34 @@ def step_program(layers: int, *overrides: str) -> str:
     return program.compiled.as_text()
 
 
-def per_step(count, *overrides: str) -> float:
-    """What a step of all layers counts, from programs of fewer layers."""
-    few, more = (
-        count(text, (2,)) - count(text, (1,))  # its loop twice and once
-        for text in (step_program(layers, *overrides) for layers in COMPILED)
-    )
-    return few + (LAYERS - COMPILED[0]) * (more - few)
+def per_step(*overrides: str) -> Traffic:
+    """What a step of all layers moves and launches, from programs of fewer layers."""
+
+    def of_loop(text: str) -> np.ndarray:
+        twice, once = (np.array(read_traffic(text, (trips,), AVERAGE)) for trips in (2, 1))
+        return twice - once
+
+    few, more = (of_loop(step_program(layers, *overrides)) for layers in COMPILED)
+    return Traffic(*(few + (LAYERS - COMPILED[0]) * (more - few)))
 
 
 @NEEDS_CUDA
 def test_a_step_of_256_slots_is_450_kernels_and_13_gigabytes_without_a_conditional():
     assert " conditional(" not in step_program(COMPILED[0])
-    assert per_step(counts.kernels) <= 450
-    assert per_step(functools.partial(counts.moved, shares=AVERAGE)) <= 13e9
+    step = per_step()
+    assert step.kernels <= 450
+    assert step.moved <= 13e9
 
 
 @NEEDS_CUDA
 def test_with_adapters_it_is_no_more_than_480_kernels():
-    assert per_step(counts.kernels, "lora.rank=16") <= 480
+    assert per_step("lora.rank=16").kernels <= 480
 
 
 @NEEDS_CUDA
 def test_where_samples_wait_for_slots_it_is_450_kernels_too():
     assert " conditional(" not in step_program(COMPILED[0], "rollout.slots=64")
-    assert per_step(counts.kernels, "rollout.slots=64") <= 450
+    assert per_step("rollout.slots=64").kernels <= 450
 
 
 @NEEDS_CUDA

@@ -9,7 +9,7 @@ from benchmarks.versus import aot, counts, tunix_step
 from jaxgrpo.core.chips import CHIPS
 from jaxgrpo.planning import hlo
 from jaxgrpo.planning.topologies import Topology
-from jaxgrpo.update.packing import Geometry
+from jaxgrpo.planning.traffic import read_traffic
 
 TINY = (
     *("model.config.vocab_size=512", "model.config.hidden_size=32"),
@@ -106,7 +106,7 @@ def test_what_a_backward_pass_computes_again_counts_again():
 
 def test_a_loop_that_reads_slices_moves_slices_and_on_chip_memory_moves_nothing():
     sliced = 2 * 32 + 4  # a row of 8 float32 is read and written, and its index is read
-    assert counts.moved(PROGRAM, (5,)) == 5 * (sliced + 32) + 3 * 128
+    assert read_traffic(PROGRAM, (5,)) == (5 * (sliced + 32) + 3 * 128, 5 * 2 + 1)
 
 
 SLICES = """
@@ -135,19 +135,27 @@ ENTRY %main.1 (a.0: f32[16,8]) -> f32[4,8] {
 def test_a_slice_moves_its_own_bytes_and_not_those_of_its_source():
     read = 4 * 8 * (4 + 2 + 1 + 2)  # of the array in main memory; nothing of what is on the chip
     written = 4 * 8 * 2  # the one that is not on the chip
-    assert counts.moved(SLICES) == read + written
+    assert read_traffic(SLICES).moved == read + written
+
+
+PLANNED = """
+HloModule m
+
+ENTRY %main.1 (a.0: f32[4]) -> f32[4] {
+  %a.0 = f32[4]{0} parameter(0)
+  %b.0 = f32[1024]{0} custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %k.0 = f32[4]{0} custom-call(%a.0), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_room_that_a_compiler_sets_aside_is_not_moved():
+    assert read_traffic(PLANNED) == (2 * 16, 1)
 
 
 def test_a_collective_in_parts_counts_once():
     (collective,) = hlo.collectives(PARTS, {"fsdp": 2}, (6,))
     assert (collective.trips, collective.sent) == (1, 8)
-
-
-def test_full_samples_fill_the_micro_batches():
-    one_each = Geometry(4, 2, 8, 16, bins=4, tokens=24)
-    assert aot.filled(one_each) == (2, 16, 8)  # a prompt for each sample
-    groups = Geometry(4, 2, 8, 16, bins=4, tokens=40)
-    assert aot.filled(groups) == (1, 32, 4)
 
 
 @pytest.mark.slow

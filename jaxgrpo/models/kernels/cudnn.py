@@ -1,9 +1,10 @@
 """Attention on an NVIDIA GPU by the kernel of cuDNN, which keeps no scores in memory.
 
 That kernel knows sequences: causal from their first token, of a given length, with a window to the
-left. Its other masks are arrays [Q, N]. So a row becomes a sequence, its prompt and then its only
-sample, in which places are positions. Queries of the prompt are zeros: what is computed for them,
-a prompt's own attention per row, is thrown away. `refusals` lists what this cannot compute.
+left. Its other masks are arrays [Q, N]. So a row of one sample becomes a sequence, its prompt and
+then the sample, in which places are positions. Queries of the prompt are zeros: what is computed
+for them, a prompt's own attention per row, is thrown away. A row of several takes two calls, joined
+by their log-sum-exps (`kernels/cudnn_packed.py`). `refusals` lists what this cannot compute.
 
 Source: jax.nn.dot_product_attention(implementation="cudnn").
 """
@@ -16,6 +17,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
 from jaxgrpo.models.kernels.plain import take_per_bin
@@ -27,11 +29,14 @@ Sequences = Callable[[Array, Array, Array, Array, int | None], Array]
 causal attention of sequences, as the query; where a sequence has ended, anything"""
 
 
-def refusals(config: ModelConfig, samples_per_row: int | None) -> list[str]:
+def refusals(
+    config: ModelConfig, samples_per_row: int | None, mesh: Mesh | None = None
+) -> list[str]:
     """What cuDNN cannot compute of a model and its rows; empty if nothing.
 
     Args:
-      samples_per_row: the most that a row may hold; None: any number.
+      samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
+      mesh: the run's; None on one device.
     """
     problems = []
     if config.dtype not in ("bfloat16", "float16"):
@@ -42,8 +47,14 @@ def refusals(config: ModelConfig, samples_per_row: int | None) -> list[str]:
         )
     if any(kind.soft_cap is not None for kind in config.pattern):
         problems.append("soft-capped scores: it has none")
-    if samples_per_row != 1:
-        problems.append("rows of several samples: its masks cannot tell them apart")
+    if samples_per_row is None:
+        problems.append(
+            "rows of any samples: their number must be bounded, and each see its prompt"
+        )
+    elif samples_per_row > 1 and any(kind.window is not None for kind in config.pattern):
+        problems.append("windows in rows of several samples: they reach into prompts")
+    if mesh is not None and mesh.shape["context"] > 1:
+        problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems
 
 
@@ -84,7 +95,9 @@ def causal(position: Array, valid: Array, *, sequences: Sequences = sequences) -
         length = valid.sum(-1, dtype=jnp.int32)
         first = valid == (place < length[..., None])
         fits = (first & ((position == place) | ~valid)).all(-1)
-        out = _flat(sequences, query, key, value, jnp.maximum(length, 1), kind.window)
+        # Places without a token get no gradient, whatever the kernel leaves there.
+        inputs = [jnp.where(valid[..., None, None], leaf, 0) for leaf in (query, key, value)]
+        out = _flat(sequences, *inputs, length=jnp.maximum(length, 1), window=kind.window)
         return _where(fits, valid, out), KeyValue(key, value)
 
     return attend

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
-from jaxgrpo.models.kernels.plain import padded, take_per_bin
+from jaxgrpo.models.kernels.plain import SAVED, padded, take_per_bin
 
 BLOCKS = (512, 256, 128)  # queries or keys that the kernel computes at a time
 LONGEST = 2**16  # tokens of a row: two places share an int32
@@ -282,6 +282,7 @@ def _kernel(
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=kind.soft_cap,
+            residual_checkpoint_name=SAVED,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)

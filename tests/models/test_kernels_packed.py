@@ -1,0 +1,155 @@
+"""Packed rows by two calls of cuDNN are the plain ones; lowered for a GPU, they are its kernels.
+
+Its arithmetic needs a GPU. Here formulas stand for its calls, so layout, lengths, the joining and
+the gradients are checked; that its kernels compute those formulas was measured on an H100
+(benchmarks/results/2026-11-26-h100-attention.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import attended
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attended import ALONE, SEVERAL
+from jax._src.cudnn import fused_attention_stablehlo
+
+from jaxgrpo.models import attention
+from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.kernels import cudnn_packed
+from jaxgrpo.models.kernels.cudnn_packed import Parts, Samples
+
+PLAIN = LayerKind()
+EMPTY = attended.packed([[5, 6], [], [3, 4, 2]], [1, 0, 0], [0, 4], width=5, size=12)
+"""A row without a sample, prompts of no token, and places without a token."""
+
+
+def probabilities(query, key, spans, sums=None):
+    """exp(score - L) [B, kv_heads, heads per kv head, Q, N], and L [B, Q, heads]."""
+    grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+    scores = jnp.einsum("bqkgd,bnkd->bkgqn", grouped, key, precision="highest")
+    if isinstance(spans, Samples):
+        index, place = spans.index, spans.place
+        mask = (index[:, :, None] == index[:, None]) & (place[:, :, None] >= place[:, None])
+        mask &= (index < spans.length.shape[1])[:, :, None]
+    else:
+        mask = (jnp.arange(key.shape[1]) < jnp.maximum(spans, 1)[:, None])[:, None]
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    if sums is None:
+        sums = jax.nn.logsumexp(scores, -1).transpose(0, 3, 1, 2).reshape(*query.shape[:3])
+    total = sums.reshape(*sums.shape[:2], key.shape[2], -1).transpose(0, 2, 3, 1)
+    return jnp.exp(scores - total[..., None]), sums
+
+
+def forward(query, key, value, spans):
+    weight, sums = probabilities(query, key, spans)
+    out = jnp.einsum("bkgqn,bnkd->bqkgd", weight, value, precision="highest").reshape(query.shape)
+    # Where there is no token cuDNN leaves what was there.
+    real = jnp.isfinite(sums)
+    return jnp.where(real[..., None], out, jnp.nan), jnp.where(real, sums, jnp.nan)
+
+
+def backward(query, key, value, spans, out, sums, slope):
+    weight, _ = probabilities(query, key, spans, sums)
+    grouped = [
+        leaf.reshape(*leaf.shape[:2], key.shape[2], -1, leaf.shape[-1])
+        for leaf in (query, out, slope)
+    ]
+    dots = functools.partial(jnp.einsum, precision="highest")
+    towards = dots("bqkgd,bnkd->bkgqn", grouped[2], value)
+    d_scores = weight * (towards - dots("bqkgd,bqkgd->bkgq", *grouped[1:])[..., None])
+    d_query = dots("bkgqn,bnkd->bqkgd", d_scores, key).reshape(query.shape)
+    d_key = dots("bkgqn,bqkgd->bnkd", d_scores, grouped[0])
+    d_value = dots("bkgqn,bqkgd->bnkd", weight, grouped[2])
+    real = jnp.arange(key.shape[1]) < (
+        (spans.start + spans.length)[:, -1:] if isinstance(spans, Samples) else spans[:, None]
+    )
+    d_key, d_value = (jnp.where(real[..., None, None], leaf, jnp.nan) for leaf in (d_key, d_value))
+    return d_query, d_key, d_value
+
+
+FORMULAS = Parts(forward, backward)
+
+
+def rows(implementation, packed, query, key, value, prefix_key, prefix_value):
+    attend = implementation(*packed.placed)
+    return attend(query, key, value, KeyValue(prefix_key, prefix_value), PLAIN)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(attend, cotangent, *inputs):
+    out, back = jax.vjp(attend, *inputs)
+    return jnp.where(cotangent != 0, out, 0), back(cotangent)
+
+
+@pytest.mark.parametrize("packed", [SEVERAL, ALONE, EMPTY], ids=["several", "one", "empty"])
+def test_packed_rows_are_the_plain_ones_with_their_gradients(packed):
+    *inputs, cotangent = map(jnp.asarray, attended.draws(packed, np.float32))
+    actual, expected = (
+        with_gradients(functools.partial(rows, implementation, packed), cotangent, *inputs)
+        for implementation in (
+            functools.partial(cudnn_packed.rows_with_prefix, most=3, parts=FORMULAS),
+            attention.rows_with_prefix,
+        )
+    )
+    for actual_leaf, expected_leaf in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=0, atol=2e-5)
+        assert np.abs(expected_leaf).max() > 2e-3  # or nothing would be compared
+
+
+def test_rows_that_are_not_side_by_side_give_nan_and_leave_others_alone():
+    *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    gap = SEVERAL.segment.copy()
+    gap[0, 0, 0] = 0  # the row begins with a place without a token
+    odd = SEVERAL._replace(segment=gap)
+    kernel = functools.partial(cudnn_packed.rows_with_prefix, parts=FORMULAS)
+    out = rows(functools.partial(kernel, most=3), odd, *inputs)
+    assert np.isnan(out[0, 0]).all()
+    assert np.isfinite(out[0, 1:]).all()
+    out = rows(functools.partial(kernel, most=2), SEVERAL, *inputs)
+    assert np.isnan(out[0, 2]).all()  # of three samples
+    assert np.isfinite(out[0, :2]).all()
+
+
+def test_windows_and_soft_caps_never_reach_the_kernel():
+    *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    for kind in (LayerKind(soft_cap=30.0), LayerKind(window=4)):
+        attend = cudnn_packed.rows_with_prefix(*SEVERAL.placed, most=3)
+        with pytest.raises(NotImplementedError, match="has a window or a soft cap"):
+            attend(inputs[0], inputs[1], inputs[2], KeyValue(*inputs[3:]), kind)
+
+
+def test_lowered_for_a_gpu_they_are_four_kernels_without_scores(monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 90800)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    size, prompt = 4096, 1000
+
+    def spec(*shape: int, dtype: str = "bfloat16") -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def loss(arrays, *placed):
+        query, key, value, *prompts = arrays
+        attend = cudnn_packed.rows_with_prefix(*placed, most=8)
+        return attend(query, key, value, KeyValue(*prompts), PLAIN)[0].astype(jnp.float32).sum()
+
+    inputs = [*(spec(1, 2, size, heads, 128) for heads in (8, 2, 2))]
+    inputs += [spec(1, 1, prompt, 2, 128)] * 2
+    placed = [spec(*shape, dtype="int32") for shape in ((1, 2, size),) * 2 + ((1, 2), (1, 1))]
+    traced = jax.jit(jax.value_and_grad(loss)).trace(inputs, *placed)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"@__cudnn\$fmhaSoftmax\b\(", text)) == 2
+    assert len(re.findall(r"@__cudnn\$fmhaSoftmaxBackward\(", text)) == 2
+    masks = re.findall(r'"mask_type": "(\w+)"', text.replace("\\22", '"'))
+    assert sorted(masks) == ["PADDING"] * 2 + ["PADDING_CAUSAL"] * 2
+    shapes = set(re.findall(r"tensor<[\dx]+", text))
+    quadratic = [
+        shape for shape in shapes if sum(int(d) >= size for d in re.findall(r"\d+", shape)) > 1
+    ]
+    assert quadratic == []

@@ -1,0 +1,59 @@
+"""What an update of Qwen3-0.6B moves on chips that are not here: 256 samples of 512 + 1,024 tokens.
+
+All 28 layers are compiled: they are a loop, so that fewer would not compile faster.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+
+from jaxgrpo.config import files
+from jaxgrpo.planning import hlo, plan, programs, topologies
+from jaxgrpo.planning.plan import Planned
+from jaxgrpo.planning.programs import Run
+
+ONE_DEVICE = ("mesh.fsdp=1", "mesh.tensor=1")
+NEEDS_CUDA = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="no jax_cuda12_plugin here"
+)
+
+
+def update(name: str, folder: Any, *overrides: str) -> tuple[Run, Planned, str]:
+    """The run on a topology, its update as compiled, and the program's text."""
+    chips = topologies.topology(name)
+    run = programs.build_run(files.load("qwen3_0p6b_v5e", overrides), chips.devices)
+    (planned,) = plan.plan(run, chips, ("update",), dump=folder).planned
+    return run, planned, (folder / "update.hlo.txt").read_text()
+
+
+@pytest.mark.full
+def test_an_update_on_eight_v5e_moves_710_gb_of_each_chip(tmp_path):
+    """863 before chunks of 2,048 tokens, and 724 where attention is computed again."""
+    run, planned, _ = update("v5e:2x4", tmp_path)
+    assert run.blueprint.remat == "attention"
+    assert planned.traffic.moved <= 710e9
+    assert planned.peak <= 0.5 * topologies.CHIPS["v5e"].memory
+
+
+@pytest.mark.slow
+@NEEDS_CUDA
+def test_an_update_on_an_h100_holds_no_scores_and_moves_11_tb_at_the_most(tmp_path):
+    """28.3 TB before, with attention by XLA, everything computed again, chunks of 256 tokens."""
+    run, planned, text = update("h100:1x1", tmp_path, *ONE_DEVICE)
+    geometry, heads = run.blueprint.geometry, run.blueprint.model.config.num_heads
+    assert (run.blueprint.kernel.name, run.blueprint.remat) == ("cudnn", "dots")
+    calls = {name: text.count(f'"__cudnn$fmhaSoftmax{name}"') for name in ("", "Backward")}
+    assert min(calls.values()) >= 3  # of prompts, of samples, and of samples to prompts
+    tokens, prompt = geometry.max_completion_tokens, geometry.max_prompt_tokens - 1
+    widths = {prompt, prompt + 1, tokens + prompt, tokens + prompt + 1}
+    for array in set(hlo.arrays(text)):  # a block of scores: of heads, for queries and keys
+        is_scores = (
+            widths & {*array.shape[-2:]} and math.prod(array.shape) >= heads * tokens * prompt
+        )
+        assert not (is_scores and array.dtype == "f32"), array
+    assert planned.traffic.moved <= 11e12
+    assert planned.peak <= 0.5 * topologies.CHIPS["h100"].memory
