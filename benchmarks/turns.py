@@ -39,7 +39,7 @@ from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.environments.rules import Answering, Rules
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
-from jaxgrpo.rollout.engine import Request, SamplingSettings
+from jaxgrpo.rollout.engine import SEGMENT_OF_TURNS, Request, SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.traced import TracedDialogue
 
@@ -119,7 +119,7 @@ class Contender:
             settings = settings._replace(answering=answering)
             self.converse = lambda *sizes: TracedDialogue(answering, HISTORY, rows, {}, *sizes)
         elif answers is not None:
-            settings = settings._replace(max_turns=turns)
+            settings = settings._replace(max_turns=turns, segment_tokens=SEGMENT_OF_TURNS)
             kind = make_kind(answers, {}, (), lambda: calls.hermes, 60.0, "environment")
             talks = Conversations({"": kind}, HISTORY.chat, [END], rows)
             self.converse = lambda *sizes: ThreadedDialogue(talks, Turns(turns, TURN), *sizes)

@@ -262,7 +262,8 @@ class RolloutKeys:
     kv_cache_dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))  # "auto": that of
     # the model
     overlap_rewards: bool = key(True)  # those that are per_sample judge groups as they end
-    segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
+    segment_tokens: int | None = key(None, at_least=1)  # decoded between two looks at what has
+    # ended; None: 16, or 4 where tools or environments answer turns
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
     interrupt: Mapping[str, Any] | None = key(None)  # { after = 1000, text = "So " }: forced then
     refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }, groups generated at most

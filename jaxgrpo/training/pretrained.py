@@ -20,7 +20,7 @@ from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.weights import IN_A_COPY
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.engine import SEGMENT, SEGMENT_OF_TURNS, SamplingSettings
 from jaxgrpo.rollout.goals import Goals, make_goals
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings, make_interruption
 from jaxgrpo.training import parameters
@@ -191,7 +191,10 @@ def sampling_settings(
     )
     interruption = make_interruption(rollout.interrupt, tokenizer, longest)
     settings = settings._replace(interruption=interruption)
-    return settings if world is None else world.sampling(settings)
+    settings = settings if world is None else world.sampling(settings)
+    if settings.max_turns > 1 and rollout.segment_tokens is None:
+        settings = settings._replace(segment_tokens=SEGMENT_OF_TURNS)
+    return settings
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:
@@ -208,7 +211,7 @@ def make_sampling_settings(
         temperature=rollout.temperature,
         stop_tokens=ends,
         pad_token=pad,
-        segment_tokens=rollout.segment_tokens,
+        segment_tokens=rollout.segment_tokens or SEGMENT,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,

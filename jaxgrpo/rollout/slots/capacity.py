@@ -18,9 +18,7 @@ CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
 COLUMNS = 32  # columns of the prompts' cache come in so many: unaligned rows are slow to read
 ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `for_prompts`
-OWN_ROWS_PER_SLOT = (
-    1.5  # further rows where samples have turns: some are filled ahead of free slots
-)
+OWN_ROWS_PER_SLOT = 1.5  # rows where samples have turns: some are filled ahead of free slots
 PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
 LANES = 128  # a TPU pads an array's last dimension, which is the columns of keys, to these
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
@@ -40,6 +38,7 @@ class Sizes(NamedTuple):
     slots: int  # N
     rows: int  # A, of the prompts' cache
     width: int  # S, its columns
+    readers: int  # of a row, at most
 
     @classmethod
     def for_prompts(
@@ -52,16 +51,18 @@ class Sizes(NamedTuple):
 
         Args:
           slots: over all bins; 0: one for each sample.
-          turns: tokens of a sample before its last turn, at most; such samples read a row each.
+          turns: tokens of a sample before its last turn, at most; such samples read a row each from
+            the first turn on: a step computes as many readers for all rows.
         """
         per_bin = -(-prompts // bins)
         slots = min(-(-slots // bins) or per_bin * group, per_bin * group)
+        readers = 1 if turns else group
         rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
         if turns:
-            rows += min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots))
+            rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots))
         # The last prompt token opens a slot, the others make up the row.
         columns = -(-max(1, width + turns - 1) // COLUMNS) * COLUMNS
-        return cls(bins, per_bin, group, slots, rows, columns)
+        return cls(bins, per_bin, group, slots, rows, columns, readers)
 
     @property
     def aligned(self) -> bool:

@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
     """Empty places, slots and caches."""
-    bins, prompts, group, slots, rows, width = sizes
+    bins, prompts, group, slots, rows, width, readers = sizes
     config, settings, places = parts.model.config, parts.settings, prompts * group
     longest, block = settings.max_completion_tokens, settings.segment_tokens
     dtype = cache_dtype(settings.kv_cache_dtype, config)
@@ -92,7 +92,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         memory=tuple(memory(kind.window) for kind in config.kinds),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
-        readers=group,
+        readers=readers,
     )
     return _laid_out(parts, state)
 

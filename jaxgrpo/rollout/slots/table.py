@@ -85,8 +85,11 @@ class Table:
         self._is_cut = np.zeros(places, bool)
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Puts groups behind those that wait, as many in each bin, the idlest one first."""
-        largest = self.sizes.group
+        """Puts groups behind those that wait, as many in each bin, the idlest one first.
+
+        Groups have at most as many samples as a row has readers.
+        """
+        largest = self.sizes.readers
         groups = [
             Group(group.prompt, group.requests[begin : begin + largest])
             for group in groups
