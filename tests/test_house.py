@@ -274,15 +274,15 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 5005,  # with kernels of a decoding step on a GPU, and packed rows by cuDNN
+    "models": 5020,  # with kernels of a decoding step on a GPU, and packed rows by cuDNN
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 3980,  # with turns, what of them is saved, and what draws for queries
     "update": 1793,
     "config": 2110,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6940,  # with a page of conversations, versions of tokens, and what fits an update
-    "planning": 1680,  # 110 of it what compiled programs move, which benchmarks had
+    "training": 6945,  # with a page of conversations, versions of tokens, and what fits an update
+    "planning": 1695,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered
 }

@@ -48,8 +48,8 @@ def read_traffic(
 
     Args:
       unknown: trips of the loops whose end is computed, as of `hlo.places`.
-      shares: name of a Pallas kernel -> the share that it reads of what it is given. What it gives
-        in the place of that, it writes a small part of, which is not counted.
+      shares: name of a Pallas kernel -> the share that it reads of what it is given. Of what it
+        overwrites, it writes a small part, which is not counted.
     """
     computations, entry = hlo.computations(text)
     inside = {

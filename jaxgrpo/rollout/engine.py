@@ -24,8 +24,9 @@ COMPLETE: frozenset[Reason] = frozenset({"end", "string"})
 
 
 SEGMENT, SEGMENT_OF_TURNS = 16, 4
-"""Tokens of a segment by default, and where the host answers turns. A sample waits for its next slot:
-with 16, three turns took 1.87 times the slot-steps of one, with 4 1.2 times (benchmarks.turns)."""
+"""Tokens of a segment by default, and where the host answers turns: there a sample waits for its
+next slot. With 16 three turns took 1.87 times the slot-steps of one, with 4 1.2 times
+(benchmarks.turns)."""
 
 
 class SamplingSettings(NamedTuple):
