@@ -281,8 +281,8 @@ LINES = {
     "update": 1793,
     "config": 2110,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6945,  # with a page of conversations, versions of tokens, and what fits an update
-    "planning": 1695,  # 110 of it what compiled programs move, which benchmarks had
+    "training": 6955,  # with a page of conversations, versions of tokens, and what fits an update
+    "planning": 1705,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered
 }

@@ -176,15 +176,18 @@ class Decoding(NamedTuple):
 RINGS = Decoding()
 
 
-def choose_decoding(device: Any, model: Model, dtype: str, mesh: Mesh | None = None) -> Decoding:
+def choose_decoding(
+    device: Any, model: Model, dtype: str, mesh: Mesh | None = None, setting: str = "auto"
+) -> Decoding:
     """The attention of decoding: on a GPU by kernels that read live tokens only.
 
     Args:
       device: of those that are decoded on; a `jax.Device`.
       dtype: of keys and values.
       mesh: that is decoded on; None: one device.
+      setting: "xla": no kernels.
     """
-    if device.platform != "gpu":
+    if device.platform != "gpu" or setting == "xla":
         return RINGS
     from jaxgrpo.models.kernels import pallas_decoding  # not above: it takes half a second
 

@@ -30,7 +30,13 @@ from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, setup
 from jaxgrpo.training.memory import Memory
-from jaxgrpo.training.pretrained import Pretrained, make_mesh, make_sampling_settings, own_family
+from jaxgrpo.training.pretrained import (
+    Pretrained,
+    make_mesh,
+    make_sampling_settings,
+    own_family,
+    with_segments,
+)
 from jaxgrpo.update import step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -96,10 +102,13 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     rewards = inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
     path = config.model.path
-    model_on_mesh = Pretrained(path, mesh, Path(path), None, built, config.lora.path)
+    parts = built, config.lora.path, config.model.attention
+    model_on_mesh = Pretrained(path, mesh, Path(path), None, *parts)
     sampling = make_sampling_settings(config.rollout, (0,), 0)
+    sampling = sampling._replace(attention=model_on_mesh.decoding_attention)
     if config.has_turns:
         sampling = plan_sampling(sampling, config.rollout, config.environments)
+    sampling = with_segments(sampling, config.rollout.segment_tokens)
     method = setup.build_method(config, model_on_mesh, rewards, sampling)
     return Run(config, *method, abstract_learner(method.blueprint))
 

@@ -117,6 +117,7 @@ def begin_conversations(
 
     The others and errors are those of `make_world`.
     """
+    assert chat.vocab_size is not None, "its prompts are read"
     ends = folders.read_end_tokens(folder, chat.tokenizer, chat.vocab_size)
     world = make_world(tools, environments, rollout, chat, ends, forks)
     return chat if world is None else world.first_chat, world

@@ -35,6 +35,12 @@ class Pretrained(NamedTuple):
     tokenizer: Any
     model: Model
     adapter_path: str | None  # `lora.path`
+    attention: str = "auto"  # `model.attention`
+
+    @property
+    def decoding_attention(self) -> str:
+        """`SamplingSettings.attention`."""
+        return "xla" if self.attention == "xla" else "auto"
 
     @property
     def has_fresh_adapters(self) -> bool:
@@ -105,7 +111,7 @@ def find_model(
     model_config = parameters.model_config_for_run(keys, adapters, stored, without_text)
     saved = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
     model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=saved)
-    return Pretrained(keys.path, mesh, folder, tokenizer, model, adapters.path)
+    return Pretrained(keys.path, mesh, folder, tokenizer, model, adapters.path, keys.attention)
 
 
 def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:
@@ -190,11 +196,16 @@ def sampling_settings(
         rollout, ends, pad, StopStrings(tokenizer, strings) if strings else None
     )
     interruption = make_interruption(rollout.interrupt, tokenizer, longest)
-    settings = settings._replace(interruption=interruption)
+    attention = pretrained.decoding_attention
+    settings = settings._replace(interruption=interruption, attention=attention)
     settings = settings if world is None else world.sampling(settings)
-    if settings.max_turns > 1 and rollout.segment_tokens is None:
-        settings = settings._replace(segment_tokens=SEGMENT_OF_TURNS)
-    return settings
+    return with_segments(settings, rollout.segment_tokens)
+
+
+def with_segments(settings: SamplingSettings, tokens: int | None) -> SamplingSettings:
+    """The settings with segments of so many tokens; None: those that suit its turns."""
+    default = SEGMENT_OF_TURNS if settings.max_turns > 1 else SEGMENT
+    return settings._replace(segment_tokens=tokens or default)
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:
@@ -211,7 +222,6 @@ def make_sampling_settings(
         temperature=rollout.temperature,
         stop_tokens=ends,
         pad_token=pad,
-        segment_tokens=rollout.segment_tokens or SEGMENT,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,

@@ -159,6 +159,9 @@ def test_they_are_for_gpus_alone():
         for platform in ("cpu", "gpu", "tpu")
     }
     assert names == {"cpu": "xla", "gpu": "pallas", "tpu": "xla"}
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    off = attention.choose_decoding(gpu, tiny.model(config), "bfloat16", setting="xla")
+    assert off == attention.RINGS
 
 
 @functools.cache

@@ -44,11 +44,11 @@ def step_program(layers: int, *overrides: str) -> str:
 def per_step(*overrides: str) -> Traffic:
     """What a step of all layers moves and launches, from programs of fewer layers."""
 
-    def of_loop(text: str) -> np.ndarray:
+    def measure_loop(text: str) -> np.ndarray:
         twice, once = (np.array(read_traffic(text, (trips,), AVERAGE)) for trips in (2, 1))
         return twice - once
 
-    few, more = (of_loop(step_program(layers, *overrides)) for layers in COMPILED)
+    few, more = (measure_loop(step_program(layers, *overrides)) for layers in COMPILED)
     return Traffic(*(few + (LAYERS - COMPILED[0]) * (more - few)))
 
 

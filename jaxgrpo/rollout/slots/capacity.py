@@ -103,9 +103,10 @@ def capacity(
     sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
     dtype = cache_dtype(settings.kv_cache_dtype, config)
-    has_lines = choose_decoding(mesh.devices.flat[0], model, dtype, mesh).has_lines
+    has_lines = choose_decoding(device, model, dtype, mesh, settings.attention).has_lines
     size = jnp.dtype(dtype).itemsize
     half = heads * config.head_dim * size  # a column of keys or values
 

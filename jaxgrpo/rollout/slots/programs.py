@@ -58,7 +58,7 @@ def make_programs(
     constrain = None if mesh is None else sharding.constrain(mesh)
     if attention is None:
         dtype = cache_dtype(settings.kv_cache_dtype, model.config)
-        attention = choose_decoding(device, model, dtype, mesh)
+        attention = choose_decoding(device, model, dtype, mesh, settings.attention)
     split = functools.partial(params_per_layer, model.config)
     if lora.are_merged_to_sample(model, device.platform):
         split = lora.make_merge_per_layer(model)
