@@ -277,7 +277,7 @@ LINES = {
     "models": 5020,  # with kernels of a decoding step on a GPU, and packed rows by cuDNN
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 3980,  # with turns, what of them is saved, and what draws for queries
+    "rollout": 3985,  # with turns, what of them is saved, and what draws for queries
     "update": 1793,
     "config": 2110,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
