@@ -97,8 +97,8 @@ NOT_REPRODUCED = {
 """Paper -> the headline that is not reproduced here, or what it would need."""
 
 FORMULAS = {
-    *("2104.09864", "2106.09685", "2107.03374", "2205.14135", "2306.15595", "2309.00071"),
-    *("2312.03732", "2402.13753", "2407.21783"),
+    *("2104.09864", "2106.09685", "2107.03374", "2205.14135", "2306.15595", "2307.08691"),
+    *("2309.00071", "2312.03732", "2402.13753", "2407.21783"),
 }
 """Papers whose formulas are all that is taken; tests compare them with transformers, or with a
 plain computation."""

@@ -81,17 +81,22 @@ def test_a_tool_answers_as_in_a_thread(processes):
     assert long == "é" * LONGEST + " ... (5 characters left out)"
 
 
+def limit(name):
+    """Seconds for a call: those that do not wait end by themselves, however slow the machine is."""
+    return 1.5 if called.BAD[name] == "timed_out" else 20.0
+
+
 @pytest.mark.parametrize("name", called.BAD)
 def test_a_tool_that_ends_its_process_answers_in_words_and_the_next_call_has_another(
     processes, name
 ):
-    began = time.monotonic()
-    texts, problems = answers(processes, Call(name, {}), Call("add", {"a": 1}), seconds=1.5)
+    began, seconds = time.monotonic(), limit(name)
+    texts, problems = answers(processes, Call(name, {}), Call("add", {"a": 1}), seconds=seconds)
     assert problems == [called.BAD[name], ""]
     words = {"timed_out": "it took more than 1.5 s", "crashed": "it ended its process"}
     words["memory"] = "it needed more memory than rollout.call_memory"
     assert texts == [str({"error": words[called.BAD[name]]}), "3"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < max(5, seconds)
 
 
 def test_what_a_tool_has_started_ends_with_its_process(processes):
@@ -146,7 +151,7 @@ def test_an_environment_breaks_in_the_words_of_a_thread(processes, factory, mess
 def test_an_environment_whose_process_ends_is_broken_by_name_and_its_neighbours_go_on(
     processes, name
 ):
-    game = kind(called.Game, processes)
+    game = kind(called.Game, processes, limit(name))
     first, second = game.make(), game.make()
     assert first.open({"start": 1}, 0) == second.open({"start": 1}, 0) == " From 1."
     with pytest.raises(Broken) as error:
