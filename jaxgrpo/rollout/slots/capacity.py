@@ -19,6 +19,7 @@ CHUNK_TOKENS = 512  # of all rows of a bin
 COLUMNS = 32  # columns of the prompts' cache come in so many: unaligned rows are slow to read
 ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `for_prompts`
 OWN_ROWS_PER_SLOT = 1.5  # rows where samples have turns: some are filled ahead of free slots
+OWN_ROWS = 4  # and so many more, which matter where slots are few
 PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
 LANES = 128  # a TPU pads an array's last dimension, which is the columns of keys, to these
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
@@ -59,7 +60,7 @@ class Sizes(NamedTuple):
         readers = 1 if turns else group
         rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
         if turns:
-            rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots))
+            rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots) + OWN_ROWS)
         # The last prompt token opens a slot, the others make up the row.
         columns = -(-max(1, width + turns - 1) // COLUMNS) * COLUMNS
         return cls(bins, per_bin, group, slots, rows, columns, readers)
