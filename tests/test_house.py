@@ -278,7 +278,7 @@ LINES = {
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 3985,  # with turns, what of them is saved, and what draws for queries
-    "update": 1793,
+    "update": 1796,  # with what the kernels of a run are chosen by
     "config": 2110,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
     "training": 6955,  # with a page of conversations, versions of tokens, and what fits an update

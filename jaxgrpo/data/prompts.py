@@ -23,6 +23,7 @@ from jaxgrpo.data.sources import Located, Mixture, Row, Rows, Source
 from jaxgrpo.data.written import text_of_value
 
 SHOWN = 60  # characters of a text in a message
+NO_PROMPT = ' (or to "" where an environment says what is asked)'
 CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for them
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
@@ -76,8 +77,7 @@ def load_rows(
         located = sources.from_python(source, split)
     for where, row in located:
         for name in needed:
-            otherwise = ' (or to "" where an environment says what is asked)'
-            _check_column(where, row, name, "data.prompt", otherwise)
+            _check_column(where, row, name, "data.prompt", NO_PROMPT)
         if answer:
             _check_column(where, row, answer, "data.answer", ' (or to "" where no reward needs it)')
     columns = dict.fromkeys(name for _, row in located for name in row)

@@ -185,7 +185,7 @@ def choose_decoding(
       device: of those that are decoded on; a `jax.Device`.
       dtype: of keys and values.
       mesh: that is decoded on; None: one device.
-      setting: "xla": no kernels.
+      setting: `model.attention`; with "xla" no kernels.
     """
     if device.platform != "gpu" or setting == "xla":
         return RINGS
@@ -310,10 +310,7 @@ def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding
             by_place = take(by_place, slot)
         by_place = by_place.reshape(bins * rows, -1, *by_place.shape[2:])
         by_place = jnp.swapaxes(by_place, 1, 2)  # [D * A, kv_heads, readers, shared, head_dim]
-        prompts, slots = (
-            Lines(*(leaf.reshape(-1, *leaf.shape[2:]) for leaf in memory[0])),
-            memory[1],
-        )
+        prompts = Lines(*(leaf.reshape(-1, *leaf.shape[2:]) for leaf in memory[0]))
         parts = pallas_decoding.over_prompts(by_place, prompts, length.reshape(-1), interpret)
         token = jnp.stack([leaf.reshape(-1, kv_heads, size) for leaf in (key, value)], axis=2)
         out, slots = pallas_decoding.over_slots(

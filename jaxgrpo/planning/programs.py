@@ -105,7 +105,7 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     parts = built, config.lora.path, config.model.attention
     model_on_mesh = Pretrained(path, mesh, Path(path), None, *parts)
     sampling = make_sampling_settings(config.rollout, (0,), 0)
-    sampling = sampling._replace(attention=model_on_mesh.decoding_attention)
+    sampling = sampling._replace(attention=config.model.attention)
     if config.has_turns:
         sampling = plan_sampling(sampling, config.rollout, config.environments)
     sampling = with_segments(sampling, config.rollout.segment_tokens)

@@ -12,7 +12,7 @@ from jaxgrpo.config.keys import MeshKeys
 from jaxgrpo.models import sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
-from jaxgrpo.planning.costs import Bound
+from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.training.memory import shown
 from jaxgrpo.training.records.console import facts, terminal_table
@@ -164,14 +164,24 @@ def _memory(plan: Plan) -> Table:
 
 
 def _costs(plan: Plan) -> Table:
-    columns = [name for name in Bound._fields if any(getattr(p.bound, name) for p in plan.planned)]
+    costs = {program.name: (program.work, program.bound) for program in plan.planned}
+    return _cost_table(costs, "seconds of a step at the least, by the chip's published rates")
+
+
+def _formula_costs(plan: Plan) -> Table:
+    title = f"by formula a step takes {plan.seconds:.3g} s at the least, without what devices send"
+    return _cost_table(plan.formula, title)
+
+
+def _cost_table(costs: Mapping[str, tuple[Work, Bound]], title: str) -> Table:
+    bounds = [bound for _, bound in costs.values()]
+    columns = [name for name in Bound._fields if any(getattr(bound, name) for bound in bounds)]
     rows = [["program", "calls", "TFLOP", *columns, "bound"]]
-    for program in plan.planned:
-        values = (getattr(program.bound, name) for name in columns)
+    for name, (work, bound) in costs.items():
+        values = (getattr(bound, column) for column in columns)
         seconds = (f"{value:.4f}" if value else "" for value in values)
-        flops = f"{program.work.calls * program.work.executed / 1e12:,.1f}"
-        rows.append([program.name, str(program.work.calls), flops, *seconds, program.bound.limit])
-    title = "seconds of a step at the least, by the chip's published rates"
+        flops = f"{work.calls * work.executed / 1e12:,.1f}"
+        rows.append([name, str(work.calls), flops, *seconds, bound.limit])
     return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
 
 
@@ -184,16 +194,6 @@ def _counts(plan: Plan) -> Table:
         rows.append([program.name, *sizes, f"{calls * kernels:,}", f"{calls * trips:,}"])
     title = "main memory that each device moves in a step, as compiled, and what it runs"
     return terminal_table(rows, no_wrap=True, title=title)
-
-
-def _formula_costs(plan: Plan) -> Table:
-    rows = [["program", "calls", "TFLOP", "compute", "memory", "bound"]]
-    for name, (work, bound) in plan.formula.items():
-        seconds = (f"{value:.4f}" if value else "" for value in bound[:2])
-        flops = f"{work.calls * work.executed / 1e12:,.1f}"
-        rows.append([name, str(work.calls), flops, *seconds, bound.limit])
-    title = f"by formula a step takes {plan.seconds:.3g} s at the least, without what devices send"
-    return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
 
 
 def _traffic(plan: Plan) -> Table:

@@ -46,7 +46,7 @@ class SamplingSettings(NamedTuple):
     stop_strings: StopStrings | None = None
     early_stop: EarlyStop | None = None
     interruption: Interruption | None = None  # asked for by who makes requests: an engine has turns
-    attention: str = "auto"  # kernels of decoding: "auto", the platform's; "xla": none
+    attention: str = "auto"  # `model.attention`: with "xla" decoding takes no kernels
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
     max_turns: int = 1  # that a sample is drawn in; above 1 each is given back once it has ended
     answering: Answering | None = None  # how the engine answers turns by itself; `max_turns` is 1

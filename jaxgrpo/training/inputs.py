@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 from collections import Counter
@@ -172,9 +173,8 @@ def load_run_rows(
     folder, stored = find_config(model, fetch_weights=False)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     chat = make_chat(keys, model.path, tokenizer, size)
-    chat, world = begin_conversations(chat, folder, rollout, keys.forks, tools, environments)
-    if world is not None:
-        world.close()
+    in_threads = dataclasses.replace(rollout, call_workers=0)  # nothing is answered
+    chat, _ = begin_conversations(chat, folder, in_threads, keys.forks, tools, environments)
     return load_prompts(keys, rollout.max_prompt_tokens, chat).rows
 
 

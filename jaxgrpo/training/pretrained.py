@@ -38,11 +38,6 @@ class Pretrained(NamedTuple):
     attention: str = "auto"  # `model.attention`
 
     @property
-    def decoding_attention(self) -> str:
-        """`SamplingSettings.attention`."""
-        return "xla" if self.attention == "xla" else "auto"
-
-    @property
     def has_fresh_adapters(self) -> bool:
         """Whether adapters begin as zero: they add nothing to the model of the folder."""
         return self.model.config.lora is not None and self.adapter_path is None
@@ -196,8 +191,7 @@ def sampling_settings(
         rollout, ends, pad, StopStrings(tokenizer, strings) if strings else None
     )
     interruption = make_interruption(rollout.interrupt, tokenizer, longest)
-    attention = pretrained.decoding_attention
-    settings = settings._replace(interruption=interruption, attention=attention)
+    settings = settings._replace(interruption=interruption, attention=pretrained.attention)
     settings = settings if world is None else world.sampling(settings)
     return with_segments(settings, rollout.segment_tokens)
 

@@ -417,11 +417,9 @@ def _choose_kernel(
 ) -> attention.Kernel:
     """The kernel of attention that `model.attention` names, for the rows of an update."""
     mesh, model_config = pretrained.mesh, pretrained.model.config
-    row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
+    sizes = {"row": geometry.longest, "samples_per_row": geometry.samples_per_row}
     platform = mesh.devices.flat[0].platform
-    most = None if geometry.has_forks else geometry.group_size  # samples of a row are of one group
-    choice = name, platform, model_config
-    return attention.choose_kernel(*choice, row=row, samples_per_row=most, mesh=mesh)
+    return attention.choose_kernel(name, platform, model_config, **sizes, mesh=mesh)
 
 
 def _geometry(

@@ -53,10 +53,8 @@ def find_teacher(path: str, pretrained: Pretrained, kernel: str, geometry: Geome
         config = dataclasses.replace(config, without_text=without_text)
     check_positions(path, config, geometry.max_prompt_tokens, geometry.max_completion_tokens)
     model = decoder.build(config, constrain=sharding.constrain(mesh))
-    row = max(geometry.max_completion_tokens, geometry.max_prompt_tokens)
+    sizes = {"row": geometry.longest, "samples_per_row": geometry.samples_per_row}
     platform = mesh.devices.flat[0].platform
-    most = None if geometry.has_forks else geometry.group_size
-    sizes = {"row": row, "samples_per_row": most}
     return Teacher(model, attention.choose_kernel(kernel, platform, config, **sizes, mesh=mesh))
 
 

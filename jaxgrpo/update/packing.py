@@ -52,6 +52,16 @@ class Geometry(NamedTuple):
     has_forks: bool = False  # samples have the field `dialogue.FORK`
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row or prompt."""
+        return max(self.max_completion_tokens, self.max_prompt_tokens)
+
+    @property
+    def samples_per_row(self) -> int | None:
+        """The most, for those of a row are of one group; None: any number, some without prompt."""
+        return None if self.has_forks else self.group_size
+
+    @property
     def prompts_per_update(self) -> int:
         return self.num_prompts // self.minibatches
 

@@ -336,8 +336,7 @@ def test_where_rows_have_no_prompt_the_environment_says_what_is_asked(folder, tm
     message = [{"role": "user", "content": ""}]
     prompts = {}
     for name, column in {"named": {"prompt": message}, "none": {}}.items():
-        changes = {"environment": f"{folder}/mine.py:Gym", "run.dir": str(tmp_path / name)}
-        config = tables(folder, tmp_path / name, **changes)
+        config = tables(folder, tmp_path / name, environment=f"{folder}/mine.py:Gym")
         del config["data"]["path"]
         config["data"]["prompt"] = next(iter(column), "")
         jaxgrpo.train(config, dataset=[{"answer": "1", **column}] * 4)

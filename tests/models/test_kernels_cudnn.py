@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attended import ALONE, SEVERAL
+from attended import ALONE, SEVERAL, assert_same, rows, with_gradients
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -30,25 +30,6 @@ SEQUENCES = functools.partial(cudnn.sequences, implementation="xla")
 KINDS = [LayerKind(), LayerKind(window=4)]
 CONTEXT, PROMPT = 4096, 1000
 H100 = Path(__file__).parent.parent / "support" / "h100.txtpb"
-
-
-def rows(implementation, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
-    attend = implementation(*packed.placed)
-    return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def with_gradients(attend, cotangent, *inputs):
-    out, back = jax.vjp(attend, *inputs)
-    return jnp.where(cotangent != 0, out, 0), back(cotangent)
-
-
-def assert_same(actual, expected, atol=2e-5):
-    for actual_leaf, expected_leaf in zip(
-        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=0, atol=atol)
-        assert np.abs(expected_leaf).max() > 100 * atol  # or nothing would be compared
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=attended.name)

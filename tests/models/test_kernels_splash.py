@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attended import KINDS, SEVERAL
+from attended import KINDS, SEVERAL, assert_same, rows, with_gradients
 from jax.experimental import topologies
 
 from jaxgrpo.models import attention, sharding
@@ -23,11 +23,6 @@ LONG = attended.packed([[60, 100, 90], [256]], [1, 0], [130, 40], width=140, siz
 BOTH = LayerKind(window=70, soft_cap=1.5)
 
 
-def rows(implementation, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
-    attend = implementation(*packed.placed)
-    return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
-
-
 class Placed(NamedTuple):
     """What `rows` reads of a Packed."""
 
@@ -35,20 +30,6 @@ class Placed(NamedTuple):
 
 
 interpreted = functools.partial(splash.rows_with_prefix, interpret=True)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def with_gradients(attend, cotangent, *inputs):
-    out, back = jax.vjp(attend, *inputs)
-    return jnp.where(cotangent != 0, out, 0), back(cotangent)
-
-
-def assert_same(actual, expected, atol):
-    for actual_leaf, expected_leaf in zip(
-        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=0, atol=atol)
-        assert np.abs(expected_leaf).max() > 100 * atol  # or nothing would be compared
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=attended.name)

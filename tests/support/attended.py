@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.api import KeyValue, LayerKind
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 KINDS = [LayerKind(window=window, soft_cap=cap) for window in (None, 4) for cap in (None, 1.5)]
@@ -101,3 +102,24 @@ def formula_of_rows(packed: Packed, kind: LayerKind, query, key, value, prefix_k
         for prefix, rows in ((prefix_key, key), (prefix_value, value))
     )
     return formula(query, keys, values, mask_of_rows(packed, kind), kind.soft_cap)
+
+
+def rows(implementation, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
+    """What an implementation of `attention.rows_with_prefix` gives for packed rows."""
+    attend = implementation(*packed.placed)
+    return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(attend, cotangent, *inputs):
+    """The output where a token is, and the gradients of the inputs."""
+    out, back = jax.vjp(attend, *inputs)
+    return jnp.where(cotangent != 0, out, 0), back(cotangent)
+
+
+def assert_same(actual, expected, atol=2e-5):
+    for actual_leaf, expected_leaf in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=0, atol=atol)
+        assert np.abs(expected_leaf).max() > 100 * atol  # or nothing would be compared

@@ -57,10 +57,12 @@ class Sizes(NamedTuple):
         """
         per_bin = -(-prompts // bins)
         slots = min(-(-slots // bins) or per_bin * group, per_bin * group)
-        readers = 1 if turns else group
-        rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
         if turns:
+            readers = 1
             rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots) + OWN_ROWS)
+        else:
+            readers = group
+            rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
         # The last prompt token opens a slot, the others make up the row.
         columns = -(-max(1, width + turns - 1) // COLUMNS) * COLUMNS
         return cls(bins, per_bin, group, slots, rows, columns, readers)
