@@ -32,35 +32,47 @@ SCALE = 1 / math.sqrt(SIZE)
 
 
 class Rows(NamedTuple):
-    """Packed rows: `samples` of random lengths in each of `number`, behind prompts."""
+    """Packed rows of at most `samples` of random lengths, behind prompts of at most `prompt`.
+
+    One row is full; those after it have a sample less each, down to none, with nothing behind the
+    last, and prompts get shorter. So whatever rows may leave empty is part of the error.
+    """
 
     number: int = 16
     tokens: int = 2048
     samples: int = 4
     prompt: int = 512
 
-    def starts(self) -> np.ndarray:
-        """Where the samples of each row begin, and -1 behind the last, int32 [B, M + 1]."""
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, 0 behind the last, int32 [B, M]."""
         random = np.random.default_rng(0)
         cuts = random.integers(64, self.tokens - 64, (self.number, self.samples - 1))
-        column = np.zeros((self.number, 1), int)
-        return np.concatenate([column, np.sort(cuts), column - 1], 1).astype(np.int32)
-
-    def lengths(self) -> np.ndarray:
-        """Tokens of each sample, int32 [B, M]."""
-        starts = self.starts()[:, :-1]
-        ends = np.concatenate([starts[:, 1:], np.full((self.number, 1), self.tokens)], 1)
-        return (ends - starts).astype(np.int32)
+        ends = np.pad(np.sort(cuts), [(0, 0), (0, 1)], constant_values=self.tokens)
+        there = self.samples - np.arange(self.number) % (self.samples + 1)
+        lengths = np.diff(ends, prepend=0)
+        return np.where(np.arange(self.samples) < there[:, None], lengths, 0).astype(np.int32)
 
     def segments(self) -> np.ndarray:
-        """The number of each token's sample within its row, int32 [B, T]."""
-        numbers = np.arange(self.samples)
-        return np.stack([np.repeat(numbers, length) for length in self.lengths()]).astype(np.int32)
+        """The number of each token's sample within its row, from 1, and 0 at none, int32 [B, T]."""
+        numbers = np.arange(1, self.samples + 1)
+        rows = [np.repeat(numbers, length) for length in self.lengths()]
+        return np.stack([np.pad(row, (0, self.tokens - len(row))) for row in rows]).astype(np.int32)
+
+    def starts(self) -> np.ndarray:
+        """The first place of each token's sample, int32 [B, T]."""
+        ends = np.cumsum(self.lengths(), 1, dtype=np.int32)
+        starts = np.pad(ends, [(0, 0), (1, 0)])
+        return np.take_along_axis(starts, np.maximum(self.segments() - 1, 0), 1)
+
+    def prompts(self) -> np.ndarray:
+        """Tokens of the prompt of each row, int32 [B]."""
+        return self.prompt - 17 * np.arange(self.number, dtype=np.int32)
 
     def flop(self) -> float:
         """Of the products of one forward pass."""
-        pairs = (self.lengths().astype(float) ** 2).sum() / 2
-        return 4 * HEADS * SIZE * (pairs + self.number * self.tokens * self.prompt)
+        lengths = self.lengths().astype(float)
+        pairs = (lengths**2).sum() / 2 + (lengths.sum(1) * self.prompts()).sum()
+        return 4 * HEADS * SIZE * pairs
 
 
 def plain(rows: Rows, q: Array, k: Array, v: Array, pk: Array, pv: Array) -> Array:
@@ -71,19 +83,21 @@ def plain(rows: Rows, q: Array, k: Array, v: Array, pk: Array, pv: Array) -> Arr
     score = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
     same = segment[:, :, None] == segment[:, None, :]
     causal = same & (place[:, None] >= place)[None]
-    attends = jnp.concatenate([jnp.ones((*causal.shape[:2], rows.prompt), bool), causal], 2)
-    score = jnp.where(attends[:, None, None], SCALE * score, -jnp.inf)
-    weight = jax.nn.softmax(score).astype(q.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weight, values).reshape(q.shape)
+    prompt = jnp.arange(rows.prompt) < jnp.asarray(rows.prompts())[:, None]
+    prompt = jnp.broadcast_to(prompt[:, None], (*causal.shape[:2], rows.prompt))
+    attends = jnp.concatenate([prompt, causal], 2)[:, None, None]
+    weight = jax.nn.softmax(jnp.where(attends, SCALE * score, -jnp.inf)).astype(q.dtype)
+    out = jnp.einsum("bkgts,bskd->btkgd", weight, values).reshape(q.shape)
+    return jnp.where((segment > 0)[..., None, None], out, 0)
 
 
 def packed(rows: Rows) -> Callable[..., Array]:
     """The same by the kernel of updates: two calls of cuDNN and their log-sum-exps."""
-    segment = jnp.asarray(rows.segments())[None]
-    starts = jnp.take_along_axis(jnp.asarray(rows.starts())[None], segment, 2)
-    position = rows.prompt + jnp.arange(rows.tokens) - starts
-    prompts = jnp.arange(rows.number)[None], jnp.full((1, rows.number), rows.prompt)
-    attend = cudnn_packed.rows_with_prefix(segment + 1, position, *prompts, most=rows.samples)
+    segment, before = (jnp.asarray(leaf)[None] for leaf in (rows.segments(), rows.prompts()))
+    from_start = jnp.arange(rows.tokens) - jnp.asarray(rows.starts())[None]
+    prompts = jnp.arange(rows.number)[None], before
+    placed = segment, before[..., None] + from_start, *prompts
+    attend = cudnn_packed.rows_with_prefix(*placed, most=rows.samples)
 
     def attention(q: Array, *rest: Array) -> Array:
         query, key, value, *prompt = (leaf[None] for leaf in (SCALE * q, *rest))

@@ -1,8 +1,8 @@
 """Packed rows by two calls of cuDNN are the plain ones; lowered for a GPU, they are its kernels.
 
 Its arithmetic needs a GPU. Here formulas stand for its calls, so layout, lengths, the joining and
-the gradients are checked; that its kernels compute those formulas was measured on an H100
-(benchmarks/results/2026-11-26-h100-attention.md).
+the gradients are checked; that its kernels compute those formulas is checked on a GPU by
+`benchmarks.gpu_attention` (benchmarks/results/2026-11-27-h200.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxgrpo.models import attention
 from jaxgrpo.models.api import KeyValue, LayerKind
-from jaxgrpo.models.kernels import cudnn_packed
+from jaxgrpo.models.kernels import cudnn, cudnn_packed
 from jaxgrpo.models.kernels.cudnn_packed import Parts, Samples
 
 PLAIN = LayerKind()
@@ -101,6 +101,48 @@ def test_rows_that_are_not_side_by_side_give_nan_and_leave_others_alone():
     out = rows(functools.partial(kernel, most=2), SEVERAL, PLAIN, *inputs)
     assert np.isnan(out[0, 2]).all()  # of three samples
     assert np.isfinite(out[0, :2]).all()
+
+
+def test_samples_stay_at_their_place_in_what_cudnn_keeps_of_rows_with_fewer():
+    length = jnp.asarray([[3, 2, 0, 0], [1, 0, 0, 0], [2, 2, 2, 2]], jnp.int32)
+    start = jnp.cumsum(length, 1, dtype=jnp.int32) - length
+    query, key = (jnp.zeros((3, 8, heads, 16), jnp.bfloat16) for heads in (4, 2))
+    spans = Samples(length, start, length, length)
+    _, (*lengths, query_starts, _) = cudnn_packed._arguments(query, spans)
+    # What JAX makes of them for cuDNN, which numbers samples over all rows.
+    counted = fused_attention_stablehlo._fix_seqlen_offsets(
+        *lengths, query_starts, query_starts, query, key
+    )
+    np.testing.assert_array_equal(counted[0].reshape(-1), length.reshape(-1))
+    first = (start + 8 * jnp.arange(3)[:, None]).reshape(-1)
+    np.testing.assert_array_equal(counted[2].reshape(-1)[: first.size], first * 4 * 16)
+
+
+@pytest.mark.parametrize("kernel", ["packed", "sequences"])
+def test_sequences_of_odd_lengths_are_computed_with_a_place_more(kernel):
+    seen = []
+
+    def forward_even(query, key, value, spans):
+        seen.extend(leaf.shape[1] for leaf in (query, key, value))
+        return forward(query, key, value, spans)
+
+    def sequences(query, key, value, length, window):
+        seen.extend(leaf.shape[1] for leaf in (query, key, value))
+        return cudnn.sequences(query, key, value, length, window, implementation="xla")
+
+    packed = attended.packed([[5], [4]], [1, 0], [3, 4], width=5, size=9)
+    *inputs, _ = map(jnp.asarray, attended.draws(packed, np.float32))
+    if kernel == "packed":
+        parts = Parts(forward_even, backward)
+        attend = functools.partial(cudnn_packed.rows_with_prefix, most=1, parts=parts)
+    else:
+        attend = functools.partial(cudnn.rows_with_prefix, sequences=sequences)
+    real = (packed.segment > 0)[..., None, None]
+    actual = rows(attend, packed, PLAIN, *inputs) * real
+    assert packed.segment.shape[2] % 2
+    assert packed.width % 2
+    assert not any(length % 2 for length in seen)
+    assert_same(actual, rows(attention.rows_with_prefix, packed, PLAIN, *inputs) * real)
 
 
 def test_windows_and_soft_caps_never_reach_the_kernel():

@@ -150,9 +150,15 @@ def _check(kind: LayerKind) -> None:
 
 def _flat(sequences: Sequences, query: Array, key: Array, value: Array, length: Array, window):
     """`sequences` over any leading dimensions."""
-    inputs = [leaf.reshape(-1, *leaf.shape[-3:]) for leaf in (query, key, value)]
+    inputs = [even(leaf.reshape(-1, 1, *leaf.shape[-3:]))[:, 0] for leaf in (query, key, value)]
     out = sequences(inputs[0], inputs[1], inputs[2], length.reshape(-1), window)
-    return out.reshape(query.shape)
+    return out[:, : query.shape[-3]].reshape(query.shape)
+
+
+def even(leaf: Array) -> Array:
+    """[D, R, Q, ...] with one place more where Q is odd: JAX 0.11 takes no odd sequences."""
+    padding = [(0, 0), (0, 0), (0, leaf.shape[2] % 2), *[(0, 0)] * (leaf.ndim - 3)]
+    return jnp.pad(leaf, padding) if leaf.shape[2] % 2 else leaf
 
 
 def _put_after(prompt: Array, row: Array, length: Array) -> Array:

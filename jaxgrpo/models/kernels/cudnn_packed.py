@@ -6,8 +6,7 @@ every token of the row sees. With L the log-sum-exp of all that a query sees,
     L = logaddexp(L_own, L_prompt),    o = exp(L_own - L) o_own + exp(L_prompt - L) o_prompt
 
 The backward pass of cuDNN computes exp(score - L) again, so each part with the joint o and L gives
-its exact share of the gradient. Measured on an H100
-(benchmarks/results/2026-11-26-h100-attention.md), by operations as these.
+its exact share of the gradient. Measured on an H200 (benchmarks/results/2026-11-27-h200.md).
 
 Source: jax._src.cudnn.fused_attention_stablehlo; FlashAttention, arXiv 2205.14135, algorithm 4.
 """
@@ -24,6 +23,7 @@ from jax import Array, custom_batching
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, custom_vjp
+from jaxgrpo.models.kernels.cudnn import even
 from jaxgrpo.models.kernels.plain import SAVED, take_per_bin
 
 NEVER_SEEN = 1e30
@@ -68,6 +68,8 @@ def rows_with_prefix(
       most: samples of a row.
       parts: cuDNN's by default; or, for a test without a GPU, formulas.
     """
+    width = segment.shape[-1]
+    segment, position = even(segment), even(position)
     numbers = jnp.arange(1, most + 1, dtype=segment.dtype)
     length = (segment[..., None] == numbers).sum(-2, dtype=jnp.int32)  # [D, R, M]
     start = jnp.cumsum(length, -1, dtype=jnp.int32) - length
@@ -90,11 +92,10 @@ def rows_with_prefix(
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
         if kind.soft_cap is not None or kind.window is not None:
             raise NotImplementedError(f"packed rows by cuDNN: {kind} has a window or a soft cap")
-        prompts = [flat(take_per_bin(leaf, row_prompt)) for leaf in memory]
-        row_arrays = [flat(leaf) for leaf in (query, key, value)]
-        arrays = (*row_arrays, *prompts)
-        out = _joined(parts or CUDNN, arrays, (samples, flat(before))).reshape(query.shape)
-        return jnp.where(fits[..., None, None, None], out, jnp.nan), None
+        prompts = [take_per_bin(leaf, row_prompt) for leaf in memory]
+        arrays = tuple(flat(even(leaf)) for leaf in (query, key, value, *prompts))
+        out = _joined(parts or CUDNN, arrays, (samples, flat(before)))[:, :width]
+        return jnp.where(fits[..., None, None, None], out.reshape(query.shape), jnp.nan), None
 
     return attend
 
@@ -162,11 +163,10 @@ def _arguments(query: Array, spans: Samples | Array) -> tuple[Any, tuple[Array, 
     if not isinstance(spans, Samples):
         width = jnp.full(query.shape[0], query.shape[1], jnp.int32)
         return fused.MaskType.PADDING, (width, jnp.maximum(spans, 1))
-    is_there = spans.length > 0
-    length, start = (jnp.where(is_there, leaf, -1) for leaf in (spans.length, spans.start))
-    # Where samples begin, and -1 behind the last: with its end cuDNN would see one more.
-    offsets = jnp.pad(start, [(0, 0), (0, 1)], constant_values=-1)
-    return fused.MaskType.PADDING_CAUSAL, (length, length, offsets, offsets)
+    # Where samples begin, and -1 behind the last: with its end cuDNN would see one more. Those that
+    # are not there have no token: JAX moves the others together where they are -1, over all rows.
+    offsets = jnp.pad(spans.start, [(0, 0), (0, 1)], constant_values=-1)
+    return fused.MaskType.PADDING_CAUSAL, (spans.length, spans.length, offsets, offsets)
 
 
 def _cudnn_forward(query: Array, key: Array, value: Array, spans: Samples | Array):
