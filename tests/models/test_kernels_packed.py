@@ -141,7 +141,7 @@ def test_sequences_of_odd_lengths_are_computed_with_a_place_more(kernel):
     actual = rows(attend, packed, PLAIN, *inputs) * real
     assert packed.segment.shape[2] % 2
     assert packed.width % 2
-    assert not any(length % 2 for length in seen)
+    assert not any(length % 2 for length in widths)
     assert_same(actual, rows(attention.rows_with_prefix, packed, PLAIN, *inputs) * real)
 
 
