@@ -274,12 +274,12 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 5020,  # with kernels of a decoding step on a GPU, and packed rows by cuDNN
+    "models": 5120,  # with kernels for GPUs, and chunks of what slots hold
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 3985,  # with turns, what of them is saved, and what draws for queries
+    "rollout": 4220,  # with turns, samples that keep their slots, and what draws for queries
     "update": 1796,  # with what the kernels of a run are chosen by
-    "config": 2110,  # with what tools and environments are
+    "config": 2112,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
     "training": 6955,  # with a page of conversations, versions of tokens, and what fits an update
     "planning": 1705,  # 110 of it what compiled programs move, which benchmarks had
