@@ -7,7 +7,7 @@ by themselves, and each turn is answered by 8 tokens: by a class in Python that 
 in 50 ms, or by rules in JAX, traced into the loop. All are drawn in turn, beside samples of one
 turn with as much room. A sample keeps its slot while it is answered.
 
-Then, with 3 turns, longer replies: computed in chunks, as they are by default, and fed one by one.
+Then, with 3 turns, longer replies: in chunks, as on a GPU, and fed one by one, as on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SEGMENT_OF_TURNS, SamplingSettings
 from jaxgrpo.rollout.slots import table
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.rollout.slots.table import LEAST_CHUNKED
 from jaxgrpo.rollout.traced import TracedDialogue
 
 PROMPTING = Prompting(prompts=8, samples=8, shortest=32, longest=64, completion=64, ragged=True)
@@ -187,12 +186,12 @@ def long_replies(replies: Sequence[int], rounds: int, console: Console) -> dict[
 
         def run(least_chunked: int) -> Callable[[int], Run]:
             def run_seed(seed: int) -> Run:
-                table.LEAST_CHUNKED = least_chunked
+                table.LEAST_CHUNKED = {jax.default_backend(): least_chunked}
                 return contender.run(seed)
 
             return run_seed
 
-        ways = {"chunks": run(min(reply, LEAST_CHUNKED)), "fed": run(10**6)}
+        ways = {"chunks": run(0), "fed": run(10**6)}
         runs = contest.in_turn(ways, rounds, warm_up=2)
         seconds = [[run.seconds for run in runs[name]] for name in ways]
         ratio = over(*seconds)

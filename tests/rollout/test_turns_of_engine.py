@@ -43,7 +43,7 @@ class Letters:
 @pytest.fixture
 def in_chunks(monkeypatch):
     """Replies of 3 tokens or more are computed in chunks of 4, of two samples at a time."""
-    monkeypatch.setattr(table, "LEAST_CHUNKED", 3)
+    monkeypatch.setattr(table, "LEAST_CHUNKED", {"cpu": 3})
     for module in (table, replying):
         monkeypatch.setattr(module, "CHUNK", 4)
     monkeypatch.setattr(table, "CHUNK_TOKENS", 8)

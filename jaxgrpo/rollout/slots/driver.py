@@ -212,7 +212,8 @@ class _Session:
         params: Params,
     ):
         self.programs, self.settings, self.params, self.slots = programs, settings, params, slots
-        self.table, self.rows = Table(sizes, settings), Rows(sizes)
+        platform = next(iter(jax.tree.leaves(params)[0].devices())).platform
+        self.table, self.rows = Table(sizes, settings, platform), Rows(sizes)
         self.state: DecodeState = programs.begin(sizes)
         self.segment = 0  # the number of the next one
         self.admitted = 0  # the first segment with all that was admitted
