@@ -9,6 +9,7 @@ identity up to scale, as in the Hugging Face models of these families (`initiali
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -113,13 +114,54 @@ class Embedding(nnx.Module):
     def decode(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Logits in at least float32, whatever the dtype of the table."""
         table = self.table[...] if self.wide else self.table[...].astype(self.dtype)
-        dtype = jnp.promote_types(table.dtype, jnp.float32)
         # By default a TPU multiplies float32 in bfloat16 and a GPU in TF32.
         precision = "highest" if self.wide else None
-        logits = jnp.einsum(
-            "...e,ve->...v", hidden, table, preferred_element_type=dtype, precision=precision
-        )
+        multiply = _bfloat16_logits if table.dtype == jnp.bfloat16 else _logits
+        logits = multiply(hidden, table, precision)
         return soft_capped(logits if self.scale == 1.0 else logits * self.scale, self.cap)
+
+
+def _logits(hidden: Array, table: Array, precision: str | None) -> Array:
+    dtype = jnp.promote_types(table.dtype, jnp.float32)
+    return jnp.einsum(
+        "...e,ve->...v", hidden, table, preferred_element_type=dtype, precision=precision
+    )
+
+
+@custom_vjp(2)
+def _bfloat16_logits(hidden: Array, table: Array, precision: str | None) -> Array:
+    """`_logits` of a table in bfloat16, whose float32 gradient a GPU rounds to bfloat16 too.
+
+    It would else take both products of the gradient in TF32, at a third of the speed, and a TPU
+    rounds by default. Only reverse mode, once.
+    """
+    return _logits(hidden, table, precision)
+
+
+def _bfloat16_logits_forward(hidden: Array, table: Array, precision: str | None):
+    return _logits(hidden, table, precision), (hidden, table)
+
+
+def _bfloat16_logits_backward(
+    precision: str | None, saved: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    def as_given(cotangent: Array, hidden: Array, table: Array) -> tuple[Array, Array]:
+        return jax.vjp(functools.partial(_logits, precision=precision), hidden, table)[1](cotangent)
+
+    return jax.lax.platform_dependent(cotangent, *saved, cuda=rounded_gradients, default=as_given)
+
+
+def rounded_gradients(cotangent: Array, hidden: Array, table: Array) -> tuple[Array, Array]:
+    """The gradients of hidden and table, from logits' gradients in the dtype of the table.
+
+    The sums of their products are taken in float32, and rounded.
+    """
+    narrow = cotangent.astype(table.dtype)
+    d_hidden = jnp.einsum("...v,ve->...e", narrow, table)
+    return d_hidden, jnp.einsum("...v,...e->ve", narrow, hidden)
+
+
+_bfloat16_logits.defvjp(_bfloat16_logits_forward, _bfloat16_logits_backward)
 
 
 class RMSNorm(nnx.Module):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxgrpo.models.api import ModelConfig, Rope
-from jaxgrpo.models.layers import Dense, FeedForward, RMSNorm, rotary_angles, rotate
+from jaxgrpo.models.layers import (
+    Dense,
+    Embedding,
+    FeedForward,
+    RMSNorm,
+    rotary_angles,
+    rotate,
+    rounded_gradients,
+)
 
 
 def config(**changes) -> ModelConfig:
@@ -99,3 +109,38 @@ def test_feed_forward_gates_with_silu_or_with_the_tanh_form_of_gelu():
         )
         expected = (activation(x @ gate) * (x @ up)) @ down
         np.testing.assert_allclose(module(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gpu_rounds_the_gradient_of_bfloat16_logits_and_nothing_else():
+    """The products of the rounded gradient, beside those of the whole one in float64."""
+    rng = np.random.default_rng(0)
+    hidden, table = (
+        jnp.asarray(rng.normal(size=(size, 64)) * scale, jnp.bfloat16)
+        for size, scale in ((128, 1.0), (2048, 0.4))
+    )
+    logits = hidden.astype(jnp.float32) @ table.astype(jnp.float32).T
+    taken = jax.nn.one_hot(rng.integers(0, 2048, 128), 2048)
+    cotangent = (taken - jax.nn.softmax(logits)) * rng.normal(size=(128, 1))
+    wide = [np.asarray(leaf, np.float64) for leaf in (cotangent, hidden, table)]
+    expected = wide[0] @ wide[2], wide[0].T @ wide[1]
+    rounding = 2.0**-9  # of a number in bfloat16, at the most; the mean square is .0017
+    for actual, exact in zip(rounded_gradients(cotangent, hidden, table), expected, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact)
+        assert error < 2**0.5 * rounding  # of the logits' gradient, and of the result
+
+
+def test_only_on_a_gpu_are_both_products_of_the_head_s_gradient_in_bfloat16():
+    graph, state = nnx.split(Embedding(config(vocab_size=512, dtype="bfloat16"), rngs()))
+
+    def loss(state, hidden):
+        return jnp.sin(nnx.merge(graph, state).decode(hidden)).sum()
+
+    def products(platform: str) -> list[tuple[str, str]]:
+        hidden = jax.ShapeDtypeStruct((16, 6), jnp.bfloat16)
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(state, hidden)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return re.findall(r"dot_general .*: \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>", text)
+
+    assert products("cuda") == [("bf16", "bf16")] * 3
+    assert products("cpu").count(("bf16", "bf16")) == 1
