@@ -119,8 +119,8 @@ def test_a_gpu_rounds_the_gradient_of_bfloat16_logits_and_nothing_else():
         for size, scale in ((128, 1.0), (2048, 0.4))
     )
     logits = hidden.astype(jnp.float32) @ table.astype(jnp.float32).T
-    taken = jax.nn.one_hot(rng.integers(0, 2048, 128), 2048)
-    cotangent = (taken - jax.nn.softmax(logits)) * rng.normal(size=(128, 1))
+    picks = jax.nn.one_hot(rng.integers(0, 2048, 128), 2048)
+    cotangent = (picks - jax.nn.softmax(logits)) * rng.normal(size=(128, 1))
     wide = [np.asarray(leaf, np.float64) for leaf in (cotangent, hidden, table)]
     expected = wide[0] @ wide[2], wide[0].T @ wide[1]
     rounding = 2.0**-9  # of a number in bfloat16, at the most; the mean square is .0017
