@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxgrpo.core.errors import find, refuse_all
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, Model, ModelConfig
-from jaxgrpo.models.cache import Cache, Lines, Ring, ages, written
+from jaxgrpo.models.cache import Cache, Lines, Ring, ages, narrowed, written
 from jaxgrpo.models.kernels import cudnn
 from jaxgrpo.models.kernels.plain import SAVED as SAVED
 from jaxgrpo.models.kernels.plain import (
@@ -228,7 +228,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
                 keys, cache.value.at[row[:, None], :, column].set(value, mode="drop")
             )
 
-        key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
+        key, value = (narrowed(leaf, memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
         rows = Cache(*(take_per_bin(leaf, row) for leaf in cache))
         if isinstance(cache, Lines):
@@ -313,6 +313,7 @@ def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding
         prompts = Lines(*(leaf.reshape(-1, *leaf.shape[2:]) for leaf in memory[0]))
         parts = pallas_decoding.over_prompts(by_place, prompts, length.reshape(-1), interpret)
         token = jnp.stack([leaf.reshape(-1, kv_heads, size) for leaf in (key, value)], axis=2)
+        token = narrowed(token, memory[1].value.dtype)
         out, slots = pallas_decoding.over_slots(
             by_place, token, memory[1], index, place, parts, interpret
         )
