@@ -248,7 +248,9 @@ class Dense(nnx.Module):
         Args:
           low: x · lora_a of the map that this one is fused with.
         """
-        y: Any = self.times_kernel(x)
+        y: Any = product(x, self.kernel[...], self.contracted)
+        if self.kernel_scale is not None:
+            y = (y * self.kernel_scale[...]).astype(y.dtype)
         if self.lora_b is not None:
             inner: Any = self.low(x) if low is None else low
             added: Any = product(inner, self.lora_b[...], 1)
@@ -257,13 +259,6 @@ class Dense(nnx.Module):
             return y
         bias = self.bias[...]
         return (y.astype(jnp.promote_types(y.dtype, bias.dtype)) + bias).astype(y.dtype)
-
-    def times_kernel(self, x: Float[Array, "..."]) -> Any:
-        if self.kernel_scale is None:
-            return product(x, self.kernel[...], self.contracted)
-        dtype, kernel = jnp.promote_types(x.dtype, jnp.float32), self.kernel[...].astype(x.dtype)
-        y = jnp.tensordot(x, kernel, axes=self.contracted, preferred_element_type=dtype)
-        return (y * self.kernel_scale[...].astype(dtype)).astype(x.dtype)
 
     def low(self, x: Float[Array, "..."]) -> Any:
         """x · lora_a; None without one."""

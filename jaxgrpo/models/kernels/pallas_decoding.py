@@ -201,7 +201,7 @@ def _over_slot(rows: int, slots: int, index_ref: Any, place_ref: Any, *refs: Any
         columns = pl.ds(block * LINES, LINES)
         is_live = block * LINES + jnp.arange(LINES) < index
         key, value = (
-            triton.load(ref.at[columns, :], mask=is_live[:, None], other=0).astype(query.dtype)
+            triton.load(ref.at[columns, :], mask=is_live[:, None], other=0.0).astype(query.dtype)
             for ref in (key_ref, value_ref)
         )
         score = triton.dot(query, key.T)
