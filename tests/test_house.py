@@ -274,15 +274,15 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 5020,  # with kernels of a decoding step on a GPU, and packed rows by cuDNN
+    "models": 5110,  # with kernels of a GPU's decoding and packed rows, and samplers in 8 bits
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 3985,  # with turns, what of them is saved, and what draws for queries
-    "update": 1796,  # with what the kernels of a run are chosen by
-    "config": 2110,  # with what tools and environments are
+    "rollout": 3995,  # with turns, what of them is saved, and what draws for queries
+    "update": 1808,  # with what the kernels of a run are chosen by
+    "config": 2130,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
     "training": 6955,  # with a page of conversations, versions of tokens, and what fits an update
-    "planning": 1705,  # 110 of it what compiled programs move, which benchmarks had
+    "planning": 1708,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered
 }

@@ -76,8 +76,8 @@ def test_what_rounding_loses_is_bounded(weight_dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_fp8_cannot_hold_becomes_its_largest_number(dtype):
     numbers = jnp.asarray([1e9, -1e9, 448, 449, 470, -3.25, 2.0**-9, 0], dtype)
-    wanted = [448, -448, 448, 448, 448, -3.25, 2.0**-9, 0]
-    np.testing.assert_array_equal(np.asarray(narrowed(numbers, jnp.dtype(FP8)), float), wanted)
+    expected = [448, -448, 448, 448, 448, -3.25, 2.0**-9, 0]
+    np.testing.assert_array_equal(np.asarray(narrowed(numbers, jnp.dtype(FP8)), float), expected)
     assert np.isnan(np.asarray(narrowed(jnp.float32(np.nan), jnp.dtype(FP8)), float))
 
 
@@ -131,11 +131,11 @@ def drawn(config: ModelConfig, params: Params, **changes):
 def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     actual = drawn(config, make_params(config), weight_dtype=weight_dtype)
     plain = lora.base_config(config)
-    wanted = drawn(plain, rounded_params(config, weight_dtype))
-    np.testing.assert_array_equal(actual.completion_tokens, wanted.completion_tokens)
-    np.testing.assert_allclose(actual.behavior_logp, wanted.behavior_logp, rtol=0, atol=3e-5)
+    expected = drawn(plain, rounded_params(config, weight_dtype))
+    np.testing.assert_array_equal(actual.completion_tokens, expected.completion_tokens)
+    np.testing.assert_allclose(actual.behavior_logp, expected.behavior_logp, rtol=0, atol=3e-5)
     unrounded = drawn(plain, lora.merge(tiny.model(config), make_params(config)))
-    assert (unrounded.behavior_logp != wanted.behavior_logp).any()
+    assert (unrounded.behavior_logp != expected.behavior_logp).any()
 
 
 def test_the_copy_is_the_samplers_own_and_has_no_leaf_of_the_parameters():
@@ -198,11 +198,15 @@ CLIPPED = losses.Objective(losses.clip(), losses.token_mean())
 @pytest.mark.parametrize(
     ("objective", "chain", "line"),
     [
-        (CLIPPED, advantages.grpo(), ""),
-        (REINFORCE, advantages.chain(advantages.grpo(), advantages.truncated_importance()), ""),
+        (CLIPPED, advantages.build("grpo"), ""),
         (
             REINFORCE,
-            advantages.grpo(),
+            advantages.extend(advantages.build("grpo"), advantages.truncated_importance()),
+            "",
+        ),
+        (
+            REINFORCE,
+            advantages.build("grpo"),
             'rollout.kv_cache_dtype = "fp8" and rollout.weight_dtype = "int8": reinforce with '
             'loss.proximal = "behavior" takes samples of the rounded policy for the trainer\'s '
             'own; set loss.mismatch = { use = "truncated_importance" }',

@@ -36,10 +36,10 @@ def test_log_probs_are_stored_of_the_sampler_and_differ_from_the_trainers(finish
 
 
 def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path):
-    whole = jaxgrpo.train(small_run.config(tmp_path / "whole", **LOW))
+    uninterrupted = jaxgrpo.train(small_run.config(tmp_path / "whole", **LOW))
     jaxgrpo.train(small_run.config(tmp_path / "run", **LOW, **{"train.steps": 2}))
     resumed = jaxgrpo.train(small_run.config(tmp_path / "run", **LOW), resume="auto")
-    assert resumed.summary["parameter_hash"] == whole.summary["parameter_hash"]
+    assert resumed.summary["parameter_hash"] == uninterrupted.summary["parameter_hash"]
 
 
 @pytest.mark.full
