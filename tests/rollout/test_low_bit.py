@@ -13,6 +13,7 @@ import optax
 import pytest
 import tiny
 from engines import draw_all, make_engine
+from jax.sharding import Mesh
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.config import methods
@@ -112,9 +113,9 @@ def rounded_params(config: ModelConfig, weight_dtype: str) -> Params:
     return jax.tree_util.tree_map_with_path(rounded, params)
 
 
-def drawn(config: ModelConfig, params: Params, **changes):
+def drawn(config: ModelConfig, params: Params, mesh: Mesh | None = None, **changes):
     prompts = tiny.prompts(8)
-    engine = make_engine(tiny.model(config), settings(**changes), prompts)
+    engine = make_engine(tiny.model(config), settings(**changes), prompts, mesh)
     return draw_all(engine, params, prompts, KEY, 4)
 
 
@@ -136,6 +137,15 @@ def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     np.testing.assert_allclose(actual.behavior_logp, expected.behavior_logp, rtol=0, atol=3e-5)
     unrounded = drawn(plain, lora.merge(tiny.model(config), make_params(config)))
     assert (unrounded.behavior_logp != expected.behavior_logp).any()
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_on_a_mesh_the_same_is_drawn(weight_dtype):
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    arguments = tiny.UNIFORM, tiny.params()
+    actual, expected = (drawn(*arguments, on, weight_dtype=weight_dtype) for on in (mesh, None))
+    np.testing.assert_array_equal(actual.completion_tokens, expected.completion_tokens)
+    np.testing.assert_allclose(actual.behavior_logp, expected.behavior_logp, rtol=0, atol=3e-5)
 
 
 def test_the_copy_is_the_samplers_own_and_has_no_leaf_of_the_parameters():
