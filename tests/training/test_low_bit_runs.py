@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import small_run
 import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.planning import costs, programs
+from jaxgrpo.planning.topologies import stand_ins
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +84,20 @@ def test_other_formats_are_refused(key, allowed, tmp_path):
     with pytest.raises(InputError, match=f'{key} = "int4"') as refused:
         configs.from_dict(small_run.tables(tmp_path, **{key: "int4"}))
     assert allowed in str(refused.value)
+
+
+def test_a_plan_counts_fewer_bytes_for_decoding():
+    def read(*overrides: str) -> tuple[float, Any]:
+        run = programs.build_run(configs.load("qwen3_0p6b_v5e", overrides), devices)
+        return costs.program_work(run)["decode"].read, run
+
+    devices = stand_ins("v5e:2x4", 1)
+    wide, run = read()
+    segment = run.blueprint.sampling.segment_tokens
+    weights, _ = read("rollout.weight_dtype=int8")
+    saved_bytes = run.blueprint.model.config.linear_weights  # bfloat16 has one byte more
+    assert wide - weights == pytest.approx(segment * saved_bytes, rel=0.01)
+    caches, low = read("rollout.kv_cache_dtype=fp8")
+    halves = segment * run.memory.decode / 4
+    assert wide - caches == pytest.approx(halves, rel=0.01)
+    assert low.memory.decode == pytest.approx(run.memory.decode / 2, rel=0.01)
