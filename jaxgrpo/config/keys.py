@@ -259,8 +259,8 @@ class RolloutKeys:
     stop_strings: tuple[str, ...] = key(())  # a sample ends with the token that completes one
     early_stop: Mapping[str, float] | None = key(None)  # { percentile = 10 }: as EarlyStop
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
-    kv_cache_dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))  # "auto": that of
-    # the model
+    kv_cache_dtype: str = key("auto", choices=("auto", "float32", "bfloat16", "fp8"))
+    weight_dtype: str = key("auto", choices=("auto", "int8", "fp8"))  # "auto": that of the model
     overlap_rewards: bool = key(True)  # those that are per_sample judge groups as they end
     segment_tokens: int | None = key(None, at_least=1)  # decoded between two looks at what has
     # ended; None: 16, or 4 where tools or environments answer turns

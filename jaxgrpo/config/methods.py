@@ -27,7 +27,9 @@ from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.prompts import name_row
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.losses import Objective, Penalty, Surrogate
+from jaxgrpo.models.low_bit import DTYPES as LOW_BIT
 from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.policies import build_policy
 from jaxgrpo.rollout.selection import PromptPolicy
 
@@ -263,13 +265,33 @@ def refuse_stale(chain: AdvantageTransform, objective: Objective, where: str) ->
       where: the key that brings such samples, and its value.
     """
     surrogate, proximal = objective.surrogate, objective.proximal
-    if not chain.importance and not (surrogate.weighs and proximal == "behavior"):
+    if not _weighs_samples(chain, objective):
         raise InputError(
             f"{where}: {surrogate.name} with loss.proximal = "
             f"{json.dumps(proximal)} takes samples of older parameters for samples of the newest; "
             'take a surrogate with a ratio, as { use = "clip" }, with loss.proximal = "behavior", '
             'or weights, as loss.mismatch = { use = "truncated_importance" }'
         )
+
+
+def low_bit_line(
+    chain: AdvantageTransform, objective: Objective, settings: SamplingSettings
+) -> str:
+    """What to set where nothing weighs what a sampler in 8 bits drew; "" where something does."""
+    dtypes = {"kv_cache_dtype": settings.kv_cache_dtype, "weight_dtype": settings.weight_dtype}
+    low = [f'rollout.{name} = "{dtype}"' for name, dtype in dtypes.items() if dtype in LOW_BIT]
+    if not low or _weighs_samples(chain, objective):
+        return ""
+    return (
+        f"{' and '.join(low)}: {objective.surrogate.name} with loss.proximal = "
+        f"{json.dumps(objective.proximal)} takes samples of the rounded policy for the trainer's "
+        'own; set loss.mismatch = { use = "truncated_importance" }'
+    )
+
+
+def _weighs_samples(chain: AdvantageTransform, objective: Objective) -> bool:
+    """Whether samples count by how likely they are to the trainer now."""
+    return chain.importance or (objective.surrogate.weighs and objective.proximal == "behavior")
 
 
 def _weights(rewards: Sequence[Reward]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 Floats = Literal["float32", "bfloat16"]
-CacheDtype = Literal["auto", "float32", "bfloat16"]
+CacheDtype = Literal["auto", "float32", "bfloat16", "fp8"]
+WeightDtype = Literal["auto", "int8", "fp8"]
 Kernel = Literal["auto", "xla", "splash", "cudnn"]
 Remat = Literal["auto", "none", "attention", "dots", "full"]
 Quantity = Literal["logp", "entropy", "confidence", "rank", "effective_rank"]
@@ -147,6 +148,7 @@ class RolloutTable(TypedDict, total=False):
     early_stop: Mapping[str, float]
     slots: int
     kv_cache_dtype: CacheDtype
+    weight_dtype: WeightDtype
     overlap_rewards: bool
     segment_tokens: int
     prompts: Part

@@ -124,6 +124,7 @@ class ModelConfig:
     dtype: str = "float32"  # of parameters and activations
     float32_head: bool = False  # the last norm's output, the head and its product in float32
     lora: LoraConfig | None = None  # adapters that are trained in place of the weights
+    weight_dtype: str | None = None  # of kernels with scales, which samplers read: `low_bit.DTYPES`
     fused: tuple[tuple[str, ...], ...] = ()  # names in LINEAR that are one map of the family, which
     # has one adapter: its A is that of the first of them
     without_text: tuple[tuple[int, int], ...] = ()

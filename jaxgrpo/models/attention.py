@@ -24,6 +24,7 @@ from jaxgrpo.models.cache import (
     Lines,
     Ring,
     ages,
+    narrowed,
     slot_cache,
     turned,
     with_chunk,
@@ -237,7 +238,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
                 keys, cache.value.at[row[:, None], :, column].set(value, mode="drop")
             )
 
-        key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
+        key, value = (narrowed(leaf, memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
         rows = _rows(cache, row)
         position = start[..., None] + offset
@@ -280,7 +281,7 @@ def slot_chunk(pieces: Pieces, length: Array, clock: Array) -> Attend:
         offset = jnp.arange(query.shape[2])
         dtype = slots.value.dtype if isinstance(slots, Lines) else slots.recent.value.dtype
         chunk_cache = Cache(
-            jnp.moveaxis(key, 2, -1).astype(dtype), jnp.moveaxis(value, 2, -2).astype(dtype)
+            narrowed(jnp.moveaxis(key, 2, -1), dtype), narrowed(jnp.moveaxis(value, 2, -2), dtype)
         )
         caches = _rows(prompts, pieces.row), slot_cache(slots, pieces.slot), chunk_cache
         keys, values = zip(*caches, strict=True)
@@ -375,6 +376,7 @@ def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding
         prompts = Lines(*(leaf.reshape(-1, *leaf.shape[2:]) for leaf in memory[0]))
         parts = pallas_decoding.over_prompts(by_place, prompts, length.reshape(-1), interpret)
         token = jnp.stack([leaf.reshape(-1, kv_heads, size) for leaf in (key, value)], axis=2)
+        token = narrowed(token, memory[1].value.dtype)
         out, slots = pallas_decoding.over_slots(
             by_place, token, memory[1], index, place, parts, interpret
         )

@@ -16,6 +16,8 @@ PARTS = 3
 """Parts of what is older in a ring, each read whole or not at all: with more, less is read while
 samples are short, but each costs a few operations per layer, and their compilation."""
 
+FP8 = "float8_e4m3fn"
+
 LINES = 64
 """Columns of `Lines` that a kernel reads at a time."""
 
@@ -60,7 +62,14 @@ class Ring(NamedTuple):
 
 def cache_dtype(setting: str, config: ModelConfig) -> str:
     """The dtype of a model's keys and values while it decodes, as rollout.kv_cache_dtype asks."""
-    return config.dtype if setting == "auto" else setting
+    return {"auto": config.dtype, "fp8": FP8}.get(setting, setting)
+
+
+def narrowed(x: Array, dtype: jnp.dtype) -> Array:
+    """x in the dtype of a cache or of a kernel. In fp8 what is too large becomes the largest number
+    that there is, 448: a conversion alone would make it NaN."""
+    largest = jnp.finfo(FP8).max.astype(x.dtype) if dtype == FP8 else None
+    return (x if largest is None else jnp.clip(x, -largest, largest)).astype(dtype)
 
 
 def older_parts(tokens: int, block: int) -> tuple[int, int]:
@@ -83,7 +92,7 @@ def written(ring: Ring, clock: Array, key: Array, value: Array) -> Ring:
     column = clock % ring.recent.value.shape[-2]
 
     def write(target: Array, entry: Array, axis: int) -> Array:
-        entry = jnp.expand_dims(entry, axis).astype(target.dtype)
+        entry = narrowed(jnp.expand_dims(entry, axis), target.dtype)
         return jax.lax.dynamic_update_slice_in_dim(target, entry, column, axis=axis)
 
     recent = Cache(write(ring.recent.key, key, -1), write(ring.recent.value, value, -2))

@@ -243,7 +243,8 @@ class Dense(nnx.Module):
     """y = x · kernel (+ bias), where `inputs` and `outputs` may be several dimensions each.
 
     With adapters, where config.lora names the module: + scale * ((x · lora_a) · lora_b). Of maps
-    that are fused only the first has a lora_a (`ModelConfig.fused`).
+    that are fused only the first has a lora_a (`ModelConfig.fused`). With config.weight_dtype the
+    kernel's columns are to be multiplied by kernel_scale (`low_bit`); no gradient is to be taken.
     """
 
     def __init__(
@@ -262,7 +263,13 @@ class Dense(nnx.Module):
           name: one of LINEAR.
         """
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
-        self.kernel: nnx.Param[Array] = _matrix(shape, axes, config, rngs)
+        weight_dtype = config.weight_dtype
+        kernel_config = dataclasses.replace(config, dtype=weight_dtype or config.dtype)
+        self.kernel: nnx.Param[Array] = _matrix(shape, axes, kernel_config, rngs)
+        unit = jnp.ones(tuple(outputs.values()), jnp.float32)
+        self.kernel_scale: nnx.Param[Array] | None = (
+            None if weight_dtype is None else nnx.Param(unit, axes=tuple(outputs))
+        )
         zero = jnp.zeros(tuple(outputs.values()), config.dtype)
         self.bias: nnx.Param[Array] | None = nnx.Param(zero, axes=tuple(outputs)) if bias else None
         self.contracted: int = len(inputs)
@@ -284,6 +291,8 @@ class Dense(nnx.Module):
           low: x · lora_a of the map that this one is fused with.
         """
         y: Any = product(x, self.kernel[...], self.contracted)
+        if self.kernel_scale is not None:
+            y = (y * self.kernel_scale[...]).astype(y.dtype)
         if self.lora_b is not None:
             inner: Any = self.low(x) if low is None else low
             added: Any = product(inner, self.lora_b[...], 1)

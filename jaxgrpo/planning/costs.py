@@ -18,11 +18,12 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
-from jaxgrpo.planning.programs import Run, sampler_params, scoring_passes
+from jaxgrpo.planning.programs import Run, placed, sampler_params, scoring_passes
 from jaxgrpo.planning.traffic import Traffic
 from jaxgrpo.rollout.slots.capacity import Sizes, capacity, chunk_shape
 from jaxgrpo.training import memory
 from jaxgrpo.update import packing
+from jaxgrpo.update.forward import sampling_layout
 from jaxgrpo.update.packing import Geometry
 
 RECOMPUTED = {"none": 0, "dots": 0, "attention": 1, "full": 1}
@@ -103,7 +104,8 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     sizes = Sizes.for_prompts(
         settings.slots, sharding.num_bins(mesh), prompts, group, width, settings.turn_tokens
     )
-    params = sampler_params(run)
+    sampled = run.engine.programs.model
+    params = placed(sampled.shapes, sampling_layout(sampled, mesh))
     looked_up = 0 if config.tie_embeddings else memory.on_device(params["embed"])
     weights = memory.on_device(params) - looked_up
     side, chunk = chunk_shape(sizes)

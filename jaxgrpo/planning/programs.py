@@ -196,7 +196,7 @@ def lowering_platform(run: Run) -> str:
 
 
 def sampler_params(run: Run) -> Any:
-    """The shapes of what the sampler reads, stacked."""
+    """The shapes of what `sync` gives where it casts or moves, stacked."""
     blueprint = run.blueprint
     cast = functools.partial(as_computed, blueprint.model)
     params = jax.eval_shape(cast, params_of(run.learner))
@@ -207,6 +207,8 @@ def is_moved(run: Run) -> bool:
     """Whether `sync` casts or lays out the parameters for the sampler, beside slicing them."""
     learner, params, blueprint = run.learner, sampler_params(run), run.blueprint
     in_place = blueprint.mesh.shape["fsdp"] == 1 and not blueprint.has_two_meshes
+    if blueprint.sampling.weight_dtype != "auto" and in_place:
+        return False  # the engine reads those that are trained
     if blueprint.model.config.lora is not None and in_place:
         return not _alike(lora.split(params)[0], learner.trainable)
     return not _alike(params, params_of(learner))

@@ -48,6 +48,7 @@ class SamplingSettings(NamedTuple):
     interruption: Interruption | None = None  # asked for by who makes requests: an engine has turns
     attention: str = "auto"  # `model.attention`: with "xla" decoding takes no kernels
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
+    weight_dtype: str = "auto"  # of the layers' kernels; "auto": the model's
     max_turns: int = 1  # that a sample is drawn in; above 1 each is given back once it has ended
     own_rows: bool = False  # for each sample, since some begin anew with tokens that no other has
     answering: Answering | None = None  # how the engine answers turns by itself; `max_turns` is 1

@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models import decoder, lora, low_bit, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
+from jaxgrpo.models.resharding import moved_entries
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.slots.capacity import LOGITS, capacity
 from jaxgrpo.update import packing
@@ -141,6 +142,7 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     geometry = blueprint.geometry
     prompt_sizes = (geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens)
     decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
+    to_sample = blueprint.mesh, blueprint.samples_on, blueprint.sampling.weight_dtype
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     num_copies = len({*copies} - {EVAL_BASE, "ema"})
     average = parameter_bytes if "ema" in copies else 0  # in the bits of what is trained
@@ -150,7 +152,7 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
         parameters=parameter_bytes,
         optimizer=optimizer,
         copies=num_copies * copy_bytes + average + base + teacher_bytes,
-        sampler=weights_to_sample(model, blueprint.mesh, blueprint.samples_on) + decoding.working,
+        sampler=weights_to_sample(model, *to_sample) + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - copy_bytes if model.config.lora else 0,
     )
@@ -370,13 +372,19 @@ def shown(count: int) -> str:
     return f"{count / 1024**power:.{min(power, 1)}f} {UNITS[power]}"
 
 
-def weights_to_sample(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> int:
+def weights_to_sample(
+    model: Model, mesh: Mesh, sampling_mesh: Mesh, weight_dtype: str = "auto"
+) -> int:
     """`sampler_weight_bytes` of a run."""
-    return sampler_weight_bytes(model, mesh, held_dtype(model), sampling_mesh)
+    return sampler_weight_bytes(model, mesh, held_dtype(model), sampling_mesh, weight_dtype)
 
 
 def sampler_weight_bytes(
-    model: Model, mesh: Mesh, trained_dtype: str, sampling_mesh: Mesh | None = None
+    model: Model,
+    mesh: Mesh,
+    trained_dtype: str,
+    sampling_mesh: Mesh | None = None,
+    weight_dtype: str = "auto",
 ) -> int:
     """Bytes of the weights that only the sampler reads: in the model's dtype and laid out for it
     where the trained ones are not, each layer's apart, since layers are read one by one, and a copy
@@ -384,17 +392,26 @@ def sampler_weight_bytes(
 
     A sync writes them at once, without a stacked copy beside them, but from mesh to mesh and where
     adapters alone are trained (`update.step.Steps.sync`). Where adapters are merged to sample, what
-    a sync gathered or moved stays beside the merged copy.
+    a sync gathered or moved stays beside the merged copy, and beside one in 8 bits too. On a CPU
+    XLA converts that before each segment.
 
     Args:
       mesh, trained_dtype: where the parameters given to the sampler lie, and their dtype.
       sampling_mesh: None: `mesh`.
+      weight_dtype: as of `SamplingSettings`.
     """
     target_mesh = mesh if sampling_mesh is None else sampling_mesh
     layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype
     all_weights = _bytes(model.shapes, layout)
     layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
-    is_merged = lora.are_merged_to_sample(model, target_mesh.devices.flat[0].platform)
+    platform = target_mesh.devices.flat[0].platform
+    if weight_dtype != "auto":
+        sampled = decoder.build(low_bit.sampler_config(model, platform, weight_dtype))
+        copy = _bytes(sampled.shapes, sampling_layout(sampled, target_mesh))
+        gathered = all_weights if target_mesh != mesh or mesh.shape["fsdp"] > 1 else 0
+        moved = layer_weights if target_mesh != mesh else 0
+        return copy + gathered + moved + (layer_weights if platform == "cpu" else 0)
+    is_merged = lora.are_merged_to_sample(model, platform)
     if target_mesh != mesh:
         return layer_weights * (1 + is_merged) + all_weights
     if mesh.shape["fsdp"] > 1 or model.config.lora is None:
@@ -415,19 +432,6 @@ def sync_bytes(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> int:
         for device, number in moved_entries(leaf.shape, *leaf_layouts).items():
             received[device] += number * np.dtype(leaf.dtype).itemsize
     return max(received.values())
-
-
-def moved_entries(shape: tuple[int, ...], source: Sharding, target: Sharding) -> dict[Any, int]:
-    """device -> entries of an array that it has in the layout `target` and not in `source`."""
-    entries = {}
-    source_indices, target_indices = (
-        layout.devices_indices_map(shape) for layout in (source, target)
-    )
-    for device, index in target_indices.items():
-        sides = [*zip(shape, index, source_indices[device], strict=True)]
-        target_size = math.prod(_common(size, part, part) for size, part, _ in sides)
-        entries[device] = target_size - math.prod(_common(*side) for side in sides)
-    return entries
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:
@@ -473,12 +477,6 @@ def on_device(tree: Any) -> int:
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
 
     return sum(map(leaf_bytes, jax.tree.leaves(tree)))
-
-
-def _common(size: int, left: slice, right: slice) -> int:
-    """Entries of a dimension that are in both."""
-    (low, high, _), (start, stop, _) = left.indices(size), right.indices(size)
-    return max(0, min(high, stop) - max(low, start))
 
 
 def _bytes(shapes: Any, layouts: Any) -> int:

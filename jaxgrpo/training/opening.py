@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from jaxgrpo.config import files as configs
+from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Stream
@@ -230,6 +231,9 @@ def say_start(
             display.say(f"{name}{line}")
     if answers := run.collector.source.answers:
         display.say(f"reference answers: {answers_line(answers)}")
+    method = run.blueprint.chain, run.blueprint.objective, run.blueprint.sampling
+    if line := methods.low_bit_line(*method):
+        display.say(line)
     if problem:
         display.say(problem)
     if aside_folder is not None:

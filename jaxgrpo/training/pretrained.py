@@ -224,4 +224,5 @@ def make_sampling_settings(
         stop_strings=strings,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
         kv_cache_dtype=rollout.kv_cache_dtype,
+        weight_dtype=rollout.weight_dtype,
     )

@@ -404,7 +404,8 @@ def _make_engine(
       mesh: that it samples on.
       persistent: bytes of what the run keeps, on each device.
     """
-    weights = memory.weights_to_sample(pretrained.model, pretrained.mesh, mesh)
+    meshes = pretrained.mesh, mesh
+    weights = memory.weights_to_sample(pretrained.model, *meshes, settings.weight_dtype)
     free = memory.free_beside(mesh, persistent + weights)
     sampled, width = pretrained.model_on(mesh), geometry.max_prompt_tokens
     engine = SlotEngine(sampled, settings, mesh, width=width, free=free)

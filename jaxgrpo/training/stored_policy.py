@@ -241,7 +241,9 @@ def _policy_with_engine(
     mesh = sharding.sampling_mesh(pretrained.mesh, mesh_keys.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
     copies = 2 if has_base else 1
-    sampler_bytes = memory.sampler_weight_bytes(model, mesh, model.config.dtype)
+    sampler_bytes = memory.sampler_weight_bytes(
+        model, mesh, model.config.dtype, None, settings.weight_dtype
+    )
     free = memory.free_beside(mesh, copies * parameter_bytes + sampler_bytes)
     width = rollout.max_prompt_tokens
     engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)

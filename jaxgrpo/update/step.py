@@ -22,7 +22,7 @@ from jaxgrpo.core.scores import GROUP_LOG_RATIO, SCORES
 from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
 from jaxgrpo.losses.reductions import dense_ids
-from jaxgrpo.models import lora, sharding
+from jaxgrpo.models import low_bit, sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.resharding import moved
@@ -51,14 +51,19 @@ from jaxgrpo.update.preparing import Prepared, Preparer, score_batch
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
 """Metrics of an update that must be finite, as its loss and gradient, for it to be applied."""
 
-ROUNDING = {"float32": Rounding(1e-3, 1e-4), "bfloat16": Rounding(1.0, 0.1)}
+ROUNDING = {
+    "float32": Rounding(1e-3, 1e-4),
+    "bfloat16": Rounding(1.0, 0.1),
+    "8 bits": Rounding(5.0, 0.5),
+}
 """What rounding explains of the difference of sampler and trainer, by the precision of products.
 
 float32: tiny models differ by less than 1e-5 at any token (tests/update/test_agreement.py),
 SmolLM2-135M by 5e-6 in the mean and 5e-5 at most. bfloat16 has 8 bits: SmolLM2-135M differs by
 0.03 in the mean and up to 0.55 among 6,000 tokens (docs/performance.md), Qwen2.5-0.5B between
 engines by 0.03 to 0.04 in the root mean square (github.com/ServiceNow/Fast-LLM/pull/525),
-Qwen3-1.7B by up to 0.3 among 25 tokens (github.com/vllm-project/vllm/issues/18352).
+Qwen3-1.7B by up to 0.3 among 25 tokens (github.com/vllm-project/vllm/issues/18352). With a sampler
+in 8 bits SmolLM2-135M differs by 0.05 to 0.15 in the mean and by up to 2.9.
 """
 
 
@@ -74,7 +79,9 @@ def share_nothing(name: str, make: Callable[[], Any]) -> Any:
 Prepare = Callable[[Learner, Rollouts], tuple[Learner, Prepared]]
 Update = Callable[[Learner, Sequence[TrainBatch]], tuple[Learner, Metrics]]
 Sync = Callable[[Learner], Params]
-"""What it returns stays valid when the learner it is made from is donated to an update."""
+"""What it returns stays valid when the learner it is made from is donated to an update, unless the
+engine makes a copy of it in 8 bits: then that copy does, and parameters may be the learner's own.
+"""
 
 
 class Steps(NamedTuple):
@@ -97,7 +104,8 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
       share: asked for "update", the program that runs may have in common.
     """
     config, sampled = blueprint.model.config, blueprint.sampling
-    dtypes = config.dtype, cache_dtype(sampled.kv_cache_dtype, config)
+    weight_dtype = low_bit.DTYPES.get(sampled.weight_dtype, config.dtype)
+    dtypes = config.dtype, cache_dtype(sampled.kv_cache_dtype, config), weight_dtype
     platform = blueprint.mesh.devices.flat[0].platform
     rounding = functools.partial(expected_rounding, sampled.is_cut, dtypes, platform)
     parts = blueprint.passes, blueprint.objective, blueprint.optimizer
@@ -110,13 +118,13 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
         prepare=preparer.prepare,
         live_groups=preparer.live_groups,
         update=functools.partial(_update, program, follow, blueprint.objective.anchors),
-        sync=_syncer(blueprint.model, blueprint.mesh, blueprint.samples_on),
+        sync=_syncer(blueprint.model, blueprint.mesh, blueprint.samples_on, sampled.weight_dtype),
         score=preparer.score,
         update_program=program,
     )
 
 
-def _syncer(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> Sync:
+def _syncer(model: Model, mesh: Mesh, sampling_mesh: Mesh, weight_dtype: str) -> Sync:
     """Trained parameters as the sampler takes them: each layer's apart, cast and laid out for it.
 
     No stacked copy of them stays beside those, and none of them is an array that an update of the
@@ -126,8 +134,11 @@ def _syncer(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> Sync:
     narrow = jnp.finfo(model.config.dtype).bits < 32
     apart = functools.partial(params_per_layer, model.config)
     platform = sampling_mesh.devices.flat[0].platform
-    if lora.are_merged_to_sample(model, platform) and not gathers and not moves:
+    sampled = low_bit.sampler_config(model, platform, weight_dtype)
+    if sampled != model.config and not gathers and not moves:
         apart = lambda params: params  # noqa: E731  # the sampler makes a copy of its own
+        if sampled.weight_dtype is not None:  # and casts
+            return params_of
     if not gathers and not narrow and not moves:
         return lambda learner: _copied(learner.trainable, apart(params_of(learner)))
     cast = functools.partial(as_computed, model)
@@ -370,15 +381,17 @@ def expected_rounding(is_cut: bool, dtypes: Collection[str], platform: str) -> R
     """The entry of ROUNDING for a run; None where its samples come from a cut distribution.
 
     Args:
-      dtypes: of the model, and of the keys and values that the sampler keeps.
+      dtypes: of the model, and of the keys, values and weights that the sampler keeps.
     """
     if is_cut:  # they differ by the probability that was cut
         return None
     # Accelerators multiply float32 in fewer bits unless JAX is set otherwise.
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     exact = precision in ("highest", "float32")
-    narrow = any(jnp.finfo(dtype).bits < 32 for dtype in dtypes)
-    return ROUNDING["float32" if not narrow and (exact or platform == "cpu") else "bfloat16"]
+    size = min(jnp.dtype(dtype).itemsize for dtype in dtypes)
+    if size == 1:
+        return ROUNDING["8 bits"]
+    return ROUNDING["float32" if size >= 4 and (exact or platform == "cpu") else "bfloat16"]
 
 
 def _loss(

@@ -20,7 +20,7 @@ from engines import draw_all, make_engine
 from jaxgrpo.models import attention, sharding
 from jaxgrpo.models.api import LayerKind
 from jaxgrpo.models.attention import Decoding, Sharing
-from jaxgrpo.models.cache import Lines
+from jaxgrpo.models.cache import FP8, Lines, narrowed
 from jaxgrpo.planning.topologies import stand_ins
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import decoding
@@ -112,6 +112,21 @@ def test_a_step_is_the_plain_formula_and_writes_one_token_of_each_slot(kv_heads,
         np.testing.assert_array_equal(actual, oracle)
 
 
+def test_lines_in_fp8_are_widened_as_they_are_read():
+    *inputs, memory = draw_inputs(2, 2)
+    fp8 = functools.partial(narrowed, dtype=jnp.dtype(FP8))
+    attend: Any = attention.decode_lines(
+        jnp.asarray(INDEX), jnp.asarray(LENGTH), Sharing(None, None), INTERPRETED
+    )
+    stored: Any = jax.tree.map(lambda leaf: fp8(jnp.asarray(leaf)), (*inputs[1:], memory))
+    out, (_, slots) = attend(*inputs, stored[-1], LayerKind())
+    wide: Any = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), stored)
+    expected, expected_slots = formula(inputs[0], *wide, row=IN_ORDER // (SLOTS // ROWS))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
+    for actual, oracle in zip(slots, expected_slots, strict=True):
+        np.testing.assert_array_equal(np.asarray(actual, np.float32), oracle)
+
+
 def test_tokens_behind_the_last_are_not_read():
     query, key, value, (prompts, slots) = draw_inputs(2, 2)
     dirty = Lines(*(leaf.copy() for leaf in slots))
@@ -132,6 +147,7 @@ def test_tokens_behind_the_last_are_not_read():
         ({"capability": "7.5"}, "bfloat16", "compute capability 7.5: it takes 8.0 and above"),
         ({"dtype": "float32"}, "float32", "model.dtype = float32: it takes bfloat16"),
         ({}, "float16", "keys and values in float16"),
+        ({"capability": "8.6"}, FP8, "compute capability 8.6: fp8 takes 8.9 and above"),
         ({"head_dim": 96}, "bfloat16", "head_dim = 96: it takes powers of two from 16 to 256"),
         ({"head_dim": 8}, "bfloat16", "head_dim = 8"),
         ({"num_heads": 34, "num_kv_heads": 2}, "bfloat16", "17 heads for one of keys"),

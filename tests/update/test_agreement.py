@@ -143,5 +143,6 @@ def test_what_rounding_explains_depends_on_the_precision_and_on_the_cut():
     assert explained(blueprint()) == ROUNDING["float32"]
     assert explained(blueprint(narrow)) == ROUNDING["bfloat16"]
     assert explained(blueprint(kv_cache_dtype="bfloat16")) == ROUNDING["bfloat16"]
+    assert explained(blueprint(kv_cache_dtype="fp8")) == ROUNDING["8 bits"]
     assert explained(blueprint(top_k=3)) is None
     assert explained(blueprint(top_p=0.9)) is None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.cache import LINES, Lines
+from jaxgrpo.models.cache import FP8, LINES, Lines
 from jaxgrpo.models.kernels.plain import Partial
 
 with warnings.catch_warnings():  # JAX 0.11 says that it will leave it out
@@ -52,8 +52,10 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
         problems.append(f"compute capability {capability}: it takes 8.0 and above")
     if config.dtype != "bfloat16":
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16")
-    if dtype != config.dtype:
-        problems.append(f"keys and values in {dtype}: it takes them in the model's dtype")
+    if dtype not in (config.dtype, FP8):
+        problems.append(f"keys and values in {dtype}: it takes the model's dtype, or fp8")
+    if dtype == FP8 and re.fullmatch(r"8\.[0-8]", capability):
+        problems.append(f"compute capability {capability}: fp8 takes 8.9 and above")
     if size & (size - 1) or not NARROWEST_HEAD <= size <= WIDEST_HEAD:
         sizes = f"{NARROWEST_HEAD} to {WIDEST_HEAD}"
         problems.append(f"head_dim = {size}: it takes powers of two from {sizes}")
@@ -64,6 +66,20 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
     if any(kind.soft_cap is not None for kind in config.pattern):
         problems.append("soft-capped scores: it has none")
     return problems
+
+
+class _Widened(NamedTuple):
+    """A reference whose numbers are read in another dtype; it is read by blocks."""
+
+    ref: Any
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ref.shape
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.ref[index].astype(self.dtype)
 
 
 def over_prompts(query: Array, prompts: Lines, length: Array, interpret: bool = False) -> Partial:
@@ -87,8 +103,9 @@ def over_prompts(query: Array, prompts: Lines, length: Array, interpret: bool = 
 
     def kernel(query_ref: Any, key_ref: Any, value_ref: Any, length_ref: Any, *out_refs: Any):
         options = {"sm_scale": 1.0, "block_k": block, "block_h": QUERIES, "num_heads": width}
+        lines = (_Widened(ref, query.dtype) for ref in (key_ref, value_ref))
         decode_attention.attn_forward_kernel(
-            *(query_ref, key_ref, value_ref, None, length_ref), *out_refs, **options
+            *(query_ref, *lines, None, length_ref), *out_refs, **options
         )
 
     lines_spec = pl.BlockSpec((None, columns // parts, size), lambda i, part: (part, 0, 0))
@@ -184,7 +201,7 @@ def _over_slot(rows: int, slots: int, index_ref: Any, place_ref: Any, *refs: Any
         columns = pl.ds(block * LINES, LINES)
         is_live = block * LINES + jnp.arange(LINES) < index
         key, value = (
-            triton.load(ref.at[columns, :], mask=is_live[:, None], other=0)
+            triton.load(ref.at[columns, :], mask=is_live[:, None], other=0.0).astype(query.dtype)
             for ref in (key_ref, value_ref)
         )
         score = triton.dot(query, key.T)

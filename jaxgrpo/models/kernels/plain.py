@@ -17,7 +17,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxgrpo.models.api import LayerKind, custom_vjp
-from jaxgrpo.models.cache import Cache
+from jaxgrpo.models.cache import FP8, Cache
 from jaxgrpo.models.layers import soft_capped
 
 SAVED = "attention"
@@ -317,12 +317,15 @@ def _scores(query: Array, cache: Cache, soft_cap: float | None) -> Array:
 def times_cache(axes: str, rows: Array, cached: Array) -> Array:
     """The product of rows [..., c, k] with a cache's keys or values, in at least float32.
 
-    A cache in a narrower dtype is never converted: XLA would convert what a loop only reads before
+    A cache in bfloat16 is never converted: XLA on a CPU would convert what a loop only reads before
     the loop, so that a second cache, and a wider one, lay beside the first. The rows are cut into
-    pieces of the cache's dtype instead, whose sum they are, and the pieces multiplied.
+    pieces of the cache's dtype instead, whose sum they are, and the pieces multiplied. One in fp8,
+    of whose 4 bits it would take 6 pieces, is converted: on GPUs and TPUs inside the product.
     """
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, axes, preferred_element_type=dtype)
+    if cached.dtype == FP8:
+        cached = cached.astype(rows.dtype)
     if rows.dtype == cached.dtype:
         return product(rows, cached)
     out = product(jnp.concatenate(_pieces(rows, cached.dtype), axis=-2), cached)

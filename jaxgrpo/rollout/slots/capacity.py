@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import choose_decoding
-from jaxgrpo.models.cache import Lines, cache_dtype, older_parts
+from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
 from jaxgrpo.rollout.engine import SamplingSettings
 
 CHUNK = 64  # prompt tokens of one row that are computed at once
@@ -130,6 +130,8 @@ def capacity(
     samples = sizes.prompts * group * longest * extra
     is_copied = platform in COPYING and size < 4
     copied = config.num_layers * shared * 4 // size if is_copied else 0
+    if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
+        copied = max(copied, (max(rings) + shared) * jnp.dtype(config.dtype).itemsize)
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
         state=config.num_layers * shared + sum(rings) + samples,

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models import decoder, lora, low_bit, sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.attention import Decoding, choose_decoding
 from jaxgrpo.models.cache import cache_dtype
@@ -34,8 +34,9 @@ class Programs(NamedTuple):
     """The functions of `decoding`, jitted; those that change a state donate the one they get."""
 
     attention: Decoding
+    model: Model  # that samples: with adapters merged and weights in 8 bits, where they are to be
     split: Callable[[Params], Params]
-    """each layer's parameters apart, with adapters merged where they are to sample; no program"""
+    """its parameters, each layer's apart; no program"""
     begin: Callable[[Sizes], DecodeState]
     enter: Callable[[DecodeState, Entries], DecodeState]
     prefill: Callable[..., DecodeState]  # (params, state, tokens, row, start)
@@ -70,14 +71,19 @@ def make_programs(
         dtype = cache_dtype(settings.kv_cache_dtype, model.config)
         attention = choose_decoding(device, model, dtype, mesh, settings.attention)
     split = functools.partial(params_per_layer, model.config)
-    if lora.are_merged_to_sample(model, device.platform):
+    config = low_bit.sampler_config(model, device.platform, settings.weight_dtype)
+    if config.weight_dtype is not None:
+        split = low_bit.make_copy_per_layer(model, settings.weight_dtype)
+    elif config != model.config:
         split = lora.make_merge_per_layer(model)
-        model = decoder.build(lora.base_config(model.config), constrain=constrain)
+    if config != model.config:
+        model = decoder.build(config, constrain=constrain)
     shards = 1 if mesh is None else mesh.shape["tensor"]
     parts = decoding.Parts(model, settings, constrain or _anywhere, shards, attention)
     bind = functools.partial
     return Programs(
         attention=attention,
+        model=model,
         split=split,
         begin=jax.jit(bind(decoding.first_state, parts), static_argnums=0),
         enter=jax.jit(bind(decoding.enter, parts), donate_argnums=0),

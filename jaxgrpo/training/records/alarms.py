@@ -137,8 +137,8 @@ RULES = (
         # NeMo-RL's alarm: mean exp|difference| above 1.05
         "sampling/sampling_logp_difference/mean > 0.05",
         "sampler and trainer disagree by {value:.2g} nats per token about the same texts",
-        'set model.dtype = "float32" to see whether it is rounding, or loss.proximal = "trainer" '
-        "to keep it out of the ratio",
+        'set model.dtype = "float32", and leave out rollout.weight_dtype and kv_cache_dtype, to '
+        'see whether it is rounding, or loss.proximal = "trainer" to keep it out of the ratio',
         hides=("disagreement", "ratio", "policy kl"),
     ),
     Rule(
