@@ -48,9 +48,9 @@ class Rows(NamedTuple):
         random = np.random.default_rng(0)
         cuts = random.integers(64, self.tokens - 64, (self.number, self.samples - 1))
         ends = np.pad(np.sort(cuts), [(0, 0), (0, 1)], constant_values=self.tokens)
-        there = self.samples - np.arange(self.number) % (self.samples + 1)
+        number = self.samples - np.arange(self.number) % (self.samples + 1)
         lengths = np.diff(ends, prepend=0)
-        return np.where(np.arange(self.samples) < there[:, None], lengths, 0).astype(np.int32)
+        return np.where(np.arange(self.samples) < number[:, None], lengths, 0).astype(np.int32)
 
     def segments(self) -> np.ndarray:
         """The number of each token's sample within its row, from 1, and 0 at none, int32 [B, T]."""

@@ -5,12 +5,9 @@
 64 samples of model S (benchmarks/workloads.py) take so many turns of at most 64 tokens, which end
 by themselves, and each turn is answered by 8 tokens: by a class in Python that answers at once or
 in 50 ms, or by rules in JAX, traced into the loop. All are drawn in turn, beside samples of one
-turn with as much room. A sample that is answered from Python leaves its slot, and what it holds is
-computed again in chunks when it goes on.
+turn with as much room. A sample keeps its slot while it is answered.
 
-Then, with 3 turns, what that computing again takes, for longer replies: its seconds, and the share
-of its tokens whose keys and values the engine had before. Moving keys and values instead could save
-that share at most.
+Then, with 3 turns, longer replies: in chunks, as on a GPU, and fed one by one, as on a CPU.
 """
 
 from __future__ import annotations
@@ -39,13 +36,15 @@ from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.environments.rules import Answering, Rules
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
-from jaxgrpo.rollout.engine import SEGMENT_OF_TURNS, Request, SamplingSettings
+from jaxgrpo.rollout.engine import SEGMENT_OF_TURNS, SamplingSettings
+from jaxgrpo.rollout.slots import table
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.traced import TracedDialogue
 
 PROMPTING = Prompting(prompts=8, samples=8, shortest=32, longest=64, completion=64, ragged=True)
 TURN = PROMPTING.completion  # tokens at most
 REPLY, DELAY = 8, 0.05
+LATER = 2  # segments, of some 40 ms each, that others decode while a tool takes 50 ms
 MAX_SLOT_STEPS = 1.3  # per token, over those without turns
 MAX_WALL = 1.2  # over the larger of decoding and tools
 MAX_RULES = 0.5  # of the seconds of the class in Python
@@ -61,8 +60,6 @@ class Run(NamedTuple):
     seconds: float
     tokens: int  # drawn
     slot_steps: int
-    computing: float = 0.0  # seconds of chunks: of prompts, replies and what was drawn before
-    known_before: float = 0.0  # of the tokens in chunks of further turns, what the engine had
 
     def per_token(self) -> float:
         return self.seconds / self.tokens
@@ -101,9 +98,12 @@ class Contender:
 
     Args:
       turns: of a sample, answered by `answers`; without it a sample has one turn, as long as all.
+      reply_after: as `rollout.reply_after`.
     """
 
-    def __init__(self, turns: int, reply: int, answers: type | Rules | None):
+    def __init__(
+        self, turns: int, reply: int, answers: type | Rules | None, reply_after: int = 1
+    ) -> None:
         frame = HISTORY.frame()
         self.words = reply + sum(map(len, frame))
         longest = turns * TURN + (turns - 1) * self.words
@@ -122,7 +122,8 @@ class Contender:
             settings = settings._replace(max_turns=turns, segment_tokens=SEGMENT_OF_TURNS)
             kind = make_kind(answers, {}, (), lambda: calls.hermes, 60.0, "environment")
             talks = Conversations({"": kind}, HISTORY.chat, [END], rows)
-            self.converse = lambda *sizes: ThreadedDialogue(talks, Turns(turns, TURN), *sizes)
+            bounds = Turns(turns, TURN, reply_after)
+            self.converse = lambda *sizes: ThreadedDialogue(talks, bounds, *sizes)
         self.engine = SlotEngine(self.model, settings, width=PROMPTING.longest)
 
     def run(self, seed: int) -> Run:
@@ -134,38 +135,13 @@ class Contender:
         rollouts, seconds = timed(drawing.finish)
         return Run(seconds, int(rollouts.token_mask.sum()), int(self.engine.slot_steps))
 
-    def run_by_parts(self, seed: int) -> Run:
-        """As `run`, with the devices' work awaited before and after each chunk."""
-        programs, submit = self.engine.programs, self.engine.submit
-        seconds, computed, known_before = 0.0, 0, 0
-
-        def timed_prefill(params: Any, state: Any, *rest: Any) -> Any:
-            nonlocal seconds
-            jax.block_until_ready(state)
-            state, took = timed(programs.prefill, params, state, *rest)
-            seconds += took
-            return state
-
-        def counted(requests: Sequence[Request], group_size: int = 0) -> None:
-            nonlocal computed, known_before
-            further = [request for request in requests if request.offset]
-            computed += sum(len(request.tokens) - 1 for request in further)
-            known_before += sum(len(request.tokens) - 1 - self.words for request in further)
-            submit(requests, group_size)
-
-        self.engine.programs = programs._replace(prefill=timed_prefill)
-        self.engine.submit = counted
-        result = self.run(seed)
-        self.engine.programs, self.engine.submit = programs, submit
-        return result._replace(computing=seconds, known_before=known_before / computed)
-
 
 def ways(turns: int) -> dict[str, Contender]:
     return {
         "one turn": Contender(turns, REPLY, None),
         "rules in JAX": Contender(turns, REPLY, rules(REPLY)),
         "class, at once": Contender(turns, REPLY, environment(REPLY, 0.0)),
-        "class, 50 ms": Contender(turns, REPLY, environment(REPLY, DELAY)),
+        "class, 50 ms": Contender(turns, REPLY, environment(REPLY, DELAY), LATER),
     }
 
 
@@ -202,19 +178,27 @@ def compare(turns: int, rounds: int, console: Console) -> dict[str, Any]:
     return contest.show(console, columns, map(row, runs), f"{turns} turns; ratios to one turn")
 
 
-def compute_again(replies: Sequence[int], rounds: int, console: Console) -> dict[str, Any]:
-    """What it takes to compute again what samples hold, with 3 turns."""
+def long_replies(replies: Sequence[int], rounds: int, console: Console) -> dict[str, Any]:
+    """What replies of so many tokens take, with 3 turns."""
 
     def row(reply: int) -> contest.Row:
         contender = Contender(3, reply, environment(reply, 0.0))
-        runs = [contender.run_by_parts(seed) for seed in range(rounds + 2)][2:]
-        computing = float(np.median([run.computing / run.seconds for run in runs]))
-        known_before = float(np.mean([run.known_before for run in runs]))
-        cells = [f"{np.median([run.seconds for run in runs]):.2f}"]
-        cells += [f"{share:.2f}" for share in (computing, known_before, computing * known_before)]
-        return str(reply), cells, {"computing": computing, "could_save": computing * known_before}
 
-    columns = ("reply", "s", "share of it computing", "known before", "to save at most")
+        def run(least_chunked: int) -> Callable[[int], Run]:
+            def run_seed(seed: int) -> Run:
+                table.LEAST_CHUNKED = {jax.default_backend(): least_chunked}
+                return contender.run(seed)
+
+            return run_seed
+
+        ways = {"chunks": run(0), "fed": run(10**6)}
+        runs = contest.in_turn(ways, rounds, warm_up=2)
+        seconds = [[run.seconds for run in runs[name]] for name in ways]
+        ratio = over(*seconds)
+        cells = [f"{np.median(values):.2f}" for values in seconds]
+        return str(reply), [*cells, f"{ratio.median:.2f} [{ratio.ends}]"], {"ratio": ratio.median}
+
+    columns = ("reply", "s, in chunks", "s, fed", "ratio")
     return contest.show(console, columns, map(row, replies), "3 turns, answered at once")
 
 
@@ -228,7 +212,7 @@ def main() -> None:
     results = {turns: compare(int(turns), words.rounds, console) for turns in words.turns}
     if words.replies:
         replies = [int(reply) for reply in words.replies]
-        results["again"] = compute_again(replies, words.rounds, console)
+        results["replies"] = long_replies(replies, words.rounds, console)
     report(about | {"turns": results})
 
 

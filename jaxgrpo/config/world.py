@@ -113,7 +113,7 @@ class World(NamedTuple):
 
         Raises: InputError where the engine cannot answer them by itself.
         """
-        return _answered(settings, self.bounds, self.answering)
+        return _answered(settings, self.bounds, self.answering, self.forks)
 
     def converse(self, rows: Sequence[Mapping[str, Any]]) -> Converse:
         """What gives the dialogue of a batch of these rows.
@@ -226,15 +226,18 @@ def _refuse_unforked(factories: Mapping[str, Any]) -> None:
 
 
 def plan_sampling(
-    settings: SamplingSettings, rollout: RolloutKeys, environments: Mapping[str, str]
+    settings: SamplingSettings,
+    rollout: RolloutKeys,
+    environments: Mapping[str, str],
+    history: str,
 ) -> SamplingSettings:
     """As `World.sampling`, where no tokenizer is read: what its chat template writes around replies
-    changes no size."""
+    changes no size; `history` is `data.history`."""
     bounds, answering = _bounds(rollout), None
     for part in load_environments(environments).values():
         if isinstance(part, Rules):
             answering = _answering(part, bounds, Frame((), (), ()))
-    return _answered(settings, bounds, answering)
+    return _answered(settings, bounds, answering, history == "fork")
 
 
 def _bounds(rollout: RolloutKeys) -> Turns:
@@ -247,10 +250,10 @@ def _answering(pure: Rules, bounds: Turns, frame: Frame) -> Answering:
 
 
 def _answered(
-    settings: SamplingSettings, bounds: Turns, answering: Answering | None
+    settings: SamplingSettings, bounds: Turns, answering: Answering | None, forks: bool
 ) -> SamplingSettings:
     if answering is None:
-        return settings._replace(max_turns=bounds.most)
+        return settings._replace(max_turns=bounds.most, own_rows=forks)
     if settings.stop_strings is not None:
         raise InputError(
             "rollout.stop_strings: rules in JAX see tokens and no text; end turns by a token "

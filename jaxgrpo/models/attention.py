@@ -19,7 +19,17 @@ from jax.sharding import Mesh
 from jaxgrpo.core.errors import find, refuse_all
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, Model, ModelConfig
-from jaxgrpo.models.cache import Cache, Lines, Ring, ages, narrowed, written
+from jaxgrpo.models.cache import (
+    Cache,
+    Lines,
+    Ring,
+    ages,
+    narrowed,
+    slot_cache,
+    turned,
+    with_chunk,
+    written,
+)
 from jaxgrpo.models.kernels import cudnn
 from jaxgrpo.models.kernels.plain import SAVED as SAVED
 from jaxgrpo.models.kernels.plain import (
@@ -230,12 +240,65 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
 
         key, value = (narrowed(leaf, memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
-        rows = Cache(*(take_per_bin(leaf, row) for leaf in cache))
-        if isinstance(cache, Lines):
-            rows = rows._replace(key=jnp.swapaxes(rows.key, -1, -2))
+        rows = _rows(cache, row)
         position = start[..., None] + offset
         sight = Sight(position, None, (Keys(jnp.arange(rows.value.shape[-2])),))
         return over_cache(query, rows, sight, kind), cache
+
+    return attend
+
+
+def _rows(cache: Cache | Lines, row: Array) -> Cache:
+    rows = type(cache)(*(take_per_bin(leaf, row) for leaf in cache))
+    return turned(rows) if isinstance(rows, Lines) else rows
+
+
+class Pieces(NamedTuple):
+    """Chunks of tokens that slots are given at once, W of each at the most. Shapes [D, R]."""
+
+    slot: Array  # of its bin; N: none
+    row: Array  # of the prompts' cache, that the slot reads
+    start: Array  # tokens of the slot before
+    size: Array  # tokens of the chunk
+    left: Array  # tokens that are given in chunks, from this one on
+
+
+def slot_chunk(pieces: Pieces, length: Array, clock: Array) -> Attend:
+    """A chunk of each of some slots' own tokens: reads prompt, what the slot holds, and itself.
+
+    Memory per layer as of `decode` or `decode_lines`, into which the chunk is written. In rings the
+    tokens before it end `left` columns before the clock's, and its own follow them.
+
+    Args:
+      length: [D, A], real tokens of each prompt's row.
+      clock: [], decoding steps so far.
+    """
+    behind_prompt = take_per_bin(length, pieces.row)[..., None]  # [D, R, 1]
+    before = pieces.start[..., None]
+
+    def attend(query, key, value, memory: tuple[Any, Any], kind: LayerKind):
+        prompts, slots = memory
+        offset = jnp.arange(query.shape[2])
+        dtype = slots.value.dtype if isinstance(slots, Lines) else slots.recent.value.dtype
+        chunk_cache = Cache(
+            narrowed(jnp.moveaxis(key, 2, -1), dtype), narrowed(jnp.moveaxis(value, 2, -2), dtype)
+        )
+        caches = _rows(prompts, pieces.row), slot_cache(slots, pieces.slot), chunk_cache
+        keys, values = zip(*caches, strict=True)
+        joined_cache = Cache(jnp.concatenate(keys, -1), jnp.concatenate(values, -2))
+        prompt_column, column = (jnp.arange(cache.value.shape[-2]) for cache in caches[:2])
+        number, begin = column, pieces.start
+        if isinstance(slots, Ring):
+            begin = clock - pieces.left
+            number = before - 1 - (begin[..., None] - 1 - column) % column.size
+        position = behind_prompt + before + offset
+        key_sets = (
+            Keys(prompt_column, prompt_column < behind_prompt),
+            Keys(behind_prompt + number, (number >= 0) & (number < before)),
+            Keys(position, offset < pieces.size[..., None]),
+        )
+        out = over_cache(query, joined_cache, Sight(position, None, key_sets), kind)
+        return out, (prompts, with_chunk(slots, pieces.slot, chunk_cache, begin, pieces.size))
 
     return attend
 

@@ -75,7 +75,7 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
 def older_parts(tokens: int, block: int) -> tuple[int, int]:
     """Parts of a ring and columns of each, so that the last `tokens` tokens are always there.
 
-    One block more than the tokens: until the current block is full, its columns hold what they held
+    One block more than the tokens: until the current block is full, its columns hold what they kept
     one turn before.
     """
     needed = tokens + block - 1
@@ -99,13 +99,17 @@ def written(ring: Ring, clock: Array, key: Array, value: Array) -> Ring:
     return ring._replace(recent=recent)
 
 
-def settled(ring: Ring, clock: Array) -> Ring:
+def settled(ring: Ring, clock: Array, is_kept: Array | None = None) -> Ring:
     """The ring with its current block among the older ones too, after `clock` steps.
 
     Of a block that is not full the rest is written as well: no slot reads those columns any more.
+
+    Args:
+      is_kept: [B] bool, slots that have written nothing, and keep what they have; None: none.
     """
     block, columns = ring.recent.value.shape[-2], ring.older[0].value.shape[-2]
     begin = (clock - 1) // block * block % (columns * len(ring.older))
+    is_new = jnp.bool_(True) if is_kept is None else ~is_kept[:, None, None, None]
 
     def over_all(part: int, axis: int, target: Array, recent: Array) -> Array:
         ago = jnp.arange(columns) + part * columns - begin
@@ -113,12 +117,12 @@ def settled(ring: Ring, clock: Array) -> Ring:
         repeats = [1] * recent.ndim
         repeats[axis] = columns // block
         in_block = jnp.expand_dims(in_block, tuple(range(axis + 1, 0)))
-        return jnp.where(in_block, jnp.tile(recent, repeats), target)
+        return jnp.where(in_block & is_new, jnp.tile(recent, repeats), target)
 
     def over_block(part: int, axis: int, target: Array, recent: Array) -> Array:
         offset = jnp.clip(begin - part * columns, 0, columns - block)
         stored = jax.lax.dynamic_slice_in_dim(target, offset, block, axis)
-        recent = jnp.where(begin // columns == part, recent, stored)
+        recent = jnp.where((begin // columns == part) & is_new, recent, stored)
         return jax.lax.dynamic_update_slice_in_dim(target, recent, offset, axis)
 
     def place(target: Array, recent: Array, part: int, axis: int) -> Array:
@@ -134,6 +138,90 @@ def settled(ring: Ring, clock: Array) -> Ring:
         for part, (key, value) in enumerate(ring.older)
     ]
     return ring._replace(older=tuple(older))
+
+
+def moved_up(ring: Ring, slot: Array, by: Array, is_moved: Array) -> Ring:
+    """The ring with the older columns of some slots so many columns later.
+
+    Shapes: [D] each, of one slot of each bin.
+    """
+    bins, number = len(slot), len(ring.older)
+
+    def move(slot: Array, by: Array, is_moved: Array, parts: list[Array], axis: int) -> list[Array]:
+        """Of one bin, [N, ...] each."""
+        old = [jax.lax.dynamic_index_in_dim(part, slot, keepdims=False) for part in parts]
+        moved = jnp.roll(jnp.concatenate(old, axis), jnp.where(is_moved, by, 0), axis)
+        new = zip(parts, jnp.split(moved, number, axis), strict=True)
+        return [jax.lax.dynamic_update_index_in_dim(part, leaf, slot, 0) for part, leaf in new]
+
+    def move_in_bins(leaves: list[Array], axis: int) -> list[Array]:
+        parts = [leaf.reshape(bins, -1, *leaf.shape[1:]) for leaf in leaves]
+        if bins == 1:  # a slice, and no gather
+            moved = move(slot[0], by[0], is_moved[0], [part[0] for part in parts], axis)
+        else:
+            along = functools.partial(move, axis=axis)
+            moved = jax.vmap(along)(slot, by, is_moved, parts)
+        return [leaf.reshape(old.shape) for leaf, old in zip(moved, leaves, strict=True)]
+
+    keys = move_in_bins([part.key for part in ring.older], -1)
+    values = move_in_bins([part.value for part in ring.older], -2)
+    return ring._replace(older=tuple(map(Cache, keys, values)))
+
+
+def slot_cache(slots: Ring | Lines, slot: Array) -> Cache:
+    """What some slots hold, all columns; beyond the last slot, what the last one does.
+
+    Shapes: slot [D, R] -> [D, R, kv_heads, ...].
+    """
+
+    def take(leaf: Array) -> Array:
+        per_bin = leaf.reshape(len(slot), -1, *leaf.shape[1:])
+        return jax.vmap(lambda values, slot: values.at[slot].get(mode="clip"))(per_bin, slot)
+
+    if isinstance(slots, Lines):
+        return turned(Lines(*map(take, slots)))
+    keys, values = ([take(leaf) for leaf in leaves] for leaves in zip(*slots.older, strict=True))
+    return Cache(jnp.concatenate(keys, -1), jnp.concatenate(values, -2))
+
+
+def turned(lines: Lines) -> Cache:
+    return Cache(jnp.swapaxes(lines.key, -1, -2), lines.value)
+
+
+def with_chunk(slots: Ring | Lines, slot: Array, chunk: Cache, begin: Array, size: Array) -> Any:
+    """What the slots hold, with chunks of tokens in columns from `begin` on, and round in a ring.
+
+    Args:
+      chunk: [D, R, kv_heads, ...], W columns, of which the first `size` [D, R] are real.
+      slot, begin: [D, R]; beyond the last slot nothing is written.
+    """
+    bins, width = len(slot), chunk.value.shape[-2]
+
+    def put(leaf: Array, new: Array) -> Array:
+        per_bin = leaf.reshape(bins, -1, *leaf.shape[1:])
+        put_bin = lambda values, slot, new: values.at[slot].set(new, mode="drop")  # noqa: E731
+        return jax.vmap(put_bin)(per_bin, slot, narrowed(new, leaf.dtype)).reshape(leaf.shape)
+
+    before = slot_cache(slots, slot)
+    columns = before.value.shape[-2]
+    if isinstance(slots, Lines):
+        number = jnp.arange(columns) - begin[..., None]
+        is_new = (number >= 0) & (number < size[..., None])
+    else:  # of tokens that share a column the last one stays
+        number = (jnp.arange(columns) - begin[..., None]) % columns
+        is_new = number < size[..., None]
+        number += jnp.maximum(size[..., None] - 1 - number, 0) // columns * columns
+    number = jnp.clip(number, 0, width - 1)[:, :, None]  # [D, R, 1, columns]
+    key = jnp.take_along_axis(chunk.key, number[..., None, :], axis=-1)
+    value = jnp.take_along_axis(chunk.value, number[..., None], axis=-2)
+    key = jnp.where(is_new[:, :, None, None], key, before.key)
+    value = jnp.where(is_new[:, :, None, :, None], value, before.value)
+    if isinstance(slots, Lines):
+        return Lines(put(slots.key, jnp.swapaxes(key, -1, -2)), put(slots.value, value))
+    parts = len(slots.older)
+    pairs = zip(jnp.split(key, parts, -1), jnp.split(value, parts, -2), slots.older, strict=True)
+    older = tuple(Cache(put(old.key, k), put(old.value, v)) for k, v, old in pairs)
+    return slots._replace(older=older)
 
 
 def ages(ring: Ring, clock: Array) -> list[Array]:

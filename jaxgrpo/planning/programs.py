@@ -107,7 +107,8 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     sampling = make_sampling_settings(config.rollout, (0,), 0)
     sampling = sampling._replace(attention=config.model.attention)
     if config.has_turns:
-        sampling = plan_sampling(sampling, config.rollout, config.environments)
+        world = config.environments, config.data.history
+        sampling = plan_sampling(sampling, config.rollout, *world)
     sampling = with_segments(sampling, config.rollout.segment_tokens)
     method = setup.build_method(config, model_on_mesh, rewards, sampling)
     return Run(config, *method, abstract_learner(method.blueprint))

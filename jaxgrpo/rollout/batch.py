@@ -7,7 +7,7 @@ import functools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,7 +70,7 @@ class Batch:
         self._version = np.zeros(shape[:2], np.int32)
         self._versions: Any = np.zeros(shape, np.int32) if dialogue is not None else None
         self._missing = np.full(count, group_size)
-        self._interruption = settings.interruption
+        self._interruption, self._has_own_rows = settings.interruption, settings.own_rows
         self._under_way: dict[tuple[int, int], Request] = {}
         self._more: list[Request] = []
         self._begun: set[tuple[int, int]] = set()
@@ -126,7 +126,7 @@ class Batch:
             key=self._keys[place, sample],
             is_greedy=sample >= self._greedy,
             threshold=self._thresholds[ordinal],
-            chunked=self.dialogue is not None,
+            chunked=self._has_own_rows,
             state=None if self.dialogue is None else self.dialogue.first_state((ordinal, sample)),
         )
         if request.is_greedy and self._first < self.tokens.shape[1]:
@@ -245,15 +245,16 @@ class Batch:
             offset = request.offset + len(words)
             before = request.tokens[: 0 if reply.is_fork else None]
             tokens, limit = np.concatenate([before, words]), self._limit(key, offset)
-            more = request._replace(tokens=tokens, offset=offset, limit=limit, chunked=True)
+            parts = {"tokens": tokens, "offset": offset, "limit": limit}
+            more = request._replace(**parts, chunked=reply.is_fork)
             self._under_way[key] = more
             self._more.append(more)
         return np.asarray(complete, int)
 
     @property
-    def coming(self) -> int:
+    def going_on(self) -> Collection[tuple[int, int]]:
         """Samples that wait for a reply."""
-        return 0 if self.dialogue is None else self.dialogue.waiting
+        return () if self.dialogue is None else self.dialogue.waiting
 
     @property
     def is_complete(self) -> bool:
@@ -402,9 +403,9 @@ def _ended(
         engine.submit(requests, batch.tokens.shape[1])
         under_way = len(requests)
         while not batch.is_complete:
-            turns = engine.poll(batch.coming)
+            turns = engine.poll(len(batch.going_on), batch.going_on)
             under_way -= len(turns)
-            if not turns and not batch.coming:
+            if not turns and not batch.going_on:
                 raise RuntimeError(
                     f"the engine has nothing under way, and {under_way} turns are missing"
                 )

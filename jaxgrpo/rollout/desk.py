@@ -42,7 +42,7 @@ class Desk:
 
     Args:
       engine: whose settings have max_turns = 2 or more, so that requests come at any time, and
-        further tokens may be computed in chunks.
+        own_rows, so that further tokens may be computed in chunks.
       width: tokens that the engine takes as a prompt; of a longer one the end counts as a sample's
         beginning, so that a completion behind it may have fewer.
       places: samples under way at once; further ones wait.

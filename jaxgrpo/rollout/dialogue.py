@@ -7,7 +7,7 @@ submit the same requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -42,7 +42,7 @@ class Turns(NamedTuple):
 
     most: int  # turns
     tokens: int  # of a turn, at most
-    reply_after: int = 2  # segments of decoding between a turn's end and its reply
+    reply_after: int = 1  # segments of decoding between a turn's end and its reply
 
 
 @runtime_checkable
@@ -61,7 +61,7 @@ class Dialogue(Protocol):
         ...
 
     @property
-    def waiting(self) -> int:
+    def waiting(self) -> Collection[Key]:
         """Samples that wait for a reply."""
         ...
 
@@ -205,9 +205,9 @@ class ThreadedDialogue:
         return pad_prompts(tokens, width, prompts.ordinal, prompts.row, step), begin
 
     @property
-    def waiting(self) -> int:
+    def waiting(self) -> Collection[Key]:
         """As `Dialogue.waiting`."""
-        return len(self._due)
+        return self._due.keys()
 
     def first_state(self, key: Key) -> State:
         """None: the engine answers nothing."""
@@ -237,7 +237,7 @@ class ThreadedDialogue:
             if key in self._local:
                 self.conversations.end(key, completion)
             return False
-        self._due[key] = self._calls + self.bounds.reply_after
+        self._due[key] = self._calls + 1 + self.bounds.reply_after
         if key in self._local:
             room = 0 if is_last else self.longest - end
             self.conversations.answer(key, completion, room)

@@ -7,7 +7,7 @@ asks another process keeps to the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -50,12 +50,13 @@ class SamplingSettings(NamedTuple):
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
     weight_dtype: str = "auto"  # of the layers' kernels; "auto": the model's
     max_turns: int = 1  # that a sample is drawn in; above 1 each is given back once it has ended
+    own_rows: bool = False  # for each sample, since some begin anew with tokens that no other has
     answering: Answering | None = None  # how the engine answers turns by itself; `max_turns` is 1
 
     @property
     def turn_tokens(self) -> int:
-        """Tokens that the turns of a sample before its last may have; 0: it has one turn."""
-        return self.max_completion_tokens if self.max_turns > 1 else 0
+        """Tokens that rows have beside those of prompts."""
+        return self.max_completion_tokens if self.own_rows else 0
 
     @property
     def is_cut(self) -> bool:
@@ -125,12 +126,14 @@ class Engine(Protocol):
         """
         ...
 
-    def poll(self, coming: int = 0) -> list[Turn]:
+    def poll(self, coming: int = 0, going_on: Collection[tuple[int, int]] = ()) -> list[Turn]:
         """Turns that have ended: at least one, where any is under way and no sample is to come.
 
         Args:
           coming: samples whose next turns will be submitted. The engine keeps places for them, and
             comes back soon, with turns or without, so that they can be.
+          going_on: their ordinals and samples, as far as they have had turns. What the engine keeps
+            of a sample whose turn has ended is kept from poll to poll while it is among them.
         """
         ...
 

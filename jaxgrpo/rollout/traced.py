@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,9 +66,9 @@ class TracedDialogue:
         return prompts, {}
 
     @property
-    def waiting(self) -> int:
-        """0: no sample leaves its slot."""
-        return 0
+    def waiting(self) -> Collection[Key]:
+        """None: the engine answers all."""
+        return ()
 
     def first_state(self, key: Key) -> State:
         """As `Dialogue.first_state`."""

@@ -209,9 +209,8 @@ def find_answerer(
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     settings = sampling_settings(config.rollout, pretrained)
-    settings = settings._replace(
-        max_turns=2, interruption=None, early_stop=None, temperature=temperature
-    )
+    turns: Any = {"max_turns": 2, "own_rows": True, "interruption": None, "early_stop": None}
+    settings = settings._replace(**turns, temperature=temperature)
     parts = config.mesh, config.rollout, config.train.seed
     policy = _policy_with_engine(pretrained, settings, *parts)
     return Answerer(policy, chat, functools.partial(find_parser, config.rollout.call_format, chat))

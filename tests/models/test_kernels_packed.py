@@ -120,14 +120,14 @@ def test_samples_stay_at_their_place_in_what_cudnn_keeps_of_rows_with_fewer():
 
 @pytest.mark.parametrize("kernel", ["packed", "sequences"])
 def test_sequences_of_odd_lengths_are_computed_with_a_place_more(kernel):
-    seen = []
+    widths = []
 
     def forward_even(query, key, value, spans):
-        seen.extend(leaf.shape[1] for leaf in (query, key, value))
+        widths.extend(leaf.shape[1] for leaf in (query, key, value))
         return forward(query, key, value, spans)
 
     def sequences(query, key, value, length, window):
-        seen.extend(leaf.shape[1] for leaf in (query, key, value))
+        widths.extend(leaf.shape[1] for leaf in (query, key, value))
         return cudnn.sequences(query, key, value, length, window, implementation="xla")
 
     packed = attended.packed([[5], [4]], [1, 0], [3, 4], width=5, size=9)
@@ -141,7 +141,7 @@ def test_sequences_of_odd_lengths_are_computed_with_a_place_more(kernel):
     actual = rows(attend, packed, PLAIN, *inputs) * real
     assert packed.segment.shape[2] % 2
     assert packed.width % 2
-    assert not any(length % 2 for length in seen)
+    assert not any(length % 2 for length in widths)
     assert_same(actual, rows(attention.rows_with_prefix, packed, PLAIN, *inputs) * real)
 
 

@@ -75,9 +75,9 @@ def model():
 class Renewed(SlotEngine):
     """Its weights are renewed while it draws: each token has the version after that before it."""
 
-    def poll(self, coming=0):
+    def poll(self, coming=0, going_on=()):
         versions = lambda turn: turn.version + np.arange(len(turn.tokens), dtype=np.int32)  # noqa: E731
-        return [turn._replace(version=versions(turn)) for turn in super().poll(coming)]
+        return [turn._replace(version=versions(turn)) for turn in super().poll(coming, going_on)]
 
 
 def talk(

@@ -89,6 +89,7 @@ def talk(template: str, forks: bool, slots: int = 0, steps: int = STEPS) -> Any:
     kind = make_kind(Counts, {}, (), lambda: lambda text: Reading(text, []), 5.0, "environment")
     talks = Conversations({"": kind}, chat(template), [end], rows, forks=forks)
     settings = SamplingSettings(steps, 1.0, (end,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
+    settings = settings._replace(own_rows=True)
     built, params = model()
     engine = SlotEngine(built, settings, width=WIDTH)
     bare = [np.ones(1, np.int32)] * PROMPTS

@@ -14,7 +14,9 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.rollout.batch import Batch
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots import replying, table
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.stopping import StopStrings
 
 KEY = jax.random.key_data(jax.random.key(3))
 PROMPTS, GROUP, STEPS, LIMIT = 5, 3, 48, 8
@@ -28,6 +30,23 @@ def reply(sample, turn):
     """What is said between two turns: 0 to 9 tokens."""
     random = np.random.default_rng([*sample, turn])
     return random.integers(3, tiny.VOCAB, random.integers(0, 10)).astype(np.int32)
+
+
+class Letters:
+    """Token i is a letter."""
+
+    def decode(self, ids, clean_up_tokenization_spaces):
+        del clean_up_tokenization_spaces
+        return "".join(chr(ord("A") + i) for i in ids)
+
+
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """Replies of 3 tokens or more are computed in chunks of 4, of two samples at a time."""
+    monkeypatch.setattr(table, "LEAST_CHUNKED", {"cpu": 3})
+    for module in (table, replying):
+        monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(table, "CHUNK_TOKENS", 8)
 
 
 def converse(turns, delay=0, config=tiny.UNIFORM, mesh=None, **changes):
@@ -49,7 +68,8 @@ def converse(turns, delay=0, config=tiny.UNIFORM, mesh=None, **changes):
     engine.submit(first, GROUP)
     random, waiting, polls, running = np.random.default_rng(delay), [], 0, len(first)
     while running:
-        ended, polls, more = engine.poll(len(waiting)), polls + 1, []
+        going_on = [(request.ordinal, request.sample) for _, request in waiting]
+        ended, polls, more = engine.poll(len(waiting), going_on), polls + 1, []
         for turn in ended:
             sample = turn.ordinal, turn.sample
             spoken[sample].append(turn)
@@ -62,7 +82,6 @@ def converse(turns, delay=0, config=tiny.UNIFORM, mesh=None, **changes):
                 tokens=np.concatenate([request.tokens, turn.tokens, words]),
                 offset=offset,
                 limit=min(LIMIT, STEPS - offset),
-                chunked=True,
             )
             waiting.append((polls + int(random.integers(0, delay + 1)), requests[sample]))
         more = [request for due, request in waiting if due <= polls]
@@ -90,6 +109,16 @@ def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(slots, delay):
     assert_same(converse(4, delay, slots=slots)[0])
 
 
+@pytest.mark.parametrize(
+    ("slots", "config"),
+    [(4, tiny.UNIFORM), pytest.param(6, tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
+    ids=["full", "windows"],
+)
+def test_replies_in_chunks_are_those_that_are_fed(in_chunks, slots, config):
+    expected(config)
+    assert_same(converse(4, 2, config, slots=slots)[0], config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}])
 def test_tokens_are_those_of_one_device_on_four(axes):
@@ -103,11 +132,12 @@ def test_windows_reach_back_over_turns():
 
 
 def test_slots_become_fewer_as_conversations_end():
-    all_slots = PROMPTS * GROUP
-    with_shrinking, without = converse(4, slots=all_slots), converse(4, slots=4)
-    assert_same(with_shrinking[0])
-    steps = max(sum(len(turn.tokens) for turn in turns) for turns in with_shrinking[0].values())
-    assert without[2] < with_shrinking[2] < all_slots * 2 * steps
+    all_slots, turns = PROMPTS * GROUP, 4
+    spoken, requests, slot_steps = converse(turns, slots=all_slots)
+    assert_same(spoken)
+    longest = max(requests[sample].offset + len(each[-1].tokens) for sample, each in spoken.items())
+    pauses = (turns - 1) * settings().segment_tokens  # at the least
+    assert slot_steps < all_slots * (longest + pauses)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +146,20 @@ def test_slots_become_fewer_as_conversations_end():
     ids=["full", "windows"],
 )
 def test_log_probs_are_those_of_the_whole_conversation(config):
-    spoken, requests, _ = expected(config)
+    assert_log_probs(*expected(config)[:2], config)
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+def test_turns_that_stop_strings_end_go_on_behind_them(slots):
+    strings = StopStrings(Letters(), ["F", "BC"])
+    spoken, requests, _ = converse(4, 2, slots=slots, stop_strings=strings)
+    reasons = {turn.reason for turns in spoken.values() for turn in turns}
+    assert {"string", "length"} <= reasons
+    assert_log_probs(spoken, requests)
+
+
+def assert_log_probs(spoken, requests, config=tiny.UNIFORM):
+    """That they are those of one pass over the whole conversation."""
     model, params = tiny.model(config), tiny.params(config)
     for sample, turns in spoken.items():
         tokens = np.concatenate([requests[sample].tokens, turns[-1].tokens])
@@ -142,4 +185,14 @@ def test_a_further_turn_is_refused_where_the_settings_have_one():
     (request,) = Batch(prompts, 1, sampling).requests(KEY)
     tokens = np.append(request.tokens, np.int32(5))
     with pytest.raises(InputError, match=r"prompt 0: a further turn, .* max_turns = 1"):
+        engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])
+
+
+def test_tokens_in_chunks_are_refused_where_rows_have_no_room_for_them():
+    prompts, sampling = tiny.prompts(1), settings()
+    engine = SlotEngine(tiny.model(), sampling, width=prompts.prompt_tokens.shape[1])
+    engine.load(tiny.params(), 0)
+    (request,) = Batch(prompts, 1, sampling).requests(KEY)
+    tokens = np.append(request.tokens, np.int32(5))
+    with pytest.raises(InputError, match=r"prompt 0: its tokens are to be .* own_rows = False"):
         engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])

@@ -71,7 +71,8 @@ def play(program, style=None, slots=0, seconds=20.0, forks=False) -> Any:
     )
     chat = chatting.chat(style)
     answers: Any = world.make_world((), {"": program}, rollout, chat, [END], forks)
-    settings = SamplingSettings(STEPS, 1.0, (END,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
+    settings = SamplingSettings(STEPS, 1.0, (END,), tiny.PAD, 4, slots=slots)
+    settings = answers.sampling(settings)
     engine = SlotEngine(built, settings, width=WIDTH)
     bare = [np.asarray(chatting.ids("x"), np.int32)] * PROMPTS
     prompts = pad_prompts(bare, WIDTH, np.arange(PROMPTS), np.arange(PROMPTS), 0)

@@ -84,6 +84,8 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
     state = DecodeState(
         sample=empty,
         live=empty.astype(bool),
+        paused=empty.astype(bool) if settings.max_turns > 1 else None,
+        pause_clock=empty if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
         samples=_no_samples(settings, bins, places),
@@ -94,7 +96,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         slot_steps=jnp.int32(0),
         readers=readers,
     )
-    return _laid_out(parts, state)
+    return laid_out(parts, state)
 
 
 def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
@@ -165,7 +167,7 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
             offset=jnp.zeros_like(samples.length) if samples.offset is None else samples.offset,
             plays=answering.enter(rules, samples.plays, entries),
         )
-    return _laid_out(parts, dataclasses.replace(state, samples=samples))
+    return laid_out(parts, dataclasses.replace(state, samples=samples))
 
 
 def prefill(
@@ -224,10 +226,15 @@ def segment(
             state = _refilled(state)
         return step + 1, _one_token(parts, aligned, params, state)
 
+    paused = state.paused
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
     if not parts.attention.has_lines:
-        memory = tuple((prompts, settled(ring, state.clock)) for prompts, ring in state.memory)
-        state = dataclasses.replace(state, memory=memory)
+        is_kept = None if paused is None else paused.reshape(-1)
+        memory = [(prompts, settled(ring, state.clock, is_kept)) for prompts, ring in state.memory]
+        state = dataclasses.replace(state, memory=tuple(memory))
+    if paused is not None:  # what is in the current block alone would not outlast the pause
+        block = settings.segment_tokens
+        state = dataclasses.replace(state, clock=-(-state.clock // block) * block)
     counters = Counters(
         live=state.live.sum(-1).max(),
         drained=is_drained(state),
@@ -241,29 +248,9 @@ def staying(state: DecodeState, slots: int, aligned: bool) -> tuple[Array, Array
 
     Shapes: [D, slots] each.
     """
-    order = jnp.argsort(~state.live, axis=-1, stable=True)[:, :slots]
+    is_free = ~(state.live if state.paused is None else state.live | state.paused)
+    order = jnp.argsort(is_free, axis=-1, stable=True)[:, :slots]
     return order, take(_slot_rows(state, aligned), order)
-
-
-def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> DecodeState:
-    """Ends samples after `length` [D, M] tokens, and frees their slots; -1: not this one."""
-    samples, is_cut = state.samples, length >= 0
-    over = is_cut[..., None] & (jnp.arange(samples.tokens.shape[-1]) >= length[..., None])
-
-    def without(array: Array | None) -> Array | None:
-        return None if array is None else jnp.where(over, jnp.zeros((), array.dtype), array)
-
-    samples = dataclasses.replace(
-        samples,
-        tokens=jnp.where(over, settings.pad_token, samples.tokens),
-        logp=without(samples.logp),
-        untempered=without(samples.untempered),
-        length=jnp.where(is_cut, length, samples.length),
-        stopped=samples.stopped | is_cut,
-        ended=samples.ended | is_cut,
-    )
-    live = state.live & ~take(is_cut, state.sample)
-    return dataclasses.replace(state, samples=samples, live=live)
 
 
 def take_slots(tree: Any, order: Array) -> Any:
@@ -288,6 +275,8 @@ def _slot_rows(state: DecodeState, aligned: bool) -> Array:
 def _refilled(state: DecodeState) -> DecodeState:
     """Free slots take the next samples of their bin's queue, in order."""
     queue, free = state.queue, ~state.live
+    if state.paused is not None:
+        free &= ~state.paused
     number = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
     fits = free & (number < queue.ready[:, None])
     sample = take(queue.place, jnp.where(fits, number % queue.place.shape[1], 0))
@@ -302,13 +291,15 @@ def _refilled(state: DecodeState) -> DecodeState:
 
 
 def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) -> DecodeState:
-    model = parts.model
+    model, longest = parts.model, parts.settings.max_completion_tokens
     row = _slot_rows(state, aligned)
     position = (take(state.row_length, row) + state.index)[..., None]
     sharing = Sharing(None, None) if aligned else _sharing(state, row)
     # A slot without a sample reads nothing but its own last token.
     index = jnp.where(state.live, state.index, 0)
     if parts.attention.has_lines:
+        if state.paused is not None:  # and what one that is paused writes comes behind its tokens
+            index = jnp.where(state.paused, jnp.minimum(state.index, longest - 1), index)
         attend = decode_lines(index, state.row_length, sharing, parts.attention)
     else:
         attend = decode(state.clock, index, state.row_length, sharing)
@@ -316,10 +307,19 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
     samples, token, ended = _written(parts, state, logits, token, logp)
+    index, paused, pause_clock = state.index + 1, state.paused, state.pause_clock
+    if paused is not None:
+        pause_clock = jnp.where(state.live, state.clock + 1, pause_clock)
+        index, token = (
+            jnp.where(paused, *pair) for pair in ((state.index, index), (state.token, token))
+        )
+        paused |= state.live & ended
     return dataclasses.replace(
         state,
         live=state.live & ~ended,
-        index=state.index + 1,
+        paused=paused,
+        pause_clock=pause_clock,
+        index=index,
         token=token,
         samples=samples,
         memory=memory,
@@ -473,7 +473,7 @@ def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
     return jax.tree.map(take_places, values)
 
 
-def _laid_out(parts: Parts, state: DecodeState) -> DecodeState:
+def laid_out(parts: Parts, state: DecodeState) -> DecodeState:
     """Everything but the memory on the mesh: bins over their devices."""
 
     def place(leaf: Array) -> Array:

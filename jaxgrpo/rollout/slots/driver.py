@@ -7,7 +7,7 @@ counted while the next one runs. The devices' part is `jaxgrpo.rollout.slots.dec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,14 @@ from jaxgrpo.rollout.slots.programs import Programs, make_programs
 from jaxgrpo.rollout.slots.rows import Rows, prefill_batches
 from jaxgrpo.rollout.slots.shrinking import Shrinking, Size
 from jaxgrpo.rollout.slots.state import Counters, DecodeState, Finals
-from jaxgrpo.rollout.slots.table import Group, Leaver, Table, group_requests, make_turns
+from jaxgrpo.rollout.slots.table import (
+    Group,
+    Leaver,
+    Table,
+    chunks_of_replies,
+    group_requests,
+    make_turns,
+)
 
 SAMPLES_PER_READ = 64  # samples that are fetched from the devices at once
 
@@ -97,19 +104,24 @@ class SlotEngine:
     def submit(self, requests: Sequence[Request], group_size: int = 0) -> None:
         """As `Engine.submit`."""
         groups = group_requests(requests)
-        self._group = max(self._group, group_size)
-        self._requested.update(request.ordinal for request in requests)
         for group in groups:
             self._check(group)
+        self._group = max(self._group, group_size)
+        self._requested.update(request.ordinal for request in requests)
+        if self._session is not None:
+            go_on = self._session.table.goes_on
+            groups = group_requests(request for request in requests if not go_on(request))
         if self._session is None:
             self._waiting.extend(groups)
         else:
             self._session.add(groups)
 
-    def poll(self, coming: int = 0) -> list[Turn]:
+    def poll(self, coming: int = 0, going_on: Collection[tuple[int, int]] = ()) -> list[Turn]:
         """As `Engine.poll`. Raises: ValueError where no parameters are loaded."""
         if self._params is None:
             raise ValueError("poll without parameters: load them first")
+        if self._session is not None:
+            self._session.reply(going_on)
         turns: list[Turn] = []
         while not turns and (self._waiting or self._session is not None):
             if self._session is None:
@@ -126,8 +138,10 @@ class SlotEngine:
 
     def unload(self) -> None:
         """As `Engine.unload`."""
-        if self._session is not None and self._session.has_ended:  # further turns could have come
-            _, self.slot_steps = self._session.close()
+        if self._session is not None:
+            self._session.reply(())
+            if self._session.has_ended:  # further turns could have come
+                _, self.slot_steps = self._session.close()
         self._params, self._session, self._waiting = None, None, []
 
     def _open(self, params: Params) -> _Session:
@@ -171,6 +185,11 @@ class SlotEngine:
             raise InputError(
                 f"{label}: a further turn, and the engine's settings have max_turns = 1"
             )
+        if request.offset and request.chunked and not self.settings.own_rows:
+            raise InputError(
+                f"{label}: its tokens are to be computed in chunks, and the engine's settings have "
+                "own_rows = False"
+            )
         for tokens in (group.prompt, *(r.tokens for r in group.requests if r.offset)):
             check_tokens(label, tokens, np.ones(len(tokens), bool), vocab_size)
         for request in group.requests:
@@ -193,7 +212,8 @@ class _Session:
         params: Params,
     ):
         self.programs, self.settings, self.params, self.slots = programs, settings, params, slots
-        self.table, self.rows = Table(sizes, settings), Rows(sizes)
+        platform = next(iter(jax.tree.leaves(params)[0].devices())).platform
+        self.table, self.rows = Table(sizes, settings, platform), Rows(sizes)
         self.state: DecodeState = programs.begin(sizes)
         self.segment = 0  # the number of the next one
         self.admitted = 0  # the first segment with all that was admitted
@@ -212,6 +232,9 @@ class _Session:
     def step(self, version: int, coming: int | None) -> list[Turn]:
         """Dispatches a segment, and follows up the one before: the devices never wait for the host.
 
+        Where samples have turns it follows up the same one: what decodes on would wait for none,
+        but samples whose turns have ended for longer, in slots of their own.
+
         Args:
           version: of the parameters.
           coming: samples that will ask for slots; None: unknown, and no slot is given up.
@@ -228,7 +251,16 @@ class _Session:
         drawn = None if strings is None else self.programs.drawn(self.state.samples)
         unread, self.unread = self.unread, (self.segment, counters, drawn)
         self.segment += 1
+        if has_turns:
+            unread, self.unread = self.unread, None
         return [] if unread is None else self._follow(unread, version, coming)
+
+    def reply(self, going_on: Collection[tuple[int, int]]) -> None:
+        """Lets samples go on whose next turns were submitted, and those go that will not."""
+        if (replies := self.table.replies(going_on, self.segment, self.rows)) is not None:
+            self.state = self.programs.reply(self.state, replies)
+            for chunk in chunks_of_replies(self.table.sizes, replies.chunked):
+                self.state = self.programs.give(self.params, self.state, *chunk)
 
     def close(self) -> tuple[list[Group], Array]:
         """Returns: the groups that wait for the next session, and the slot-steps of this one."""
@@ -251,6 +283,8 @@ class _Session:
         if drawn is not None:  # the devices may be a segment ahead of what its text says
             self.state = self.programs.cut(self.state, self.table.stops(drawn, segment))
         self._fetch(self.table.leave(counters.ended, segment, self.rows))
+        if self.slots.size.has_turns:
+            turns += self._read(version)
         if self.table.is_empty and not self.table.has_waiting:
             return turns + self._read(version)
         self._admit()
@@ -267,8 +301,7 @@ class _Session:
         come to be."""
         if not self.slots.size.has_turns:
             return int(counters.live)
-        leaving = sum(len(leavers) for leavers, _ in self.leaving)
-        return self.table.most_samples + leaving + coming
+        return self.table.most_samples + max(0, coming - self.table.paused)
 
     def _fetch(self, leavers: Sequence[Leaver]) -> None:
         """Begins to fetch samples that have left their places."""
@@ -281,11 +314,13 @@ class _Session:
     def _read(self, version: int) -> list[Turn]:
         """The turns of samples that were to be fetched."""
         leaving, self.leaving = self.leaving, []
-        return [
-            turn
-            for leavers, finals in leaving
-            for turn in make_turns(leavers, sharding.to_host(finals), version)
-        ]
+        turns: list[Turn] = []
+        for leavers, values in leaving:
+            finals = sharding.to_host(values)
+            turns += make_turns(leavers, finals, version)
+            places = [leaver.place for leaver in leavers]
+            self.table.length.flat[places] = finals.length[: len(places)]
+        return turns
 
     def _admit(self) -> None:
         """Lets groups come to free places, and begin where there are free rows."""

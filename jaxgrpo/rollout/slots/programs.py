@@ -17,9 +17,17 @@ from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.attention import Decoding, choose_decoding
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.slots import decoding
+from jaxgrpo.rollout.slots import decoding, replying
 from jaxgrpo.rollout.slots.capacity import Sizes
-from jaxgrpo.rollout.slots.state import Counters, DecodeState, Entries, Finals, Samples, take
+from jaxgrpo.rollout.slots.state import (
+    Counters,
+    DecodeState,
+    Entries,
+    Finals,
+    Replies,
+    Samples,
+    take,
+)
 
 
 class Programs(NamedTuple):
@@ -39,6 +47,8 @@ class Programs(NamedTuple):
     take_slots: Callable[..., Any]
     drawn: Callable[[Samples], Array]
     cut: Callable[[DecodeState, np.ndarray], DecodeState]
+    reply: Callable[[DecodeState, Replies], DecodeState]
+    give: Callable[..., DecodeState]  # (params, state, place, size, left)
     finals: Callable[[Samples, np.ndarray], Finals]
 
 
@@ -84,7 +94,9 @@ def make_programs(
         take=jax.jit(take),
         take_slots=jax.jit(decoding.take_slots),
         drawn=jax.jit(decoding.drawn),
-        cut=jax.jit(bind(decoding.cut, settings), donate_argnums=0),
+        cut=jax.jit(bind(replying.cut, settings), donate_argnums=0),
+        reply=jax.jit(bind(replying.reply, parts), donate_argnums=0),
+        give=jax.jit(bind(replying.give, parts), donate_argnums=1),
         finals=jax.jit(bind(decoding.finals, parts)),
     )
 

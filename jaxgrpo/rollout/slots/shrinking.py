@@ -31,6 +31,8 @@ FEWEST_SLOTS = 4
 COMPILING = (5.0, 0.35)  # seconds of a CPU for a decode program, and for each layer of it
 ARITHMETIC = 3e10  # operations that a CPU does in a second, about
 OVERHEAD = 2e-6  # seconds that each layer of a token takes beside its arithmetic
+SLOT_ARRAYS = ("sample", "live", "paused", "pause_clock", "index", "token")
+"""The fields [D, N] of `DecodeState`."""
 MEAN = 0.25  # length of samples, about, as a share of the longest
 
 
@@ -167,8 +169,7 @@ class Shrinking:
         take, old = self.programs.take, self.size
         size = self.size = self._below.pop(0)
         order, rows = self.programs.staying(state, size.slots, old.aligned)
-        slot_arrays = {"sample": state.sample, "live": state.live, "index": state.index}
-        slot_arrays = take({**slot_arrays, "token": state.token}, order)
+        slot_arrays = take({name: getattr(state, name) for name in SLOT_ARRAYS}, order)
         memory, aligned = list(state.memory), size.aligned
         row_length = take(state.row_length, rows) if aligned else state.row_length
         state = dataclasses.replace(state, **slot_arrays, row_length=row_length, memory=())
@@ -235,10 +236,7 @@ def resized(state: DecodeState, size: Size) -> DecodeState:
     state = jax.tree.map(abstract, dataclasses.replace(state, memory=()))
     return dataclasses.replace(
         state,
-        sample=abstract_slots(state.sample),
-        live=abstract_slots(state.live),
-        index=abstract_slots(state.index),
-        token=abstract_slots(state.token),
+        **{name: jax.tree.map(abstract_slots, getattr(state, name)) for name in SLOT_ARRAYS},
         row_length=abstract_rows(state.row_length),
         memory=tuple(memory),
     )

@@ -73,6 +73,8 @@ class DecodeState:
 
     sample: Array  # [D, N] int32, the sample in each slot
     live: Array  # [D, N] bool
+    paused: Array | None  # [D, N] bool, its sample may go on; None: samples have one turn
+    pause_clock: Array | None  # [D, N] int32, of a paused slot the clock behind its last token
     index: Array  # [D, N] int32, tokens of the sample so far
     token: Array  # [D, N] int32, the token fed next
     samples: Samples
@@ -97,6 +99,17 @@ class Entries(NamedTuple):
     prefix: np.ndarray | None
     """[D, M, F] int32, the tokens that are given, -1 behind the last; None: none is"""
     state: Any = None  # leaves [D, M, ...], as of `Plays`
+
+
+class Replies(NamedTuple):
+    """What changes for samples whose turns have ended, as host arrays."""
+
+    leaves: np.ndarray  # [D, M] bool, will not go on: its slot is free
+    goes_on: np.ndarray  # [D, M] bool
+    start: np.ndarray  # [D, M] int32, where the turn began that has ended
+    tokens: np.ndarray  # [D, M, F] int32, from there on, -1 behind the last: the turn, its reply
+    chunked: np.ndarray  # [D, M] int32, tokens of the reply that will be computed in chunks
+    limit: np.ndarray  # [D, M] int32, as of `Samples`, where it goes on
 
 
 class Counters(NamedTuple):

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxgrpo.rollout.engine import Answered, Reason, Request, SamplingSettings, Turn
-from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.capacity import CHUNK, CHUNK_TOKENS, Sizes
 from jaxgrpo.rollout.slots.rows import Filling, Rows
-from jaxgrpo.rollout.slots.state import Entries, Finals
+from jaxgrpo.rollout.slots.state import Entries, Finals, Replies
 
 NEVER = np.iinfo(np.int32).max
+LEAST_CHUNKED = {"cpu": NEVER}
+"""By platform, tokens of a reply from which on they are computed in chunks, and not fed one by one.
+
+A chunk takes as long however few of its tokens are real. On two cores feeding replies of 64 tokens
+took .74 of the time, and of 256 .71 (docs/performance.md)."""
+ELSEWHERE = 32
 
 
 class Group(NamedTuple):
@@ -61,18 +67,28 @@ class Party:
 
 
 class Leaver(NamedTuple):
-    """A sample that has ended, and left its place."""
+    """A sample whose turn has ended, and which has left its place unless it may go on."""
 
     request: Request
     place: int  # counted over all bins
+    begin: int  # the first token of its turn there
     is_cut: bool  # by a stop string
+
+
+class Paused(NamedTuple):
+    """A sample whose turn has ended, and which may go on in its slot."""
+
+    bin: int
+    place: int
+    party: Party
 
 
 class Table:
     """The samples of a session, waiting or at places."""
 
-    def __init__(self, sizes: Sizes, settings: SamplingSettings):
+    def __init__(self, sizes: Sizes, settings: SamplingSettings, platform: str):
         self.sizes, self.settings = sizes, settings
+        self._least_chunked = LEAST_CHUNKED.get(platform, ELSEWHERE)
         places = sizes.bins, sizes.prompts * sizes.group
         self.queue: np.ndarray = np.zeros(places, np.int32)  # `Queue.place`
         self.ready: np.ndarray = np.zeros(sizes.bins, np.int32)
@@ -83,6 +99,10 @@ class Table:
         self._since = np.full(places, NEVER)  # the first segment that its sample is in
         self._searched = np.zeros(places, int)  # drawn tokens that were searched for stop strings
         self._is_cut = np.zeros(places, bool)
+        self._begin = np.zeros(places, int)  # the first token of its turn, at its place
+        self.length: np.ndarray = np.zeros(places, int)  # tokens when its turn had ended
+        self._paused: dict[tuple[int, int], Paused] = {}  # by ordinal and sample
+        self._replies: list[tuple[Paused, Request]] = []
 
     def add(self, groups: Sequence[Group]) -> None:
         """Puts groups behind those that wait, as many in each bin, the idlest one first.
@@ -117,6 +137,54 @@ class Table:
         return max(sum(len(party.requests) for party in parties) for parties in self._parties)
 
     @property
+    def paused(self) -> int:
+        """Samples that may go on."""
+        return len(self._paused)
+
+    def goes_on(self, request: Request) -> bool:
+        """Takes the next turn of a sample that keeps its slot. Returns: whether it does; where a
+        conversation was rewritten the sample begins anew."""
+        key, is_further = (request.ordinal, request.sample), request.offset and not request.chunked
+        if not is_further or (paused := self._paused.pop(key, None)) is None:
+            return False
+        self._replies.append((paused, request))
+        return True
+
+    def replies(
+        self, going_on: Collection[tuple[int, int]], segment: int, rows: Rows
+    ) -> Replies | None:
+        """Lets samples go on from a segment on, and frees the places of those that will not.
+
+        Args:
+          going_on: the ordinals and samples of those that will be answered.
+
+        Returns: what changes; None: nothing does.
+        """
+        leaving = [key for key in self._paused if key not in going_on]
+        if not leaving and not self._replies:
+            return None
+        places = self.queue.shape
+        leaves, goes_on = np.zeros(places, bool), np.zeros(places, bool)
+        for key in leaving:
+            bin_, place, party = self._paused.pop(key)
+            leaves[bin_, place] = True
+            self._leave(bin_, place, party, rows)
+        limit, start, chunked = (np.zeros(places, np.int32) for _ in range(3))
+        fed: dict[tuple[int, int], np.ndarray] = {}
+        for (bin_, place, party), request in self._replies:
+            before, at = party.requests[place], (bin_, place)
+            goes_on[at], party.requests[place] = True, request
+            fed[at], start[at] = request.tokens[len(before.tokens) :], self._begin[at]
+            self._begin[at] += len(fed[at])
+            number = self._begin[at] - self.length[at]  # of the reply
+            chunked[at] = number if number >= self._least_chunked else 0
+            limit[at] = self._begin[at] + request.limit
+            self._since[at], self._searched[at], self._is_cut[at] = segment, 0, False
+        self._replies = []
+        tokens = _padded(fed, places, self.settings.max_completion_tokens)
+        return Replies(leaves, goes_on, start, tokens, chunked, limit)
+
+    @property
     def is_in_order(self) -> bool:
         """Whether the n-th samples of all bins read the rows n // G: the order of aligned slots."""
         group = self.sizes.group
@@ -146,8 +214,9 @@ class Table:
                 self._rowless[bin_].append(party)
                 for place, request in party.requests.items():
                     new[bin_, place] = group, request
-        for place in new:
+        for place, (group, request) in new.items():
             self._since[place], self._searched[place], self._is_cut[place] = segment, 0, False
+            self._begin[place] = len(request.tokens) - len(group.prompt)
         return self._entries(new) if new else None
 
     def fill(self, rows: Rows) -> list[list[Filling]] | None:
@@ -168,7 +237,8 @@ class Table:
 
     def leave(self, ended_bits: np.ndarray, segment: int, rows: Rows) -> list[Leaver]:
         """Frees the places of samples that have ended, as a segment's counters say, and the
-        rows that no sample reads any more. Returns: who leaves."""
+        rows that no sample reads any more; those with turns keep theirs. Returns: whose turns have
+        ended."""
         leavers: list[Leaver] = []
         is_ended = np.unpackbits(ended_bits, axis=-1, count=self.queue.shape[1]).astype(bool)
         is_ended &= self._since <= segment
@@ -176,18 +246,26 @@ class Table:
             if not is_ended[bin_].any():
                 continue
             ended = set(np.flatnonzero(is_ended[bin_]).tolist())
-            for party in parties:
+            for party in [*parties]:
                 for place in party.leaving(sorted(ended & party.requests.keys())):
-                    is_cut = bool(self._is_cut[bin_, place])
-                    number = bin_ * self.queue.shape[1] + place
-                    leavers.append(Leaver(party.requests.pop(place), number, is_cut))
-                    self._free[bin_].append(place)
-                    self._since[bin_, place] = NEVER
-                if not party.requests:
-                    assert party.row is not None
-                    rows.release(bin_, party.row)
-            self._parties[bin_] = [party for party in parties if party.requests]
+                    at, request = (bin_, place), party.requests[place]
+                    number, begin = bin_ * self.queue.shape[1] + place, int(self._begin[at])
+                    leavers.append(Leaver(request, number, begin, bool(self._is_cut[at])))
+                    self._since[at] = NEVER
+                    if party.alone:
+                        self._paused[request.ordinal, request.sample] = Paused(bin_, place, party)
+                    else:
+                        self._leave(bin_, place, party, rows)
         return leavers
+
+    def _leave(self, bin_: int, place: int, party: Party, rows: Rows) -> None:
+        """Frees a place, and with the last of a group its row."""
+        del party.requests[place]
+        self._free[bin_].append(place)
+        if not party.requests:
+            assert party.row is not None
+            rows.release(bin_, party.row)
+            self._parties[bin_].remove(party)
 
     def stops(self, drawn: np.ndarray, segment: int) -> np.ndarray:
         """After how many tokens stop strings end samples, [D, M]; -1: not this one.
@@ -216,15 +294,13 @@ class Table:
         keys, threshold = np.zeros((*places, 2), np.uint32), np.zeros(places, np.float32)
         limit, start = np.zeros(places, np.int32), np.zeros(places, np.int32)
         greedy = np.zeros(places, bool)
-        fed = [len(request.tokens) - len(group.prompt) for group, request in new.values()]
-        # Powers of two, so that few sizes are compiled.
-        width = 1 << (max(fed) - 1).bit_length() if max(fed) else 0
-        prefix = np.full((*places, min(width, longest)), -1, np.int32)
-        for (at, (group, request)), number in zip(new.items(), fed, strict=True):
+        fed: dict[tuple[int, int], np.ndarray] = {}
+        for at, (group, request) in new.items():
             is_new[at], opening[at], keys[at] = True, group.prompt[-1], request.key
             greedy[at], threshold[at] = request.is_greedy, request.threshold
+            fed[at] = request.tokens[len(group.prompt) :]
+            number = len(fed[at])
             limit[at], start[at] = number + request.limit, request.offset - number
-            prefix[at][:number] = request.tokens[len(group.prompt) :]
         has_turns = self.settings.max_turns > 1
         has_limit = has_turns or (limit[is_new] != longest).any()
         return Entries(
@@ -235,7 +311,7 @@ class Table:
             start if has_turns or start.any() else None,
             limit if has_limit else None,
             greedy if greedy.any() else None,
-            prefix if width else None,
+            _padded(fed, places, longest) if any(map(len, fed.values())) else None,
             self._states(new),
         )
 
@@ -254,6 +330,33 @@ class Table:
         return jax.tree.map(by_place, *(request.state for _, request in new.values()))
 
 
+def _padded(
+    fed: Mapping[tuple[int, int], np.ndarray], places: tuple[int, ...], longest: int
+) -> np.ndarray:
+    """[D, M, F]: the tokens of some places, -1 behind the last; F is a power of two, so that few
+    sizes are compiled."""
+    most = max(map(len, fed.values()), default=0)
+    width = min(longest, 1 << max(0, most - 1).bit_length())
+    array = np.full((*places, width), -1, np.int32)
+    for at, tokens in fed.items():
+        array[at][: len(tokens)] = tokens
+    return array
+
+
+def chunks_of_replies(
+    sizes: Sizes, chunked: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What `replying.give` is called with, for so many tokens [D, M] of replies: place, size and
+    left."""
+    side, left = min(CHUNK_TOKENS // CHUNK, sizes.slots), chunked.copy()
+    while left.any():
+        place = np.argsort(-left, axis=1, kind="stable")[:, :side].astype(np.int32)
+        before = np.take_along_axis(left, place, 1)
+        size = np.minimum(before, CHUNK)
+        np.put_along_axis(left, place, before - size, 1)
+        yield np.where(size > 0, place, chunked.shape[1]).astype(np.int32), size, before
+
+
 def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[Turn]:
     """The turns of samples that have ended.
 
@@ -264,8 +367,8 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
     """
     turns: list[Turn] = []
     arrays: Any = finals
-    for at, (request, _, is_cut) in enumerate(leavers):
-        begin, length = len(request.tokens) - row_tokens(request), int(arrays.length[at])
+    for at, (request, _, begin, is_cut) in enumerate(leavers):
+        length = int(arrays.length[at])
         new = slice(begin, length)
         reason: Reason = "string" if is_cut else "end"
         if not arrays.stopped[at]:
@@ -282,7 +385,7 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
                 np.full(max(0, length - begin), version, np.int32),
                 reason,
                 None if raw is None else raw[at][new],
-                None if sums is None else np.diff(sums[at][new], prepend=np.float32(0)),
+                None if sums is None else np.diff(sums[at], prepend=np.float32(0))[new],
                 None if arrays.plays is None else _answered(arrays.plays, at, length),
             )
         )
