@@ -200,7 +200,7 @@ def with_chunk(slots: Ring | Lines, slot: Array, chunk: Cache, begin: Array, siz
     def put(leaf: Array, new: Array) -> Array:
         per_bin = leaf.reshape(bins, -1, *leaf.shape[1:])
         put_bin = lambda values, slot, new: values.at[slot].set(new, mode="drop")  # noqa: E731
-        return jax.vmap(put_bin)(per_bin, slot, new.astype(leaf.dtype)).reshape(leaf.shape)
+        return jax.vmap(put_bin)(per_bin, slot, narrowed(new, leaf.dtype)).reshape(leaf.shape)
 
     before = slot_cache(slots, slot)
     columns = before.value.shape[-2]
