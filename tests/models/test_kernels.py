@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
@@ -49,6 +52,31 @@ def test_cudnn_takes_rows_of_several_samples_without_windows_on_whole_rows():
         choose_kernel("cudnn", "gpu", config, row=64, samples_per_row=8, mesh=mesh)
     with pytest.raises(InputError, match="windows in rows of several samples"):
         choose_kernel("cudnn", "gpu", MODEL, row=64, samples_per_row=8)
+
+
+@pytest.mark.parametrize(
+    ("capability", "samples_per_row", "head_dim", "reason"),
+    [
+        (
+            "8.6",
+            8,
+            128,
+            "rows of several samples on compute capability 8.6: it takes 9.0 and above",
+        ),
+        ("8.0", 1, 256, "head_dim = 256: it takes multiples of 8 up to 128"),
+        ("gfx942", 1, 128, "compute capability gfx942: it is for NVIDIA's GPUs"),
+        ("8.0", 1, 128, None),
+        ("9.0", 8, 256, None),
+    ],
+)
+def test_cudnn_takes_what_the_gpu_can(capability, samples_per_row, head_dim, reason):
+    device: Any = SimpleNamespace(compute_capability=capability)
+    mesh: Any = SimpleNamespace(devices=np.asarray([device]), shape={"context": 1})
+    config = dataclasses.replace(MODEL, pattern=(LayerKind(),), head_dim=head_dim)
+    sizes: Any = {"row": 64, "samples_per_row": samples_per_row, "mesh": mesh}
+    kernel = choose_kernel("auto", "gpu", config, **sizes)
+    assert kernel.name == ("cudnn" if reason is None else "xla")
+    assert kernel.why == ("" if reason is None else f"cudnn cannot: {reason}")
 
 
 def test_xla_computes_everything_everywhere():

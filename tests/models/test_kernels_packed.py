@@ -110,9 +110,8 @@ def test_samples_stay_at_their_place_in_what_cudnn_keeps_of_rows_with_fewer():
     spans = Samples(length, start, length, length)
     _, (*lengths, query_starts, _) = cudnn_packed._arguments(query, spans)
     # What JAX makes of them for cuDNN, which numbers samples over all rows.
-    counted = fused_attention_stablehlo._fix_seqlen_offsets(
-        *lengths, query_starts, query_starts, query, key
-    )
+    count: Any = fused_attention_stablehlo._fix_seqlen_offsets
+    counted = count(*lengths, query_starts, query_starts, query, key)
     np.testing.assert_array_equal(counted[0].reshape(-1), length.reshape(-1))
     first = (start + 8 * jnp.arange(3)[:, None]).reshape(-1)
     np.testing.assert_array_equal(counted[2].reshape(-1)[: first.size], first * 4 * 16)

@@ -11,6 +11,7 @@ Source: jax.nn.dot_product_attention(implementation="cudnn").
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -22,7 +23,8 @@ from jax.sharding import Mesh
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
 from jaxgrpo.models.kernels.plain import take_per_bin
 
-WIDEST_HEAD = 256  # on Hopper; 128 on GPUs before it, where JAX refuses more when it traces
+WIDEST_HEAD, WIDEST_BEFORE_HOPPER = 256, 128
+HOPPER = 9.0  # its compute capability: before it cuDNN takes no samples side by side
 
 Sequences = Callable[[Array, Array, Array, Array, int | None], Array]
 """(query [B, T, heads, head_dim], key, value [B, T, kv_heads, head_dim], length [B], window) ->
@@ -38,18 +40,27 @@ def refusals(
       samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
       mesh: the run's; None on one device.
     """
-    problems = []
+    problems, capability = [], HOPPER
+    if mesh is not None and (name := getattr(mesh.devices.flat[0], "compute_capability", "")):
+        if not re.fullmatch(r"\d+\.\d", name):
+            problems.append(f"compute capability {name}: it is for NVIDIA's GPUs")
+        else:
+            capability = float(name)
+    widest = WIDEST_HEAD if capability >= HOPPER else WIDEST_BEFORE_HOPPER
     if config.dtype not in ("bfloat16", "float16"):
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float16")
-    if config.head_dim % 8 or config.head_dim > WIDEST_HEAD:
-        problems.append(
-            f"head_dim = {config.head_dim}: it takes multiples of 8 up to {WIDEST_HEAD}"
-        )
+    if config.head_dim % 8 or config.head_dim > widest:
+        problems.append(f"head_dim = {config.head_dim}: it takes multiples of 8 up to {widest}")
     if any(kind.soft_cap is not None for kind in config.pattern):
         problems.append("soft-capped scores: it has none")
     if samples_per_row is None:
         problems.append(
             "rows of any samples: their number must be bounded, and each see its prompt"
+        )
+    elif samples_per_row > 1 and capability < HOPPER:
+        problems.append(
+            f"rows of several samples on compute capability {capability}: "
+            f"it takes {HOPPER} and above"
         )
     elif samples_per_row > 1 and any(kind.window is not None for kind in config.pattern):
         problems.append("windows in rows of several samples: they reach into prompts")

@@ -32,6 +32,7 @@ from jaxgrpo.rollout.slots.state import (
     DecodeState,
     Entries,
     Finals,
+    Pauses,
     Queue,
     Samples,
     put,
@@ -84,8 +85,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
     state = DecodeState(
         sample=empty,
         live=empty.astype(bool),
-        paused=empty.astype(bool) if settings.max_turns > 1 else None,
-        pause_clock=empty if settings.max_turns > 1 else None,
+        pauses=Pauses(mask=empty.astype(bool), clock=empty) if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
         samples=_no_samples(settings, bins, places),
@@ -226,13 +226,13 @@ def segment(
             state = _refilled(state)
         return step + 1, _one_token(parts, aligned, params, state)
 
-    paused = state.paused
+    pauses = state.pauses
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
     if not parts.attention.has_lines:
-        is_kept = None if paused is None else paused.reshape(-1)
+        is_kept = None if pauses is None else pauses.mask.reshape(-1)
         memory = [(prompts, settled(ring, state.clock, is_kept)) for prompts, ring in state.memory]
         state = dataclasses.replace(state, memory=tuple(memory))
-    if paused is not None:  # what is in the current block alone would not outlast the pause
+    if pauses is not None:  # what is in the current block alone would not outlast the pause
         block = settings.segment_tokens
         state = dataclasses.replace(state, clock=-(-state.clock // block) * block)
     counters = Counters(
@@ -248,7 +248,7 @@ def staying(state: DecodeState, slots: int, aligned: bool) -> tuple[Array, Array
 
     Shapes: [D, slots] each.
     """
-    is_free = ~(state.live if state.paused is None else state.live | state.paused)
+    is_free = ~(state.live if state.pauses is None else state.live | state.pauses.mask)
     order = jnp.argsort(is_free, axis=-1, stable=True)[:, :slots]
     return order, take(_slot_rows(state, aligned), order)
 
@@ -275,8 +275,8 @@ def _slot_rows(state: DecodeState, aligned: bool) -> Array:
 def _refilled(state: DecodeState) -> DecodeState:
     """Free slots take the next samples of their bin's queue, in order."""
     queue, free = state.queue, ~state.live
-    if state.paused is not None:
-        free &= ~state.paused
+    if state.pauses is not None:
+        free &= ~state.pauses.mask
     number = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
     fits = free & (number < queue.ready[:, None])
     sample = take(queue.place, jnp.where(fits, number % queue.place.shape[1], 0))
@@ -298,8 +298,8 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     # A slot without a sample reads nothing but its own last token.
     index = jnp.where(state.live, state.index, 0)
     if parts.attention.has_lines:
-        if state.paused is not None:  # and what one that is paused writes comes behind its tokens
-            index = jnp.where(state.paused, jnp.minimum(state.index, longest - 1), index)
+        if state.pauses is not None:  # and what one that is paused writes comes behind its tokens
+            index = jnp.where(state.pauses.mask, jnp.minimum(state.index, longest - 1), index)
         attend = decode_lines(index, state.row_length, sharing, parts.attention)
     else:
         attend = decode(state.clock, index, state.row_length, sharing)
@@ -307,18 +307,18 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
     samples, token, ended = _written(parts, state, logits, token, logp)
-    index, paused, pause_clock = state.index + 1, state.paused, state.pause_clock
-    if paused is not None:
-        pause_clock = jnp.where(state.live, state.clock + 1, pause_clock)
-        index, token = (
-            jnp.where(paused, *pair) for pair in ((state.index, index), (state.token, token))
+    index, pauses = state.index + 1, state.pauses
+    if pauses is not None:
+        pairs = zip((state.index, state.token), (index, token), strict=True)
+        index, token = (jnp.where(pauses.mask, *pair) for pair in pairs)
+        pauses = Pauses(
+            mask=pauses.mask | (state.live & ended),
+            clock=jnp.where(state.live, state.clock + 1, pauses.clock),
         )
-        paused |= state.live & ended
     return dataclasses.replace(
         state,
         live=state.live & ~ended,
-        paused=paused,
-        pause_clock=pause_clock,
+        pauses=pauses,
         index=index,
         token=token,
         samples=samples,

@@ -20,7 +20,7 @@ from jaxgrpo.models.cache import moved_up
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.capacity import CHUNK
 from jaxgrpo.rollout.slots.decoding import Parts, laid_out
-from jaxgrpo.rollout.slots.state import DecodeState, Replies, put, take
+from jaxgrpo.rollout.slots.state import DecodeState, Pauses, Replies, put, take
 
 
 def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> DecodeState:
@@ -42,24 +42,27 @@ def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> Decode
     )
     is_cut = take(is_cut, state.sample)
     state = dataclasses.replace(state, samples=samples, live=state.live & ~is_cut)
-    return state if state.paused is None else _paused_where_cut(state, before, is_cut)
+    if state.pauses is None:
+        return state
+    return _paused_where_cut(state, state.pauses, before, is_cut)
 
 
-def _paused_where_cut(state: DecodeState, before: Array, is_cut: Array) -> DecodeState:
+def _paused_where_cut(
+    state: DecodeState, pauses: Pauses, before: Array, is_cut: Array
+) -> DecodeState:
     """Slots whose samples were cut hold them without what was drawn too much.
 
     Args:
       before: which slots decoded; a sample that was cut may have ended by itself since.
     """
-    is_cut &= before | state.paused
+    is_cut &= before | pauses.mask
     index = jnp.where(is_cut, take(state.samples.length, state.sample), state.index)
-    behind = jnp.where(before, state.clock, state.pause_clock) - (state.index - index)
+    clock = jnp.where(before, state.clock, pauses.clock) - (state.index - index)
     read = jax.vmap(lambda values, *at: values[at])
     last = read(state.samples.tokens, state.sample, jnp.maximum(index - 1, 0))
     return dataclasses.replace(
         state,
-        paused=state.paused | is_cut,
-        pause_clock=jnp.where(is_cut, behind, state.pause_clock),
+        pauses=Pauses(mask=pauses.mask | is_cut, clock=jnp.where(is_cut, clock, pauses.clock)),
         index=index,
         token=jnp.where(is_cut, last, state.token),
     )
@@ -68,6 +71,8 @@ def _paused_where_cut(state: DecodeState, before: Array, is_cut: Array) -> Decod
 def reply(parts: Parts, state: DecodeState, replies: Replies) -> DecodeState:
     """Frees slots, and lets samples go on in theirs with the tokens that are given."""
     samples, longest = state.samples, state.samples.tokens.shape[-1]
+    assert state.pauses is not None
+    pauses, limit = state.pauses, longest if samples.limit is None else samples.limit
     goes_on, words = jnp.asarray(replies.goes_on), jnp.asarray(replies.tokens)
     place = jnp.asarray(replies.start)[..., None] + jnp.arange(words.shape[-1])
     place = jnp.where(goes_on[..., None] & (words >= 0), place, longest)
@@ -77,32 +82,28 @@ def reply(parts: Parts, state: DecodeState, replies: Replies) -> DecodeState:
         samples,
         tokens=jax.vmap(jax.vmap(put_row))(samples.tokens, place, words),
         offset=jnp.where(goes_on, offset, 0 if samples.offset is None else samples.offset),
-        limit=jnp.where(goes_on, replies.limit, samples.limit),
+        limit=jnp.where(goes_on, replies.limit, limit),
         stopped=samples.stopped & ~goes_on,
         ended=samples.ended & ~goes_on,
     )
-    is_on = state.paused & take(goes_on, state.sample)
-    is_free = state.paused & take(jnp.asarray(replies.leaves), state.sample)
+    is_on = pauses.mask & take(goes_on, state.sample)
+    is_free = pauses.mask & take(jnp.asarray(replies.leaves), state.sample)
     memory = state.memory
     if not parts.attention.has_lines:
-        memory = _moved_up(state, is_on, take(jnp.asarray(replies.chunked), state.sample))
+        chunked = take(jnp.asarray(replies.chunked), state.sample)  # room for these between
+        memory = _moved_up(memory, is_on, state.clock - pauses.clock - chunked)
     state = dataclasses.replace(
         state,
         samples=samples,
         live=state.live | is_on,
-        paused=state.paused & ~is_on & ~is_free,
+        pauses=dataclasses.replace(pauses, mask=pauses.mask & ~is_on & ~is_free),
         memory=memory,
     )
     return laid_out(parts, state)
 
 
-def _moved_up(state: DecodeState, is_on: Array, chunked: Array) -> Any:
-    """The memory with the last tokens of some slots in the columns before the clock's.
-
-    Args:
-      chunked: [D, N], tokens for which there is to be room between.
-    """
-    columns = state.clock - state.pause_clock - chunked
+def _moved_up(memory: Any, is_on: Array, columns: Array) -> Any:
+    """The memory with what some slots hold so many columns later."""
     order = jnp.argsort(~is_on, axis=-1, stable=True)
     number = is_on.sum(-1)
 
@@ -111,7 +112,7 @@ def _moved_up(state: DecodeState, is_on: Array, chunked: Array) -> Any:
         by = jnp.take_along_axis(columns, slot[:, None], 1)[:, 0]
         return tuple((prompts, moved_up(ring, slot, by, at < number)) for prompts, ring in memory)
 
-    return jax.lax.fori_loop(0, number.max(), move, state.memory)
+    return jax.lax.fori_loop(0, number.max(), move, memory)
 
 
 def give(

@@ -31,7 +31,7 @@ FEWEST_SLOTS = 4
 COMPILING = (5.0, 0.35)  # seconds of a CPU for a decode program, and for each layer of it
 ARITHMETIC = 3e10  # operations that a CPU does in a second, about
 OVERHEAD = 2e-6  # seconds that each layer of a token takes beside its arithmetic
-SLOT_ARRAYS = ("sample", "live", "paused", "pause_clock", "index", "token")
+SLOT_ARRAYS = ("sample", "live", "pauses", "index", "token")
 """The fields [D, N] of `DecodeState`."""
 MEAN = 0.25  # length of samples, about, as a share of the longest
 

@@ -68,13 +68,21 @@ class Queue:
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Pauses:
+    """Slots that keep a sample whose turn has ended, and which may go on."""
+
+    mask: Array  # [D, N] bool
+    clock: Array  # [D, N] int32, behind the last token of the slot
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
     """All that decoding changes; donated from one segment to the next."""
 
     sample: Array  # [D, N] int32, the sample in each slot
     live: Array  # [D, N] bool
-    paused: Array | None  # [D, N] bool, its sample may go on; None: samples have one turn
-    pause_clock: Array | None  # [D, N] int32, of a paused slot the clock behind its last token
+    pauses: Pauses | None  # None: samples have one turn
     index: Array  # [D, N] int32, tokens of the sample so far
     token: Array  # [D, N] int32, the token fed next
     samples: Samples
