@@ -98,7 +98,7 @@ NOT_REPRODUCED = {
 
 FORMULAS = {
     *("2104.09864", "2106.09685", "2107.03374", "2205.14135", "2306.15595", "2307.08691"),
-    *("2309.00071", "2312.03732", "2402.13753", "2407.21783"),
+    *("2208.07339", "2309.00071", "2312.03732", "2402.13753", "2407.21783"),
 }
 """Papers whose formulas are all that is taken; tests compare them with transformers, or with a
 plain computation."""
@@ -112,6 +112,7 @@ OF_ALL_PARTS = re.compile(
 TESTED = {
     "2402.03300": "`tests/advantages/test_closed_forms.py`",
     "2205.14135": "`tests/models/test_kernels.py`",
+    "2208.07339": "`tests/rollout/test_low_bit.py`",
     "2507.19457": "`tests/training/test_prefixes.py`",
     "2509.19128": "`tests/training/test_staleness.py`",
     "2510.13786": "`tests/training/test_scale_rl.py`",
