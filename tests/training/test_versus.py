@@ -23,7 +23,7 @@ def test_the_files_hold_the_prompts_and_sizes_of_the_workload(tmp_path):
     assert Work.read(tmp_path) == written
     tokenizer = folders.read_tokenizer(written.model)
     prompts = make_prompts(WORKLOADS["C"], model_config("S").vocab_size)
-    rollout = configs.load(tmp_path / "run.toml").rollout
+    rollout = configs.from_dict(files.run_config(written)).rollout
     sizes = rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens
     assert sizes == (len(written.rows()), WORKLOADS["C"].samples, WORKLOADS["C"].completion)
     for row, tokens, mask in zip(

@@ -103,14 +103,17 @@ class SlotEngine:
 
     def submit(self, requests: Sequence[Request], group_size: int = 0) -> None:
         """As `Engine.submit`."""
-        groups = group_requests(requests)
+        table = None if self._session is None else self._session.table
+        is_further = [table is not None and table.is_paused(request) for request in requests]
+        pairs = [*zip(requests, is_further, strict=True)]
+        groups = group_requests(request for request, goes_on in pairs if not goes_on)
         for group in groups:
             self._check(group)
         self._group = max(self._group, group_size)
         self._requested.update(request.ordinal for request in requests)
-        if self._session is not None:
-            go_on = self._session.table.goes_on
-            groups = group_requests(request for request in requests if not go_on(request))
+        for request, goes_on in pairs:
+            if table is not None and goes_on:
+                table.go_on(request)
         if self._session is None:
             self._waiting.extend(groups)
         else:

@@ -141,14 +141,15 @@ class Table:
         """Samples that may go on."""
         return len(self._paused)
 
-    def goes_on(self, request: Request) -> bool:
-        """Takes the next turn of a sample that keeps its slot. Returns: whether it does; where a
-        conversation was rewritten the sample begins anew."""
-        key, is_further = (request.ordinal, request.sample), request.offset and not request.chunked
-        if not is_further or (paused := self._paused.pop(key, None)) is None:
-            return False
-        self._replies.append((paused, request))
-        return True
+    def is_paused(self, request: Request) -> bool:
+        """Whether it is the next turn of a sample that keeps its slot; where a conversation was
+        rewritten the sample begins anew."""
+        key = request.ordinal, request.sample
+        return bool(request.offset) and not request.chunked and key in self._paused
+
+    def go_on(self, request: Request) -> None:
+        """Takes the next turn of a sample that keeps its slot."""
+        self._replies.append((self._paused.pop((request.ordinal, request.sample)), request))
 
     def replies(
         self, going_on: Collection[tuple[int, int]], segment: int, rows: Rows
