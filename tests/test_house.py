@@ -277,7 +277,7 @@ LINES = {
     "models": 5235,  # with kernels for GPUs, chunks of what slots hold, and samplers in 8 bits
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 4237,  # with turns, samples that keep their slots, and what draws for queries
+    "rollout": 4239,  # with turns, samples that keep their slots, and what draws for queries
     "update": 1808,  # with what the kernels of a run are chosen by
     "config": 2132,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
