@@ -75,7 +75,7 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
 def older_parts(tokens: int, block: int) -> tuple[int, int]:
     """Parts of a ring and columns of each, so that the last `tokens` tokens are always there.
 
-    One block more than the tokens: until the current block is full, its columns hold what they kept
+    One block more than the tokens: until the current block is full, its columns hold what they held
     one turn before.
     """
     needed = tokens + block - 1
@@ -140,27 +140,27 @@ def settled(ring: Ring, clock: Array, is_kept: Array | None = None) -> Ring:
     return ring._replace(older=tuple(older))
 
 
-def moved_up(ring: Ring, slot: Array, by: Array, is_moved: Array) -> Ring:
+def moved_up(ring: Ring, slot: Array, by: Array) -> Ring:
     """The ring with the older columns of some slots so many columns later.
 
     Shapes: [D] each, of one slot of each bin.
     """
     bins, number = len(slot), len(ring.older)
 
-    def move(slot: Array, by: Array, is_moved: Array, parts: list[Array], axis: int) -> list[Array]:
+    def move(slot: Array, by: Array, parts: list[Array], axis: int) -> list[Array]:
         """Of one bin, [N, ...] each."""
         old = [jax.lax.dynamic_index_in_dim(part, slot, keepdims=False) for part in parts]
-        moved = jnp.roll(jnp.concatenate(old, axis), jnp.where(is_moved, by, 0), axis)
+        moved = jnp.roll(jnp.concatenate(old, axis), by, axis)
         new = zip(parts, jnp.split(moved, number, axis), strict=True)
         return [jax.lax.dynamic_update_index_in_dim(part, leaf, slot, 0) for part, leaf in new]
 
     def move_in_bins(leaves: list[Array], axis: int) -> list[Array]:
         parts = [leaf.reshape(bins, -1, *leaf.shape[1:]) for leaf in leaves]
         if bins == 1:  # a slice, and no gather
-            moved = move(slot[0], by[0], is_moved[0], [part[0] for part in parts], axis)
+            moved = move(slot[0], by[0], [part[0] for part in parts], axis)
         else:
             along = functools.partial(move, axis=axis)
-            moved = jax.vmap(along)(slot, by, is_moved, parts)
+            moved = jax.vmap(along)(slot, by, parts)
         return [leaf.reshape(old.shape) for leaf, old in zip(moved, leaves, strict=True)]
 
     keys = move_in_bins([part.key for part in ring.older], -1)

@@ -50,7 +50,7 @@ class SamplingSettings(NamedTuple):
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
     weight_dtype: str = "auto"  # of the layers' kernels; "auto": the model's
     max_turns: int = 1  # that a sample is drawn in; above 1 each is given back once it has ended
-    own_rows: bool = False  # for each sample, since some begin anew with tokens that no other has
+    own_rows: bool = False  # a row for each sample: some begin with their own tokens
     answering: Answering | None = None  # how the engine answers turns by itself; `max_turns` is 1
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from engines import draw_all
+from lettering import Letters
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,14 +20,6 @@ from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12
-
-
-class Letters:
-    """Token i is a letter."""
-
-    def decode(self, ids, clean_up_tokenization_spaces):
-        assert not clean_up_tokenization_spaces
-        return "".join(chr(ord("A") + i) for i in ids)
 
 
 @functools.cache

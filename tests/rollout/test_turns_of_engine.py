@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from lettering import Letters
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import attention, decoder, sharding
@@ -30,14 +31,6 @@ def reply(sample, turn):
     """What is said between two turns: 0 to 9 tokens."""
     random = np.random.default_rng([*sample, turn])
     return random.integers(3, tiny.VOCAB, random.integers(0, 10)).astype(np.int32)
-
-
-class Letters:
-    """Token i is a letter."""
-
-    def decode(self, ids, clean_up_tokenization_spaces):
-        del clean_up_tokenization_spaces
-        return "".join(chr(ord("A") + i) for i in ids)
 
 
 @pytest.fixture
@@ -178,21 +171,19 @@ def assert_log_probs(spoken, requests, config=tiny.UNIFORM):
             end = begin - len(reply(sample, len(turns) - number - 1))
 
 
-def test_a_further_turn_is_refused_where_the_settings_have_one():
-    prompts, sampling = tiny.prompts(1), settings(max_turns=1)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_turns": 1}, r"prompt 0: a further turn, .* max_turns = 1"),
+        ({}, r"prompt 0: its tokens are to be .* own_rows = False"),
+    ],
+    ids=["one turn", "rows have no room"],
+)
+def test_tokens_in_chunks_are_refused_where_the_settings_have_none(changes, reason):
+    prompts, sampling = tiny.prompts(1), settings(**changes)
     engine = SlotEngine(tiny.model(), sampling, width=prompts.prompt_tokens.shape[1])
     engine.load(tiny.params(), 0)
     (request,) = Batch(prompts, 1, sampling).requests(KEY)
     tokens = np.append(request.tokens, np.int32(5))
-    with pytest.raises(InputError, match=r"prompt 0: a further turn, .* max_turns = 1"):
-        engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])
-
-
-def test_tokens_in_chunks_are_refused_where_rows_have_no_room_for_them():
-    prompts, sampling = tiny.prompts(1), settings()
-    engine = SlotEngine(tiny.model(), sampling, width=prompts.prompt_tokens.shape[1])
-    engine.load(tiny.params(), 0)
-    (request,) = Batch(prompts, 1, sampling).requests(KEY)
-    tokens = np.append(request.tokens, np.int32(5))
-    with pytest.raises(InputError, match=r"prompt 0: its tokens are to be .* own_rows = False"):
+    with pytest.raises(InputError, match=reason):
         engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])

@@ -109,8 +109,8 @@ def _moved_up(memory: Any, is_on: Array, columns: Array) -> Any:
 
     def move(at: Array, memory: Any) -> Any:
         slot = order[:, at]
-        by = jnp.take_along_axis(columns, slot[:, None], 1)[:, 0]
-        return tuple((prompts, moved_up(ring, slot, by, at < number)) for prompts, ring in memory)
+        by = jnp.where(at < number, jnp.take_along_axis(columns, slot[:, None], 1)[:, 0], 0)
+        return tuple((prompts, moved_up(ring, slot, by)) for prompts, ring in memory)
 
     return jax.lax.fori_loop(0, number.max(), move, memory)
 

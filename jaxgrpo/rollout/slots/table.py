@@ -142,8 +142,8 @@ class Table:
         return len(self._paused)
 
     def is_paused(self, request: Request) -> bool:
-        """Whether it is the next turn of a sample that keeps its slot; where a conversation was
-        rewritten the sample begins anew."""
+        """Whether it is the next turn of a sample that keeps its slot; one whose conversation was
+        rewritten begins again."""
         key = request.ordinal, request.sample
         return bool(request.offset) and not request.chunked and key in self._paused
 
