@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import find, refuse_all
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Attend, KeyValue, LayerKind, Model, ModelConfig
+from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, Model, ModelConfig
 from jaxgrpo.models.cache import (
     Cache,
     Lines,
@@ -55,7 +55,7 @@ def causal(position: Array, valid: Array) -> Attend:
     Shapes: position, valid [*B, Q]. The memory it returns is KeyValue of this layer.
     """
 
-    def attend(query, key, value, memory, kind: LayerKind):
+    def attend(query, key, value, memory, kind: AttentionKind):
         del memory
         sight = Sight(position, None, (Keys(position, valid),))
         return attended(query, key, value, sight, kind), KeyValue(key, value)
@@ -83,7 +83,7 @@ def rows_with_prefix(
     if alone is not None:  # before the prompt: only distances within a segment count
         position = jnp.where(alone, position - BEFORE, position)
 
-    def attend(query, key, value, memory: KeyValue, kind: LayerKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind):
         prefix = KeyValue(*(take_per_bin(leaf, row_prompt) for leaf in memory))
         prefix_position = jnp.arange(prefix.key.shape[2])
         real = prefix_position < length[..., None]  # [D, R, S]
@@ -222,7 +222,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
     many of its tokens are real (0: nothing is written).
     """
 
-    def attend(query, key, value, memory: Cache | Lines, kind: LayerKind):
+    def attend(query, key, value, memory: Cache | Lines, kind: AttentionKind):
         width = query.shape[2]
         offset = jnp.arange(width)
         real = offset < length[..., None]  # [D, R, W]
@@ -276,7 +276,7 @@ def slot_chunk(pieces: Pieces, length: Array, clock: Array) -> Attend:
     behind_prompt = take_per_bin(length, pieces.row)[..., None]  # [D, R, 1]
     before = pieces.start[..., None]
 
-    def attend(query, key, value, memory: tuple[Any, Any], kind: LayerKind):
+    def attend(query, key, value, memory: tuple[Any, Any], kind: AttentionKind):
         prompts, slots = memory
         offset = jnp.arange(query.shape[2])
         dtype = slots.value.dtype if isinstance(slots, Lines) else slots.recent.value.dtype
@@ -319,7 +319,7 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
     """
     longest = index.max()
 
-    def attend(query, key, value, memory: tuple[Cache, Ring], kind: LayerKind):
+    def attend(query, key, value, memory: tuple[Cache, Ring], kind: AttentionKind):
         prefix, ring = memory
         slot_shape = (-1, *key.shape[3:])
         ring = written(ring, clock, key.reshape(slot_shape), value.reshape(slot_shape))
@@ -382,7 +382,7 @@ def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding
         )
         return out.reshape(query.shape), (memory[0], slots)
 
-    def attend(query, key, value, memory: tuple[Lines, Lines], kind: LayerKind):
+    def attend(query, key, value, memory: tuple[Lines, Lines], kind: AttentionKind):
         del kind
         arguments = query, key, value, memory, index, length, place, sharing.slot
         if mesh is None:
@@ -402,7 +402,7 @@ def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding
 
 
 def _attend_to_prompts(
-    query: Array, prefix: Cache, index: Array, length: Array, sharing: Sharing, kind: LayerKind
+    query: Array, prefix: Cache, index: Array, length: Array, sharing: Sharing, kind: AttentionKind
 ) -> Partial:
     """The slots' attention to their prompts, one product for all the readers of a row.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,15 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import Attend, LayerKind, ModelConfig, Rope, custom_vjp
+from jaxgrpo.models.api import (
+    Attend,
+    AttentionKind,
+    Caller,
+    LayerKind,
+    ModelConfig,
+    Rope,
+    custom_vjp,
+)
 
 INITIAL_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -338,7 +346,7 @@ class Attention(nnx.Module):
         self.scale: float = config.head_dim**-0.5 if scale is None else scale
 
     def __call__(
-        self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
+        self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: AttentionKind
     ) -> tuple[Array, Any]:
         query, key, value = side_by_side(x, self.query, self.key, self.value)
         query, key = self.query_norm(query), self.key_norm(key)
@@ -357,8 +365,8 @@ def _head_norm(heads: dict[str, int], config: ModelConfig) -> Norm:
 class FeedForward(nnx.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+    def __init__(self, config: ModelConfig, size: int | None, rngs: nnx.Rngs):
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": size or config.intermediate_size}
         bias = config.feed_forward_bias
         self.gate: Dense = Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
         self.up: Dense = Dense("feed_forward/up", embed, mlp, config, rngs, bias=bias)
@@ -376,7 +384,7 @@ class Block(nnx.Module):
     `config.norms` says whether a branch is normed before it, after it (then not before) or both.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
         def norm(*places: str) -> Norm:
             built = config.norms in places
             return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
@@ -384,16 +392,26 @@ class Block(nnx.Module):
         self.attention_norm: Norm = norm("before", "both")
         self.feed_forward_norm: Norm = norm("before", "both")
         self.attention: Attention = Attention(config, rngs)
-        self.feed_forward: FeedForward = FeedForward(config, rngs)
+        self.feed_forward: FeedForward = FeedForward(config, kind.feed.size, rngs)
         self.attention_out_norm: Norm = norm("after", "both")
         self.feed_forward_out_norm: Norm = norm("after", "both")
         self.scale: float = config.residual_scale
 
     def __call__(
-        self, hidden: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
+        self,
+        hidden: Array,
+        angles: Mapping[Rope | None, Angles],
+        caller: Caller,
+        memory: Any,
+        kind: LayerKind,
     ) -> tuple[Array, Any]:
-        branch = self.attention_norm(hidden)
-        branch, memory = self.attention(branch, angles, attend, memory, kind)
+        """
+        Args:
+          angles: those of each way to turn that the model has.
+        """
+        branch, mixer = self.attention_norm(hidden), kind.mixer
+        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
+        branch, memory = self.attention(branch, angles[mixer.rope], caller.attend, memory, mixer)
         hidden = hidden + self.scaled(self.attention_out_norm(branch))
         branch = self.feed_forward(self.feed_forward_norm(hidden))
         return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory

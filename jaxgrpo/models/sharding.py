@@ -37,6 +37,8 @@ TRAINING: Rules = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
+    "experts": None,  # of stacked maps, each of which is divided by "mlp"
+    "router": None,
     "rank": None,
     "norm": None,
     "layers": None,

@@ -18,7 +18,7 @@ from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
-from jaxgrpo.models.api import LayerKind, Model, custom_vjp
+from jaxgrpo.models.api import AttentionKind, Caller, Model, custom_vjp
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
@@ -358,7 +358,7 @@ def hidden_states(
     placed = segment, micro.position, micro.row_prompt, micro.prompt_length
     attend_rows = kernel.rows_with_prefix(*placed, *alone)
 
-    def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
+    def attend(query: Array, key: Array, value: Array, memory: None, kind: AttentionKind):
         spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]
         prompt_parts = [
             leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread
@@ -370,7 +370,7 @@ def hidden_states(
         row_out, _ = attend_rows(row_parts[0], row_parts[1], row_parts[2], prefix, kind)
         return moved(_joined(row_out, prompt_out), flat.origin, flat.place), memory
 
-    hidden, _ = model.apply(params, flat.tokens, flat.position, attend, None)
+    hidden, _ = model.apply(params, flat.tokens, flat.position, Caller(attend), None)
     return hidden
 
 

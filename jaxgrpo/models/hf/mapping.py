@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.api import LAYERS, Model, ModelConfig
 
 LEAVES: Mapping[str, tuple[str, int | None]] = {
     "table": ("weight", None),
@@ -93,7 +93,7 @@ def _leaf_entries(
     config: ModelConfig, family: Names, path: str, leaves: Mapping[str, tuple[int, ...]]
 ) -> list[Entry]:
     parts = path.split("/")
-    in_layer, stacked = parts[0] in ("blocks", "rest"), parts[0] == "blocks"
+    in_layer, stacked = parts[0] in LAYERS, parts[0] == "blocks"
     layer_shapes = {name: shape[1:] if stacked else shape for name, shape in leaves.items()}
     start = len("/".join(parts[:2])) + 1 if in_layer else 0
     entry = _tensor(family, path[:start], path[start:], layer_shapes)
@@ -101,13 +101,14 @@ def _leaf_entries(
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
         return [entry]
-    first = int(parts[1])
+    width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
+    first = int(parts[1]) + begin.get(parts[0], config.num_layers - config.num_rest)
     return [
         entry._replace(
-            name=f"model.layers.{period * len(config.pattern) + first}.{entry.name}",
+            name=f"model.layers.{first + period * width}.{entry.name}",
             period=period if stacked else None,
         )
-        for period in (range(config.periods) if stacked else [config.periods])
+        for period in range(config.periods if stacked else 1)
     ]
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgrpo.models.api import LayerKind, custom_vjp
+from jaxgrpo.models.api import AttentionKind, custom_vjp
 from jaxgrpo.models.cache import FP8, Cache
 from jaxgrpo.models.layers import soft_capped
 
@@ -57,7 +57,7 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
-def make_mask(sight: Sight, kind: LayerKind) -> Array:
+def make_mask(sight: Sight, kind: AttentionKind) -> Array:
     """[*B, Q, N]: which keys each query sees in a layer of this kind."""
     masks = []
     for keys in sight.keys:
@@ -70,14 +70,14 @@ def make_mask(sight: Sight, kind: LayerKind) -> Array:
     return jnp.concatenate(masks, axis=-1) if len(masks) > 1 else masks[0]
 
 
-def visible(query_position: Array, key_position: Array, kind: LayerKind) -> Array:
+def visible(query_position: Array, key_position: Array, kind: AttentionKind) -> Array:
     """[..., Q, N]: at or before the query, and inside the layer's window."""
     distance = query_position[..., :, None] - key_position[..., None, :]
     mask = distance >= 0
     return mask if kind.window is None else mask & (distance < kind.window)
 
 
-def attended(query: Array, key: Array, value: Array, sight: Sight, kind: LayerKind) -> Array:
+def attended(query: Array, key: Array, value: Array, sight: Sight, kind: AttentionKind) -> Array:
     """softmax(scores) value over the keys that each query sees; the query comes scaled.
 
     Shapes: query [*B, Q, heads, head_dim]; key, value [*B, N, kv_heads, head_dim].
@@ -142,7 +142,7 @@ attention.defvjp(_attention, _attention_backward)
 
 @custom_vjp(4, 5)
 def attention_in_blocks(
-    query: Array, key: Array, value: Array, sight: Sight, kind: LayerKind, size: int
+    query: Array, key: Array, value: Array, sight: Sight, kind: AttentionKind, size: int
 ) -> Array:
     """`attention` of `size` queries at a time: no array [Q, N] is ever whole.
 
@@ -152,13 +152,15 @@ def attention_in_blocks(
     return _in_blocks(query, key, value, sight, kind, size)[0]
 
 
-def _in_blocks(query: Array, key: Array, value: Array, sight: Sight, kind: LayerKind, size: int):
+def _in_blocks(
+    query: Array, key: Array, value: Array, sight: Sight, kind: AttentionKind, size: int
+):
     out, total = _forward_in_blocks(query, heads_first(key, value), sight, kind, size)
     out, total = checkpoint_name(out, SAVED), checkpoint_name(total, SAVED)
     return out, (query, key, value, sight, out, total)
 
 
-def _in_blocks_backward(kind: LayerKind, size: int, saved: tuple, cotangent: Array):
+def _in_blocks_backward(kind: AttentionKind, size: int, saved: tuple, cotangent: Array):
     query, key, value, sight, out, total = saved
     cache = heads_first(key, value)
 
@@ -178,7 +180,7 @@ def _in_blocks_backward(kind: LayerKind, size: int, saved: tuple, cotangent: Arr
 attention_in_blocks.defvjp(_in_blocks, _in_blocks_backward)
 
 
-def over_cache(query: Array, cache: Cache, sight: Sight, kind: LayerKind) -> Array:
+def over_cache(query: Array, cache: Cache, sight: Sight, kind: AttentionKind) -> Array:
     """`attended` over the columns of a cache. Shapes: query [*B, Q, heads, head_dim]. No gradient
     is meant to be taken."""
     size = block_size(query, cache.value.shape[-2])
@@ -187,7 +189,7 @@ def over_cache(query: Array, cache: Cache, sight: Sight, kind: LayerKind) -> Arr
     return _forward_in_blocks(query, cache, sight, kind, size)[0]
 
 
-def _forward_in_blocks(query: Array, cache: Cache, sight: Sight, kind: LayerKind, size: int):
+def _forward_in_blocks(query: Array, cache: Cache, sight: Sight, kind: AttentionKind, size: int):
     """Output, as the query, and the blocks' log-sum-exps [blocks, ..., size]."""
 
     def attend_block(block: tuple):
@@ -198,7 +200,7 @@ def _forward_in_blocks(query: Array, cache: Cache, sight: Sight, kind: LayerKind
     return _unblocked(out, query), total
 
 
-def _with_mask(query: Array, asking: tuple[Array, Array | None], sight: Sight, kind: LayerKind):
+def _with_mask(query: Array, asking: tuple[Array, Array | None], sight: Sight, kind: AttentionKind):
     """A block's queries and their mask, which is computed after them.
 
     Without the barrier JAX finds that masks depend on no parameter, and computes those of all

@@ -124,17 +124,17 @@ def capacity(
         parts, columns = older_parts(min(longest, window or longest), block)
         return cache_bytes(sizes.slots, block) + parts * cache_bytes(sizes.slots, columns)
 
-    rings = [ring_bytes(kind.window) for kind in config.kinds]
+    rings = [ring_bytes(kind.window) for kind in config.attention]
     shared = cache_bytes(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
     samples = sizes.prompts * group * longest * extra
     is_copied = platform in COPYING and size < 4
-    copied = config.num_layers * shared * 4 // size if is_copied else 0
+    copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
         copied = max(copied, (max(rings) + shared) * jnp.dtype(config.dtype).itemsize)
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
-        state=config.num_layers * shared + sum(rings) + samples,
+        state=len(rings) * shared + sum(rings) + samples,
         working=max(LOGITS * logits, max(rings) + shared, copied),
     )
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.models.api import Constrain, Model
+from jaxgrpo.models.api import Caller, Constrain, Model
 from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
 from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
@@ -182,7 +182,7 @@ def prefill(
     position = start[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     shared, rings = zip(*state.memory, strict=True)
     attend = chunk(row, start, length)
-    _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, attend, shared)
+    _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, Caller(attend), shared)
     return dataclasses.replace(state, memory=tuple(zip(shared, rings, strict=True)))
 
 
@@ -303,7 +303,9 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
         attend = decode_lines(index, state.row_length, sharing, parts.attention)
     else:
         attend = decode(state.clock, index, state.row_length, sharing)
-    hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
+    hidden, memory = model.apply(
+        params, state.token[..., None], position, Caller(attend), state.memory
+    )
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
     samples, token, ended = _written(parts, state, logits, token, logp)

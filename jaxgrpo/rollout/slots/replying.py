@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import Pieces, slot_chunk
 from jaxgrpo.models.cache import moved_up
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -136,7 +137,7 @@ def give(
     pieces = Pieces(slot, row, start, size, left)
     position = take(state.row_length, row)[..., None] + number
     attend = slot_chunk(pieces, state.row_length, state.clock)
-    _, memory = parts.model.apply(params, tokens, position, attend, state.memory)
+    _, memory = parts.model.apply(params, tokens, position, Caller(attend), state.memory)
     last = jnp.take_along_axis(words, jnp.maximum(size - 1, 0)[..., None], -1)[..., 0]
     state = dataclasses.replace(
         state,

@@ -146,7 +146,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
 
 def plain_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that say the sizes; what they leave out, the family assumes."""
-    turn = config.pattern[0].rope
+    turn = next((kind.rope for kind in config.attention), None)
     activations = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
     return {
         "model_type": config.family,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.api import AttentionKind, LayerKind
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING, Turn
 
@@ -127,7 +127,7 @@ def attention_bias(fields: Fields, default: bool = False) -> dict[str, bool]:
 def uniform(turn: Turn, window: int | None = None, soft_cap: float | None = None) -> dict[str, Any]:
     """A model whose layers are all alike."""
     return {
-        "pattern": (LayerKind(window, turn.rope, soft_cap),),
+        "pattern": (LayerKind(AttentionKind(window, turn.rope, soft_cap)),),
         "position_limit": turn.limit,
     }
 
@@ -150,8 +150,8 @@ def layered(
     kinds = layer_types(fields, count, default, window)
     limits = [turns[kind].limit for kind in set(kinds)]
     layer_kinds = {
-        FULL: LayerKind(None, turns[FULL].rope, soft_cap),
-        SLIDING: LayerKind(window, turns[SLIDING].rope, soft_cap),
+        FULL: LayerKind(AttentionKind(None, turns[FULL].rope, soft_cap)),
+        SLIDING: LayerKind(AttentionKind(window, turns[SLIDING].rope, soft_cap)),
     }
     return {
         "pattern": shortest_pattern([layer_kinds[kind] for kind in kinds]),
@@ -178,7 +178,7 @@ def layer_types(
 def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """The shortest sequence that repeats to the kinds of all layers, the last time perhaps in part.
 
-    >>> local, full = LayerKind(window=4), LayerKind()
+    >>> local, full = LayerKind(AttentionKind(window=4)), LayerKind()
     >>> len(shortest_pattern([local, local, full, local, local, full, local]))
     3
     """
