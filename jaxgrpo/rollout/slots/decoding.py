@@ -91,7 +91,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         samples=_no_samples(settings, bins, places),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
-        memory=tuple(memory(kind.window) for kind in config.kinds),
+        memory=tuple(memory(mixer.window) for mixer in config.attention),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
         readers=readers,
