@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,15 +21,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import (
-    Attend,
-    AttentionKind,
-    Caller,
-    LayerKind,
-    ModelConfig,
-    Rope,
-    custom_vjp,
-)
+from jaxgrpo.models.api import Attend, AttentionKind, ModelConfig, Rope, custom_vjp
 
 INITIAL_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -105,7 +97,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
         table_config = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
-        self.table: nnx.Param[Array] = _matrix(shape, ("vocab", "embed"), table_config, rngs)
+        self.table: nnx.Param[Array] = matrix(shape, ("vocab", "embed"), table_config, rngs)
         self.dtype: str = config.dtype
         self.wide: bool = wide
         self.pad: int | None = config.pad_token
@@ -273,7 +265,7 @@ class Dense(nnx.Module):
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         weight_dtype = config.weight_dtype
         kernel_config = dataclasses.replace(config, dtype=weight_dtype or config.dtype)
-        self.kernel: nnx.Param[Array] = _matrix(shape, axes, kernel_config, rngs)
+        self.kernel: nnx.Param[Array] = matrix(shape, axes, kernel_config, rngs)
         unit = jnp.ones(tuple(outputs.values()), jnp.float32)
         self.kernel_scale: nnx.Param[Array] | None = (
             None if weight_dtype is None else nnx.Param(unit, axes=tuple(outputs))
@@ -378,56 +370,15 @@ class FeedForward(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
-class Block(nnx.Module):
-    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
-
-    `config.norms` says whether a branch is normed before it, after it (then not before) or both.
-    """
-
-    def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
-        def norm(*places: str) -> Norm:
-            built = config.norms in places
-            return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
-
-        self.attention_norm: Norm = norm("before", "both")
-        self.feed_forward_norm: Norm = norm("before", "both")
-        self.attention: Attention = Attention(config, rngs)
-        self.feed_forward: FeedForward = FeedForward(config, kind.feed.size, rngs)
-        self.attention_out_norm: Norm = norm("after", "both")
-        self.feed_forward_out_norm: Norm = norm("after", "both")
-        self.scale: float = config.residual_scale
-
-    def __call__(
-        self,
-        hidden: Array,
-        angles: Mapping[Rope | None, Angles],
-        caller: Caller,
-        memory: Any,
-        kind: LayerKind,
-    ) -> tuple[Array, Any]:
-        """
-        Args:
-          angles: those of each way to turn that the model has.
-        """
-        branch, mixer = self.attention_norm(hidden), kind.mixer
-        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
-        branch, memory = self.attention(branch, angles[mixer.rope], caller.attend, memory, mixer)
-        hidden = hidden + self.scaled(self.attention_out_norm(branch))
-        branch = self.feed_forward(self.feed_forward_norm(hidden))
-        return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory
-
-    def scaled(self, branch: Array) -> Array:
-        return branch if self.scale == 1.0 else branch * jnp.asarray(self.scale, branch.dtype)
-
-
 def head_dtype(config: ModelConfig) -> str:
     """The dtype of a wide head and of what it reads."""
     return str(jnp.promote_types(config.dtype, jnp.float32))
 
 
-def _matrix(
+def matrix(
     shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, rngs: nnx.Rngs
 ) -> nnx.Param[Array]:
+    """Weights as training from nothing begins with them."""
     # Drawn in float32 whatever the dtype: the same key gives the same weights, rounded.
     value = INITIAL_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value.astype(config.dtype), axes=axes)

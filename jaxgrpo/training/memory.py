@@ -226,7 +226,8 @@ def fitting_geometry(
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
     sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
-    return packing.make_geometry(sizes, mesh, None, *rest)
+    fitting = packing.make_geometry(sizes, mesh, None, *rest)
+    return fitting._replace(routed=geometry.routed)
 
 
 def update_bytes(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgrpo.models import sharding
+from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
@@ -127,6 +127,7 @@ def capacity(
     rings = [ring_bytes(kind.window) for kind in config.attention]
     shared = cache_bytes(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
+    extra += math.prod(routing.recorded(config) or (0,)) * jnp.dtype(routing.DTYPE).itemsize
     samples = sizes.prompts * group * longest * extra
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
