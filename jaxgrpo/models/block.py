@@ -40,8 +40,9 @@ class Block(nnx.Module):
 
         self.attention_norm: Norm = norm("before", "both")
         self.feed_forward_norm: Norm = norm("before", "both")
-        self.attention: Attention = Attention(config, rngs)
-        feed = kind.feed
+        feed, mixer = kind.feed, kind.mixer
+        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
+        self.attention: Attention = Attention(config, mixer, rngs)
         if isinstance(feed, ExpertsKind):
             self.experts: Experts = Experts(config, feed, rngs)
         else:

@@ -323,7 +323,7 @@ class Attention(nnx.Module):
     The query carries the scale, so that `attend` multiplies by nothing.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: AttentionKind, rngs: nnx.Rngs):
         embed = {"embed": config.hidden_size}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
@@ -334,6 +334,10 @@ class Attention(nnx.Module):
         self.out: Dense = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
         self.query_norm: Norm = _head_norm(heads, config)
         self.key_norm: Norm = _head_norm(kv_heads, config)
+        zeros = jnp.zeros(config.num_heads, config.dtype)
+        self.sinks: nnx.Param[Array] | None = (
+            nnx.Param(zeros, axes=("heads",)) if kind.sinks else None
+        )
         scale = config.query_scale
         self.scale: float = config.head_dim**-0.5 if scale is None else scale
 
@@ -343,7 +347,8 @@ class Attention(nnx.Module):
         query, key, value = side_by_side(x, self.query, self.key, self.value)
         query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles, self.scale), rotate(key, angles)
-        out, memory = attend(query, key, value, memory, kind)
+        sinks = () if self.sinks is None else (self.sinks[...],)
+        out, memory = attend(query, key, value, memory, kind, *sinks)
         return self.out(out), memory
 
 

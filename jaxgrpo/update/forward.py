@@ -377,16 +377,23 @@ def hidden_states(
     placed = segment, micro.position, micro.row_prompt, micro.prompt_length
     attend_rows = kernel.rows_with_prefix(*placed, *alone)
 
-    def attend(query: Array, key: Array, value: Array, memory: None, kind: AttentionKind):
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        memory: None,
+        kind: AttentionKind,
+        sinks: Array | None = None,
+    ):
         spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]
         prompt_parts = [
             leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread
         ]
         row_parts = [leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:]) for leaf in spread]
         prompt_out, prefix = attend_prompts(
-            prompt_parts[0], prompt_parts[1], prompt_parts[2], memory, kind
+            prompt_parts[0], prompt_parts[1], prompt_parts[2], memory, kind, sinks
         )
-        row_out, _ = attend_rows(row_parts[0], row_parts[1], row_parts[2], prefix, kind)
+        row_out, _ = attend_rows(row_parts[0], row_parts[1], row_parts[2], prefix, kind, sinks)
         return moved(_joined(row_out, prompt_out), flat.origin, flat.place), memory
 
     caller = Caller(attend)

@@ -89,7 +89,7 @@ def rows_with_prefix(
 
     samples = Samples(*map(flat, (length, start, index, place)))
 
-    def attend(query, key, value, memory: KeyValue, kind: AttentionKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         if kind.soft_cap is not None or kind.window is not None:
             raise NotImplementedError(f"packed rows by cuDNN: {kind} has a window or a soft cap")
         prompts = [take_per_bin(leaf, row_prompt) for leaf in memory]

@@ -38,6 +38,8 @@ def refusals(config: ModelConfig, row: int, mesh: Mesh | None = None) -> list[st
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float32")
     if row > LONGEST:
         problems.append(f"rows of {row} tokens: it takes at most {LONGEST}")
+    if any(kind.sinks for kind in config.attention):
+        problems.append("sinks: it has none")
     if mesh is not None and mesh.shape["context"] > 1:
         problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems
@@ -57,7 +59,7 @@ def causal(
       interpret: computes the kernel without a TPU, slowly, as a test does.
     """
 
-    def attend(query, key, value, memory, kind: AttentionKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         del memory
         width = query.shape[-3]
         expected = (position == jnp.arange(width)) | ~valid
@@ -92,7 +94,7 @@ def rows_with_prefix(
     """
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
 
-    def attend(query, key, value, memory: KeyValue, kind: AttentionKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         start = starts(segment)
         first = length[..., None] if alone is None else jnp.where(alone, 0, length[..., None])
         fits = in_order(segment, position, start, first)
