@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.gpu import decode_attention
 
 from benchmarks import common
 from benchmarks.common import timed
-from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.api import AttentionKind, KeyValue
 from jaxgrpo.models.kernels import cudnn_packed
 
 REPEATS = 20
@@ -101,7 +101,7 @@ def packed(rows: Rows) -> Callable[..., Array]:
 
     def attention(q: Array, *rest: Array) -> Array:
         query, key, value, *prompt = (leaf[None] for leaf in (SCALE * q, *rest))
-        return attend(query, key, value, KeyValue(*prompt), LayerKind())[0][0]
+        return attend(query, key, value, KeyValue(*prompt), AttentionKind())[0][0]
 
     return attention
 

@@ -150,7 +150,7 @@ def _model_config(config: ModelConfig, param_dtype: str, compute_dtype: str) -> 
     from tunix.models.qwen3.model import ModelConfig as Theirs  # pyright: ignore[reportMissingImports]
     from tunix.models.qwen3.model import RematConfig  # pyright: ignore[reportMissingImports]
 
-    rope = config.pattern[0].rope
+    rope = config.attention[0].rope
     assert rope is not None, "Qwen3 turns queries and keys"
     return Theirs(
         num_layers=config.num_layers,

@@ -23,7 +23,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import Task, character_tokenizer
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.api import Caller, Model, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.rope import FULL, SLIDING
@@ -236,7 +236,7 @@ def _loss(model: Model, params: Params, tokens: Array, learned: Array) -> Array:
     position = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     # Padding is at the end, where no learned position can see it.
     attend = causal(position, jnp.ones(inputs.shape, bool))
-    hidden, _ = model.apply(params, inputs, position, attend, None)
+    hidden, _ = model.apply(params, inputs, position, Caller(attend), None)
     unembed = functools.partial(model.unembed, params)
     logp, _ = token_logprobs(unembed, hidden, targets)
     return -jnp.where(learned, logp, 0).sum() / learned.sum()

@@ -22,7 +22,15 @@ from rich.table import Column, Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import MeshKeys, OptimizerKeys
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
+from jaxgrpo.models.api import (
+    LAYERS,
+    AttentionKind,
+    ExpertsKind,
+    LayerKind,
+    Model,
+    ModelConfig,
+    Rope,
+)
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.hf import families, folders, rope
 from jaxgrpo.training import memory, parameters
@@ -170,12 +178,16 @@ def _if(condition: Any, text: str) -> str:
 def _kind_words(kind: LayerKind) -> str:
     """How a layer attends.
 
-    >>> _kind_words(LayerKind(window=5, rope=None))
+    >>> _kind_words(LayerKind(AttentionKind(window=5, rope=None)))
     'window 5, no rope'
     """
-    parts = [f"window {kind.window}" if kind.window else "full"]
-    parts.append(_rope_words(kind.rope))
-    parts += [f"soft cap {kind.soft_cap:g}"] if kind.soft_cap else []
+    mixer = kind.mixer
+    if not isinstance(mixer, AttentionKind):
+        return f"gated delta rule, {mixer.value_heads} heads"
+    parts = [f"window {mixer.window}" if mixer.window else "full", _rope_words(mixer.rope)]
+    parts += [f"soft cap {mixer.soft_cap:g}"] if mixer.soft_cap else []
+    if isinstance(feed := kind.feed, ExpertsKind):
+        parts.append(f"{feed.top_k} of {feed.number} experts of {feed.size}")
     return ", ".join(parts)
 
 
@@ -231,7 +243,7 @@ def _on_devices(
     computed_bytes, model_config = memory.parameters(model, mesh), model.config
     number = jnp.dtype(cache).itemsize
     heads = model_config.num_kv_heads // sizes.tensor
-    cached_bytes = model_config.num_layers * 2 * heads * model_config.head_dim * number
+    cached_bytes = len(model_config.attention) * 2 * heads * model_config.head_dim * number
     return {
         "mesh": dict(zip(sharding.AXES, shape, strict=True)),
         "optimizer": keys.use,
@@ -276,7 +288,7 @@ def _leaves(model: Model) -> Iterator[dict[str, Any]]:
     paths = jax.tree_util.tree_leaves_with_path(model.shapes)
     for (keys, spec), names in zip(paths, axes, strict=True):
         parts, shape, count = [str(key.key) for key in keys], spec.shape, 1
-        if parts[0] in ("blocks", "rest"):
+        if parts[0] in LAYERS:
             parts = ["layer", *parts[2:]]
         if names[0] == "layers":
             names, (count, *shape) = names[1:], shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import (
     Any,
     Literal,
@@ -36,12 +36,52 @@ class Rope(NamedTuple):
     scale: float = 1.0  # of cosine and sine, and so of what is turned
 
 
-class LayerKind(NamedTuple):
-    """How one layer attends: over everything before it, or over a window of positions."""
+class AttentionKind(NamedTuple):
+    """How a layer attends: over everything before it, or over a window of positions."""
 
     window: int | None = None  # positions a query sees, itself included; None: all before it
     rope: Rope | None = Rope()  # None: queries and keys know no position
     soft_cap: float | None = None  # c: scores are c * tanh(score / c) before they are masked
+    sinks: bool = False  # each head has a score of its own, whose weight goes to no value
+
+
+class DeltaKind(NamedTuple):
+    """The sizes of a gated delta rule, which keeps a state instead of keys and values."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int = 4  # tokens that its short convolution reads
+
+
+class DenseKind(NamedTuple):
+    """A feed-forward part that all tokens pass."""
+
+    size: int | None = None  # None: `ModelConfig.intermediate_size`
+
+
+class ExpertsKind(NamedTuple):
+    """A feed-forward part of which each token passes `top_k` of `number` experts."""
+
+    number: int
+    top_k: int
+    size: int  # of each expert, as intermediate_size
+    normalised: bool = True  # gates of a token are divided by their sum
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: and a correction of the choice
+    scale: float = 1.0  # of gates
+    groups: int = 1  # of experts, side by side, of which a token passes experts of top_groups
+    top_groups: int = 1
+    shared: int = 0  # size of an expert that all tokens pass; 0: there is none
+    bias: bool = False  # of the router and of each expert's maps
+    clamp: tuple[float, float] | None = None  # alpha, limit: see `experts.clamped`
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of."""
+
+    mixer: AttentionKind | DeltaKind = AttentionKind()
+    feed: DenseKind | ExpertsKind = DenseKind()
 
 
 Norms = Literal["before", "after", "both"]
@@ -91,8 +131,9 @@ class LoraConfig:
 class ModelConfig:
     """A decoder with rotary positions, grouped queries and a gated feed-forward.
 
-    `pattern` is the repeating sequence of layer kinds: one entry for uniform models, five local and
-    one global for Gemma-like ones. Layers beyond the last whole period follow the pattern's start.
+    `lead` is the kinds of the first layers. Behind them `pattern` repeats: one entry for uniform
+    models, five local and one global for Gemma-like ones. Layers beyond the last whole period
+    follow the pattern's start.
     """
 
     family: str = "qwen3"
@@ -103,6 +144,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    lead: tuple[LayerKind, ...] = ()
     pattern: tuple[LayerKind, ...] = (LayerKind(),)
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -127,6 +169,7 @@ class ModelConfig:
     weight_dtype: str | None = None  # of kernels with scales, which samplers read: `low_bit.DTYPES`
     fused: tuple[tuple[str, ...], ...] = ()  # names in LINEAR that are one map of the family, which
     # has one adapter: its A is that of the first of them
+    fused_experts: bool = False  # in the checkpoint's files, all experts of a layer are one tensor
     without_text: tuple[tuple[int, int], ...] = ()
     """Ranges [begin, end) of tokens that the tokenizer has no text for: no probability, ever"""
     source: str = dataclasses.field(default="", compare=False, repr=False)
@@ -136,12 +179,18 @@ class ModelConfig:
 
     @property
     def periods(self) -> int:
-        return self.num_layers // len(self.pattern)
+        return (self.num_layers - len(self.lead)) // len(self.pattern)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, in order."""
-        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+        behind = self.num_layers - len(self.lead)
+        return (*self.lead, *(self.pattern[i % len(self.pattern)] for i in range(behind)))
+
+    @property
+    def attention(self) -> tuple[AttentionKind, ...]:
+        """How each layer attends, of those that do, in order."""
+        return tuple(kind.mixer for kind in self.kinds if isinstance(kind.mixer, AttentionKind))
 
     @property
     def longest(self) -> int:
@@ -150,24 +199,12 @@ class ModelConfig:
 
     @property
     def num_rest(self) -> int:
-        return self.num_layers % len(self.pattern)
+        return (self.num_layers - len(self.lead)) % len(self.pattern)
 
     @property
     def num_drawable(self) -> int:
         """Tokens that can be drawn: those with text."""
         return self.vocab_size - sum(end - begin for begin, end in self.without_text)
-
-    @property
-    def linear_weights(self) -> int:
-        """Weights of the linear maps of all layers; each costs 2 operations per token."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        attention = self.hidden_size * self.head_dim * heads
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-
-    @property
-    def product_weights(self) -> int:
-        """`linear_weights` and those of the output head."""
-        return self.linear_weights + self.hidden_size * self.vocab_size
 
     def holds_a(self, name: str) -> str:
         """The linear map with the A of an adapted one: itself, or the first that it is fused with.
@@ -190,6 +227,22 @@ Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 """(activation, logical axis names) -> the same values, laid out on the caller's mesh."""
 
 
+@runtime_checkable
+class Spread(Protocol):
+    """Runs a function of tokens and weights on each device that holds a part of them.
+
+    Each argument comes with its logical axes, as of `Constrain`. The function computes each token
+    by itself, and its results, laid out as the first one, are summed over what divides weights.
+    """
+
+    def __call__(
+        self,
+        function: Callable[..., Array],
+        tokens: Sequence[tuple[Array, tuple[str | None, ...]]],
+        weights: Sequence[tuple[Array, tuple[str | None, ...]]],
+    ) -> Array: ...
+
+
 class KeyValue(NamedTuple):
     """Keys (after RoPE) and values of one layer, or of a stack of layers."""
 
@@ -202,39 +255,100 @@ class Attend(Protocol):
     """Attention belongs to the caller: the model knows no segments, prefixes, caches or slots.
 
     Shapes: query [*B, Q, heads, head_dim]; key, value [*B, Q, kv_heads, head_dim], rotated by
-    position. `memory` is this layer's entry of the memory given to `apply`; what is returned with
-    the output [*B, Q, heads, head_dim] becomes this layer's entry of the memory it returns.
+    position; sinks [heads], of a kind that has them. What is returned with the output
+    [*B, Q, heads, head_dim] is the layer's new memory.
     """
 
     def __call__(
-        self, query: Array, key: Array, value: Array, memory: Any, kind: LayerKind
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        memory: Any,
+        kind: AttentionKind,
+        sinks: Array | None = None,
     ) -> tuple[Array, Any]: ...
+
+
+@runtime_checkable
+class Route(Protocol):
+    """Which experts each token passes: those of the highest scores, or recorded ones.
+
+    Shapes: scores [*B, Q, experts], float32; what is returned is experts [*B, Q, top_k], int32, and
+    the memory of the layer's experts.
+    """
+
+    def __call__(self, scores: Array, memory: Any, kind: ExpertsKind) -> tuple[Array, Any]: ...
+
+
+@runtime_checkable
+class Recur(Protocol):
+    """A recurrence from the state that the caller keeps: (output, the layer's new memory)."""
+
+    def __call__(self, inputs: Any, memory: Any, kind: DeltaKind) -> tuple[Array, Any]: ...
+
+
+def highest_scores(scores: Array, memory: Any, kind: ExpertsKind) -> tuple[Array, Any]:
+    """The experts of the highest scores, the highest first; of equal ones that of lower number.
+
+    They are the layer's memory too.
+    """
+    del memory
+    experts = jax.lax.top_k(scores, kind.top_k)[1]
+    return experts, experts
+
+
+def no_recurrence(inputs: Any, memory: Any, kind: DeltaKind) -> tuple[Array, Any]:
+    """What a caller without states recurs by."""
+    del inputs, memory
+    raise ValueError(f"apply: the model has layers of {kind}: give a Caller with `recur`")
+
+
+class Caller(NamedTuple):
+    """What a model leaves to whoever applies it: all that knows of other tokens."""
+
+    attend: Attend
+    route: Route = highest_scores
+    recur: Recur = no_recurrence
+
+
+class LayerMemory(NamedTuple):
+    """The memory of a layer with experts; that of others is the mixer's alone."""
+
+    mixer: Any = None  # of `attend` or `recur`
+    experts: Any = None  # of `route`
 
 
 class Model(NamedTuple):
     """A decoder as functions.
 
-    Parameters are {"embed", "blocks", "rest", "final_norm", ["head"]}: `blocks["k"]` holds layer k
-    of the pattern, each leaf stacked over the periods [periods, ...]; `rest["i"]` the layers left
-    over if the depth is no multiple of the pattern.
+    Parameters are {"embed", ["lead"], "blocks", "rest", "final_norm", ["head"]}: `lead["i"]` holds
+    layer i of those before the pattern; `blocks["k"]` layer k of the pattern, each leaf stacked
+    over the periods [periods, ...]; `rest["i"]` the layers left over if the depth is no multiple of
+    the pattern.
 
-    Memory has two forms. *Stacked*: {"blocks": {"k": leaves [periods, ...]}, "rest": {"i": ...}},
-    the layers are scanned. *Per layer*: a tuple with one entry per layer in order; the layers are
-    unrolled, so that decoding updates each cache in place. None: every layer gets None, scanned.
+    Memory has two forms. *Stacked*: {["lead": {"i": ...}], "blocks": {"k": leaves [periods, ...]},
+    "rest": {"i": ...}}, the layers are scanned. *Per layer*: a tuple with one entry per layer in
+    order; the layers are unrolled, so that decoding updates each cache in place. None: every layer
+    gets None, scanned. A layer with experts has a LayerMemory, another one its mixer's memory.
     A loop that decodes takes its parameters through `params_per_layer` once, before it begins;
     `apply` with stacked memory or none takes them stacked.
     """
 
     config: ModelConfig
     init: Callable[[Array], Params]  # key -> parameters
-    apply: Callable[[Params, Array, Array, Attend, Any], tuple[Array, Any]]
-    """(params, tokens [*B, Q], positions [*B, Q], attend, memory)
+    apply: Callable[[Params, Array, Array, Caller, Any], tuple[Array, Any]]
+    """(params, tokens [*B, Q], positions [*B, Q], caller, memory)
     -> (hidden [*B, Q, hidden_size] after the final norm, memory in the form it came in)
     The final norm gives config.dtype, or at least float32 with config.float32_head."""
     unembed: Callable[[Params, Array], Array]
     """(params, hidden [..., E]) -> logits [..., V], float32; NEVER for tokens without text"""
     axes: Params  # parameter tree of tuples: the logical axis name of each dimension
     shapes: Params  # parameter tree of jax.ShapeDtypeStruct
+
+
+LAYERS = ("lead", "blocks", "rest")
+"""The parts of parameters and of memory that hold layers, in their order."""
 
 
 def memory_per_layer(config: ModelConfig, stacked: Any) -> tuple[Any, ...]:
@@ -244,18 +358,28 @@ def memory_per_layer(config: ModelConfig, stacked: Any) -> tuple[Any, ...]:
         return jax.tree.map(lambda leaf: leaf[period], stacked["blocks"][str(k)])
 
     scanned = [layer(p, k) for p in range(config.periods) for k in range(len(config.pattern))]
-    return (*scanned, *(stacked["rest"][str(i)] for i in range(len(stacked["rest"]))))
+    lead, rest = (_in_order(stacked.get(part, {})) for part in ("lead", "rest"))
+    return (*lead, *scanned, *rest)
+
+
+def _in_order(layers: Any) -> tuple[Any, ...]:
+    return tuple(layers[str(i)] for i in range(len(layers)))
 
 
 def stacked_memory(config: ModelConfig, per_layer: tuple[Any, ...]) -> Any:
     """Memory with one entry per layer as the stacked memory of a scan."""
-    width, scanned = len(config.pattern), config.num_layers - config.num_rest
+    width, begin = len(config.pattern), len(config.lead)
+    end = config.num_layers - config.num_rest
 
     def stack(k: int) -> Any:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer[k:scanned:width])
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer[begin + k : end : width])
 
-    rest = {str(i): entry for i, entry in enumerate(per_layer[scanned:])}
-    return {"blocks": {str(k): stack(k) for k in range(width) if config.periods}, "rest": rest}
+    lead = {str(i): entry for i, entry in enumerate(per_layer[:begin])}
+    return {
+        **({"lead": lead} if lead else {}),
+        "blocks": {str(k): stack(k) for k in range(width) if config.periods},
+        "rest": {str(i): entry for i, entry in enumerate(per_layer[end:])},
+    }
 
 
 def params_per_layer(config: ModelConfig, params: Params) -> Params:
@@ -266,9 +390,9 @@ def params_per_layer(config: ModelConfig, params: Params) -> Params:
     """
     if "layers" in params:
         return params
-    shared = {name: tree for name, tree in params.items() if name not in ("blocks", "rest")}
-    rest = tuple(params["rest"][str(i)] for i in range(config.num_rest))
-    return {**shared, "layers": _sliced(config, params["blocks"]) + rest}
+    shared = {name: tree for name, tree in params.items() if name not in LAYERS}
+    lead, rest = (_in_order(params.get(part, {})) for part in ("lead", "rest"))
+    return {**shared, "layers": lead + _sliced(config, params["blocks"]) + rest}
 
 
 def stacked_params(config: ModelConfig, params: Params) -> Params:
@@ -282,7 +406,7 @@ def stacked_params(config: ModelConfig, params: Params) -> Params:
 @functools.partial(jax.jit, static_argnums=0)
 def _sliced(config: ModelConfig, blocks: Params) -> tuple[Params, ...]:
     """Only what is computed: what a jitted function passes on is copied."""
-    return memory_per_layer(config, {"blocks": blocks, "rest": {}})
+    return memory_per_layer(config, {"blocks": blocks})
 
 
 Arguments = ParamSpec("Arguments")

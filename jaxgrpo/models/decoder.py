@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -20,12 +20,16 @@ from jax import Array
 from jaxgrpo.core.errors import pattern_problem, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import (
+    LAYERS,
     LINEAR,
     NEVER,
     NORMS,
     QUERY_KEY_NORMS,
-    Attend,
+    AttentionKind,
+    Caller,
     Constrain,
+    DeltaKind,
+    ExpertsKind,
     LayerKind,
     LoraConfig,
     Model,
@@ -35,15 +39,16 @@ from jaxgrpo.models.api import (
     stacked_memory,
 )
 from jaxgrpo.models.attention import SAVED
+from jaxgrpo.models.block import Block
 from jaxgrpo.models.layers import (
     ACTIVATIONS,
-    Block,
     Embedding,
     RMSNorm,
     head_dtype,
     rotary_angles,
     turned_dims,
 )
+from jaxgrpo.models.sharding import OnMesh, on_one_device
 
 Axes = tuple[str | None, ...]
 
@@ -91,6 +96,7 @@ def choose_remat(setting: str, platform: str) -> Remat:
 
 Layer = Callable[[Params, Array, Any], tuple[Array, Any]]
 """(parameters of one layer, hidden, its memory) -> (hidden, its memory)"""
+Layers = dict[LayerKind, Layer]
 
 
 class _Definition(NamedTuple):
@@ -107,8 +113,8 @@ class _Definition(NamedTuple):
         return nnx.merge(self.graph, params)
 
 
-Modules = Mapping[str, _Definition]
-"""Those of the parameter tree by its names, and "block". A tied head is the embedding itself."""
+Modules = Mapping[str | LayerKind, _Definition]
+"""Those of the parameter tree by its names, and of layers. A tied head is the embedding itself."""
 
 
 def build(
@@ -126,27 +132,30 @@ def build(
     _check(config)
     modules = _modules(config)
     init = functools.partial(_init, config, modules)
+    spread = constrain.spread if isinstance(constrain, OnMesh) else on_one_device
 
     def lay_out(hidden: Array) -> Array:
         axes = HIDDEN_AXES.get(hidden.ndim)
         return hidden if constrain is None or axes is None else constrain(hidden, axes)
 
     def apply(
-        params: Params, tokens: Array, positions: Array, attend: Attend, memory: Any
+        params: Params, tokens: Array, positions: Array, caller: Caller, memory: Any
     ) -> tuple[Array, Any]:
         hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
         angles = {
             rope: rotary_angles(positions, rope, config.head_dim)
-            for rope in dict.fromkeys(kind.rope for kind in config.pattern)
+            for rope in dict.fromkeys(mixer.rope for mixer in config.attention)
         }
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
-            block = modules["block"].bind(params)
-            hidden, memory = block(hidden, angles[kind.rope], attend, memory, kind)
+            block = modules[kind].bind(params)
+            hidden, memory = block(hidden, angles, caller, memory, kind, spread)
             return lay_out(hidden), memory
 
-        layers: list[Layer] = [functools.partial(layer, kind) for kind in config.pattern]
+        layers: Layers = {
+            kind: functools.partial(layer, kind) for kind in dict.fromkeys(config.kinds)
+        }
         hidden, memory = _through(config, layers, params, hidden, memory, remat)
         if config.float32_head:
             hidden = hidden.astype(head_dtype(config))
@@ -158,7 +167,7 @@ def build(
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    return Model(config, init, apply, unembed, _axes(modules, shapes), shapes)
+    return Model(config, init, apply, unembed, _axes(config, modules, shapes), shapes)
 
 
 def _exclude_textless(config: ModelConfig, logits: Array) -> Array:
@@ -196,26 +205,34 @@ def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
 
 
 def _modules(config: ModelConfig) -> Modules:
-    wide, tied = config.float32_head, config.tie_embeddings
+    wide, tied, kinds = config.float32_head, config.tie_embeddings, dict.fromkeys(config.kinds)
     embed = _define(lambda rngs: Embedding(config, rngs, wide=wide and tied))
     return {
         "embed": embed,
         "head": embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide)),
-        "block": _define(lambda rngs: Block(config, rngs)),
         "final_norm": _define(lambda rngs: RMSNorm({"norm": config.hidden_size}, config)),
+        **{kind: _define(lambda rngs, kind=kind: Block(config, kind, rngs)) for kind in kinds},
     }
 
 
 def _init(config: ModelConfig, modules: Modules, key: Array) -> Params:
     """Layer i draws from fold_in(key, i), wherever the pattern puts it."""
-    pattern, depth = len(config.pattern), config.num_layers
+    depth, begin = config.num_layers, len(config.lead)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(depth + 2))
-    init_block, scanned = modules["block"].init, depth - config.num_rest
-    stacked = {str(k): keys[k:scanned:pattern] for k in range(pattern) if config.periods}
+    scanned = depth - config.num_rest
+
+    def layers(first: int, last: int) -> Params:
+        return {str(i - first): modules[config.kinds[i]].init(keys[i]) for i in range(first, last)}
+
+    stacked = {
+        k: (kind, keys[begin + k : scanned : len(config.pattern)])
+        for k, kind in enumerate(config.pattern if config.periods else ())
+    }
     params: Params = {
         "embed": modules["embed"].init(keys[depth]),
-        "blocks": {k: jax.vmap(init_block)(layer_keys) for k, layer_keys in stacked.items()},
-        "rest": {str(i): init_block(keys[scanned + i]) for i in range(config.num_rest)},
+        **({"lead": layers(0, begin)} if begin else {}),
+        "blocks": {str(k): jax.vmap(modules[kind].init)(at) for k, (kind, at) in stacked.items()},
+        "rest": layers(scanned, depth),
         "final_norm": modules["final_norm"].init(key),
     }
     if not config.tie_embeddings:
@@ -223,65 +240,77 @@ def _init(config: ModelConfig, modules: Modules, key: Array) -> Params:
     return params
 
 
-def _axes(modules: Modules, shapes: Params) -> Params:
-    axes: Params = {name: module.axes for name, module in modules.items()}
-    stacked = jax.tree.map(
-        lambda names: ("layers", *names), axes["block"], is_leaf=lambda node: type(node) is tuple
-    )
-    axes["blocks"] = dict.fromkeys(shapes["blocks"], stacked)
-    axes["rest"] = dict.fromkeys(shapes["rest"], axes["block"])
-    return {name: axes[name] for name in shapes}
+def _axes(config: ModelConfig, modules: Modules, shapes: Params) -> Params:
+    def stacked(axes: Params) -> Params:
+        is_names = lambda node: type(node) is tuple  # noqa: E731
+        return jax.tree.map(lambda names: ("layers", *names), axes, is_leaf=is_names)
+
+    axes: Params = {}
+    for name, tree in shapes.items():
+        if name in LAYERS:
+            kinds = config.lead if name == "lead" else config.pattern
+            axes[name] = {i: modules[kinds[int(i)]].axes for i in tree}
+        else:
+            axes[name] = modules[name].axes
+    return {**axes, "blocks": {k: stacked(layer) for k, layer in axes["blocks"].items()}}
 
 
 def _through(
     config: ModelConfig,
-    layers: list[Layer],
+    layers: Layers,
     params: Params,
     hidden: Array,
     memory: Any,
     remat: Remat,
 ) -> tuple[Array, Any]:
     """The layers in order, unrolled or scanned."""
-    unrolls = memory is None and remat == "none" and config.num_layers <= UNROLLED
+    is_stacked = type(memory) is not tuple
+    unrolls = is_stacked and remat == "none" and config.num_layers <= UNROLLED
     # Jitted so that layers of one kind are traced once; while decoding they are lowered once, too.
-    jitted: list[Layer] = [jax.jit(layer, inline=unrolls) for layer in layers]
-    if type(memory) is tuple:
+    jitted: Layers = {kind: jax.jit(run, inline=unrolls) for kind, run in layers.items()}
+    if not is_stacked:
         return _unrolled(config, jitted, params, hidden, memory)
     if unrolls:
-        no_memory = (None,) * config.num_layers
-        hidden, memory = _unrolled(config, jitted, params, hidden, no_memory)
+        none = (None,) * config.num_layers
+        per_layer = none if memory is None else memory_per_layer(config, memory)
+        hidden, memory = _unrolled(config, jitted, params, hidden, per_layer)
         return hidden, stacked_memory(config, memory)
     return _scanned(config, layers, params, hidden, memory, _keeper(remat))
 
 
 def _scanned(
     config: ModelConfig,
-    layers: list[Layer],
+    layers: Layers,
     params: Params,
     hidden: Array,
     memory: Any,
     keep: Callable[..., Any],
 ) -> tuple[Array, Any]:
-    """Scans the periods, then runs the layers left over; memory is stacked or None."""
+    """The lead, a scan of the periods, the layers left over; memory is stacked or None."""
     if memory is None:
-        memory = {part: dict.fromkeys(params[part]) for part in ("blocks", "rest")}
+        memory = {part: dict.fromkeys(params[part]) for part in LAYERS if part in params}
+    written: dict[str, Any] = {part: {} for part in memory}
+
+    def run_each(part: str, kinds: Sequence[LayerKind], hidden: Array) -> Array:
+        for i, kind in enumerate(kinds):
+            layer_params, entry = params[part][str(i)], memory[part][str(i)]
+            hidden, written[part][str(i)] = keep(layers[kind])(layer_params, hidden, entry)
+        return hidden
 
     def period(hidden: Array, xs: tuple[Params, Any]) -> tuple[Array, Any]:
         blocks, entries = xs
         written = {}
-        for k, run in enumerate(layers):
-            hidden, written[str(k)] = run(blocks[str(k)], hidden, entries[str(k)])
+        for k, kind in enumerate(config.pattern):
+            hidden, written[str(k)] = layers[kind](blocks[str(k)], hidden, entries[str(k)])
         return hidden, written
 
-    written: dict[str, Any] = {"blocks": {}, "rest": {}}
+    hidden = run_each("lead", config.lead, hidden)
     if config.periods:
         # A barrier against common subexpressions is not needed inside a scan, and costs fusion.
         hidden, written["blocks"] = jax.lax.scan(
             keep(period, prevent_cse=False), hidden, (params["blocks"], memory["blocks"])
         )
-    for i in range(config.num_rest):
-        layer_params, entry = params["rest"][str(i)], memory["rest"][str(i)]
-        hidden, written["rest"][str(i)] = keep(layers[i])(layer_params, hidden, entry)
+    hidden = run_each("rest", config.pattern[: config.num_rest], hidden)
     return hidden, written
 
 
@@ -301,7 +330,7 @@ def _keeper(remat: Remat) -> Callable[..., Any]:
 
 
 def _unrolled(
-    config: ModelConfig, layers: list[Layer], params: Params, hidden: Array, memory: tuple[Any, ...]
+    config: ModelConfig, layers: Layers, params: Params, hidden: Array, memory: tuple[Any, ...]
 ) -> tuple[Array, tuple[Any, ...]]:
     """Runs layer by layer, so that a donated cache of one layer is updated in place."""
     if len(memory) != config.num_layers:
@@ -311,8 +340,8 @@ def _unrolled(
         )
     per_layer = params["layers"] if "layers" in params else memory_per_layer(config, params)
     written = []
-    for i, (layer_params, entry) in enumerate(zip(per_layer, memory, strict=True)):
-        hidden, entry = layers[i % len(layers)](layer_params, hidden, entry)
+    for kind, layer_params, entry in zip(config.kinds, per_layer, memory, strict=True):
+        hidden, entry = layers[kind](layer_params, hidden, entry)
         written.append(entry)
     return hidden, tuple(written)
 
@@ -330,8 +359,10 @@ def _check(config: ModelConfig) -> None:
         problems.append(f"head_dim = {config.head_dim}: rotary positions need an even number")
     if not config.pattern:
         problems.append("pattern = (): give at least one LayerKind")
-    for kind in dict.fromkeys(config.pattern):
-        problems += _odd_rope(kind.rope, config.head_dim)
+    if len(config.lead) > config.num_layers:
+        problems.append(f"lead: {len(config.lead)} kinds for num_layers = {config.num_layers}")
+    for kind in dict.fromkeys((*config.lead, *config.pattern)):
+        problems += _odd_kind(kind, config.head_dim)
     for name, choices in (("norms", NORMS), ("query_key_norm", QUERY_KEY_NORMS)):
         if getattr(config, name) not in choices:
             problems.append(f'{name} = "{getattr(config, name)}": known are {", ".join(choices)}')
@@ -339,6 +370,7 @@ def _check(config: ModelConfig) -> None:
         activations = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {activations}')
     problems += [] if config.lora is None else _odd_lora(config.lora)
+    problems += _odd_experts(config)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
@@ -356,6 +388,45 @@ def _odd_lora(lora: LoraConfig) -> list[str]:
         linear_maps = ", ".join(LINEAR)
         problems.append(f"lora.targets = {lora.targets!r}: matches none of {linear_maps}")
     return problems
+
+
+def _odd_experts(config: ModelConfig) -> list[str]:
+    feeds = {kind.feed for kind in config.kinds if isinstance(kind.feed, ExpertsKind)}
+    problems = [
+        f"{feed}: top_k must be from 1 to the number of experts"
+        for feed in feeds
+        if not 1 <= feed.top_k <= feed.number
+    ]
+    problems += [
+        f"{feed}: groups must divide the experts, and top_k fit into top_groups of them"
+        for feed in feeds
+        if feed.number % feed.groups
+        or not 1 <= feed.top_groups <= feed.groups
+        or (feed.groups > 1 and feed.number // feed.groups < 2)
+        or feed.top_k > feed.number // feed.groups * feed.top_groups
+    ]
+    if len({feed.top_k for feed in feeds}) > 1:
+        problems.append("layers have experts of several top_k: one is built")
+    if not feeds:
+        return problems
+    if config.lora is not None and any("feed" in name for name in config.lora.modules):
+        problems.append(
+            f"lora.targets = {config.lora.targets!r}: matches feed-forward maps, and experts have "
+            'no adapters yet; set lora.targets = "attention/.*"'
+        )
+    if config.weight_dtype is not None:
+        problems.append(f"weight_dtype = {config.weight_dtype}: experts are not read in 8 bits yet")
+    return problems
+
+
+def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
+    problems = [f"{part}: is not built" for part in kind if isinstance(part, NOT_BUILT)]
+    if isinstance(kind.mixer, AttentionKind):
+        problems += _odd_rope(kind.mixer.rope, head_dim)
+    return problems
+
+
+NOT_BUILT = (DeltaKind,)
 
 
 def _odd_rope(rope: Rope | None, head_dim: int) -> list[str]:

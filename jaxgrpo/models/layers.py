@@ -21,7 +21,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import Attend, LayerKind, ModelConfig, Rope, custom_vjp
+from jaxgrpo.models.api import Attend, AttentionKind, ModelConfig, Rope, custom_vjp
 
 INITIAL_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -97,7 +97,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
         table_config = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
-        self.table: nnx.Param[Array] = _matrix(shape, ("vocab", "embed"), table_config, rngs)
+        self.table: nnx.Param[Array] = matrix(shape, ("vocab", "embed"), table_config, rngs)
         self.dtype: str = config.dtype
         self.wide: bool = wide
         self.pad: int | None = config.pad_token
@@ -265,7 +265,7 @@ class Dense(nnx.Module):
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         weight_dtype = config.weight_dtype
         kernel_config = dataclasses.replace(config, dtype=weight_dtype or config.dtype)
-        self.kernel: nnx.Param[Array] = _matrix(shape, axes, kernel_config, rngs)
+        self.kernel: nnx.Param[Array] = matrix(shape, axes, kernel_config, rngs)
         unit = jnp.ones(tuple(outputs.values()), jnp.float32)
         self.kernel_scale: nnx.Param[Array] | None = (
             None if weight_dtype is None else nnx.Param(unit, axes=tuple(outputs))
@@ -323,7 +323,7 @@ class Attention(nnx.Module):
     The query carries the scale, so that `attend` multiplies by nothing.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: AttentionKind, rngs: nnx.Rngs):
         embed = {"embed": config.hidden_size}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
@@ -334,16 +334,21 @@ class Attention(nnx.Module):
         self.out: Dense = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
         self.query_norm: Norm = _head_norm(heads, config)
         self.key_norm: Norm = _head_norm(kv_heads, config)
+        zeros = jnp.zeros(config.num_heads, config.dtype)
+        self.sinks: nnx.Param[Array] | None = (
+            nnx.Param(zeros, axes=("heads",)) if kind.sinks else None
+        )
         scale = config.query_scale
         self.scale: float = config.head_dim**-0.5 if scale is None else scale
 
     def __call__(
-        self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
+        self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: AttentionKind
     ) -> tuple[Array, Any]:
         query, key, value = side_by_side(x, self.query, self.key, self.value)
         query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles, self.scale), rotate(key, angles)
-        out, memory = attend(query, key, value, memory, kind)
+        sinks = () if self.sinks is None else (self.sinks[...],)
+        out, memory = attend(query, key, value, memory, kind, *sinks)
         return self.out(out), memory
 
 
@@ -357,8 +362,8 @@ def _head_norm(heads: dict[str, int], config: ModelConfig) -> Norm:
 class FeedForward(nnx.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+    def __init__(self, config: ModelConfig, size: int | None, rngs: nnx.Rngs):
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": size or config.intermediate_size}
         bias = config.feed_forward_bias
         self.gate: Dense = Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
         self.up: Dense = Dense("feed_forward/up", embed, mlp, config, rngs, bias=bias)
@@ -370,46 +375,15 @@ class FeedForward(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
-class Block(nnx.Module):
-    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
-
-    `config.norms` says whether a branch is normed before it, after it (then not before) or both.
-    """
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        def norm(*places: str) -> Norm:
-            built = config.norms in places
-            return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
-
-        self.attention_norm: Norm = norm("before", "both")
-        self.feed_forward_norm: Norm = norm("before", "both")
-        self.attention: Attention = Attention(config, rngs)
-        self.feed_forward: FeedForward = FeedForward(config, rngs)
-        self.attention_out_norm: Norm = norm("after", "both")
-        self.feed_forward_out_norm: Norm = norm("after", "both")
-        self.scale: float = config.residual_scale
-
-    def __call__(
-        self, hidden: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
-    ) -> tuple[Array, Any]:
-        branch = self.attention_norm(hidden)
-        branch, memory = self.attention(branch, angles, attend, memory, kind)
-        hidden = hidden + self.scaled(self.attention_out_norm(branch))
-        branch = self.feed_forward(self.feed_forward_norm(hidden))
-        return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory
-
-    def scaled(self, branch: Array) -> Array:
-        return branch if self.scale == 1.0 else branch * jnp.asarray(self.scale, branch.dtype)
-
-
 def head_dtype(config: ModelConfig) -> str:
     """The dtype of a wide head and of what it reads."""
     return str(jnp.promote_types(config.dtype, jnp.float32))
 
 
-def _matrix(
+def matrix(
     shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, rngs: nnx.Rngs
 ) -> nnx.Param[Array]:
+    """Weights as training from nothing begins with them."""
     # Drawn in float32 whatever the dtype: the same key gives the same weights, rounded.
     value = INITIAL_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value.astype(config.dtype), axes=axes)

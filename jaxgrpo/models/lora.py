@@ -18,7 +18,7 @@ from jax import Array
 
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Model, ModelConfig, params_per_layer
+from jaxgrpo.models.api import LAYERS, Model, ModelConfig, params_per_layer
 
 NAMES = ("lora_a", "lora_b")
 
@@ -111,9 +111,12 @@ def make_merge_per_layer(model: Model) -> Callable[[Params], Params]:
         return tuple(_merged(config, *split(layer)) for layer in per_layer)
 
     def merge_per_layer(params: Params) -> Params:
-        names = ("layers",) if "layers" in params else ("blocks", "rest")
+        names = ("layers",) if "layers" in params else LAYERS
         outside = {name: tree for name, tree in params.items() if name not in names}
-        return {**outside, "layers": merged_layers({name: params[name] for name in names})}
+        return {
+            **outside,
+            "layers": merged_layers({name: params[name] for name in names if name in params}),
+        }
 
     return merge_per_layer
 

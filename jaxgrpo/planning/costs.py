@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxgrpo.core.chips import Chip
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Run, placed, sampler_params, scoring_passes
@@ -66,21 +67,23 @@ def attention_flops(config: ModelConfig, tokens_before: int, tokens: int) -> flo
     Position p, from 0, sees p + 1 keys, or those of its window.
     """
     visible_keys = np.arange(tokens_before + 1, tokens_before + tokens + 1, dtype=np.float64)
-    pairs = sum(np.minimum(visible_keys, kind.window or math.inf).sum() for kind in config.kinds)
+    pairs = sum(
+        np.minimum(visible_keys, kind.window or math.inf).sum() for kind in config.attention
+    )
     return 4.0 * config.num_heads * config.head_dim * float(pairs)
 
 
-def forward_flops(config: ModelConfig, prompts: int, width: int, samples: int, steps: int) -> float:
+def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
     """A pass over prompts, each once, and over all samples, with the head at each sample's tokens.
 
         prompts (2 L width + attention(0, width))
         + samples (steps (2 L + 2 H) + attention(width, steps))
 
-    with L linear weights and H = hidden x vocabulary.
+    with L weights of layers that a token passes, and H = hidden x vocabulary.
     """
-    linear, head = config.linear_weights, config.hidden_size * config.vocab_size
-    prompt_flops = 2.0 * linear * width + attention_flops(config, 0, width)
-    sample_flops = 2.0 * (linear + head) * steps + attention_flops(config, width, steps)
+    config, weights = model.config, count_weights(model)
+    prompt_flops = 2.0 * weights.active * width + attention_flops(config, 0, width)
+    sample_flops = 2.0 * weights.work * steps + attention_flops(config, width, steps)
     return prompts * prompt_flops + samples * sample_flops
 
 
@@ -110,9 +113,9 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     weights = memory.on_device(params) - looked_up
     side, chunk = chunk_shape(sizes)
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
-    linear, head = config.linear_weights, config.hidden_size * config.vocab_size
-    prompt_flops = prompts * (2.0 * linear * width + attention_flops(config, 0, width))
-    tokens = steps * (linear + head)
+    numbers = count_weights(blueprint.model)
+    prompt_flops = prompts * (2.0 * numbers.active * width + attention_flops(config, 0, width))
+    tokens = steps * numbers.work
     sample_flops = prompts * group * (2.0 * tokens + attention_flops(config, width, steps))
     state = capacity(blueprint.model, settings, mesh, prompts, group, width).state
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps
@@ -141,10 +144,10 @@ def _training_work(run: Run) -> dict[str, Work]:
     remat = blueprint.remat
     samples = geometry.num_prompts * geometry.group_size
     sizes = geometry.max_prompt_tokens, samples, geometry.max_completion_tokens
-    forward = forward_flops(config, geometry.num_prompts, *sizes)
+    forward = forward_flops(blueprint.model, geometry.num_prompts, *sizes)
     head = config.hidden_size * config.vocab_size
     size = jnp.dtype(config.dtype).itemsize
-    weights = size * config.product_weights / blueprint.mesh.shape["tensor"]
+    weights = size * count_weights(blueprint.model).total / blueprint.mesh.shape["tensor"]
     passes = (2 if config.lora else 3) + blueprint.objective.reads_groups
     micro, tokens, _ = full_batch(geometry)
     chunk_sizes = config.vocab_size, geometry.tokens, blueprint.logits_per_chunk
@@ -153,7 +156,9 @@ def _training_work(run: Run) -> dict[str, Work]:
     recomputed = RECOMPUTED[remat] * (forward - head_flops)
     trained_bytes = memory.on_device(run.learner.trainable)
     activation_bytes = (
-        memory.activations(config, remat) * geometry.tokens / blueprint.mesh.shape["context"]
+        memory.activations(blueprint.model, remat)
+        * geometry.tokens
+        / blueprint.mesh.shape["context"]
     )
     readings = 2 + RECOMPUTED[remat] + blueprint.objective.reads_groups
     micro_bytes = readings * weights + 3 * trained_bytes + 2 * activation_bytes
@@ -181,9 +186,9 @@ def _scoring_work(
     scored_by = [scoring_pass.policy for scoring_pass, _ in scoring_passes(run)]
     flops, read = [], []
     for policy in scored_by:
-        config = blueprint.policy_model(policy).config
-        weights = jnp.dtype(config.dtype).itemsize * config.product_weights
-        flops.append(forward_flops(config, blueprint.geometry.num_prompts, *sizes) / minibatches)
+        model = blueprint.policy_model(policy)
+        weights = jnp.dtype(model.config.dtype).itemsize * count_weights(model).total
+        flops.append(forward_flops(model, blueprint.geometry.num_prompts, *sizes) / minibatches)
         read.append(micro * weights / blueprint.mesh.shape["tensor"])
     calls, mean = minibatches * len(scored_by), lambda values: sum(values) / max(1, len(values))
     return {"score": Work(calls, mean(flops), mean(flops), mean(read), loops)}

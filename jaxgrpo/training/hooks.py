@@ -20,6 +20,7 @@ from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
+from jaxgrpo.models.counts import count_weights
 from jaxgrpo.rollout.goals import Goals, goal_metrics
 from jaxgrpo.rollout.sample_rows import sample_rows
 from jaxgrpo.training import fingerprints
@@ -109,11 +110,11 @@ def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
     blueprint = opened.run.blueprint
-    config = blueprint.model.config
-    update_passes = (2 if config.lora else 3) + blueprint.objective.reads_groups
-    trained = update_passes * blueprint.num_iterations * config.product_weights
+    update_passes = (2 if blueprint.model.config.lora else 3) + blueprint.objective.reads_groups
+    sampled = count_weights(blueprint.model).work
+    trained = update_passes * blueprint.num_iterations * sampled
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
-        trained += blueprint.policy_model(scoring_pass.policy).config.product_weights
+        trained += count_weights(blueprint.policy_model(scoring_pass.policy)).work
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]
@@ -125,7 +126,7 @@ def count_work(opened: OpenRun) -> Hook:
                 is_reward = name != "environment"
                 why = 'left unscored, as on_error = "unscored" says' if is_reward else BROKEN
                 display.say(f"{message}\n{why}")
-        flops = step_flops(config.product_weights, trained, step.collected.rollouts, step.values)
+        flops = step_flops(sampled, trained, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 
     return hook

@@ -17,6 +17,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.models.hf.families import FAMILIES, config_fields
@@ -130,7 +131,7 @@ def test_loss_is_the_mean_cross_entropy_of_learned_tokens(tiny):
     tokens, learned = jnp.asarray(corpus.tokens), jnp.asarray(corpus.learned)
     position = jnp.broadcast_to(jnp.arange(10), tokens.shape)
     attend = causal(position, jnp.ones(tokens.shape, bool))
-    hidden, _ = model.apply(params, tokens, position, attend, None)
+    hidden, _ = model.apply(params, tokens, position, Caller(attend), None)
     logits = np.asarray(model.unembed(params, hidden), np.float64)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = [

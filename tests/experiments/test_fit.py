@@ -12,6 +12,8 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments import fit
 from jaxgrpo.experiments.fit import Curve, fit_curve, foretell, sigmoid
+from jaxgrpo.models import decoder
+from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.loop import train
 
@@ -90,7 +92,7 @@ def test_a_run_counts_its_operations_and_the_command_fits_them(tmp_path, capsys)
     changes = {"train.steps": 7, "rollout.refill": {"factor": 2.0}, "lora.rank": 4}
     run = train(small_run.config(tmp_path / "r", **changes))
     config = folders.read_config(small_run.base())
-    weights = config.product_weights
+    weights = count_weights(decoder.build(config)).work
     lines = small_run.metrics(run.path)
     for line in lines:
         prompts = 6 * line["refill/groups"]  # "12+34=" has 6 tokens at the most

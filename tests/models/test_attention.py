@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from attended import HEAD_DIM, HEADS, KINDS, KV_HEADS, SEVERAL
 
-from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.api import AttentionKind, KeyValue
 from jaxgrpo.models.attention import Sharing, causal, chunk, decode, rows_with_prefix
 from jaxgrpo.models.cache import Cache, Ring, settled
 from jaxgrpo.models.kernels import plain
@@ -26,7 +26,7 @@ def block_bytes(request, monkeypatch):
     return request.param
 
 
-def rows(kind: LayerKind, query, key, value, prefix_key, prefix_value):
+def rows(kind: AttentionKind, query, key, value, prefix_key, prefix_value):
     attend = rows_with_prefix(*SEVERAL.placed)
     return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
 
@@ -156,7 +156,7 @@ def test_decoding_is_the_plain_formula():
 def test_a_token_of_one_sample_does_not_move_a_bit_of_another(block_bytes):
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     changed = [leaf.at[0, 0, 2].add(1.0) for leaf in inputs[:3]]  # of the first sample of row 0
-    kind = LayerKind(window=4, soft_cap=1.5)
+    kind = AttentionKind(window=4, soft_cap=1.5)
     attend = jax.jit(functools.partial(rows, kind))
     out, moved = attend(*inputs), attend(*changed, *inputs[3:])
     unchanged = (SEVERAL.segment > 0) & ~((SEVERAL.segment == 1) & (np.arange(3) == 0)[:, None])

@@ -12,7 +12,7 @@ import pytest
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import TrainBatch
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import KeyValue, LayerKind, ModelConfig
+from jaxgrpo.models.api import AttentionKind, KeyValue, ModelConfig
 from jaxgrpo.models.attention import rows_with_prefix
 from jaxgrpo.models.kernels import plain
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -29,7 +29,7 @@ MODEL = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    pattern=(LayerKind(window=1024), LayerKind(soft_cap=20.0)),
+    pattern=(AttentionKind(window=1024), AttentionKind(soft_cap=20.0)),
 )
 
 
@@ -55,7 +55,7 @@ def layer_bytes(context: int) -> int:
     def loss(arrays, segment, position, row_prompt, prompt_length):
         query, key, value, *prompts = arrays
         attend = rows_with_prefix(segment, position, row_prompt, prompt_length)
-        return attend(query, key, value, KeyValue(*prompts), LayerKind())[0].sum()
+        return attend(query, key, value, KeyValue(*prompts), AttentionKind())[0].sum()
 
     sizes = spec(1, 1, context), spec(1, 1, context), spec(1, 1), spec(1, 1)
     return temporary_bytes(jax.value_and_grad(loss), [*rows, *prompts], *sizes)

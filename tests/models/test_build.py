@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,19 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.api import (
+    AttentionKind,
+    Caller,
+    LayerKind,
+    ModelConfig,
+    memory_per_layer,
+    params_per_layer,
+    stacked_params,
+)
 from jaxgrpo.models.attention import causal
+from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.decoder import build
+from jaxgrpo.models.hf import families, mapping
 
 CONFIG = ModelConfig(
     vocab_size=50,
@@ -23,7 +34,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
 )
-PAIR = (LayerKind(window=4), LayerKind())
+PAIR = (LayerKind(AttentionKind(window=4)), LayerKind())
 AXES = {"vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "norm", "layers"}
 
 
@@ -43,7 +54,7 @@ def paired():
 
 def run(model, params, tokens):
     position = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-    return model.apply(params, tokens, position, causal(position, position >= 0), None)
+    return model.apply(params, tokens, position, Caller(causal(position, position >= 0)), None)
 
 
 def test_parameters_are_plain_dicts_of_arrays_with_one_axis_name_per_dimension(paired):
@@ -126,6 +137,35 @@ def test_a_model_shallower_than_its_pattern_has_only_layers_left_over():
     assert set(memory["rest"]) == {"0", "1"}
 
 
+def test_layers_before_the_pattern_are_those_of_a_longer_pattern():
+    local, everywhere = PAIR
+    led = dataclasses.replace(CONFIG, lead=(local,), pattern=(everywhere,), num_layers=4)
+    plain = dataclasses.replace(led, lead=(), pattern=(local, *[everywhere] * 3))
+    assert led.kinds == plain.kinds
+    models = [build(config, remat="full") for config in (led, plain)]
+    params = [jax.jit(model.init)(jax.random.key(3)) for model in models]
+    assert set(params[0]) == {"embed", "lead", "blocks", "rest", "final_norm", "head"}
+    apart = [params_per_layer(m.config, p)["layers"] for m, p in zip(models, params, strict=True)]
+    jax.tree.map(np.testing.assert_array_equal, *apart)
+    again = stacked_params(led, params_per_layer(led, params[0]))
+    jax.tree.map(np.testing.assert_array_equal, again, params[0])
+    tokens = jnp.arange(12).reshape(2, 6)
+    ran = [
+        jax.jit(functools.partial(run, model))(values, tokens)
+        for model, values in zip(models, params, strict=True)
+    ]
+    np.testing.assert_allclose(ran[0][0], ran[1][0], rtol=1e-5, atol=1e-6)
+    memory = [memory_per_layer(m.config, r[1]) for m, r in zip(models, ran, strict=True)]
+    assert len(memory[0]) == 4
+    names = [
+        entry.name
+        for leaf in mapping.entries(models[0], families.FAMILIES["qwen3"])
+        for entry in leaf
+    ]
+    assert sorted(n.split(".")[2] for n in names if "q_proj" in n) == ["0", "1", "2", "3"]
+    assert count_weights(models[0]) == count_weights(models[1])
+
+
 def test_hidden_states_are_laid_out_after_the_embedding_and_after_each_block():
     """Tokens [D, N], those of an update, and what they look up, as the table is divided too."""
     layouts = []
@@ -175,6 +215,6 @@ def test_memory_per_layer_must_have_one_entry_per_layer():
     attend = causal(position, position >= 0)
     with pytest.raises(ValueError, match="memory has 4 entries, but the model has 5 layers"):
         jax.eval_shape(
-            lambda params: model.apply(params, position, position, attend, (None,) * 4),
+            lambda params: model.apply(params, position, position, Caller(attend), (None,) * 4),
             model.shapes,
         )

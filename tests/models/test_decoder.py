@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.models.api import (
+    AttentionKind,
+    Caller,
     LayerKind,
     Model,
     ModelConfig,
@@ -30,7 +32,7 @@ UNIFORM = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
 )
-LOCAL, GLOBAL = LayerKind(window=4), LayerKind(rope=Rope(theta=1e6))
+LOCAL, GLOBAL = LayerKind(AttentionKind(window=4)), LayerKind(AttentionKind(rope=Rope(theta=1e6)))
 LOCAL_GLOBAL = dataclasses.replace(
     UNIFORM,
     num_layers=4,  # one period and a layer left over
@@ -76,7 +78,7 @@ def one_pass(model, params, tokens):
     """Logits [B, Q, V] of whole sequences [B, Q]."""
     tokens = jnp.asarray(tokens)
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model.apply(params, tokens, position, causal(position, position >= 0), None)
+    hidden, _ = model.apply(params, tokens, position, Caller(causal(position, position >= 0)), None)
     return model.unembed(params, hidden)
 
 
@@ -102,7 +104,7 @@ def prefill(model, params, filler=0):
     tokens = jnp.where(np.arange(SLOTS) < length[:, None], tokens, filler)
     position = jnp.broadcast_to(jnp.arange(SLOTS), tokens.shape)
     attend = causal(position, position < length[:, None])
-    return model.apply(params, tokens, position, attend, None)[1], length
+    return model.apply(params, tokens, position, Caller(attend), None)[1], length
 
 
 def decoded_logits(model, params, filler=0):
@@ -131,7 +133,9 @@ def decoded_logits(model, params, filler=0):
         position = jnp.repeat(length + index, 2)[None, :, None]
         tokens = jax.lax.dynamic_slice_in_dim(jnp.asarray(fed), index, 1, axis=2)
         attend = decode(index, jnp.full((1, 4), index), length[None], Sharing(None, None))
-        hidden, memory = model.apply(apart, tokens.reshape(1, 4, 1), position, attend, memory)
+        hidden, memory = model.apply(
+            apart, tokens.reshape(1, 4, 1), position, Caller(attend), memory
+        )
         memory = tuple((prompts, settled(ring, index + 1)) for prompts, ring in memory)
         return memory, model.unembed(params, hidden).reshape(2, 2, -1)
 
@@ -159,7 +163,7 @@ def row_logits(model, params, filler=0):
     tokens = jnp.where(segment > 0, tokens, filler)
     segment, position = jnp.asarray(segment), jnp.asarray(position)
     attend = rows_with_prefix(segment, position, jnp.asarray([[0, 1, 0]]), length[None])
-    hidden, written = model.apply(params, tokens, position, attend, stacked)
+    hidden, written = model.apply(params, tokens, position, Caller(attend), stacked)
     assert not jax.tree.leaves(written)
     logits = model.unembed(params, hidden)[0]
     return jnp.stack(
@@ -229,7 +233,9 @@ def test_unrolled_layers_give_what_the_scan_gives(model, params):
     def forms(params):
         apart = params_per_layer(model.config, params)
         calls = ((params, None), (params, no_memory), (apart, no_memory))
-        return [model.apply(values, tokens, position, attend, form) for values, form in calls]
+        return [
+            model.apply(values, tokens, position, Caller(attend), form) for values, form in calls
+        ]
 
     (scanned, stacked), (unrolled, memory), (before, _) = forms(params)
     np.testing.assert_array_equal(before, unrolled)
@@ -261,7 +267,7 @@ def test_the_program_does_not_grow_with_depth():
             position = jnp.broadcast_to(jnp.arange(6), tokens.shape)
             attend = causal(position, position >= 0)
             return model.unembed(
-                params, model.apply(params, tokens, position, attend, None)[0]
+                params, model.apply(params, tokens, position, Caller(attend), None)[0]
             ).sum()
 
         tokens = jax.ShapeDtypeStruct((2, 6), jnp.int32)
@@ -280,7 +286,7 @@ def test_layers_unrolled_give_the_values_and_the_memory_of_layers_scanned(config
 
     def run(remat):
         attend = causal(position, position >= 0)
-        return build(config, remat=remat).apply(params, tokens, position, attend, None)
+        return build(config, remat=remat).apply(params, tokens, position, Caller(attend), None)
 
     assert config.num_layers <= UNROLLED
     unrolled, scanned = run("none"), run("full")
@@ -302,7 +308,7 @@ def test_recomputing_activations_changes_no_gradient_and_saves_memory():
 
         def loss(params, model=model):
             attend = causal(position, position >= 0)
-            hidden, _ = model.apply(params, tokens, position, attend, None)
+            hidden, _ = model.apply(params, tokens, position, Caller(attend), None)
             return (model.unembed(params, hidden) ** 2).sum()
 
         compiled[remat] = jax.jit(jax.grad(loss)).lower(model.shapes).compile()

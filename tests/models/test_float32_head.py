@@ -9,6 +9,7 @@ import pytest
 import tiny
 from engines import draw_all, make_engine
 
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.engine import SamplingSettings
 
@@ -53,7 +54,7 @@ def test_only_the_head_is_held_and_computed_in_float32(tied):
     tokens = jnp.zeros((1, 3), jnp.int32)
 
     def run(values):
-        hidden, _ = model.apply(values, tokens, tokens, causal(tokens, tokens == 0), None)
+        hidden, _ = model.apply(values, tokens, tokens, Caller(causal(tokens, tokens == 0)), None)
         return hidden, model.unembed(values, hidden)
 
     hidden, logits = jax.eval_shape(run, model.shapes)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import LayerKind, ModelConfig, Rope
+from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig, Rope
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.folders import read_config, read_params, save_model
 
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    pattern=(LayerKind(rope=Rope(theta=1e6)),),
+    pattern=(LayerKind(AttentionKind(rope=Rope(theta=1e6))),),
 )
 
 
@@ -284,7 +284,9 @@ def test_a_model_with_our_card_and_an_empty_folder_are_replaced(tmp_path):
 
 
 def test_a_model_that_qwen3_cannot_express_is_refused_by_field(tmp_path):
-    config = dataclasses.replace(CONFIG, pattern=(LayerKind(window=4),), embedding_scale=4.0)
+    config = dataclasses.replace(
+        CONFIG, pattern=(LayerKind(AttentionKind(window=4)),), embedding_scale=4.0
+    )
     model = build(config)
     with pytest.raises(InputError, match=r"(?s)pattern = .*embedding_scale = 4\.0"):
         save_model(model, model.shapes, tmp_path / "m")

@@ -17,7 +17,7 @@ from processes import free_port
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jaxgrpo.models.api import LayerKind, Rope
+from jaxgrpo.models.api import AttentionKind, LayerKind, Rope
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.folders import read_config, read_params, read_tokenizer, save_model
 
@@ -94,7 +94,7 @@ def test_our_logits_are_those_of_transformers_and_so_are_those_of_what_we_save(
 
 
 def test_a_pattern_of_two_equal_kinds_reads_the_layer_left_over(folders):
-    kinds = (LayerKind(rope=Rope(theta=1e6)),) * 2
+    kinds = (LayerKind(AttentionKind(rope=Rope(theta=1e6))),) * 2
     folder = folders["untied"][0]
     np.testing.assert_allclose(our_logits(folder, pattern=kinds), our_logits(folder), atol=1e-5)
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig
 from jaxgrpo.models.attention import XLA, choose_kernel
 
 MODEL = ModelConfig(
@@ -24,9 +24,9 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=64,
     dtype="bfloat16",
-    pattern=(LayerKind(window=4), LayerKind()),
+    pattern=(LayerKind(AttentionKind(window=4)), LayerKind()),
 )
-CAPPED = dataclasses.replace(MODEL, pattern=(LayerKind(soft_cap=50.0),), head_dim=12)
+CAPPED = dataclasses.replace(MODEL, pattern=(LayerKind(AttentionKind(soft_cap=50.0)),), head_dim=12)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxgrpo.models import attention
-from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.api import AttentionKind, KeyValue
 from jaxgrpo.models.kernels import cudnn
 
 SEQUENCES = functools.partial(cudnn.sequences, implementation="xla")
-KINDS = [LayerKind(), LayerKind(window=4)]
+KINDS = [AttentionKind(), AttentionKind(window=4)]
 CONTEXT, PROMPT = 4096, 1000
 H100 = Path(__file__).parent.parent / "support" / "h100.txtpb"
 
@@ -77,13 +77,13 @@ def test_a_row_of_several_samples_gives_nan_and_leaves_others_alone():
 def test_a_soft_cap_never_reaches_the_kernel():
     *inputs, _ = map(jnp.asarray, attended.draws(ALONE, np.float32))
     with pytest.raises(NotImplementedError, match="no soft cap"):
-        rows(cudnn.rows_with_prefix, ALONE, LayerKind(soft_cap=30.0), *inputs)
+        rows(cudnn.rows_with_prefix, ALONE, AttentionKind(soft_cap=30.0), *inputs)
 
 
 def lowered(monkeypatch, layout: Any) -> Any:
     """The gradient of rows lowered for a GPU; cuDNN's version is given, since it is not here."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 90800)
-    kind = LayerKind(window=512)
+    kind = AttentionKind(window=512)
 
     def spec(*shape: int, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout)

@@ -18,7 +18,7 @@ import tiny
 from engines import draw_all, make_engine
 
 from jaxgrpo.models import attention, sharding
-from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.api import AttentionKind, LayerKind
 from jaxgrpo.models.attention import Decoding, Sharing
 from jaxgrpo.models.cache import FP8, Lines, narrowed
 from jaxgrpo.planning.topologies import stand_ins
@@ -84,7 +84,7 @@ def test_numbers_of_16_bits_are_summed_in_32():
     attend: Any = attention.decode_lines(
         jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED
     )
-    out, _ = attend(*inputs, LayerKind())
+    out, _ = attend(*inputs, AttentionKind())
     wide: Any = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), inputs)
     expected, _ = formula(*wide, row=IN_ORDER // (SLOTS // ROWS))
     error = np.abs(np.asarray(out, float) - expected)
@@ -103,7 +103,7 @@ def test_a_step_is_the_plain_formula_and_writes_one_token_of_each_slot(kv_heads,
         attend: Any = attention.decode_lines(
             jnp.asarray(INDEX), jnp.asarray(LENGTH), sharing, INTERPRETED
         )
-        return attend(*inputs, LayerKind())
+        return attend(*inputs, AttentionKind())
 
     out, (prompts, slots) = step(*inputs)
     expected, expected_slots = formula(*inputs, row=row)
@@ -119,7 +119,7 @@ def test_lines_in_fp8_are_widened_as_they_are_read():
         jnp.asarray(INDEX), jnp.asarray(LENGTH), Sharing(None, None), INTERPRETED
     )
     stored: Any = jax.tree.map(lambda leaf: fp8(jnp.asarray(leaf)), (*inputs[1:], memory))
-    out, (_, slots) = attend(*inputs, stored[-1], LayerKind())
+    out, (_, slots) = attend(*inputs, stored[-1], AttentionKind())
     wide: Any = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), stored)
     expected, expected_slots = formula(inputs[0], *wide, row=IN_ORDER // (SLOTS // ROWS))
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
@@ -136,8 +136,8 @@ def test_tokens_behind_the_last_are_not_read():
     step: Any = attention.decode_lines(
         jnp.asarray(INDEX), jnp.asarray(LENGTH), Sharing(None, None), INTERPRETED
     )
-    clean_out, _ = step(query, key, value, (prompts, slots), LayerKind())
-    out, _ = step(query, key, value, (prompts, dirty), LayerKind())
+    clean_out, _ = step(query, key, value, (prompts, slots), AttentionKind())
+    out, _ = step(query, key, value, (prompts, dirty), AttentionKind())
     np.testing.assert_array_equal(out, clean_out)
 
 
@@ -151,8 +151,8 @@ def test_tokens_behind_the_last_are_not_read():
         ({"head_dim": 96}, "bfloat16", "head_dim = 96: it takes powers of two from 16 to 256"),
         ({"head_dim": 8}, "bfloat16", "head_dim = 8"),
         ({"num_heads": 34, "num_kv_heads": 2}, "bfloat16", "17 heads for one of keys"),
-        ({"pattern": (LayerKind(window=9), LayerKind())}, "bfloat16", "windows"),
-        ({"pattern": (LayerKind(soft_cap=30.0),)}, "bfloat16", "soft-capped scores"),
+        ({"pattern": (LayerKind(AttentionKind(window=9)), LayerKind())}, "bfloat16", "windows"),
+        ({"pattern": (LayerKind(AttentionKind(soft_cap=30.0)),)}, "bfloat16", "soft-capped scores"),
     ],
 )
 def test_what_they_cannot_compute_is_named_and_left_to_xla(changes, dtype, reason):

@@ -16,7 +16,7 @@ from attended import ALONE, SEVERAL
 
 from jaxgrpo.core.types import TrainBatch
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.hf.families import FAMILIES
 from jaxgrpo.models.kernels import cudnn, plain, splash
@@ -32,9 +32,11 @@ MODEL = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    pattern=(LayerKind(window=4), LayerKind()),
+    pattern=(LayerKind(AttentionKind(window=4)), LayerKind()),
 )
-CAPPED = dataclasses.replace(MODEL, pattern=(LayerKind(window=4, soft_cap=1.5), LayerKind()))
+CAPPED = dataclasses.replace(
+    MODEL, pattern=(LayerKind(AttentionKind(window=4, soft_cap=1.5)), LayerKind())
+)
 OF_TPU = Kernel(
     "splash",
     functools.partial(splash.causal, interpret=True),

@@ -20,11 +20,11 @@ from attended import ALONE, SEVERAL, assert_same, rows, with_gradients
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxgrpo.models import attention
-from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.api import AttentionKind, KeyValue
 from jaxgrpo.models.kernels import cudnn, cudnn_packed
 from jaxgrpo.models.kernels.cudnn_packed import Parts, Samples
 
-PLAIN = LayerKind()
+PLAIN = AttentionKind()
 EMPTY = attended.packed([[5, 6], [], [3, 4, 2]], [1, 0, 0], [0, 4], width=5, size=12)
 """A row without a sample, prompts of no token, and places without a token."""
 
@@ -146,7 +146,7 @@ def test_sequences_of_odd_lengths_are_computed_with_a_place_more(kernel):
 
 def test_windows_and_soft_caps_never_reach_the_kernel():
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
-    for kind in (LayerKind(soft_cap=30.0), LayerKind(window=4)):
+    for kind in (AttentionKind(soft_cap=30.0), AttentionKind(window=4)):
         attend = cudnn_packed.rows_with_prefix(*SEVERAL.placed, most=3)
         with pytest.raises(NotImplementedError, match="has a window or a soft cap"):
             attend(inputs[0], inputs[1], inputs[2], KeyValue(*inputs[3:]), kind)

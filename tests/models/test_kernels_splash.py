@@ -15,12 +15,12 @@ from attended import KINDS, SEVERAL, assert_same, rows, with_gradients
 from jax.experimental import topologies
 
 from jaxgrpo.models import attention, sharding
-from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.api import AttentionKind, KeyValue
 from jaxgrpo.models.kernels import splash
 
 LONG = attended.packed([[60, 100, 90], [256]], [1, 0], [130, 40], width=140, size=260)
 """Several blocks of 128, of prompts and of rows; a prompt that fills no block and one and a bit."""
-BOTH = LayerKind(window=70, soft_cap=1.5)
+BOTH = AttentionKind(window=70, soft_cap=1.5)
 
 
 class Placed(NamedTuple):
@@ -73,7 +73,7 @@ def test_segments_that_are_alone_see_no_prompt(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [LayerKind(), BOTH], ids=attended.name)
+@pytest.mark.parametrize("kind", [AttentionKind(), BOTH], ids=attended.name)
 def test_rows_of_several_blocks_are_the_plain_ones(kind):
     *inputs, cotangent = map(jnp.asarray, attended.draws(LONG, np.float32))
     actual, expected = (
@@ -106,7 +106,7 @@ def test_prompts_are_the_plain_ones_with_their_gradients():
 
 
 def test_its_gradients_are_those_of_finite_differences():
-    kind = LayerKind(window=4, soft_cap=1.5)
+    kind = AttentionKind(window=4, soft_cap=1.5)
     *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
 
     @jax.jit
@@ -148,7 +148,7 @@ def test_a_row_that_is_not_in_order_gives_nan_and_leaves_others_alone(break_it):
 
 @pytest.mark.slow
 def test_on_a_mesh_every_device_computes_its_bins_and_heads():
-    kind, devices = LayerKind(window=4), jax.devices()
+    kind, devices = AttentionKind(window=4), jax.devices()
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     twice = [jnp.concatenate([leaf, -leaf]) for leaf in inputs]
     doubled = SEVERAL._replace(
@@ -169,7 +169,7 @@ def test_on_a_mesh_every_device_computes_its_bins_and_heads():
 @pytest.mark.parametrize("topology", ["one chip", "eight chips"])
 def test_compiled_for_a_tpu_it_is_three_kernels_and_no_scores(topology):
     """Forward, and backward for queries and for keys; with windows, soft caps and odd sizes."""
-    context, prompt, kind = 4096, 1000, LayerKind(window=512, soft_cap=30.0)
+    context, prompt, kind = 4096, 1000, AttentionKind(window=512, soft_cap=30.0)
     if topology == "one chip":
         options = {"chips_per_host_bounds": (1, 1, 1)}
         chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", **options)

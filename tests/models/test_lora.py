@@ -16,7 +16,7 @@ import tiny
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig, params_per_layer
+from jaxgrpo.models.api import LINEAR, Caller, LoraConfig, Model, ModelConfig, params_per_layer
 from jaxgrpo.models.attention import causal
 
 ALL = LoraConfig(rank=3, alpha=7.0)
@@ -59,7 +59,7 @@ def logits(model: Model, params: Params) -> jax.Array:
 def _logits(model: Model, params: Params) -> jax.Array:
     position = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     attend = causal(position, position >= 0)
-    hidden, _ = model.apply(params, TOKENS, position, attend, None)
+    hidden, _ = model.apply(params, TOKENS, position, Caller(attend), None)
     return model.unembed(params, hidden)
 
 

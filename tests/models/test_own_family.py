@@ -50,7 +50,7 @@ def exaone(tmp_path_factory):
 def test_the_family_of_the_examples_computes_what_transformers_does(exaone, family, tmp_path):
     theirs, folder = exaone
     model, params = jaxgrpo.load_model(folder, family=family)
-    assert [kind.rope is None for kind in model.config.kinds] == [False, True, False]
+    assert [kind.rope is None for kind in model.config.attention] == [False, True, False]
     tokens, mask = checkpoints.batch()
     exported = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     real = mask.astype(bool)
@@ -67,7 +67,7 @@ def test_the_family_of_the_examples_computes_what_transformers_does(exaone, fami
 def test_without_a_window_every_layer_turns(exaone, family):
     fields = {"sliding_window": None, "layer_types": [checkpoints.FULL] * 3}
     config = families.model_config(_fields(exaone[1]) | fields, "config.json", family)
-    assert all(kind.rope is not None for kind in config.kinds)
+    assert all(kind.rope is not None for kind in config.attention)
 
 
 def _fields(folder):

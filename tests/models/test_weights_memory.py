@@ -12,7 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
-from jaxgrpo.models.api import LayerKind, ModelConfig, Rope
+from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig, Rope
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf import families, mapping
 
@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
     num_heads=8,
     num_kv_heads=2,
     head_dim=64,
-    pattern=(LayerKind(rope=Rope(theta=1e6)),),
+    pattern=(LayerKind(AttentionKind(rope=Rope(theta=1e6))),),
     tie_embeddings=True,
     dtype="bfloat16",
 )

@@ -16,8 +16,9 @@ from engines import draw_all
 
 from jaxgrpo.core.chips import CHIPS
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.api import AttentionKind, Caller, LayerKind, ModelConfig
 from jaxgrpo.models.attention import causal
+from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import families
 from jaxgrpo.planning import costs, topologies
 from jaxgrpo.planning.costs import Work
@@ -99,7 +100,7 @@ def test_linear_weights_are_the_matrices_of_the_layers(name):
         if ("attention" in place or "feed_forward" in place) and "kernel" in place:
             counted += math.prod(leaf.shape)
     assert counted > 0
-    assert config.linear_weights == counted
+    assert count_weights(decoder.build(config))[:2] == (counted, counted)
 
 
 @pytest.mark.parametrize(("before", "tokens"), [(0, 1), (0, 23), (9, 14)])
@@ -107,7 +108,7 @@ def test_linear_weights_are_the_matrices_of_the_layers(name):
 def test_attention_counts_each_pair_of_a_query_and_a_key_that_it_sees(name, before, tokens):
     config = models()[name]
     pairs = 0
-    for kind in config.kinds:
+    for kind in config.attention:
         for query in range(before, before + tokens):
             for key in range(query + 1):
                 pairs += kind.window is None or query - key < kind.window
@@ -124,7 +125,7 @@ UNROLLED = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=64,
-    pattern=(LayerKind(), LayerKind(window=16)),
+    pattern=(LayerKind(), LayerKind(AttentionKind(window=16))),
 )
 
 
@@ -142,13 +143,13 @@ def test_a_forward_pass_takes_the_operations_that_xla_counts(with_head):
     def run(params, tokens):
         position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         attend = causal(position, jnp.ones_like(position, bool))
-        hidden, _ = model.apply(params, tokens, position, attend, None)
+        hidden, _ = model.apply(params, tokens, position, Caller(attend), None)
         return model.unembed(params, hidden) if with_head else hidden
 
     if with_head:
-        flops = costs.forward_flops(UNROLLED, 0, 0, batch, length)
+        flops = costs.forward_flops(decoder.build(UNROLLED), 0, 0, batch, length)
     else:
-        flops = costs.forward_flops(UNROLLED, batch, length, 0, 0)
+        flops = costs.forward_flops(decoder.build(UNROLLED), batch, length, 0, 0)
     # This pass computes all pairs, and masks those that are not seen.
     full_attention = 4.0 * UNROLLED.num_heads * UNROLLED.head_dim * UNROLLED.num_layers * length**2
     flops += batch * (full_attention - costs.attention_flops(UNROLLED, 0, length))
@@ -158,8 +159,8 @@ def test_a_forward_pass_takes_the_operations_that_xla_counts(with_head):
 
 def test_a_sample_costs_what_its_own_tokens_do_behind_a_prompt_that_is_computed_once():
     config = models()["gemma3"]
-    together = costs.forward_flops(config, 3, 10, 3 * 4, 20)
-    linear, head = config.linear_weights, config.hidden_size * config.vocab_size
+    together = costs.forward_flops(decoder.build(config), 3, 10, 3 * 4, 20)
+    linear, _, head = count_weights(decoder.build(config))
     apart = 3 * (2 * linear * 10 + costs.attention_flops(config, 0, 10))
     # Attention of 30 tokens is that of the first 10, and of 20 behind them.
     behind = costs.attention_flops(config, 0, 30) - costs.attention_flops(config, 0, 10)
@@ -172,7 +173,7 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two():
     work, geometry = costs.program_work(run)["update"], run.blueprint.geometry
     config = run.blueprint.model.config
     sizes = (geometry.max_prompt_tokens, 8 * 4, geometry.max_completion_tokens)
-    forward = costs.forward_flops(config, 8, *sizes)
+    forward = costs.forward_flops(run.blueprint.model, 8, *sizes)
     assert work.flops == pytest.approx(3 * forward)
     head = 2 * config.hidden_size * config.vocab_size * 8 * 4 * geometry.max_completion_tokens
     assert work.executed == pytest.approx(4 * forward - head)  # layers are computed again

@@ -14,7 +14,7 @@ from engines import draw_all, make_engine
 
 from benchmarks.programs import decode_program
 from benchmarks.workloads import Workload
-from jaxgrpo.models.api import KeyValue
+from jaxgrpo.models.api import Caller, KeyValue
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.kernels import plain
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -63,7 +63,7 @@ def row_pass(tokens, rounded, memory):
         read = rounded(key, memory.key), rounded(value, memory.value)
         return inner(query, read[0], read[1], None, kind)[0], KeyValue(tie(key), tie(value))
 
-    hidden, distances = model.apply(tiny.params(), tokens[None], position, attend, memory)
+    hidden, distances = model.apply(tiny.params(), tokens[None], position, Caller(attend), memory)
     logp = jax.nn.log_softmax(model.unembed(tiny.params(), hidden)[0])
     return logp[jnp.arange(len(tokens) - 1), tokens[1:]], distances
 

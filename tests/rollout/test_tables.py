@@ -7,6 +7,7 @@ import pytest
 import tables
 
 from jaxgrpo.models import decoder
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders
 
@@ -23,7 +24,7 @@ def test_each_prompt_has_its_success_rate_and_an_answer_is_followed_by_the_end(t
     token = jnp.asarray(ids)[:, None]
     position = jnp.zeros_like(token)
     attend = causal(position, jnp.ones_like(token, bool))
-    hidden, _ = model.apply(params, token, position, attend, None)
+    hidden, _ = model.apply(params, token, position, Caller(attend), None)
     chance = np.asarray(jax.nn.softmax(model.unembed(params, hidden)[:, 0]))
     right, wrong = ids[-2:]
     np.testing.assert_allclose(chance[:-2, right], RATES, rtol=0, atol=1e-5)

@@ -13,6 +13,7 @@ from lettering import Letters
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import attention, decoder, sharding
+from jaxgrpo.models.api import Caller
 from jaxgrpo.rollout.batch import Batch
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import replying, table
@@ -159,7 +160,7 @@ def assert_log_probs(spoken, requests, config=tiny.UNIFORM):
         position = np.arange(len(tokens))
         attend = attention.causal(jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), bool))
         inputs = jnp.asarray(tokens[None]), jnp.asarray(position[None], jnp.int32)
-        hidden, _ = model.apply(params, *inputs, attend, None)
+        hidden, _ = model.apply(params, *inputs, Caller(attend), None)
         logits = model.unembed(params, hidden)
         logp = np.asarray(jax.nn.log_softmax(logits.astype(np.float32))[0])
         end = len(tokens)

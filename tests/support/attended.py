@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.api import AttentionKind, KeyValue
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
-KINDS = [LayerKind(window=window, soft_cap=cap) for window in (None, 4) for cap in (None, 1.5)]
+KINDS = [AttentionKind(window=window, soft_cap=cap) for window in (None, 4) for cap in (None, 1.5)]
 
 
-def name(kind: LayerKind) -> str:
+def name(kind: AttentionKind) -> str:
     return f"window {kind.window}, cap {kind.soft_cap}"
 
 
@@ -66,7 +66,7 @@ def draws(packed: Packed, dtype: Any = np.float64, seed: int = 0) -> tuple[np.nd
     return (*drawn, cotangent.astype(dtype))
 
 
-def mask_of_rows(packed: Packed, kind: LayerKind) -> np.ndarray:
+def mask_of_rows(packed: Packed, kind: AttentionKind) -> np.ndarray:
     """[1, R, Q, S + Q]: a query sees the real prompt and its own sample, up to itself."""
     _, rows, size = packed.segment.shape
     mask = np.zeros((1, rows, size, packed.width + size), bool)
@@ -83,7 +83,9 @@ def mask_of_rows(packed: Packed, kind: LayerKind) -> np.ndarray:
     return mask
 
 
-def formula(query: Array, key: Array, value: Array, mask, soft_cap: float | None) -> Array:
+def formula(
+    query: Array, key: Array, value: Array, mask, soft_cap: float | None, sinks=None
+) -> Array:
     """softmax(scores) value as it is written in a book. Shapes: see `models.attention`."""
     shared = query.shape[-2] // key.shape[-2]
     key, value = (jnp.repeat(leaf, shared, axis=-2) for leaf in (key, value))
@@ -91,11 +93,16 @@ def formula(query: Array, key: Array, value: Array, mask, soft_cap: float | None
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(mask[..., None, :, :], scores, -1e30)
-    weight = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:  # one more key, whose value is 0
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weight = jax.nn.softmax(scores, axis=-1)[..., : key.shape[-3]]
     return jnp.einsum("...hqn,...nhd->...qhd", weight, value, precision="highest")
 
 
-def formula_of_rows(packed: Packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
+def formula_of_rows(
+    packed: Packed, kind: AttentionKind, query, key, value, prefix_key, prefix_value
+):
     """What `rows_with_prefix` computes."""
     keys, values = (
         jnp.concatenate([prefix[:, packed.row_prompt[0]], rows], axis=-3)
@@ -104,7 +111,7 @@ def formula_of_rows(packed: Packed, kind: LayerKind, query, key, value, prefix_k
     return formula(query, keys, values, mask_of_rows(packed, kind), kind.soft_cap)
 
 
-def rows(implementation, packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
+def rows(implementation, packed, kind: AttentionKind, query, key, value, prefix_key, prefix_value):
     """What an implementation of `attention.rows_with_prefix` gives for packed rows."""
     attend = implementation(*packed.placed)
     return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]

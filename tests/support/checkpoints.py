@@ -90,6 +90,32 @@ RICH: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
     },
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
     "olmo2": {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
@@ -108,7 +134,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}
-    if family in ("phi3", "olmo2", "olmo3"):  # they have no head_dim
+    if family in ("phi3", "olmo2", "olmo3", "olmoe"):  # they have no head_dim
         fields.pop("head_dim")
     return CONFIG_MAPPING[family](**fields)
 
@@ -121,7 +147,8 @@ def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        corrections = [b for n, b in model.named_buffers() if n.endswith("correction_bias")]
+        for weight in [*model.parameters(), *corrections]:
             spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             noise = spread * torch.randn(weight.shape)
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)

@@ -27,7 +27,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Learner, Params, Rollouts
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import LayerKind, Model
+from jaxgrpo.models.api import AttentionKind, Caller, Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
@@ -192,12 +192,14 @@ def by_formula(model: Model, params: Params, tokens: np.ndarray, mask: np.ndarra
     at = np.arange(tokens.shape[1])
     position = np.broadcast_to(at, tokens.shape)
 
-    def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         ago = at[:, None] - at
         visible = (ago >= 0) & (ago < (kind.window or len(at)))
-        return attended.formula(query, key, value, visible, kind.soft_cap), memory
+        return attended.formula(query, key, value, visible, kind.soft_cap, sinks), memory
 
-    hidden, _ = model.apply(params, jnp.asarray(tokens), jnp.asarray(position), attend, None)
+    hidden, _ = model.apply(
+        params, jnp.asarray(tokens), jnp.asarray(position), Caller(attend), None
+    )
     logp = jax.nn.log_softmax(model.unembed(params, hidden))
     target_logp = jnp.take_along_axis(logp[:, :-1], jnp.asarray(tokens)[:, 1:, None], -1)[..., 0]
     return jnp.where(mask, jnp.pad(target_logp, ((0, 0), (1, 0))), 0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
+from jaxgrpo.models.api import AttentionKind, Caller, LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.selection import pad_prompts
 
@@ -37,7 +37,11 @@ LOCAL_GLOBAL = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    pattern=(LayerKind(window=3), LayerKind(window=3, rope=Rope(theta=500.0)), LayerKind()),
+    pattern=(
+        LayerKind(AttentionKind(window=3)),
+        LayerKind(AttentionKind(window=3, rope=Rope(theta=500.0))),
+        LayerKind(),
+    ),
     activation="gelu_tanh",
     norms="both",
     norm_offset=1.0,
@@ -117,7 +121,7 @@ def whole_tables(config: ModelConfig, values, rollouts: Rollouts, temperature: f
         )
         position = index[None]
         attend = causal(position, jnp.ones_like(position, bool))
-        hidden, _ = model(config).apply(values, tokens[None], position, attend, None)
+        hidden, _ = model(config).apply(values, tokens[None], position, Caller(attend), None)
         logits = model(config).unembed(values, hidden)[0] / temperature
         wide = jnp.promote_types(logits.dtype, jnp.float32)
         logp = jax.nn.log_softmax(logits.astype(wide), -1)

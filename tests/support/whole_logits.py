@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import Caller, Model
 from jaxgrpo.models.attention import causal
 
 
@@ -27,7 +27,7 @@ def our_logits(model: Model, params: Any, tokens: np.ndarray) -> np.ndarray:
     def forward(params):
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         attend = causal(position, position >= 0)
-        hidden, _ = model.apply(params, jnp.asarray(tokens), position, attend, None)
+        hidden, _ = model.apply(params, jnp.asarray(tokens), position, Caller(attend), None)
         return model.unembed(params, hidden)
 
     return np.asarray(forward(params))

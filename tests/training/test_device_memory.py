@@ -286,7 +286,7 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
     gradients = 2 * persistent // 3
     head = 2 * 4 * numbers  # as it is read, and its gradient
     beside = gradients + head + 3 * 4 * 256 * QWEN3_0P6B.vocab_size  # and a chunk's logits
-    each = memory.activations(QWEN3_0P6B, "full")
+    each = memory.activations(decoder.build(QWEN3_0P6B), "full")
 
     def fitting(tokens: float) -> int:
         limit = (persistent + beside + tokens * each) / memory.SHARE

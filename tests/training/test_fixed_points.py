@@ -18,6 +18,7 @@ import tables
 
 import jaxgrpo
 from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders
 
@@ -72,7 +73,7 @@ def chances(params: Any, question: str = "?") -> np.ndarray:
     token = jnp.asarray([ids(question)])
     position = jnp.zeros((1, 1), jnp.int32)
     attend = causal(position, jnp.ones((1, 1), bool))
-    hidden, _ = model().apply(params, token, position, attend, None)
+    hidden, _ = model().apply(params, token, position, Caller(attend), None)
     logits = model().unembed(params, hidden)[0, 0].astype(jnp.float32)
     return np.asarray(jax.nn.softmax(logits))[ids(ANSWERS)]
 

@@ -12,6 +12,7 @@ import small_run
 import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.counts import count_weights
 from jaxgrpo.planning import costs, programs
 from jaxgrpo.planning.topologies import stand_ins
 
@@ -95,7 +96,7 @@ def test_a_plan_counts_fewer_bytes_for_decoding():
     wide, run = read()
     segment = run.blueprint.sampling.segment_tokens
     weights, _ = read("rollout.weight_dtype=int8")
-    saved_bytes = run.blueprint.model.config.linear_weights  # bfloat16 has one byte more
+    saved_bytes = count_weights(run.blueprint.model).layers  # bfloat16 has one byte more
     assert wide - weights == pytest.approx(segment * saved_bytes, rel=0.01)
     caches, low = read("rollout.kv_cache_dtype=fp8")
     halves = segment * run.memory.decode / 4

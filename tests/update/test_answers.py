@@ -14,6 +14,7 @@ import tiny
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -110,7 +111,7 @@ def causal_pass(config, params, tokens):
     """The logits of one sequence."""
     position = jnp.arange(len(tokens))[None]
     attend = causal(position, jnp.ones_like(position, bool))
-    hidden, _ = tiny.model(config).apply(params, tokens[None], position, attend, None)
+    hidden, _ = tiny.model(config).apply(params, tokens[None], position, Caller(attend), None)
     return tiny.model(config).unembed(params, hidden)[0]
 
 

@@ -15,6 +15,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.scores import SCORES, Score, prompt_field
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
@@ -105,7 +106,7 @@ def causal_pass(config, params, tokens):
     """Hidden states and logits of one sequence."""
     position = jnp.arange(len(tokens))[None]
     attend = causal(position, jnp.ones_like(position, bool))
-    hidden, _ = tiny.model(config).apply(params, tokens[None], position, attend, None)
+    hidden, _ = tiny.model(config).apply(params, tokens[None], position, Caller(attend), None)
     return hidden[0], tiny.model(config).unembed(params, hidden)[0]
 
 

@@ -42,6 +42,7 @@ def read_turn(
     theta: float = 1e4,
     partial: bool = False,
     original: int | None = None,
+    share: float = 1.0,
 ) -> Turn:
     """The one Rope of a model.
 
@@ -50,9 +51,10 @@ def read_turn(
       partial: whether the family turns a share of each head (`partial_rotary_factor`).
       original: the length of training where the field beside rope_parameters does not give it;
         None: what rope_parameters has.
+      share: of each head, where config.json gives none.
     """
     flat = fields.take("rope_theta", "positive", theta)
-    share = fields.take("partial_rotary_factor", "positive", 1.0)
+    share = fields.take("partial_rotary_factor", "positive", share)
     original = fields.take("original_max_position_embeddings", "size", original)
     name, parameters = _read_parameters(fields)
     parameters = {"rope_theta": flat, "partial_rotary_factor": share, **parameters}

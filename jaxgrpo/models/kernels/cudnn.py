@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
+from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, ModelConfig
 from jaxgrpo.models.kernels.plain import take_per_bin
 
 WIDEST_HEAD, WIDEST_BEFORE_HOPPER = 256, 128
@@ -51,8 +51,10 @@ def refusals(
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float16")
     if config.head_dim % 8 or config.head_dim > widest:
         problems.append(f"head_dim = {config.head_dim}: it takes multiples of 8 up to {widest}")
-    if any(kind.soft_cap is not None for kind in config.pattern):
+    if any(kind.soft_cap is not None for kind in config.attention):
         problems.append("soft-capped scores: it has none")
+    if any(kind.sinks for kind in config.attention):
+        problems.append("sinks: it has none")
     if samples_per_row is None:
         problems.append(
             "rows of any samples: their number must be bounded, and each see its prompt"
@@ -62,7 +64,7 @@ def refusals(
             f"rows of several samples on compute capability {capability}: "
             f"it takes {HOPPER} and above"
         )
-    elif samples_per_row > 1 and any(kind.window is not None for kind in config.pattern):
+    elif samples_per_row > 1 and any(kind.window is not None for kind in config.attention):
         problems.append("windows in rows of several samples: they reach into prompts")
     if mesh is not None and mesh.shape["context"] > 1:
         problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
@@ -99,7 +101,7 @@ def causal(position: Array, valid: Array, *, sequences: Sequences = sequences) -
     `attention.causal`.
     """
 
-    def attend(query, key, value, memory, kind: LayerKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         del memory
         _check(kind)
         place = jnp.arange(query.shape[-3])
@@ -130,7 +132,7 @@ def rows_with_prefix(
     real = segment > 0
     row_length = real.sum(-1, dtype=jnp.int32)
 
-    def attend(query, key, value, memory: KeyValue, kind: LayerKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         _check(kind)
         width = query.shape[-3]
         place = jnp.arange(width)
@@ -151,7 +153,7 @@ def rows_with_prefix(
     return attend
 
 
-def _check(kind: LayerKind) -> None:
+def _check(kind: AttentionKind) -> None:
     if kind.soft_cap is not None:
         raise NotImplementedError(
             f"cuDNN has no soft cap of scores, and {kind} has: choose the kernel by "

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, custom_batching
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgrpo.models.api import Attend, KeyValue, LayerKind, custom_vjp
+from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, custom_vjp
 from jaxgrpo.models.kernels.cudnn import even
 from jaxgrpo.models.kernels.plain import SAVED, take_per_bin
 
@@ -89,7 +89,7 @@ def rows_with_prefix(
 
     samples = Samples(*map(flat, (length, start, index, place)))
 
-    def attend(query, key, value, memory: KeyValue, kind: LayerKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         if kind.soft_cap is not None or kind.window is not None:
             raise NotImplementedError(f"packed rows by cuDNN: {kind} has a window or a soft cap")
         prompts = [take_per_bin(leaf, row_prompt) for leaf in memory]

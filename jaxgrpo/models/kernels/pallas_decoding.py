@@ -61,10 +61,12 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
         problems.append(f"head_dim = {size}: it takes powers of two from {sizes}")
     if shared > QUERIES:
         problems.append(f"{shared} heads for one of keys: it takes at most {QUERIES}")
-    if any(kind.window is not None for kind in config.pattern):
+    if any(kind.window is not None for kind in config.attention):
         problems.append("windows: the samples of a group would see their prompt from other tokens")
-    if any(kind.soft_cap is not None for kind in config.pattern):
+    if any(kind.soft_cap is not None for kind in config.attention):
         problems.append("soft-capped scores: it has none")
+    if any(kind.sinks for kind in config.attention):
+        problems.append("sinks: it has none")
     return problems
 
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
+from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, ModelConfig
 from jaxgrpo.models.kernels.plain import SAVED, padded, take_per_bin
 
 BLOCKS = (512, 256, 128)  # queries or keys that the kernel computes at a time
@@ -38,6 +38,8 @@ def refusals(config: ModelConfig, row: int, mesh: Mesh | None = None) -> list[st
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float32")
     if row > LONGEST:
         problems.append(f"rows of {row} tokens: it takes at most {LONGEST}")
+    if any(kind.sinks for kind in config.attention):
+        problems.append("sinks: it has none")
     if mesh is not None and mesh.shape["context"] > 1:
         problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems
@@ -57,7 +59,7 @@ def causal(
       interpret: computes the kernel without a TPU, slowly, as a test does.
     """
 
-    def attend(query, key, value, memory, kind: LayerKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         del memory
         width = query.shape[-3]
         expected = (position == jnp.arange(width)) | ~valid
@@ -92,7 +94,7 @@ def rows_with_prefix(
     """
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
 
-    def attend(query, key, value, memory: KeyValue, kind: LayerKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         start = starts(segment)
         first = length[..., None] if alone is None else jnp.where(alone, 0, length[..., None])
         fits = in_order(segment, position, start, first)
@@ -223,7 +225,7 @@ def _over_batch(
     query_ids: Array,
     key_ids: Array,
     *,
-    kind: LayerKind,
+    kind: AttentionKind,
     prefix: int,
     interpret: bool,
 ) -> Array:
@@ -259,7 +261,7 @@ def _over_batch(
 
 @functools.lru_cache(maxsize=64)
 def _kernel(
-    size: int, columns: int, heads: int, prefix: int, kind: LayerKind, interpret: bool
+    size: int, columns: int, heads: int, prefix: int, kind: AttentionKind, interpret: bool
 ) -> splash_attention_kernel.SplashAttentionKernel:
     """The kernel without the numbers of its queries."""
     query_block, key_block = (

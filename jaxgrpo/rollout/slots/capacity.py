@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgrpo.models import sharding
+from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
@@ -124,17 +124,18 @@ def capacity(
         parts, columns = older_parts(min(longest, window or longest), block)
         return cache_bytes(sizes.slots, block) + parts * cache_bytes(sizes.slots, columns)
 
-    rings = [ring_bytes(kind.window) for kind in config.kinds]
+    rings = [ring_bytes(kind.window) for kind in config.attention]
     shared = cache_bytes(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
+    extra += math.prod(routing.recorded(config) or (0,)) * jnp.dtype(routing.DTYPE).itemsize
     samples = sizes.prompts * group * longest * extra
     is_copied = platform in COPYING and size < 4
-    copied = config.num_layers * shared * 4 // size if is_copied else 0
+    copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
         copied = max(copied, (max(rings) + shared) * jnp.dtype(config.dtype).itemsize)
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
-        state=config.num_layers * shared + sum(rings) + samples,
+        state=len(rings) * shared + sum(rings) + samples,
         working=max(LOGITS * logits, max(rings) + shared, copied),
     )
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
+from jaxgrpo.models import routing
+from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import Pieces, slot_chunk
 from jaxgrpo.models.cache import moved_up
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -135,14 +137,16 @@ def give(
     tokens = jnp.concatenate([token[..., None], words[..., :-1]], -1)
     pieces = Pieces(slot, row, start, size, left)
     position = take(state.row_length, row)[..., None] + number
-    attend = slot_chunk(pieces, state.row_length, state.clock)
-    _, memory = parts.model.apply(params, tokens, position, attend, state.memory)
+    attend, config = slot_chunk(pieces, state.row_length, state.clock), parts.model.config
+    memory = routing.with_records(config, state.memory)
+    _, memory = parts.model.apply(params, tokens, position, Caller(attend), memory)
+    memory, _ = routing.without_records(config, memory)
     last = jnp.take_along_axis(words, jnp.maximum(size - 1, 0)[..., None], -1)[..., 0]
     state = dataclasses.replace(
         state,
         index=put(state.index, start + size, slot),
         token=put(state.token, last, slot),
         samples=dataclasses.replace(samples, length=put(samples.length, start + size, place)),
-        memory=tuple(memory),
+        memory=memory,
     )
     return laid_out(parts, state)

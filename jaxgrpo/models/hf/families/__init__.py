@@ -13,7 +13,7 @@ from typing import Any
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import rope
-from jaxgrpo.models.hf.families import gemma, llama, mistral, olmo, qwen
+from jaxgrpo.models.hf.families import experts, gemma, llama, mistral, olmo, qwen
 from jaxgrpo.models.hf.families.base import Family
 from jaxgrpo.models.hf.fields import Fields
 
@@ -22,15 +22,16 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(qwen.QWEN2, qwen.QWEN3, llama.LLAMA, llama.SMOLLM3, llama.GRANITE, llama.SEED_OSS),
         *(mistral.MISTRAL, mistral.MINISTRAL, mistral.PHI3, gemma.GEMMA2, gemma.GEMMA3),
-        *(olmo.OLMO2, olmo.OLMO3),
+        *(olmo.OLMO2, olmo.OLMO3, experts.QWEN3_MOE, experts.OLMOE),
+        *(experts.GLM4_MOE, experts.GPT_OSS),
     )
 }
 """model_type of config.json -> the family, built in or registered."""
 _BUILT_IN = frozenset(FAMILIES)
 
-RUN_FIELDS = ("source", "dtype", "float32_head", "without_text")
-"""Fields of a ModelConfig that a run or a tokenizer decides; the others must be those of its
-config.json."""
+RUN_FIELDS = ("source", "dtype", "float32_head", "without_text", "fused_experts")
+"""Fields of a ModelConfig that a run, a tokenizer or the files of weights decide; the others must
+be those of its config.json."""
 
 
 def register(family: Family) -> None:
@@ -133,6 +134,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     if names or dtype != "float32":  # which a config.json without it means
         config_json |= dict.fromkeys(names or ["dtype"], dtype)
     config_json |= rope.older_fields(config_json)
+    config_json.pop("quantization_config", None)  # what was read so is written in bfloat16
     reread = model_config(config_json, "the model's config.json", family, config.ignored)
     names = [field.name for field in dataclasses.fields(config) if field.name not in RUN_FIELDS]
     odd = [name for name in names if getattr(config, name) != getattr(reread, name)]
@@ -146,7 +148,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
 
 def plain_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that say the sizes; what they leave out, the family assumes."""
-    turn = config.pattern[0].rope
+    turn = next((kind.rope for kind in config.attention), None)
     activations = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
     return {
         "model_type": config.family,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.api import AttentionKind, LayerKind
 from jaxgrpo.models.hf import rope
 from jaxgrpo.models.hf.families.base import (
     Family,
@@ -83,7 +83,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
 
     types = layer_types(fields, count, default, window)
     kinds = [
-        LayerKind(window if kind == SLIDING else None, turn.rope if turns else None)
+        LayerKind(AttentionKind(window if kind == SLIDING else None, turn.rope if turns else None))
         for kind, turns in zip(types, turned, strict=True)
     ]
     return {

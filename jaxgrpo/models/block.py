@@ -1,0 +1,83 @@
+"""A layer: a mixer and a feed-forward part of the kinds that it is of, and the norms round them.
+
+The kinds have files of their own; this one alone knows which there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxgrpo.models.api import (
+    AttentionKind,
+    Caller,
+    ExpertsKind,
+    LayerKind,
+    LayerMemory,
+    ModelConfig,
+    Rope,
+    Spread,
+)
+from jaxgrpo.models.experts import Experts
+from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm
+
+
+class Block(nnx.Module):
+    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
+
+    `config.norms` says whether a branch is normed before it, after it (then not before) or both.
+    """
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
+        def norm(*places: str) -> Norm:
+            built = config.norms in places
+            return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
+
+        self.attention_norm: Norm = norm("before", "both")
+        self.feed_forward_norm: Norm = norm("before", "both")
+        feed, mixer = kind.feed, kind.mixer
+        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
+        self.attention: Attention = Attention(config, mixer, rngs)
+        if isinstance(feed, ExpertsKind):
+            self.experts: Experts = Experts(config, feed, rngs)
+        else:
+            self.feed_forward: FeedForward = FeedForward(config, feed.size, rngs)
+        self.attention_out_norm: Norm = norm("after", "both")
+        self.feed_forward_out_norm: Norm = norm("after", "both")
+        self.scale: float = config.residual_scale
+
+    def __call__(
+        self,
+        hidden: Array,
+        angles: Mapping[Rope | None, Angles],
+        caller: Caller,
+        memory: Any,
+        kind: LayerKind,
+        spread: Spread,
+    ) -> tuple[Array, Any]:
+        """
+        Args:
+          angles: those of each way to turn that the model has.
+        """
+        feed, mixer, recorded = kind.feed, kind.mixer, None
+        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
+        if isinstance(feed, ExpertsKind) and memory is not None:
+            memory, recorded = memory
+        branch = self.attention_norm(hidden)
+        branch, memory = self.attention(branch, angles[mixer.rope], caller.attend, memory, mixer)
+        hidden = hidden + self.scaled(self.attention_out_norm(branch))
+        branch = self.feed_forward_norm(hidden)
+        if isinstance(feed, ExpertsKind):
+            branch, recorded = self.experts(branch, caller.route, spread, recorded, feed)
+            memory = LayerMemory(memory, recorded)
+        else:
+            branch = self.feed_forward(branch)
+        return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory
+
+    def scaled(self, branch: Array) -> Array:
+        return branch if self.scale == 1.0 else branch * jnp.asarray(self.scale, branch.dtype)

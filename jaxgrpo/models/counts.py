@@ -1,0 +1,103 @@
+"""What the layers of a model multiply and keep, counted from the shapes and axes of its kernels.
+
+All that plans memory and time reads this count. A leaf "kernel" of a layer is a linear map: its
+inputs are the first dimension if that is "embed", and all but the last otherwise. In front of them
+may be "layers", which are stacked, and "experts", of which a token passes some.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+from jaxgrpo.models.api import LAYERS, ExpertsKind, LayerKind, Model
+
+
+class LinearMap(NamedTuple):
+    """One linear map of a layer, or of layers that are stacked."""
+
+    place: tuple[str, str]  # of the layer: a part of LAYERS, and its number there
+    kind: LayerKind  # of the layer
+    layers: int
+    experts: int  # of a layer; 1: it is no expert's
+    active: int  # of them, those that a token passes
+    inputs: int
+    outputs: int
+
+
+def linear_maps(model: Model) -> Iterator[LinearMap]:
+    """The linear maps of all layers, those of a layer one after another."""
+    config = model.config
+    all_axes = jax.tree.leaves(model.axes, is_leaf=lambda node: type(node) is tuple)
+    paths = jax.tree_util.tree_leaves_with_path(model.shapes)
+    for (path, spec), axes in zip(paths, all_axes, strict=True):
+        names = [str(key.key) for key in path]
+        if names[0] not in LAYERS or names[-1] != "kernel":
+            continue
+        kind = (config.lead if names[0] == "lead" else config.pattern)[int(names[1])]
+        sizes, counts = [*zip(axes, spec.shape, strict=True)], {"layers": 1, "experts": 1}
+        while sizes[0][0] in counts:
+            name, size = sizes.pop(0)
+            counts[name] = size
+        split = 1 if sizes[0][0] == "embed" else -1
+        inputs, outputs = (math.prod(size for _, size in part) for part in _halves(sizes, split))
+        is_expert = "experts" in axes and isinstance(kind.feed, ExpertsKind)
+        active = kind.feed.top_k if is_expert else 1
+        yield LinearMap((names[0], names[1]), kind, *counts.values(), active, inputs, outputs)
+
+
+def _halves(sizes: list, split: int) -> tuple[list, list]:
+    return sizes[:split], sizes[split:]
+
+
+class Weights(NamedTuple):
+    """Numbers of weights."""
+
+    layers: int  # of the linear maps of all layers
+    active: int  # of them, those that a token is multiplied by, with 2 operations each
+    head: int
+
+    @property
+    def work(self) -> int:
+        """Those that a token is multiplied by."""
+        return self.active + self.head
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.head
+
+
+def count_weights(model: Model) -> Weights:
+    """The weights of a model's products."""
+    maps = [*linear_maps(model)]
+    sizes = [linear.layers * linear.inputs * linear.outputs for linear in maps]
+    return Weights(
+        layers=sum(size * linear.experts for size, linear in zip(sizes, maps, strict=True)),
+        active=sum(size * linear.active for size, linear in zip(sizes, maps, strict=True)),
+        head=model.config.hidden_size * model.config.vocab_size,
+    )
+
+
+class Outputs(NamedTuple):
+    """Numbers that a layer computes for a token."""
+
+    kind: LayerKind
+    layers: int  # that are alike
+    products: int  # outputs of its linear maps
+    numbers: int  # of an update: those again, after norm or activation, and what the layer adds to
+
+
+def layer_outputs(model: Model) -> Iterator[Outputs]:
+    """What the layers compute for a token, those of a stack at once."""
+    hidden = model.config.hidden_size
+    for _, group in itertools.groupby(linear_maps(model), lambda linear: linear.place):
+        maps = [*group]
+        kind, feed = maps[0].kind, maps[0].kind.feed
+        products = sum(linear.active * linear.outputs for linear in maps)
+        copies = feed.top_k if isinstance(feed, ExpertsKind) else 0  # a token at its experts
+        numbers = 2 * products + (2 + 2 * copies) * hidden
+        yield Outputs(kind, maps[0].layers, products, numbers)
