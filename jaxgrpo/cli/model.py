@@ -24,7 +24,7 @@ from jaxgrpo.config.keys import MeshKeys, OptimizerKeys
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.cache import cache_dtype
-from jaxgrpo.models.hf import families, folders, rope
+from jaxgrpo.models.hf import families, folders, rope, wrapped
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
@@ -44,6 +44,7 @@ def main(
     revision: str | None = None,
     family: str | None = None,
     ignore: Sequence[str] | None = None,
+    text_only: bool = False,
     as_json: bool = False,
     overrides: Sequence[str] = (),
 ) -> int | Document:
@@ -52,7 +53,7 @@ def main(
     Raises: InputError where it cannot be read, is not built or does not divide over the mesh.
     """
     changes = {"model.dtype": dtype, "model.revision": revision, "model.family": family}
-    changes |= {"model.ignore": ignore}
+    changes |= {"model.ignore": ignore, "model.text_only": text_only or None}
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
     model = describe(config)
@@ -197,7 +198,7 @@ def _rope_words(rope: Rope | None) -> str:
 
 def _rope_types(config: ModelConfig) -> str:
     """The types of rope of config.json, in words."""
-    tables = rope.tables(json.loads(config.source))
+    tables = rope.tables(wrapped.text_fields(json.loads(config.source)))
     types = {
         name: table.get("rope_type") or table.get("type") or "default"
         for name, table in tables.items()

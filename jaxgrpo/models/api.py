@@ -133,6 +133,7 @@ class ModelConfig:
     """config.json of the checkpoint that it was read from; a model without one cannot be saved"""
     ignored: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
     """Fields of it that change nothing, as the user says (`model.ignore`)"""
+    text_only: bool = False  # the text part of a model that has others too (`model.text_only`)
 
     @property
     def periods(self) -> int:

@@ -116,16 +116,18 @@ def transformers_config(family: str, **changes: Any) -> Any:
 def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     """A model of transformers with random weights, biases and norms, written to a folder."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    auto = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in model.parameters():
             spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             noise = spread * torch.randn(weight.shape)
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)
-    if (config.pad_token_id or 0) < 0:  # most releases of transformers 5 refuse to save it
+    pad = getattr(config, "pad_token_id", None)
+    if (pad or 0) < 0:  # most releases of transformers 5 refuse to save it
         model.generation_config.pad_token_id = None
     model.save_pretrained(folder, **options)
     return model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -46,6 +46,11 @@ class Names(Protocol):
     @property
     def fused(self) -> Mapping[str, tuple[str, ...]]:
         """Hugging Face's module in a layer -> ours whose outputs lie in it, in this order."""
+        ...
+
+    @property
+    def carried(self) -> Sequence[str]:
+        """Beginnings of tensors' names that no model reads."""
         ...
 
     @property

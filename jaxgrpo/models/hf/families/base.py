@@ -59,6 +59,9 @@ class Family(NamedTuple):
     harmless: Sequence[str] = ()
     tied_head: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     """A tied checkpoint may hold the embedding a second time, as the head."""
+    carried: Sequence[str] = ()
+    """Beginnings of the names of tensors that transformers does not read either: an export keeps
+    them as they are"""
 
 
 def sizes(
