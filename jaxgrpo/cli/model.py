@@ -160,7 +160,7 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 
 def _extras(model: Mapping[str, Any]) -> str:
     norm = model["query_key_norm"]
-    norm_text = {"none": "", "head": ", each normed", "whole": ", normed as one vector"}[norm]
+    norm_text = {"none": "", "whole": ", normed as one vector"}.get(norm, ", each normed")
     return norm_text + _if(model["attention_bias"], ", biases of queries, keys and values")
 
 

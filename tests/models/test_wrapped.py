@@ -37,7 +37,7 @@ SIGHT |= {"num_attention_heads": 2, "patch_size": 14}
 GEMMA: dict[str, Any] = {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 5}
 
 
-def config_of(kind: str, tied: bool) -> Any:
+def config_with_images(kind: str, tied: bool) -> Any:
     """A small Gemma 3 or Mistral 3 with images."""
     from transformers import CONFIG_MAPPING
 
@@ -68,7 +68,7 @@ CASES = [(kind, tied) for kind in ("gemma3", "mistral3") for tied in (True, Fals
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param[0])
-    theirs = checkpoints.saved(config_of(*request.param), folder, max_shard_size="60KB")
+    theirs = checkpoints.saved(config_with_images(*request.param), folder, max_shard_size="60KB")
     character_tokenizer(LETTERS).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
     model, params = jaxgrpo.load_model(folder, text_only=True)
@@ -194,7 +194,7 @@ def test_adapters_have_the_names_that_peft_gives_them(case, targets, tmp_path):
 @pytest.mark.full
 def test_a_run_trains_resumes_and_exports_the_text_part(tmp_path):
     base = tmp_path / "base"
-    theirs = checkpoints.saved(config_of("gemma3", True), base)
+    theirs = checkpoints.saved(config_with_images("gemma3", True), base)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(f"{small_run.base()}/{name}", base / name)
     changes = {"model.path": str(base), "model.text_only": True, "checkpoint.every": 1}
@@ -231,7 +231,7 @@ def test_an_export_needs_the_rest_of_the_model(case, tmp_path):
     ],
 )
 def test_what_is_not_built_is_refused_by_name(changes, text, problem):
-    fields = json.loads(config_of("gemma3", True).to_json_string())
+    fields = json.loads(config_with_images("gemma3", True).to_json_string())
     fields = {**fields, **changes, "text_config": {**fields["text_config"], **text}}
     with pytest.raises(InputError, match=problem):
         families.model_config(fields, "a test", text_only=True)

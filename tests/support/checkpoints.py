@@ -40,6 +40,14 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 
+GROWING = {
+    **YARN,
+    "factor": 2.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.5,
+    "max_position_embeddings": 64,
+}
+
 RICH: dict[str, dict[str, Any]] = {
     "qwen2": {
         "use_sliding_window": True,
@@ -99,6 +107,32 @@ RICH: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, SLIDING, FULL],
         "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 300.0}, FULL: YARN},
     },
+    "exaone4": {
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": LLAMA3,
+        "sliding_window_pattern": "LG",
+    },
+    "ministral3": {"sliding_window": WINDOW, "rope_parameters": GROWING},
+    "arcee": {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 50.0,
+            "alpha": 9.0,
+            "factor": 1.0,
+        },
+    },
+    "glm4": {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}},
+    "ernie4_5": {"use_bias": True, "rope_parameters": LLAMA3},
+    "cohere2": {
+        "hidden_size": 64,
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "logit_scale": 0.5,
+        "attention_bias": True,
+    },
 }
 """Family -> fields that leave what its smallest model would compute."""
 
@@ -108,7 +142,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}
-    if family in ("phi3", "olmo2", "olmo3"):  # they have no head_dim
+    if family in ("phi3", "olmo2", "olmo3", "cohere2"):  # they have no head_dim
         fields.pop("head_dim")
     return CONFIG_MAPPING[family](**fields)
 
@@ -156,7 +190,8 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
 def config_fields(family: str, **changes: Any) -> dict[str, Any]:
     """config.json of a family's rich small model, as transformers writes it."""
     config = transformers_config(family, **changes)
-    architecture = {"gemma3_text": "Gemma3ForCausalLM"}.get(family)
+    names = {"gemma3_text": "Gemma3ForCausalLM", "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"}
+    architecture = names.get(family)
     config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]
     return json.loads(config.to_json_string())
 

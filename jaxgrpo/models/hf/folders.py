@@ -312,22 +312,17 @@ def save_model(
         model, params = lora.base_model(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
     family = families.find_family(model.config.family, "save_model")
-    fields = families.config_fields(model.config, _common_dtype(leaves))
-    is_writer = jax.process_index() == 0
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
-    with (
-        _base_tensors(model, family, base) as files,
-        out if is_writer else contextlib.nullcontext() as folder,
-    ):
-        stored = wrapped.find_tensors(files, model, family, str(base))
-        if folder is not None:
-            source = None if base is None else find_folder(base, with_weights=False)
-            texts.write(folder, fields, generation_config or {}, tokenizer, source)
-            replacing.write_card(folder, card)
-        tensors = mapping.by_tensor(leaves, stored.entries)
-        carried = {name: files[name] for name in stored.carried}
-        weights.write(folder, tensors, max_shard_bytes, carried)
+    with _base_tensors(model, family, base) as (entries, carried):
+        tensors = mapping.by_tensor(leaves, entries)
+        fields = families.config_fields(model.config, _common_dtype(leaves))
+        with out if jax.process_index() == 0 else contextlib.nullcontext() as folder:
+            if folder is not None:
+                source = None if base is None else find_folder(base, with_weights=False)
+                texts.write(folder, fields, generation_config or {}, tokenizer, source)
+                replacing.write_card(folder, card)
+            weights.write(folder, tensors, max_shard_bytes, carried)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
@@ -335,18 +330,17 @@ def save_model(
 @contextlib.contextmanager
 def _base_tensors(
     model: Model, family: Family, base: str | os.PathLike[str] | None
-) -> Iterator[Mapping[str, Any]]:
-    """The open files of the base of a model that is saved, where an export carries some of it."""
+) -> Iterator[tuple[list[list[Entry]], dict[str, Any]]]:
+    """Where to write each leaf, and the open files of tensors that are copied from the base."""
     if base is None and model.config.text_only:
         raise InputError(
             "save_model: this is the text part of a model that has others too: give the folder "
             "that it was read from as base=, whose other tensors are copied"
         )
-    if base is None or not (model.config.text_only or family.carried):
-        yield {}
-        return
-    with weights.opened(find_folder(base)) as files:
-        yield files
+    carries = base is not None and (model.config.text_only or family.carried)
+    with weights.opened(find_folder(base)) if carries else contextlib.nullcontext({}) as files:
+        stored = wrapped.find_tensors(files, model, family, str(base))
+        yield stored.entries, {name: files[name] for name in stored.carried}
 
 
 def _common_dtype(leaves: Sequence[Any]) -> str:

@@ -30,6 +30,11 @@ LEAVES: Mapping[str, tuple[str, int | None]] = {
 INPUTS = {"attention/out/kernel": 2, "attention/out/lora_a": 2}
 """Those that have more inputs: heads and the dimensions of a head."""
 
+TURNED = tuple(
+    f"attention/{name}/{leaf}" for name in ("query", "key") for leaf in ("kernel", "bias", "lora_b")
+)
+"""Those whose outputs are turned by positions."""
+
 Box = tuple[tuple[int, int], ...]
 """The part of an array with the indices from the first to before the second, in each dimension."""
 
@@ -46,6 +51,11 @@ class Names(Protocol):
     @property
     def fused(self) -> Mapping[str, tuple[str, ...]]:
         """Hugging Face's module in a layer -> ours whose outputs lie in it, in this order."""
+        ...
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether the two dimensions of a head that turn together stand side by side."""
         ...
 
     @property
@@ -72,6 +82,18 @@ class Entry(NamedTuple):
     inputs: int | None
     rows: tuple[int, int]  # of the tensor's first dimension, those that are ours
     hf_shape: tuple[int, ...]  # of the whole tensor
+    turned: int = 0  # dimensions of each head whose rows stand in pairs, where ours are in halves
+
+    def stored_rows(self, rows: slice) -> np.ndarray:
+        """The rows of the tensor that hold some of these, ours: (0, 2, 4, ...; 1, 3, 5, ...).
+
+        >>> Entry("q_proj.bias", None, (2, 6), 0, (0, 12), (12,), 4).stored_rows(slice(0, 12))
+        array([ 0,  2,  1,  3,  4,  5,  6,  8,  7,  9, 10, 11])
+        """
+        half, row = self.turned // 2, np.arange(rows.start, rows.stop) - self.rows[0]
+        place = row % self.shape[-1]
+        pair = np.where(place < half, 2 * place, 2 * (place - half) + 1)
+        return self.rows[0] + row - place + np.where(place < self.turned, pair, place)
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -101,7 +123,9 @@ def _leaf_entries(
     in_layer, stacked = parts[0] in ("blocks", "rest"), parts[0] == "blocks"
     layer_shapes = {name: shape[1:] if stacked else shape for name, shape in leaves.items()}
     start = len("/".join(parts[:2])) + 1 if in_layer else 0
-    entry = _tensor(family, path[:start], path[start:], layer_shapes)
+    ropes = [kind.rope for kind in config.pattern if kind.rope is not None]
+    turned = int(ropes[0].share * config.head_dim) if family.in_pairs and ropes else 0
+    entry = _tensor(family, path[:start], path[start:], layer_shapes, turned)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
@@ -117,12 +141,13 @@ def _leaf_entries(
 
 
 def _tensor(
-    family: Names, prefix: str, path: str, shapes: Mapping[str, tuple[int, ...]]
+    family: Names, prefix: str, path: str, shapes: Mapping[str, tuple[int, ...]], turned: int
 ) -> Entry | None:
     """The entry of the leaf `prefix` + `path`, with its name in a layer; None if it has no name.
 
     Args:
       shapes: those of one layer, by whole path.
+      turned: dimensions of a head that stand in pairs.
     """
     module, _, leaf = path.rpartition("/")
     suffix, inputs = LEAVES.get(leaf, ("", None))
@@ -143,7 +168,8 @@ def _tensor(
     k = modules.index(module)
     columns = shape[1:] if inputs is None else (math.prod(shape[:inputs]),) if inputs else ()
     rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
-    return Entry(f"{hf_module}.{suffix}", None, shape, inputs, rows, hf_shape)
+    turned = turned if path in TURNED else 0
+    return Entry(f"{hf_module}.{suffix}", None, shape, inputs, rows, hf_shape, turned)
 
 
 def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict[str, list[Any]]:
@@ -190,6 +216,15 @@ def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
     return start, last + 1, last + 1 - start == size
 
 
+def read_slice(entry: Entry, stored: Any, where: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a tensor, its rows in our order."""
+    if not entry.turned:
+        return stored[where]
+    rows = entry.stored_rows(where[0])
+    first, last = int(rows.min()), int(rows.max())
+    return stored[(slice(first, last + 1), *where[1:])][rows - first]
+
+
 def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
     """A view of the entry's rows, all or a piece of them, in our layout.
 
@@ -204,4 +239,7 @@ def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     if entry.inputs is not None:
         rows = entry.rows[1] - entry.rows[0]
         tensor = tensor.reshape(*entry.hf_shape[:0:-1], rows).T
+    if entry.turned:
+        order = entry.stored_rows(slice(*entry.rows)) - entry.rows[0]
+        tensor = tensor[np.argsort(order)]
     return np.ascontiguousarray(tensor)

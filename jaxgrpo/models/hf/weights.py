@@ -297,7 +297,7 @@ def _fill(
     narrow = min((part.dtype, computed), key=lambda dtype: float(jnp.finfo(dtype).max))
     stored = files[entry.name].get_slice(entry.name)
     for piece, where in mapping.pieces(entry, box, PIECE):
-        values = stored[where]
+        values = mapping.read_slice(entry, stored, where)
         if not np.isfinite(values).all():
             raise InputError(_not_finite(folder, entry.name, stored))
         if jnp.finfo(values.dtype).max > jnp.finfo(narrow).max:

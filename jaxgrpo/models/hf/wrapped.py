@@ -69,9 +69,9 @@ def problems(config_json: Mapping[str, Any], ignored: Collection[str]) -> list[s
     """What is wrong with the fields beside `text_config`."""
     wrapper = WRAPPERS.get(config_json.get("model_type", ""))
     if wrapper is None:
-        known = ", ".join(WRAPPERS)
+        model_types = ", ".join(WRAPPERS)
         name = config_json.get("model_type")
-        return [f"model_type = {name!r}: text models are read from {known} only"]
+        return [f"model_type = {name!r}: text models are read from {model_types} only"]
     fields = Fields(config_json, ignored=ignored)
     architectures = fields.take("architectures", "texts", [wrapper.architecture])
     if architectures != [wrapper.architecture]:
