@@ -130,8 +130,7 @@ RICH: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
         "sliding_window": WINDOW,
         "layer_types": [SLIDING, FULL, SLIDING],
-        "logit_scale": 0.5,
-        "attention_bias": True,
+        "logit_scale": 0.5,  # without biases: those of keys in layers without rope do nothing
     },
 }
 """Family -> fields that leave what its smallest model would compute."""

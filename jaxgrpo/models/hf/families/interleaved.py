@@ -92,7 +92,7 @@ COHERE2 = Family(
     harmless=(
         *("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct"),
         *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
-        "use_parallel_embedding",
+        *("use_parallel_embedding", "rms_norm_eps"),
     ),
     in_pairs=True,
 )
