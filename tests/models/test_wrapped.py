@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import checkpoints
@@ -25,7 +26,7 @@ from jaxgrpo.models import lora
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import adapters, families, folders, wrapped
 from jaxgrpo.planning import programs
-from jaxgrpo.training import loop, pretrained
+from jaxgrpo.training import loop, pretrained, teachers
 
 CLOSE = 2e-4  # of logits, which are of order 1
 BATCH = checkpoints.batch()
@@ -38,7 +39,7 @@ GEMMA: dict[str, Any] = {"layer_types": [SLIDING, SLIDING, FULL], "sliding_windo
 
 
 def config_with_images(kind: str, tied: bool) -> Any:
-    """A small Gemma 3 or Mistral 3 with images."""
+    """A small Gemma 3, Mistral Small 3 or Ministral 3 with images."""
     from transformers import CONFIG_MAPPING
 
     sizes = {name: value for name, value in checkpoints.SIZES.items() if name != "pad_token_id"}
@@ -47,7 +48,10 @@ def config_with_images(kind: str, tied: bool) -> Any:
         indices |= {"boi_token_index": 59, "eoi_token_index": 58, "mm_tokens_per_image": 4}
         text, sight = {**sizes, **GEMMA, "pad_token_id": 0}, SIGHT
     else:
-        text = {**sizes, "model_type": "mistral", "sliding_window": 5}
+        text = {**sizes, "model_type": kind.removesuffix("3"), "sliding_window": 5}
+        if kind == "ministral3":
+            text |= {"model_type": kind, "rope_parameters": checkpoints.GROWING}
+            kind = "mistral3"
         sight = {**SIGHT, "model_type": "pixtral", "head_dim": 16}
     return CONFIG_MAPPING[kind](text_config=text, vision_config=dict(sight), **indices)
 
@@ -63,6 +67,7 @@ class Case(NamedTuple):
 
 
 CASES = [(kind, tied) for kind in ("gemma3", "mistral3") for tied in (True, False)]
+CASES += [("ministral3", False)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -151,10 +156,17 @@ def test_a_run_reads_the_text_part(case):
     lengths = ("rollout.max_prompt_tokens=8", "rollout.max_completion_tokens=8")
     config = minimal_config.read(f"model.path={case.folder}", "model.text_only=true", *lengths)
     start = config.model, config.lora, config.rollout, config.train.remat
-    model = pretrained.find_model(*start, pretrained.make_mesh(config.mesh)).model
+    run_model = pretrained.find_model(*start, pretrained.make_mesh(config.mesh))
+    model = run_model.model
     assert model.config.text_only
     assert model.config.family == case.model.config.family
     assert programs.read_model_config(config.model, config.lora).text_only
+    assert families.unread(model.config).startswith("of the ")
+    sizes = SimpleNamespace(
+        max_prompt_tokens=8, max_completion_tokens=8, longest=16, samples_per_row=1
+    )
+    teacher = teachers.find_teacher(str(case.folder), run_model, "xla", sizes)
+    assert teacher.model.config.text_only
 
 
 @pytest.mark.parametrize("targets", ["text", ["q_proj", "down_proj"]], ids=str)

@@ -130,7 +130,9 @@ def model_config(
 def unread(config: ModelConfig) -> str:
     """What config.json has and is not read though it looks as if it acts; empty: nothing."""
     config_json = wrapped.text_fields(json.loads(config.source or "{}"))
-    words = [f"{name} of config.json is not read (model.ignore)" for name in config.ignored]
+    kind = json.loads(config.source or "{}").get("model_type")
+    words = [f"of the {kind} all but its text (model.text_only)"] if config.text_only else []
+    words += [f"{name} of config.json is not read (model.ignore)" for name in config.ignored]
     if any("attn_factor" in table for table in rope.tables(config_json).values()):
         words.append("attn_factor of its rope is not read, as by transformers")
     return "; ".join(words)
