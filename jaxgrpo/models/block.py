@@ -31,6 +31,7 @@ class Block(nnx.Module):
     """One layer: h += attention(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
 
     `config.norms` says whether a branch is normed before it, after it (then not before) or both.
+    With "parallel" h += attention(norm(h)) + feed_forward(norm(h)), of one norm.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
@@ -38,7 +39,8 @@ class Block(nnx.Module):
             built = config.norms in places
             return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
 
-        self.attention_norm: Norm = norm("before", "both")
+        self.parallel: bool = config.norms == "parallel"
+        self.attention_norm: Norm = norm("before", "both", "parallel")
         self.feed_forward_norm: Norm = norm("before", "both")
         feed, mixer = kind.feed, kind.mixer
         assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
@@ -68,10 +70,10 @@ class Block(nnx.Module):
         assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
         if isinstance(feed, ExpertsKind) and memory is not None:
             memory, recorded = memory
-        branch = self.attention_norm(hidden)
+        normed = branch = self.attention_norm(hidden)
         branch, memory = self.attention(branch, angles[mixer.rope], caller.attend, memory, mixer)
         hidden = hidden + self.scaled(self.attention_out_norm(branch))
-        branch = self.feed_forward_norm(hidden)
+        branch = normed if self.parallel else self.feed_forward_norm(hidden)
         if isinstance(feed, ExpertsKind):
             branch, recorded = self.experts(branch, caller.route, spread, recorded, feed)
             memory = LayerMemory(memory, recorded)
