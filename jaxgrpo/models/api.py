@@ -89,6 +89,8 @@ NEVER = -1e20
 LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
+    *("delta/query", "delta/key", "delta/value", "delta/gate", "delta/rate", "delta/decay"),
+    "delta/out",
 )
 """The linear maps of a layer, which may have adapters."""
 
@@ -143,6 +145,7 @@ class ModelConfig:
     attention_bias: bool = False  # of queries, keys and values
     attention_out_bias: bool = False
     feed_forward_bias: bool = False
+    attention_gate: bool = False  # each head's output is times the sigmoid of a linear map's
     query_key_norm: QueryKeyNorm = "head"
     activation: str = "silu"  # see layers.ACTIVATIONS
     norm_offset: float = 0.0  # norms multiply by (offset + weight): 1 for Gemma

@@ -39,9 +39,9 @@ from jaxgrpo.models.api import (
     stacked_memory,
 )
 from jaxgrpo.models.attention import SAVED
+from jaxgrpo.models.blocks import Block
 from jaxgrpo.models.layers import (
     ACTIVATIONS,
-    Block,
     Embedding,
     RMSNorm,
     head_dtype,
@@ -391,7 +391,7 @@ def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
     return problems
 
 
-NOT_BUILT = (DeltaKind, ExpertsKind)
+NOT_BUILT = (ExpertsKind,)
 
 
 def _odd_rope(rope: Rope | None, head_dim: int) -> list[str]:

@@ -328,15 +328,18 @@ def side_by_side(x: Float[Array, "..."], *maps: Dense) -> list[Array]:
 class Attention(nnx.Module):
     """Projections, q/k norm and rotation; who attends to what is the caller's `attend`.
 
-    The query carries the scale, so that `attend` multiplies by nothing.
+    The query carries the scale, so that `attend` multiplies by nothing. With
+    `config.attention_gate` a head of the query's map is a query and then a gate.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         embed = {"embed": config.hidden_size}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        self.is_gated: bool = config.attention_gate
+        gated = {**heads, "head_dim": 2 * config.head_dim} if self.is_gated else heads
         bias, out_bias = config.attention_bias, config.attention_out_bias
-        self.query: Dense = Dense("attention/query", embed, heads, config, rngs, bias=bias)
+        self.query: Dense = Dense("attention/query", embed, gated, config, rngs, bias=bias)
         self.key: Dense = Dense("attention/key", embed, kv_heads, config, rngs, bias=bias)
         self.value: Dense = Dense("attention/value", embed, kv_heads, config, rngs, bias=bias)
         self.out: Dense = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
@@ -349,10 +352,11 @@ class Attention(nnx.Module):
         self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: AttentionKind
     ) -> tuple[Array, Any]:
         query, key, value = side_by_side(x, self.query, self.key, self.value)
+        query, *gate = jnp.split(query, 1 + self.is_gated, axis=-1)
         query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles, self.scale), rotate(key, angles)
         out, memory = attend(query, key, value, memory, kind)
-        return self.out(out), memory
+        return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out), memory
 
 
 def _head_norm(heads: dict[str, int], config: ModelConfig) -> Norm:
@@ -376,48 +380,6 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         gate, up = side_by_side(x, self.gate, self.up)
         return self.down(ACTIVATIONS[self.activation](gate) * up)
-
-
-class Block(nnx.Module):
-    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
-
-    `config.norms` says whether a branch is normed before it, after it (then not before) or both.
-    """
-
-    def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
-        def norm(*places: str) -> Norm:
-            built = config.norms in places
-            return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
-
-        self.attention_norm: Norm = norm("before", "both")
-        self.feed_forward_norm: Norm = norm("before", "both")
-        self.attention: Attention = Attention(config, rngs)
-        self.feed_forward: FeedForward = FeedForward(config, kind.feed.size, rngs)
-        self.attention_out_norm: Norm = norm("after", "both")
-        self.feed_forward_out_norm: Norm = norm("after", "both")
-        self.scale: float = config.residual_scale
-
-    def __call__(
-        self,
-        hidden: Array,
-        angles: Mapping[Rope | None, Angles],
-        caller: Caller,
-        memory: Any,
-        kind: LayerKind,
-    ) -> tuple[Array, Any]:
-        """
-        Args:
-          angles: those of each way to turn that the model has.
-        """
-        branch, mixer = self.attention_norm(hidden), kind.mixer
-        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
-        branch, memory = self.attention(branch, angles[mixer.rope], caller.attend, memory, mixer)
-        hidden = hidden + self.scaled(self.attention_out_norm(branch))
-        branch = self.feed_forward(self.feed_forward_norm(hidden))
-        return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory
-
-    def scaled(self, branch: Array) -> Array:
-        return branch if self.scale == 1.0 else branch * jnp.asarray(self.scale, branch.dtype)
 
 
 def head_dtype(config: ModelConfig) -> str:

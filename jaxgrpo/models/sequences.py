@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import sharding
+from jaxgrpo.models import delta, sharding
 from jaxgrpo.models.api import Caller, Model, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.logprobs import token_logprobs, token_rank
@@ -155,5 +155,6 @@ def _hidden_before(apply: Any, params: Params, tokens: Array, real: Array) -> tu
 
 def _hidden(apply: Any, params: Params, tokens: Array, real: Array) -> Array:
     position = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-    hidden, _ = apply(params, tokens, position, Caller(causal(position, real)), None)
+    caller = Caller(causal(position, real), recur=delta.whole(real))
+    hidden, _ = apply(params, tokens, position, caller, None)
     return hidden

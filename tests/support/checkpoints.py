@@ -90,6 +90,21 @@ RICH: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
     },
+    "qwen3_5_text": {
+        "num_hidden_layers": 5,  # and one layer behind a whole period
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    },
     "olmo2": {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
@@ -154,7 +169,10 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
 def config_fields(family: str, **changes: Any) -> dict[str, Any]:
     """config.json of a family's rich small model, as transformers writes it."""
     config = transformers_config(family, **changes)
-    architecture = {"gemma3_text": "Gemma3ForCausalLM"}.get(family)
+    architecture = {
+        "gemma3_text": "Gemma3ForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+    }.get(family)
     config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]
     return json.loads(config.to_json_string())
 

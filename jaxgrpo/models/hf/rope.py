@@ -8,7 +8,7 @@ transformers 5.23; sources with each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,8 @@ def read_turn(
     theta: float = 1e4,
     partial: bool = False,
     original: int | None = None,
+    share: float = 1.0,
+    ignored: Collection[str] = (),
 ) -> Turn:
     """The one Rope of a model.
 
@@ -50,11 +52,14 @@ def read_turn(
       partial: whether the family turns a share of each head (`partial_rotary_factor`).
       original: the length of training where the field beside rope_parameters does not give it;
         None: what rope_parameters has.
+      share: of each head, that turns where config.json gives none.
+      ignored: parameters that change nothing.
     """
     flat = fields.take("rope_theta", "positive", theta)
-    share = fields.take("partial_rotary_factor", "positive", 1.0)
+    share = fields.take("partial_rotary_factor", "positive", share)
     original = fields.take("original_max_position_embeddings", "size", original)
     name, parameters = _read_parameters(fields)
+    parameters = {key: value for key, value in parameters.items() if key not in ignored}
     parameters = {"rope_theta": flat, "partial_rotary_factor": share, **parameters}
     if original is not None:
         parameters["original_max_position_embeddings"] = original

@@ -13,7 +13,7 @@ from typing import Any
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import rope
-from jaxgrpo.models.hf.families import gemma, llama, mistral, olmo, qwen
+from jaxgrpo.models.hf.families import gemma, hybrid, llama, mistral, olmo, qwen
 from jaxgrpo.models.hf.families.base import Family
 from jaxgrpo.models.hf.fields import Fields
 
@@ -22,7 +22,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(qwen.QWEN2, qwen.QWEN3, llama.LLAMA, llama.SMOLLM3, llama.GRANITE, llama.SEED_OSS),
         *(mistral.MISTRAL, mistral.MINISTRAL, mistral.PHI3, gemma.GEMMA2, gemma.GEMMA3),
-        *(olmo.OLMO2, olmo.OLMO3),
+        *(olmo.OLMO2, olmo.OLMO3, hybrid.QWEN3_5),
     )
 }
 """model_type of config.json -> the family, built in or registered."""
