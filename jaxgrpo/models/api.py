@@ -186,6 +186,11 @@ class ModelConfig:
         return tuple(kind.mixer for kind in self.kinds if isinstance(kind.mixer, AttentionKind))
 
     @property
+    def recurs(self) -> bool:
+        """Whether layers keep states that follow from all tokens so far."""
+        return any(isinstance(kind.mixer, DeltaKind) for kind in self.kinds)
+
+    @property
     def longest(self) -> int:
         """The longest sequence that the model can compute as it is meant to, in tokens."""
         return min(self.max_positions, self.position_limit or self.max_positions)

@@ -28,7 +28,6 @@ from jaxgrpo.models.api import (
     AttentionKind,
     Caller,
     Constrain,
-    DeltaKind,
     ExpertsKind,
     LayerKind,
     LoraConfig,

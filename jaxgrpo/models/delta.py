@@ -69,9 +69,7 @@ class GatedDelta(nnx.Module):
             jnp.ones(kind.value_heads, config.dtype), axes=("heads",)
         )
 
-    def __call__(
-        self, x: Array, recur: Recur, memory: Any, kind: DeltaKind
-    ) -> tuple[Array, Any]:
+    def __call__(self, x: Array, recur: Recur, memory: Any, kind: DeltaKind) -> tuple[Array, Any]:
         query, key, value = side_by_side(x, self.query, self.key, self.value)
         dtype = wide(x.dtype)
         rate = jax.nn.sigmoid(self.rate(x).astype(dtype))
@@ -191,32 +189,42 @@ def decode(is_paused: Array | None) -> Recur:
     return recur
 
 
-def begin(memory: Any, slot: Array, row: Array, is_empty: Array) -> Any:
-    """The memory with the states of some rows copied into slots that begin to read them.
+def begin_slots(memory: Any, begins: Array, row: Array, is_empty: Array) -> Any:
+    """The memory with the states of prompts' rows copied into the slots that begin to read them.
+
+    One slot of each bin after another: few begin at a step, and all states are gigabytes.
 
     Args:
       memory: per layer, of any kind.
-      slot, row: [D], of each bin; N: none.
-      is_empty: [D] bool, rows without tokens.
+      begins, is_empty: [D, N] bool, slots that begin, and those whose row has no token.
+      row: [D, N], that each slot reads.
     """
-    bins = len(slot)
+    order = jnp.argsort(~begins, axis=-1, stable=True)
+    number, (bins, slots) = begins.sum(-1), begins.shape
 
-    def copied(target: Array, prompts: Array) -> Array:
-        state = take_per_bin(prompts, row[:, None])
-        state = jnp.where(_beside(is_empty[:, None], state), 0, state)
-        per_bin = target.reshape(bins, -1, *target.shape[1:])
-        return _put(per_bin, slot[:, None], state).reshape(target.shape)
+    def copy(at: Array, states: list[tuple[DeltaState, DeltaState]]) -> Any:
+        slot = order[:, at, None]  # [D, 1]
+        place = jnp.where(at < number[:, None], slot, slots)
+        its_row, starts_empty = (jnp.take_along_axis(x, slot, 1) for x in (row, is_empty))
 
+        def copied(prompts: Array, target: Array) -> Array:
+            state = take_per_bin(prompts, its_row)
+            state = jnp.where(_beside(starts_empty, state), 0, state)
+            per_bin = target.reshape(bins, slots, *target.shape[1:])
+            return _put(per_bin, place, state).reshape(target.shape)
+
+        return [(prompts, jax.tree.map(copied, prompts, slots)) for prompts, slots in states]
+
+    is_state = [isinstance(slots, DeltaState) for _, slots in memory]
+    states = [entry for entry, recurs in zip(memory, is_state, strict=True) if recurs]
+    copied = iter(jax.lax.fori_loop(0, number.max(), copy, states))
     return tuple(
-        (prompts, jax.tree.map(copied, slots, prompts))
-        if isinstance(slots, DeltaState)
-        else (prompts, slots)
-        for prompts, slots in memory
+        next(copied) if recurs else entry for entry, recurs in zip(memory, is_state, strict=True)
     )
 
 
 def empty_states(
-    kind: DeltaKind, batch: tuple[int, ...], dtype: str, lay_out: Constrain
+    kind: DeltaKind, dtype: str, batch: tuple[int, ...], lay_out: Constrain
 ) -> DeltaState:
     """States of sequences [*batch], bins first, before their first tokens."""
     axes = ("bins", *[None] * (len(batch) - 1))

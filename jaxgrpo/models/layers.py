@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +24,6 @@ from jaxtyping import Float, Int
 from jaxgrpo.models.api import (
     Attend,
     AttentionKind,
-    Caller,
-    LayerKind,
     ModelConfig,
     Rope,
     custom_vjp,

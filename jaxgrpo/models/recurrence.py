@@ -124,9 +124,7 @@ def over_sequences(
     return out.astype(inputs.value.dtype), DeltaState(matrix, tail)
 
 
-def token_by_token(
-    inputs: DeltaInputs, real: Array, start: DeltaState
-) -> tuple[Array, DeltaState]:
+def token_by_token(inputs: DeltaInputs, real: Array, start: DeltaState) -> tuple[Array, DeltaState]:
     """`over_sequences` of one segment each as a loop of `step`."""
 
     def body(state: DeltaState, xs: tuple[Array, ...]) -> tuple[DeltaState, Array]:
@@ -234,7 +232,9 @@ def _over_chunks(
     lower = np.tri(size, dtype=bool)
     between = jnp.exp(jnp.where(lower, total[..., None] - total[..., None, :], -jnp.inf))
     transposed = jnp.swapaxes(key, -1, -2)
-    system = jnp.where(np.tri(size, k=-1, dtype=bool), rate * between * _product(key, transposed), 0)
+    system = jnp.where(
+        np.tri(size, k=-1, dtype=bool), rate * between * _product(key, transposed), 0
+    )
     inverse = invert(system)
     begun = jnp.exp(total)[..., None]
     written = _product(inverse, rate * value)

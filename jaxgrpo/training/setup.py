@@ -292,7 +292,7 @@ def build_method(
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    geometry = _geometry(rollout, train, mesh, config.data.forks)
+    geometry = _geometry(rollout, train, mesh, config.data.forks, model.config.recurs)
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
@@ -424,14 +424,16 @@ def _choose_kernel(
 
 
 def _geometry(
-    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
+    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool, recurs: bool
 ) -> packing.Geometry:
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
     tokens, minibatches = train.tokens_per_micro_batch, train.minibatches
-    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, has_forks=has_forks)
+    geometry = packing.make_geometry(
+        sizes, mesh, tokens, minibatches, has_forks=has_forks, recurs=recurs
+    )
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     return geometry

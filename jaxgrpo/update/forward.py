@@ -17,11 +17,12 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
-from jaxgrpo.models import logprobs, lora, sharding
-from jaxgrpo.models.api import AttentionKind, Caller, Model, custom_vjp
+from jaxgrpo.models import delta, logprobs, lora, sharding
+from jaxgrpo.models.api import AttentionKind, Caller, DeltaKind, Model, custom_vjp
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
+from jaxgrpo.models.recurrence import DeltaInputs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -350,27 +351,38 @@ def hidden_states(
     bins, prompts, width = micro.prompt_tokens.shape
     rows, places = micro.segment.shape[1:], micro.segment[0].size
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
-    attend_prompts = kernel.causal(position, position < micro.prompt_length[..., None])
+    prompt_real = position < micro.prompt_length[..., None]
+    attend_prompts = kernel.causal(position, prompt_real)
     segment, alone = micro.segment, ()
     if (fork := micro.fields.get(FORK)) is not None:  # a rewritten conversation is a segment too
         segment = jnp.where(segment > 0, segment * segment.shape[-1] + fork, 0)
         alone = (fork > 0,)
     placed = segment, micro.position, micro.row_prompt, micro.prompt_length
     attend_rows = kernel.rows_with_prefix(*placed, *alone)
+    recur_packed = delta.packed(micro.segment, micro.row_prompt, prompt_real)
+
+    def apart(leaf: Array) -> tuple[Array, Array]:
+        """[D, N, ...] as rows [D, R, Q, ...] and prompts [D, A, S, ...]."""
+        leaf = moved(leaf, flat.place, flat.origin)
+        row_part = leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:])
+        return row_part, leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:])
+
+    def together(row_out: Array, prompt_out: Array) -> Array:
+        return moved(_joined(row_out, prompt_out), flat.origin, flat.place)
 
     def attend(query: Array, key: Array, value: Array, memory: None, kind: AttentionKind):
-        spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]
-        prompt_parts = [
-            leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread
-        ]
-        row_parts = [leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:]) for leaf in spread]
-        prompt_out, prefix = attend_prompts(
-            prompt_parts[0], prompt_parts[1], prompt_parts[2], memory, kind
-        )
-        row_out, _ = attend_rows(row_parts[0], row_parts[1], row_parts[2], prefix, kind)
-        return moved(_joined(row_out, prompt_out), flat.origin, flat.place), memory
+        row_parts, prompt_parts = zip(*map(apart, (query, key, value)), strict=True)
+        prompt_out, prefix = attend_prompts(*prompt_parts, memory, kind)
+        row_out, _ = attend_rows(*row_parts, prefix, kind)
+        return together(row_out, prompt_out), memory
 
-    hidden, _ = model.apply(params, flat.tokens, flat.position, Caller(attend), None)
+    def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
+        del kind
+        row_parts, prompt_parts = zip(*map(apart, inputs[:5]), strict=True)
+        parts = (DeltaInputs(*leaves, inputs.filters) for leaves in (row_parts, prompt_parts))
+        return together(*recur_packed(*parts)), memory
+
+    hidden, _ = model.apply(params, flat.tokens, flat.position, Caller(attend, recur=recur), None)
     return hidden
 
 

@@ -91,7 +91,7 @@ RICH: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_5_text": {
-        "num_hidden_layers": 5,  # and one layer behind a whole period
+        "layer_types": ["linear_attention", FULL, "linear_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -136,10 +136,12 @@ def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             noise = spread * torch.randn(weight.shape)
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)
+            if name.endswith("A_log"):  # states that remember some ten tokens, and not one
+                weight.copy_(noise - 3)
     if (config.pad_token_id or 0) < 0:  # most releases of transformers 5 refuse to save it
         model.generation_config.pad_token_id = None
     model.save_pretrained(folder, **options)

@@ -32,7 +32,9 @@ LEAVES: Mapping[str, tuple[str, int | None]] = {
 NAMES = {"delta/bias": "dt_bias"}
 """Leaves that have another name in one module."""
 INPUTS = {
-    f"{module}/{leaf}": 2 for module in ("attention/out", "delta/out") for leaf in ("kernel", "lora_a")
+    f"{module}/{leaf}": 2
+    for module in ("attention/out", "delta/out")
+    for leaf in ("kernel", "lora_a")
 }
 """Those that have more inputs: heads and the dimensions of a head."""
 
