@@ -22,7 +22,15 @@ from rich.table import Column, Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import MeshKeys, OptimizerKeys
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import LAYERS, AttentionKind, LayerKind, Model, ModelConfig, Rope
+from jaxgrpo.models.api import (
+    LAYERS,
+    AttentionKind,
+    ExpertsKind,
+    LayerKind,
+    Model,
+    ModelConfig,
+    Rope,
+)
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.hf import families, folders, rope
 from jaxgrpo.training import memory, parameters
@@ -178,6 +186,8 @@ def _kind_words(kind: LayerKind) -> str:
         return f"gated delta rule, {mixer.value_heads} heads"
     parts = [f"window {mixer.window}" if mixer.window else "full", _rope_words(mixer.rope)]
     parts += [f"soft cap {mixer.soft_cap:g}"] if mixer.soft_cap else []
+    if isinstance(feed := kind.feed, ExpertsKind):
+        parts.append(f"{feed.top_k} of {feed.number} experts of {feed.size}")
     return ", ".join(parts)
 
 

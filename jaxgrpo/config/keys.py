@@ -287,6 +287,7 @@ class TrainKeys:
     seed: int = key(0, at_least=0, at_most=2**32 - 1)  # JAX reads 32 bits: 2**32 would draw as 0
     tokens_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: `default_tokens`
     remat: str = key("auto", choices=("auto", "none", "attention", "dots", "full"))
+    routing: str = key("replay", choices=("replay", "fresh"))  # of a model with experts
     on_no_live_sample: str = key("step", choices=("step", "skip"))  # by a gradient of 0; or not
     stop_after_not_finite: int = key(10, at_least=0)  # steps in a row; 0: never
 

@@ -76,7 +76,7 @@ def make_rescorer(
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        geometry = packing.make_geometry(sizes, mesh, tokens, recurs=recurs)
+        geometry = packing.make_geometry(sizes, mesh, tokens)._replace(recurs=recurs)
         lengths = sharding.to_host(measure(rollouts))
         plan = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
         return program(params, base_params, rollouts, plan, geometry.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import (
     Any,
     Literal,
@@ -66,6 +66,12 @@ class ExpertsKind(NamedTuple):
     number: int
     top_k: int
     size: int  # of each expert, as intermediate_size
+    normalised: bool = True  # gates of a token are divided by their sum
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: and a correction of the choice
+    scale: float = 1.0  # of gates
+    groups: int = 1  # of experts, side by side, of which a token passes experts of top_groups
+    top_groups: int = 1
+    shared: int = 0  # size of an expert that all tokens pass; 0: there is none
 
 
 class LayerKind(NamedTuple):
@@ -163,6 +169,7 @@ class ModelConfig:
     weight_dtype: str | None = None  # of kernels with scales, which samplers read: `low_bit.DTYPES`
     fused: tuple[tuple[str, ...], ...] = ()  # names in LINEAR that are one map of the family, which
     # has one adapter: its A is that of the first of them
+    fused_experts: bool = False  # in the checkpoint's files, all experts of a layer are one tensor
     without_text: tuple[tuple[int, int], ...] = ()
     """Ranges [begin, end) of tokens that the tokenizer has no text for: no probability, ever"""
     source: str = dataclasses.field(default="", compare=False, repr=False)
@@ -225,6 +232,22 @@ Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 """(activation, logical axis names) -> the same values, laid out on the caller's mesh."""
 
 
+@runtime_checkable
+class Spread(Protocol):
+    """Runs a function of tokens and weights on each device that holds a part of them.
+
+    Each argument comes with its logical axes, as of `Constrain`. The function computes each token
+    by itself, and its results, laid out as the first one, are summed over what divides weights.
+    """
+
+    def __call__(
+        self,
+        function: Callable[..., Array],
+        tokens: Sequence[tuple[Array, tuple[str | None, ...]]],
+        weights: Sequence[tuple[Array, tuple[str | None, ...]]],
+    ) -> Array: ...
+
+
 class KeyValue(NamedTuple):
     """Keys (after RoPE) and values of one layer, or of a stack of layers."""
 
@@ -264,8 +287,13 @@ class Recur(Protocol):
 
 
 def highest_scores(scores: Array, memory: Any, kind: ExpertsKind) -> tuple[Array, Any]:
-    """The experts of the highest scores, the highest first; of equal ones that of lower number."""
-    return jax.lax.top_k(scores, kind.top_k)[1], memory
+    """The experts of the highest scores, the highest first; of equal ones that of lower number.
+
+    They are the layer's memory too.
+    """
+    del memory
+    experts = jax.lax.top_k(scores, kind.top_k)[1]
+    return experts, experts
 
 
 def no_recurrence(inputs: Any, memory: Any, kind: DeltaKind) -> tuple[Array, Any]:

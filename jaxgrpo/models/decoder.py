@@ -38,7 +38,7 @@ from jaxgrpo.models.api import (
     stacked_memory,
 )
 from jaxgrpo.models.attention import SAVED
-from jaxgrpo.models.blocks import Block
+from jaxgrpo.models.block import Block
 from jaxgrpo.models.layers import (
     ACTIVATIONS,
     Embedding,
@@ -47,6 +47,7 @@ from jaxgrpo.models.layers import (
     rotary_angles,
     turned_dims,
 )
+from jaxgrpo.models.sharding import OnMesh, on_one_device
 
 Axes = tuple[str | None, ...]
 
@@ -130,6 +131,7 @@ def build(
     _check(config)
     modules = _modules(config)
     init = functools.partial(_init, config, modules)
+    spread = constrain.spread if isinstance(constrain, OnMesh) else on_one_device
 
     def lay_out(hidden: Array) -> Array:
         axes = HIDDEN_AXES.get(hidden.ndim)
@@ -146,7 +148,8 @@ def build(
         }
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
-            hidden, memory = modules[kind].bind(params)(hidden, angles, caller, memory, kind)
+            block = modules[kind].bind(params)
+            hidden, memory = block(hidden, angles, caller, memory, kind, spread)
             return lay_out(hidden), memory
 
         layers: Layers = {
@@ -260,14 +263,16 @@ def _through(
     remat: Remat,
 ) -> tuple[Array, Any]:
     """The layers in order, unrolled or scanned."""
-    unrolls = memory is None and remat == "none" and config.num_layers <= UNROLLED
+    is_stacked = type(memory) is not tuple
+    unrolls = is_stacked and remat == "none" and config.num_layers <= UNROLLED
     # Jitted so that layers of one kind are traced once; while decoding they are lowered once, too.
     jitted: Layers = {kind: jax.jit(run, inline=unrolls) for kind, run in layers.items()}
-    if type(memory) is tuple:
+    if not is_stacked:
         return _unrolled(config, jitted, params, hidden, memory)
     if unrolls:
-        no_memory = (None,) * config.num_layers
-        hidden, memory = _unrolled(config, jitted, params, hidden, no_memory)
+        none = (None,) * config.num_layers
+        per_layer = none if memory is None else memory_per_layer(config, memory)
+        hidden, memory = _unrolled(config, jitted, params, hidden, per_layer)
         return hidden, stacked_memory(config, memory)
     return _scanned(config, layers, params, hidden, memory, _keeper(remat))
 
@@ -364,6 +369,7 @@ def _check(config: ModelConfig) -> None:
         activations = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {activations}')
     problems += [] if config.lora is None else _odd_lora(config.lora)
+    problems += _odd_experts(config)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
@@ -383,14 +389,42 @@ def _odd_lora(lora: LoraConfig) -> list[str]:
     return problems
 
 
-def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
-    problems = [f"{part}: is not built" for part in kind if isinstance(part, NOT_BUILT)]
-    if isinstance(kind.mixer, AttentionKind):
-        problems += _odd_rope(kind.mixer.rope, head_dim)
+def _odd_experts(config: ModelConfig) -> list[str]:
+    feeds = {kind.feed for kind in config.kinds if isinstance(kind.feed, ExpertsKind)}
+    problems = [
+        f"{feed}: top_k must be from 1 to the number of experts"
+        for feed in feeds
+        if not 1 <= feed.top_k <= feed.number
+    ]
+    problems += [
+        f"{feed}: groups must divide the experts, and top_k fit into top_groups of them"
+        for feed in feeds
+        if feed.number % feed.groups
+        or not 1 <= feed.top_groups <= feed.groups
+        or (feed.groups > 1 and feed.number // feed.groups < 2)
+        or feed.top_k > feed.number // feed.groups * feed.top_groups
+    ]
+    if len({feed.top_k for feed in feeds}) > 1:
+        problems.append("layers have experts of several top_k: one is built")
+    if not feeds:
+        return problems
+    if config.lora is not None and any("feed" in name for name in config.lora.modules):
+        problems.append(
+            f"lora.targets = {config.lora.targets!r}: matches feed-forward maps, and experts have "
+            'no adapters yet; set lora.targets = "attention/.*"'
+        )
+    if config.weight_dtype is not None:
+        problems.append(f"weight_dtype = {config.weight_dtype}: experts are not read in 8 bits yet")
     return problems
 
 
-NOT_BUILT = (ExpertsKind,)
+def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
+    if isinstance(kind.mixer, AttentionKind):
+        return _odd_rope(kind.mixer.rope, head_dim)
+    if min(kind.mixer) < 1 or kind.mixer.value_heads % kind.mixer.key_heads or kind.mixer.conv < 2:
+        why = "sizes of 1 or more, value_heads a multiple of key_heads, conv 2 or more"
+        return [f"{kind.mixer}: expected {why}"]
+    return []
 
 
 def _odd_rope(rope: Rope | None, head_dim: int) -> list[str]:

@@ -21,13 +21,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import (
-    Attend,
-    AttentionKind,
-    ModelConfig,
-    Rope,
-    custom_vjp,
-)
+from jaxgrpo.models.api import Attend, AttentionKind, ModelConfig, Rope, custom_vjp
 
 INITIAL_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -103,7 +97,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
         table_config = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
-        self.table: nnx.Param[Array] = _matrix(shape, ("vocab", "embed"), table_config, rngs)
+        self.table: nnx.Param[Array] = matrix(shape, ("vocab", "embed"), table_config, rngs)
         self.dtype: str = config.dtype
         self.wide: bool = wide
         self.pad: int | None = config.pad_token
@@ -271,7 +265,7 @@ class Dense(nnx.Module):
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         weight_dtype = config.weight_dtype
         kernel_config = dataclasses.replace(config, dtype=weight_dtype or config.dtype)
-        self.kernel: nnx.Param[Array] = _matrix(shape, axes, kernel_config, rngs)
+        self.kernel: nnx.Param[Array] = matrix(shape, axes, kernel_config, rngs)
         unit = jnp.ones(tuple(outputs.values()), jnp.float32)
         self.kernel_scale: nnx.Param[Array] | None = (
             None if weight_dtype is None else nnx.Param(unit, axes=tuple(outputs))
@@ -385,9 +379,10 @@ def head_dtype(config: ModelConfig) -> str:
     return str(jnp.promote_types(config.dtype, jnp.float32))
 
 
-def _matrix(
+def matrix(
     shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, rngs: nnx.Rngs
 ) -> nnx.Param[Array]:
+    """Weights as training from nothing begins with them."""
     # Drawn in float32 whatever the dtype: the same key gives the same weights, rounded.
     value = INITIAL_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value.astype(config.dtype), axes=axes)

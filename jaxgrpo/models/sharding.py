@@ -263,15 +263,54 @@ def rounded_up(mesh: Mesh, size: int, logical: str) -> int:
     return math.ceil(size / ways) * ways
 
 
-def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
-    """The function that models call on activations. A dimension of size 1 stays whole."""
+class OnMesh(NamedTuple):
+    """What models lay out activations with. A dimension of size 1 stays whole."""
 
-    def apply(value: Array, axes: tuple[str | None, ...]) -> Array:
+    mesh: Mesh
+    rules: Rules
+
+    def __call__(self, value: Array, axes: tuple[str | None, ...]) -> Array:
+        layout = NamedSharding(self.mesh, self.partition(value, axes))
+        return jax.lax.with_sharding_constraint(value, layout)
+
+    def partition(self, value: Array, axes: tuple[str | None, ...]) -> PartitionSpec:
         names = (None if size == 1 else name for name, size in zip(axes, value.shape, strict=True))
-        partition = in_part(mesh, spec((*names,), rules), value.shape)
-        return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, partition))
+        return in_part(self.mesh, spec((*names,), self.rules), value.shape)
 
-    return apply
+    def spread(
+        self,
+        function: Callable[..., Array],
+        tokens: Sequence[tuple[Array, tuple[str | None, ...]]],
+        weights: Sequence[tuple[Array, tuple[str | None, ...]]],
+    ) -> Array:
+        """`models.api.Spread` over the devices of the mesh."""
+        if self.mesh.size == 1:
+            return on_one_device(function, tokens, weights)
+        values = [value for value, _ in (*tokens, *weights)]
+        specs = [self.partition(*pair) for pair in (*tokens, *weights)]
+        split = {name: None for part in specs[len(tokens) :] for name in part if name}
+        parts = jax.shard_map(
+            lambda *values: function(*values)[None],
+            mesh=self.mesh,
+            in_specs=(*specs,),
+            out_specs=PartitionSpec((*split,) or None, *specs[0]),
+            check_vma=False,
+        )(*values)
+        return parts.sum(0)
+
+
+def on_one_device(
+    function: Callable[..., Array],
+    tokens: Sequence[tuple[Array, tuple[str | None, ...]]],
+    weights: Sequence[tuple[Array, tuple[str | None, ...]]],
+) -> Array:
+    """`models.api.Spread` where one device has all."""
+    return function(*(value for value, _ in (*tokens, *weights)))
+
+
+def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
+    """The function that models call on activations."""
+    return OnMesh(mesh, rules)
 
 
 def in_part(mesh: Mesh, partition: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:

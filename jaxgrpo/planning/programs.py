@@ -25,6 +25,7 @@ from jaxgrpo.core.types import WEIGHTS, Learner
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
+from jaxgrpo.models.routing import EXPERTS
 from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
 from jaxgrpo.rollout.slots.driver import SlotEngine
@@ -271,7 +272,7 @@ def _score(run: Run) -> Program:
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & blueprint.scores.keys()
     names = blueprint.scored
-    before = {FORK} & batch.fields.keys() if early else batch.fields.keys() - names
+    before = {FORK, EXPERTS} & batch.fields.keys() if early else batch.fields.keys() - names
     fields = {name: batch.fields[name] for name in before}
     batch = dataclasses.replace(batch, fields=fields)
     params = params_of(learner, scoring_pass.policy)

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
-from jaxgrpo.models import sharding
+from jaxgrpo.models import routing, sharding
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.dialogue import VERSION, Converse, Dialogue
 from jaxgrpo.rollout.engine import COMPLETE, Engine, Request, SamplingSettings, Turn
@@ -66,6 +66,7 @@ class Batch:
         self._untempered = np.zeros(shape, np.float32) if settings.untempered else None
         stop = self._stop = settings.early_stop
         self._confidence = None if stop is None else np.zeros(shape, np.float32)
+        self._experts: np.ndarray | None = None  # of a model that has some
         self._truncated = np.zeros(shape[:2], bool)
         self._version = np.zeros(shape[:2], np.int32)
         self._versions: Any = np.zeros(shape, np.int32) if dialogue is not None else None
@@ -139,7 +140,7 @@ class Batch:
         """The requests of branches, whose samples get the tokens that are another's."""
         self._grown.setdefault(ordinal, []).extend(branches)
         arrays = [self.tokens, self.mask, self._logp]
-        arrays += [] if self._untempered is None else [self._untempered]
+        arrays += [array for array in (self._untempered, self._experts) if array is not None]
         requests = []
         for branch in branches:
             for place in self._places[ordinal] if branch.cut else ():
@@ -291,6 +292,11 @@ class Batch:
             self._untempered[at][drawn] = turn.untempered_logp
         if self._confidence is not None:
             self._confidence[at][drawn] = turn.confidence
+        if turn.experts is not None:
+            if self._experts is None:
+                sizes = *self.tokens.shape, *turn.experts.shape[1:]
+                self._experts = np.full(sizes, routing.NONE, routing.DTYPE)
+            self._experts[at][drawn] = turn.experts
         self._truncated[at] = turn.reason not in COMPLETE
 
     def rollouts(self) -> Rollouts:
@@ -300,7 +306,7 @@ class Batch:
         samples, of the model's own at temperature 1. Where the engine gives them too, the field
         "untempered_logp" holds the model's own in any case.
         """
-        raw: Any = self._untempered
+        optional = {"untempered_logp": self._untempered, routing.EXPERTS: self._experts}
         values: dict[str, Any] = {
             "completion_tokens": self.tokens,
             "token_mask": self.mask,
@@ -308,7 +314,8 @@ class Batch:
             "rewards": {},
             "truncated": self._truncated,
             "policy_version": self._version,
-            "fields": ({} if raw is None else {"untempered_logp": raw}) | self._more_fields(),
+            "fields": {name: value for name, value in optional.items() if value is not None}
+            | self._more_fields(),
         }
         return Rollouts(**vars(self.prompts), **values)
 

@@ -101,6 +101,7 @@ class Turn(NamedTuple):
     untempered_logp: np.ndarray | None = None  # of the model itself, where the engine gives it
     confidence: np.ndarray | None = None  # [n] nats, of each token; with `early_stop` alone
     answered: Answered | None = None  # with `answering` alone; replies are among the tokens
+    experts: np.ndarray | None = None  # [n, layers, k], of what each token was drawn from
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Experience, Params, Prompts, Rollouts, Stream
+from jaxgrpo.models import routing
 from jaxgrpo.rollout.policies import SuccessJudge
 from jaxgrpo.rollout.selection import pad_prompts
 
@@ -183,6 +184,10 @@ class Experiencer(NamedTuple):
             arrays["policy_version"][last] = experience.version[slot]
             replayed[last] = True
         fields: Any = {**rollouts.fields, REPLAYED: replayed}
+        if routing.EXPERTS in fields:  # of the samples that made room
+            experts = np.array(fields[routing.EXPERTS])
+            experts[replayed] = routing.NONE
+            fields[routing.EXPERTS] = experts
         return dataclasses.replace(rollouts, **arrays, fields=fields)
 
     def observe(self, stream: Stream, rollouts: Rollouts) -> tuple[Stream, Metrics]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.models import routing
 from jaxgrpo.rollout import dialogue, trees
 from jaxgrpo.rollout.drift import DRIFT
 from jaxgrpo.rollout.experience import REPLAYED
@@ -90,6 +91,7 @@ def brought_fields(
     has_turns: bool,
     needs: Collection[str] = (),
     forks: bool = False,
+    recorded: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Name -> shape of the fields that drawing and collecting add.
 
@@ -98,9 +100,13 @@ def brought_fields(
       has_turns: whether samples are answered.
       needs: what the method reads that is no column of the data.
       forks: whether conversations may be rewritten.
+      recorded: `models.routing.recorded` of the model.
     """
     samples = rollout.prompts_per_step, rollout.group_size
     fields: dict[str, Any] = {}
+    if recorded is not None:
+        tokens = (*samples, rollout.max_completion_tokens, *recorded)
+        fields[routing.EXPERTS] = jax.ShapeDtypeStruct(tokens, routing.DTYPE)
     if share:
         fields[REPLAYED] = jax.ShapeDtypeStruct(samples, np.bool_)
     if DRIFT in needs:

@@ -225,8 +225,9 @@ def fitting_geometry(
     parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits_per_chunk)
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
-    sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks, geometry.recurs)
-    return packing.make_geometry(sizes, mesh, None, *rest)
+    sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
+    fitting = packing.make_geometry(sizes, mesh, None, *rest)
+    return fitting._replace(routed=geometry.routed, recurs=geometry.recurs)
 
 
 def update_bytes(

@@ -24,7 +24,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import attention, decoder, sharding
+from jaxgrpo.models import attention, decoder, routing, sharding
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.rewards.protocol import Reward, reads_any
 from jaxgrpo.rewards.registry import Preview
@@ -209,7 +209,9 @@ def _assemble(
     lacking = blueprint.chain.needs.difference(*rows[:1])
     share, has_turns = config.experience.share, config.has_turns
     forks = blueprint.geometry.has_forks
-    brought = brought_fields(grown, config.rollout, share, has_turns, lacking, forks)
+    recorded = routing.recorded(blueprint.model.config)
+    arguments = grown, config.rollout, share, has_turns, lacking, forks, recorded
+    brought = brought_fields(*arguments)
     world = run_inputs.world
     converse = None if world is None else world.converse(rows)
     options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
@@ -292,7 +294,10 @@ def build_method(
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    geometry = _geometry(rollout, train, mesh, config.data.forks, model.config.recurs)
+    geometry = _geometry(rollout, train, mesh, config.data.forks)
+    geometry = geometry._replace(recurs=model.config.recurs)
+    if train.routing == "replay":
+        geometry = geometry._replace(routed=routing.recorded(model.config))
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
@@ -424,16 +429,14 @@ def _choose_kernel(
 
 
 def _geometry(
-    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool, recurs: bool
+    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
 ) -> packing.Geometry:
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
     tokens, minibatches = train.tokens_per_micro_batch, train.minibatches
-    geometry = packing.make_geometry(
-        sizes, mesh, tokens, minibatches, has_forks=has_forks, recurs=recurs
-    )
+    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, has_forks=has_forks)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     return geometry

@@ -17,8 +17,16 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
-from jaxgrpo.models import delta, logprobs, lora, sharding
-from jaxgrpo.models.api import AttentionKind, Caller, DeltaKind, Model, custom_vjp
+from jaxgrpo.models import delta, logprobs, lora, routing, sharding
+from jaxgrpo.models.api import (
+    AttentionKind,
+    Caller,
+    DeltaKind,
+    Model,
+    custom_vjp,
+    memory_per_layer,
+    stacked_memory,
+)
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
@@ -72,7 +80,7 @@ class Blueprint(NamedTuple):
         # Greedy sampling has no distribution: its ratios are those of the model itself.
         temperature = self.sampling.temperature or 1.0
         sizes = self.geometry.tokens, temperature, self.kernel, self.logits_per_chunk
-        return Pass(self.model, self.mesh, *sizes)
+        return Pass(self.model, self.mesh, *sizes, replays=self.geometry.routed is not None)
 
     @property
     def scored(self) -> frozenset[str]:
@@ -94,6 +102,8 @@ class Blueprint(NamedTuple):
     def score_pass(self, score: Score) -> Pass:
         """What a pass that gives a score is computed with."""
         settings = self.passes
+        is_trainer = score.policy == "trainer" and score.prompt is None
+        settings = settings._replace(replays=settings.replays and is_trainer)
         if teacher := self.teachers.get(score.policy):
             settings = settings._replace(model=teacher.model, kernel=teacher.kernel)
         temperature = settings.temperature if score.temperature is None else score.temperature
@@ -116,6 +126,7 @@ class Pass(NamedTuple):
     temperature: float  # of the policy that is scored
     kernel: Kernel = XLA
     logits_per_chunk: int | None = None
+    replays: bool = False  # recorded experts, where the micro-batch has them
 
 
 def forward(
@@ -135,9 +146,9 @@ def forward(
     [D, R, Q] each, 0 at padding. There is a policy_entropy where `entropy` asks for it, with
     gradient for "gradient" only.
     """
-    model, mesh, size, temperature, kernel, logits_per_chunk = settings
+    model, mesh, size, temperature, kernel, logits_per_chunk, replays = settings
     flat = flatten(micro, size)
-    hidden = hidden_states(model, params, micro, flat, kernel)
+    hidden, rerouted = hidden_states(model, params, micro, flat, kernel, replays)
     logp, values = token_logprobs(
         output_head(model, mesh, params),
         hidden,
@@ -148,12 +159,13 @@ def forward(
         count=_filled(flat, fullest),
     )
     fields = {} if values is None else {"policy_entropy": values}
+    fields |= rerouted
     if reference is not None:
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
             functools.partial(model.unembed, params),
             hidden,
             functools.partial(model.unembed, reference),
-            hidden_states(model, reference, micro, flat, kernel),
+            hidden_states(model, reference, micro, flat, kernel)[0],
             temperature=temperature,
             logits_per_chunk=logits_per_chunk,
         )
@@ -164,9 +176,9 @@ def score(
     settings: Pass, params: Params, micro: TrainBatch, scores: Mapping[str, Score]
 ) -> dict[str, Array]:
     """The scores of a micro-batch by one pass, [D, R, Q] each, 0 at padding; no gradient."""
-    model, mesh, size, temperature, kernel, logits_per_chunk = settings
+    model, mesh, size, temperature, kernel, logits_per_chunk, replays = settings
     flat = flatten(micro, size)
-    hidden = hidden_states(model, params, micro, flat, kernel)
+    hidden, _ = hidden_states(model, params, micro, flat, kernel, replays)
     quantities = {score.quantity for score in scores.values()}
     head, values = output_head(model, mesh, params), {}
     if quantities & {"logp", "entropy"}:
@@ -214,9 +226,9 @@ def loss_of_tokens(
       fullest: as of `forward`.
       sums: as of `logprobs.loss_of_tokens`.
     """
-    model, mesh, size, temperature, kernel, logits_per_chunk = settings
+    model, mesh, size, temperature, kernel, logits_per_chunk, replays = settings
     flat = flatten(micro, size)
-    hidden = hidden_states(model, params, micro, flat, kernel)
+    hidden, rerouted = hidden_states(model, params, micro, flat, kernel, replays)
     names = sorted(objective.fields_read & micro.fields.keys())
     token_inputs = {
         **{name: getattr(micro, name) for name in ("proximal_logp", "advantage", "mask", "weight")},
@@ -238,7 +250,7 @@ def loss_of_tokens(
     )
     rows = functools.partial(in_rows, micro, flat)
     fields = {} if entropy is None else {"policy_entropy": rows(entropy)}
-    return loss, rows(logp), fields, sums
+    return loss, rows(logp), fields | jax.tree.map(rows, rerouted), sums
 
 
 def _cost(
@@ -345,9 +357,17 @@ def _filled(flat: Flat, fullest: Array | None) -> Array:
 
 
 def hidden_states(
-    model: Model, params: Params, micro: TrainBatch, flat: Flat, kernel: Kernel = XLA
-) -> Array:
-    """Hidden states [D, N, E]: each prompt once, and rows that read the keys of their prompts."""
+    model: Model,
+    params: Params,
+    micro: TrainBatch,
+    flat: Flat,
+    kernel: Kernel = XLA,
+    replays: bool = False,
+) -> tuple[Array, dict[str, Array]]:
+    """Hidden states [D, N, E]: each prompt once, and rows that read the keys of their prompts.
+
+    Where it replays recorded experts, of rows alone, there is REROUTED [D, N] beside them.
+    """
     bins, prompts, width = micro.prompt_tokens.shape
     rows, places = micro.segment.shape[1:], micro.segment[0].size
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
@@ -382,8 +402,23 @@ def hidden_states(
         parts = (DeltaInputs(*leaves, inputs.filters) for leaves in (row_parts, prompt_parts))
         return together(*recur_packed(*parts)), memory
 
-    hidden, _ = model.apply(params, flat.tokens, flat.position, Caller(attend, recur=recur), None)
-    return hidden
+    caller = Caller(attend, recur=recur)
+    record = micro.fields.get(routing.EXPERTS) if replays else None
+    if record is None:
+        hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
+        return hidden, {}
+    config = model.config
+    # What is picked from nowhere is 0, which is an expert.
+    record = _picked(record.reshape(bins, places, *record.shape[3:]) + 1, flat.origin) - 1
+    memory = routing.with_records(config, (None,) * config.num_layers, record)
+    caller, stacked = caller._replace(route=routing.replay), stacked_memory(config, memory)
+    hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
+    _, others = routing.without_records(config, memory_per_layer(config, memory))
+    return hidden, {REROUTED: jnp.stack(others).mean(0, dtype=jnp.float32)}
+
+
+REROUTED = "rerouted"
+"""Field of a pass: the share of layers whose router would have chosen other experts."""
 
 
 def flatten_rows(flat: Flat, values: Array) -> Array:

@@ -154,7 +154,7 @@ def muon_dimensions(axes: Params) -> Params:
         side_name = "rank" if "rank" in names else "embed"
         side = (names.index(side_name),)
         opposite = tuple(
-            place for place, name in enumerate(names) if name not in ("layers", side_name)
+            place for place, name in enumerate(names) if name not in (*STACKED, side_name)
         )
         sides = (side, opposite) if side < opposite else (opposite, side)  # kernels: inputs first
         return optax.contrib.MuonDimensionNumbers(*sides)
@@ -169,8 +169,12 @@ def _by_place(dimensions: Params) -> Callable[[Any], Any]:
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], params)
 
 
+STACKED = ("layers", "experts")
+"""Logical axes along which a parameter is several."""
+
+
 def _is_matrix(names: tuple[str | None, ...]) -> bool:
-    return not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {"layers"}) > 1
+    return not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {*STACKED}) > 1
 
 
 def _factory(use: str) -> tuple[str, Any]:

@@ -26,6 +26,7 @@ from jaxgrpo.core.types import Rollouts, TrainBatch
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.recurrence import chunk_size
+from jaxgrpo.models.routing import DTYPE, EXPERTS, NONE
 from jaxgrpo.rollout.dialogue import FORK
 
 ROUND = 32
@@ -51,6 +52,7 @@ class Geometry(NamedTuple):
     tokens: int  # N, of prompts and completions, computed per bin and micro-batch
     minibatches: int = 1  # into which a step's prompts are dealt, one update each
     has_forks: bool = False  # samples have the field `dialogue.FORK`
+    routed: tuple[int, int] | None = None  # layers, k of the experts that updates take again
     recurs: bool = False  # models have layers with states, which begin with a chunk
 
     @property
@@ -142,19 +144,18 @@ def make_geometry(
     minibatches: int = 1,
     room: int | None = None,
     has_forks: bool = False,
-    recurs: bool = False,
 ) -> Geometry:
     """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `default_tokens`.
 
     Args:
       room: the tokens of a micro-batch that fit into memory; None: any number.
-      has_forks, recurs: as of `Geometry`.
+      has_forks: as of `Geometry`.
     """
     bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
     update_sizes = (prompts // minibatches, samples, width, steps)
     most = TOKENS.get(mesh.devices.flat[0].platform, ELSEWHERE)
     tokens = tokens or default_tokens(update_sizes, bins, most if room is None else min(most, room))
-    return Geometry(*sizes, bins, tokens, minibatches, has_forks, recurs)
+    return Geometry(*sizes, bins, tokens, minibatches, has_forks)
 
 
 def default_tokens(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:
@@ -385,6 +386,11 @@ def gather(
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
     forks = {name: value for name, value in rollouts.fields.items() if name == FORK}
+    experts = {}
+    if (record := rollouts.fields.get(EXPERTS)) is not None:
+        moved = record.reshape(-1, *record.shape[3:])[source]
+        moved = jnp.where(source[..., None, None] >= 0, moved, NONE)
+        experts[EXPERTS] = moved.astype(DTYPE)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(
@@ -398,7 +404,7 @@ def gather(
         weight=move(weight),
         mask=move(mask),
         proximal_logp=move(rollouts.behavior_logp),
-        fields={name: move(value) for name, value in (fields | forks).items()},
+        fields={name: move(value) for name, value in (fields | forks).items()} | experts,
         prompt=jnp.asarray(plan.prompt),
         row_prompt=jnp.asarray(plan.row_prompt),
         num_live=jnp.asarray(plan.num_live),
@@ -441,6 +447,8 @@ def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
     flag = abstract("bool", rows, steps)
     fields = dict.fromkeys(sorted(names - OF_PASS.keys()), per_token)
     fields |= {FORK: token} if geometry.has_forks else {}
+    if geometry.routed is not None:
+        fields[EXPERTS] = abstract(DTYPE.__name__, rows, steps, *geometry.routed)
     arrays: Any = {
         "prompt_tokens": abstract("int32", prompts, width),
         "prompt_length": abstract("int32", prompts),

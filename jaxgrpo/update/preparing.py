@@ -30,8 +30,9 @@ from jaxgrpo.core.scores import (
 )
 from jaxgrpo.core.types import Learner, Params, Rollouts, Signal, TrainBatch
 from jaxgrpo.losses import Reduction
-from jaxgrpo.models import sharding
+from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Constrain
+from jaxgrpo.models.routing import EXPERTS
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
 from jaxgrpo.update.forward import Blueprint, Pass, micro_batch, params_of, score
@@ -75,6 +76,8 @@ class Preparer:
         constrain = sharding.constrain(blueprint.mesh)
         self.move_rollouts: Jitted = jax.jit(functools.partial(_move_rollouts, constrain))
         self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
+        load = functools.partial(routing.load_metrics, blueprint.model.config)
+        self.load: Jitted = jax.jit(load)
         self.scatter: Jitted = jax.jit(packing.scatter)
         self.measure: Jitted = jax.jit(packing.measure_lengths)
         self.drift: Jitted = jax.jit(diagnostics.drift_metrics, static_argnums=3)
@@ -85,12 +88,14 @@ class Preparer:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
+        load = self.load(rollouts.fields[EXPERTS]) if EXPERTS in rollouts.fields else {}
+        rollouts = self.routed(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(learner, rollouts, lengths, self.blueprint.chain.needs)
         advantage_state, judged, live, per_sample, metrics = self.judge(
             learner.advantage_state, rollouts
         )
-        live = sharding.to_host(live)
+        live, metrics = sharding.to_host(live), merge(metrics, load)
         plans, batches = [], []
         planned = live if compact else np.ones_like(live)
         rollouts = self.with_prompted_fields(learner, rollouts, planned)
@@ -110,10 +115,18 @@ class Preparer:
         updates = _in_order(batches, self.blueprint.num_iterations)
         return learner, Prepared(updates, per_sample, live, metrics)
 
+    def routed(self, rollouts: Rollouts) -> Rollouts:
+        """The rollouts without recorded experts, unless updates take these again."""
+        if self.blueprint.geometry.routed is not None:
+            return rollouts
+        fields = {name: value for name, value in rollouts.fields.items() if name != EXPERTS}
+        return dataclasses.replace(rollouts, fields=fields)
+
     def live_groups(self, learner: Learner, rollouts: Rollouts) -> np.ndarray:
         """Groups [P] of which the recipe gives a token an advantage that is not 0."""
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
+        rollouts = self.routed(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(learner, rollouts, lengths, self.recipe.needs)
         return sharding.to_host(self.live(learner.advantage_state, rollouts))

@@ -29,6 +29,7 @@ from jaxgrpo.models.resharding import moved
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import Rounding
 from jaxgrpo.update.forward import (
+    REROUTED,
     Blueprint,
     Pass,
     as_computed,
@@ -439,6 +440,8 @@ def _measure(
         tokens.logp, behavior, micro.mask, sampled_now, rounding()
     )
     # An entropy term reports the entropy itself, which then replaces ours.
+    if REROUTED in fields:
+        agreement["routing/rerouted"] = mean(fields[REROUTED], micro.mask)
     return {"entropy": mean(fields["policy_entropy"], micro.mask)} | agreement | metrics
 
 

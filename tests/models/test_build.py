@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ def test_layers_before_the_pattern_are_those_of_a_longer_pattern():
     jax.tree.map(np.testing.assert_array_equal, again, params[0])
     tokens = jnp.arange(12).reshape(2, 6)
     ran = [
-        jax.jit(run, static_argnums=0)(model, values, tokens)
+        jax.jit(functools.partial(run, model))(values, tokens)
         for model, values in zip(models, params, strict=True)
     ]
     np.testing.assert_allclose(ran[0][0], ran[1][0], rtol=1e-5, atol=1e-6)

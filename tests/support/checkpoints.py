@@ -105,6 +105,25 @@ RICH: dict[str, dict[str, Any]] = {
             "mrope_interleaved": True,
         },
     },
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
     "olmo2": {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
@@ -123,7 +142,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}
-    if family in ("phi3", "olmo2", "olmo3"):  # they have no head_dim
+    if family in ("phi3", "olmo2", "olmo3", "olmoe"):  # they have no head_dim
         fields.pop("head_dim")
     return CONFIG_MAPPING[family](**fields)
 
@@ -136,7 +155,8 @@ def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        corrections = [b for b in model.named_buffers() if b[0].endswith("correction_bias")]
+        for name, weight in [*model.named_parameters(), *corrections]:
             spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             noise = spread * torch.randn(weight.shape)
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,10 @@ def read_config(
         )
     if family is not None:
         families.register(family)
-    return families.model_config(weights.read_json(source), str(source), family, ignored)
+    config = families.model_config(weights.read_json(source), str(source), family, ignored)
+    names = families.find_family(config.family, str(source)).fused_experts
+    fused = bool(names) and weights.has_tensor(source.parent, next(iter(names)))
+    return dataclasses.replace(config, fused_experts=fused)
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -295,7 +298,7 @@ def save_model(
     leaves = jax.tree.leaves(params)
     family = families.find_family(model.config.family, "save_model")
     tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
-    fields = families.config_fields(model.config, _common_dtype(leaves))
+    fields = families.config_fields(model.config, _common_dtype(params))
     is_writer = jax.process_index() == 0
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
@@ -309,8 +312,10 @@ def save_model(
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
 
-def _common_dtype(leaves: Sequence[Any]) -> str:
-    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+def _common_dtype(params: Params) -> str:
+    """The dtype of all but what is float32 in any checkpoint."""
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    dtypes = sorted({str(leaf.dtype) for path, leaf in paths if path[-1].key != "correction"})
     if len(dtypes) != 1:
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
     return dtypes[0]

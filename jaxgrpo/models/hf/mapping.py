@@ -3,6 +3,8 @@
 A family gives the names. The layouts are those of PyTorch's modules: the weight of a linear map is
 [outputs, inputs], where our kernel is [*inputs, *outputs], and an embedding is [tokens, hidden] in
 both. Some families keep several of our leaves as one tensor, with their outputs one after another.
+Experts are stacked in ours; in a checkpoint each has tensors of its own or, as transformers 5 may
+save them, those of all experts are one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ LEAVES: Mapping[str, tuple[str, int | None]] = {
     "scale": ("weight", 0),
     "kernel": ("weight", 1),
     "bias": ("bias", 0),
+    "correction": ("e_score_correction_bias", 0),
     "lora_a": ("lora_A.weight", 1),
     "lora_b": ("lora_B.weight", 1),
     "log_rate": ("A_log", 0),
@@ -57,6 +60,16 @@ class Names(Protocol):
         ...
 
     @property
+    def experts(self) -> Mapping[str, str]:
+        """Our map of experts -> Hugging Face's module of one, with {} for its number."""
+        ...
+
+    @property
+    def fused_experts(self) -> Mapping[str, tuple[str, ...]]:
+        """The same of all experts in one tensor -> ours whose outputs lie in it, in this order."""
+        ...
+
+    @property
     def tied_head(self) -> tuple[str, str]:
         """The head's tensor and the embedding's: a tied checkpoint may hold it a second time."""
         ...
@@ -71,11 +84,17 @@ class Entry(NamedTuple):
     """
 
     name: str  # Hugging Face's
-    period: int | None  # its index in a leaf stacked over periods; None: the whole leaf
-    shape: tuple[int, ...]  # ours, of this layer
+    index: tuple[int, ...]  # in a leaf that is stacked over periods, experts or both
+    shape: tuple[int, ...]  # ours, of this layer and expert
     inputs: int | None
     rows: tuple[int, int]  # of the tensor's first dimension, those that are ours
     hf_shape: tuple[int, ...]  # of the whole tensor
+    expert: int | None = None  # of a tensor [experts, rows, columns]; None: it has no experts
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of the tensor, or of an expert's part of it."""
+        return self.hf_shape if self.expert is None else self.hf_shape[1:]
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -85,7 +104,7 @@ class Entry(NamedTuple):
             return tuple(dims[k : k + 1] for k in dims)
         if self.inputs < 0:
             return dims[:-1], dims[:0], dims[-1:]
-        return (dims[self.inputs :], dims[: self.inputs])[: len(self.hf_shape)]
+        return (dims[self.inputs :], dims[: self.inputs])[: len(self.matrix)]
 
 
 def entries(model: Model, family: Names) -> list[list[Entry]]:
@@ -105,37 +124,48 @@ def _leaf_entries(
 ) -> list[Entry]:
     parts = path.split("/")
     in_layer, stacked = parts[0] in LAYERS, parts[0] == "blocks"
-    layer_shapes = {name: shape[1:] if stacked else shape for name, shape in leaves.items()}
     start = len("/".join(parts[:2])) + 1 if in_layer else 0
-    entry = _tensor(family, path[:start], path[start:], layer_shapes)
+    has_experts = path[start:].rpartition("/")[0] in family.experts
+    leading = stacked + has_experts
+    layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
+    fused = config.fused_experts
+    entry = _tensor(family, path[:start], path[start:], layer_shapes, fused)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
         return [entry]
     width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
     first = int(parts[1]) + begin.get(parts[0], config.num_layers - config.num_rest)
-    return [
-        entry._replace(
-            name=f"model.layers.{first + period * width}.{entry.name}",
-            period=period if stacked else None,
+    number = leaves[path][stacked] if has_experts else 1
+
+    def at(period: int, expert: int) -> Entry:
+        name = entry.name if fused else entry.name.replace("{}", str(expert))
+        in_fused = {"hf_shape": (number, *entry.hf_shape), "expert": expert}
+        return entry._replace(
+            name=f"model.layers.{first + period * width}.{name}",
+            index=(period,) * stacked + (expert,) * has_experts,
+            **(in_fused if fused and has_experts else {}),
         )
-        for period in range(config.periods if stacked else 1)
-    ]
+
+    periods = range(config.periods if stacked else 1)
+    return [at(period, expert) for period in periods for expert in range(number)]
 
 
 def _tensor(
-    family: Names, prefix: str, path: str, shapes: Mapping[str, tuple[int, ...]]
+    family: Names, prefix: str, path: str, shapes: Mapping[str, tuple[int, ...]], fused: bool
 ) -> Entry | None:
     """The entry of the leaf `prefix` + `path`, with its name in a layer; None if it has no name.
 
     Args:
-      shapes: those of one layer, by whole path.
+      shapes: those of one layer, and of one expert, by whole path.
+      fused: experts are as of `fused_experts`.
     """
     module, _, leaf = path.rpartition("/")
     suffix, inputs = LEAVES.get(leaf, ("", None))
     suffix, inputs = NAMES.get(path, suffix), INPUTS.get(path, inputs)
-    fused_module = next((hf for hf, modules in family.fused.items() if module in modules), None)
-    hf_module = fused_module or family.modules.get(module)
+    all_fused = {**family.fused, **(family.fused_experts if fused else {})}
+    fused_module = next((hf for hf, modules in all_fused.items() if module in modules), None)
+    hf_module = fused_module or {**family.modules, **family.experts}.get(module)
     if not hf_module or not suffix:
         return None
 
@@ -145,7 +175,7 @@ def _tensor(
         return math.prod(rows)
 
     # Fused maps share one A.
-    modules = family.fused[fused_module] if fused_module and leaf != "lora_a" else (module,)
+    modules = all_fused[fused_module] if fused_module and leaf != "lora_a" else (module,)
     shape = shapes[prefix + path]
     bounds = [0, *itertools.accumulate(map(outputs, modules))]
     k = modules.index(module)
@@ -153,7 +183,8 @@ def _tensor(
     if inputs == -1:
         columns = (1, shape[-1])
     rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
-    return Entry(f"{hf_module}.{suffix}", None, shape, inputs, rows, hf_shape)
+    name = hf_module if fused_module in family.fused_experts else f"{hf_module}.{suffix}"
+    return Entry(name, (), shape, inputs, rows, hf_shape)
 
 
 def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict[str, list[Any]]:
@@ -163,7 +194,8 @@ def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict
         for entry in leaf_entries:
             parts_by_name.setdefault(entry.name, []).append((leaf, entry))
     return {
-        name: sorted(parts, key=lambda part: part[1].rows) for name, parts in parts_by_name.items()
+        name: sorted(parts, key=lambda part: (part[1].expert or 0, part[1].rows))
+        for name, parts in parts_by_name.items()
     }
 
 
@@ -187,7 +219,8 @@ def pieces(entry: Entry, box: Box, limit: int) -> Iterator[tuple[Box, tuple[slic
         return
     (first, last, _), *columns = ranges
     rows = slice(entry.rows[0] + first, entry.rows[0] + last)
-    yield box, (rows, *(slice(start, stop) for start, stop, _ in columns))
+    where = (rows, *(slice(start, stop) for start, stop, _ in columns))
+    yield box, where if entry.expert is None else (entry.expert, *where)
 
 
 def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
@@ -216,5 +249,5 @@ def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     if entry.inputs == -1:
         tensor = tensor.reshape(rows, *entry.hf_shape[1:])
     elif entry.inputs is not None:
-        tensor = tensor.reshape(*entry.hf_shape[:0:-1], rows).T
+        tensor = tensor.reshape(*entry.matrix[:0:-1], rows).T
     return np.ascontiguousarray(tensor)

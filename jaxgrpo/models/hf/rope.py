@@ -52,7 +52,7 @@ def read_turn(
       partial: whether the family turns a share of each head (`partial_rotary_factor`).
       original: the length of training where the field beside rope_parameters does not give it;
         None: what rope_parameters has.
-      share: of each head, that turns where config.json gives none.
+      share: of each head, where config.json gives none.
       ignored: parameters that change nothing.
     """
     flat = fields.take("rope_theta", "positive", theta)

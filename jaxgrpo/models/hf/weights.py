@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
             names = (name for name in shard.keys() if not name.endswith(COMPUTED))  # noqa: SIM118
             files.update(dict.fromkeys(names, shard))
         yield files
+
+
+def has_tensor(folder: Path, ending: str) -> bool:
+    """Whether a tensor of a folder has such a name; no where its weights are not there."""
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        return any(name.endswith(ending) for name in read_json(folder / INDEX)["weight_map"])
+    if not (folder / SINGLE).is_file():
+        return False
+    with opened(folder) as files:
+        return any(name.endswith(ending) for name in files)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -249,10 +260,11 @@ def read_leaf(
     def placed(box: Box, targets: list[Sharding | None]) -> list[Array]:
         part = np.empty([stop - start for start, stop in box], dtype)
         for entry in entries:
-            if entry.period is None:
-                _fill(part, box, folder, files, entry, spec.dtype)
-            elif box[0][0] <= entry.period < box[0][1]:
-                _fill(part[entry.period - box[0][0]], box[1:], folder, files, entry, spec.dtype)
+            leading, rest = box[: len(entry.index)], box[len(entry.index) :]
+            pairs = [*zip(entry.index, leading, strict=True)]
+            if all(start <= i < stop for i, (start, stop) in pairs):
+                place = tuple(i - start for i, (start, _) in pairs)
+                _fill(part[place], rest, folder, files, entry, spec.dtype)
         copies = [jax.device_put(part, target, may_alias=False) for target in targets]
         return jax.block_until_ready(copies)
 
@@ -341,19 +353,25 @@ def _not_finite(folder: Path, name: str, stored: Any) -> str:
 
 
 @jax.jit
-def _period(leaf: Array, period: int | Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False)
+def _part(leaf: Array, index: tuple[int | Array, ...]) -> Array:
+    for i in index:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False)
+    return leaf
 
 
 def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
     """A tensor on the host, of the leaves that it is made of."""
 
     def rows(leaf: Any, entry: Entry) -> np.ndarray:
-        array = leaf if entry.period is None else _period(leaf, entry.period)
+        array = _part(leaf, entry.index) if entry.index else leaf
         return mapping.to_hf(entry, to_host(array))
 
-    row_blocks = [rows(leaf, entry) for leaf, entry in parts]
-    return np.concatenate(row_blocks) if len(row_blocks) > 1 else row_blocks[0]
+    def joined(parts: Iterable[tuple[Any, Entry]]) -> np.ndarray:
+        row_blocks = [rows(leaf, entry) for leaf, entry in parts]
+        return np.concatenate(row_blocks) if len(row_blocks) > 1 else row_blocks[0]
+
+    experts = [joined(group) for _, group in itertools.groupby(parts, lambda p: p[1].expert)]
+    return experts[0] if parts[0][1].expert is None else np.stack(experts)
 
 
 def write(

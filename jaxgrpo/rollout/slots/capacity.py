@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgrpo.models import delta, sharding
+from jaxgrpo.models import delta, routing, sharding
 from jaxgrpo.models.api import DeltaKind, Model, ModelConfig
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
@@ -132,6 +132,7 @@ def capacity(
     states = (sizes.slots + sizes.rows) * sum(state_bytes)
     largest = max(rings, default=0)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
+    extra += math.prod(routing.recorded(config) or (0,)) * jnp.dtype(routing.DTYPE).itemsize
     samples = sizes.prompts * group * longest * extra
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0

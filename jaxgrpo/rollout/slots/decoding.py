@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import delta
+from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import AttentionKind, Caller, Constrain, DeltaKind, Model
 from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
 from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
@@ -94,7 +94,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         pauses=Pauses(mask=empty.astype(bool), clock=empty) if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
-        samples=_no_samples(settings, bins, places),
+        samples=_no_samples(settings, bins, places, routing.recorded(config)),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple(memory(kind.mixer) for kind in config.kinds),
@@ -105,7 +105,9 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
     return laid_out(parts, state)
 
 
-def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
+def _no_samples(
+    settings: SamplingSettings, bins: int, number: int, recorded: tuple[int, int] | None
+) -> Samples:
     count = jnp.zeros((bins, number), jnp.int32)
     zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
     return Samples(
@@ -120,6 +122,9 @@ def _no_samples(settings: SamplingSettings, bins: int, number: int) -> Samples:
         logp=zeros,
         untempered=zeros if settings.untempered else None,
         confidence=zeros if settings.early_stop else None,
+        experts=None
+        if recorded is None
+        else jnp.full((*zeros.shape, *recorded), routing.NONE, routing.DTYPE),
         length=count,
         stopped=count.astype(bool),
         ended=count.astype(bool),
@@ -162,6 +167,7 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         logp=at_new(0, samples.logp),
         untempered=refreshed(0, samples.untempered),
         confidence=refreshed(0, samples.confidence),
+        experts=refreshed(routing.NONE, samples.experts),
         length=at_new(0, samples.length),
         stopped=at_new(False, samples.stopped),
         ended=at_new(False, samples.ended),
@@ -187,8 +193,11 @@ def prefill(
     length = (tokens >= 0).sum(-1, dtype=jnp.int32)
     position = start[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     shared, rings = zip(*state.memory, strict=True)
+    config = parts.model.config
     caller = Caller(chunk(row, start, length), recur=delta.chunk(row, start, length))
+    shared = routing.with_records(config, shared)
     _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, caller, shared)
+    shared, _ = routing.without_records(config, shared)
     return dataclasses.replace(state, memory=tuple(zip(shared, rings, strict=True)))
 
 
@@ -320,11 +329,14 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     else:
         attend = decode(state.clock, index, state.row_length, sharing)
     recur = delta.decode(None if state.pauses is None else state.pauses.mask)
-    caller = Caller(attend, recur=recur)
-    hidden, memory = model.apply(params, state.token[..., None], position, caller, state.memory)
+    memory = routing.with_records(model.config, state.memory)
+    fed = params, state.token[..., None], position, Caller(attend, recur=recur), memory
+    hidden, memory = model.apply(*fed)
+    memory, records = routing.without_records(model.config, memory)
+    experts = jnp.stack(records, -2)[:, :, 0].astype(routing.DTYPE) if records else None
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
-    samples, token, ended = _written(parts, state, logits, token, logp)
+    samples, token, ended = _written(parts, state, logits, token, logp, experts)
     index, pauses = state.index + 1, state.pauses
     if pauses is not None:
         pairs = zip((state.index, state.token), (index, token), strict=True)
@@ -380,9 +392,18 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
 
 
 def _written(
-    parts: Parts, state: DecodeState, logits: Array, token: Array, logp: Array
+    parts: Parts,
+    state: DecodeState,
+    logits: Array,
+    token: Array,
+    logp: Array,
+    experts: Array | None,
 ) -> tuple[Samples, Array, Array]:
-    """The samples with one more token each, drawn or given; this token, and who ends with it."""
+    """The samples with one more token each, drawn or given; this token, and who ends with it.
+
+    Args:
+      experts: [D, N, layers, k], of the token that was fed.
+    """
     settings, samples, total = parts.settings, state.samples, state.samples.length.shape[1]
     drawn, next_token = jnp.ones_like(state.live), token.astype(jnp.int32)
     if samples.offset is not None:
@@ -403,6 +424,8 @@ def _written(
         raw = jnp.where(drawn, softmax_logp(logits, token), 0)
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
+    if samples.experts is not None and experts is not None:
+        samples = dataclasses.replace(samples, experts=write(samples.experts, experts, state.index))
     if settings.early_stop is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / _temperature(settings, state)
         number = min(settings.early_stop.tokens, parts.model.config.num_drawable)
@@ -485,7 +508,7 @@ def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
     plays = samples.plays
     values = Finals(
         *(samples.tokens, samples.logp, samples.untempered, samples.confidence),
-        *(samples.length, samples.stopped),
+        *(samples.experts, samples.length, samples.stopped),
         None if plays is None else dataclasses.replace(plays, state=None),
     )
     return jax.tree.map(take_places, values)

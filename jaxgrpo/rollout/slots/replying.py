@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import delta
+from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import Pieces, slot_chunk
 from jaxgrpo.models.cache import Ring, moved_up
@@ -140,15 +140,17 @@ def give(
     tokens = jnp.concatenate([token[..., None], words[..., :-1]], -1)
     pieces = Pieces(slot, row, start, size, left)
     position = take(state.row_length, row)[..., None] + number
-    attend = slot_chunk(pieces, state.row_length, state.clock)
+    attend, config = slot_chunk(pieces, state.row_length, state.clock), parts.model.config
     caller = Caller(attend, recur=delta.slot_chunk(slot, size))
-    _, memory = parts.model.apply(params, tokens, position, caller, state.memory)
+    memory = routing.with_records(config, state.memory)
+    _, memory = parts.model.apply(params, tokens, position, caller, memory)
+    memory, _ = routing.without_records(config, memory)
     last = jnp.take_along_axis(words, jnp.maximum(size - 1, 0)[..., None], -1)[..., 0]
     state = dataclasses.replace(
         state,
         index=put(state.index, start + size, slot),
         token=put(state.token, last, slot),
         samples=dataclasses.replace(samples, length=put(samples.length, start + size, place)),
-        memory=tuple(memory),
+        memory=memory,
     )
     return laid_out(parts, state)

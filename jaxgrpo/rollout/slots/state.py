@@ -35,6 +35,7 @@ class Samples:
     logp: Array  # [D, M, T] float32
     untempered: Array | None  # [D, M, T] float32
     confidence: Array | None  # [D, M, T] float32, of all drawn tokens up to this one, summed
+    experts: Array | None  # [D, M, T, layers, k], of what each is drawn from; None: no experts
     length: Array  # [D, M] int32, tokens so far
     stopped: Array  # [D, M] bool, by a stop token or string
     ended: Array  # [D, M] bool, by anything
@@ -135,6 +136,7 @@ class Finals(NamedTuple):
     logp: Array  # [n, T]
     untempered: Array | None  # [n, T]
     confidence: Array | None  # [n, T], summed as in `Samples`
+    experts: Array | None  # [n, T, layers, k]
     length: Array  # [n], tokens, those that were given among them
     stopped: Array  # [n]
     plays: Any  # `Plays` without its state; None: no `answering`

@@ -13,7 +13,7 @@ from typing import Any
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import rope
-from jaxgrpo.models.hf.families import gemma, hybrid, llama, mistral, olmo, qwen
+from jaxgrpo.models.hf.families import experts, gemma, hybrid, llama, mistral, olmo, qwen
 from jaxgrpo.models.hf.families.base import Family
 from jaxgrpo.models.hf.fields import Fields
 
@@ -22,15 +22,16 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(qwen.QWEN2, qwen.QWEN3, llama.LLAMA, llama.SMOLLM3, llama.GRANITE, llama.SEED_OSS),
         *(mistral.MISTRAL, mistral.MINISTRAL, mistral.PHI3, gemma.GEMMA2, gemma.GEMMA3),
-        *(olmo.OLMO2, olmo.OLMO3, hybrid.QWEN3_5),
+        *(olmo.OLMO2, olmo.OLMO3, experts.QWEN3_MOE, experts.OLMOE),
+        *(experts.GLM4_MOE, hybrid.QWEN3_5),
     )
 }
 """model_type of config.json -> the family, built in or registered."""
 _BUILT_IN = frozenset(FAMILIES)
 
-RUN_FIELDS = ("source", "dtype", "float32_head", "without_text")
-"""Fields of a ModelConfig that a run or a tokenizer decides; the others must be those of its
-config.json."""
+RUN_FIELDS = ("source", "dtype", "float32_head", "without_text", "fused_experts")
+"""Fields of a ModelConfig that a run, a tokenizer or the files of weights decide; the others must
+be those of its config.json."""
 
 
 def register(family: Family) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxgrpo.models.api import AttentionKind, LayerKind
+from jaxgrpo.models.api import AttentionKind, DenseKind, ExpertsKind, LayerKind
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING, Turn
 
@@ -29,6 +29,18 @@ MODULES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Our module -> that of Llama, which most families keep."""
+
+EXPERTS: Mapping[str, str] = MappingProxyType(
+    {f"experts/{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
+)
+"""Our map of experts -> that of one in most families, {} for its number."""
+FUSED_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "mlp.experts.gate_up_proj": ("experts/gate", "experts/up"),
+        "mlp.experts.down_proj": ("experts/down",),
+    }
+)
+"""The tensor of all experts in most families, if they are saved so -> our maps."""
 
 ACTIVATIONS = MappingProxyType(
     {
@@ -56,6 +68,10 @@ class Family(NamedTuple):
     modules: Mapping[str, str] = MODULES
     fused: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     """Module of a layer -> ours, whose outputs lie side by side in it"""
+    experts: Mapping[str, str] = MappingProxyType({})
+    """Our map of experts -> Hugging Face's module of one of them, {} for its number"""
+    fused_experts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """The same as one tensor of all experts -> ours, whose outputs lie side by side in it"""
     harmless: Sequence[str] = ()
     tied_head: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     """A tied checkpoint may hold the embedding a second time, as the head."""
@@ -173,6 +189,21 @@ def layer_types(
         )
         return [FULL] * count
     return kinds
+
+
+def with_feeds(config: dict[str, Any], feeds: Sequence[DenseKind | ExpertsKind]) -> dict[str, Any]:
+    """A model whose layer i has the feed-forward part feeds[i], of which the first may be others.
+
+    Args:
+      config: as of `uniform` or `layered`, whose layers are dense.
+    """
+    pattern = config["pattern"]
+    kinds = [pattern[i % len(pattern)]._replace(feed=feed) for i, feed in enumerate(feeds)]
+    lead = next((i for i, feed in enumerate(feeds) if feed != feeds[0]), 0)
+    # As many first layers as leave the shortest pattern.
+    choices = [(kinds[:begin], shortest_pattern(kinds[begin:])) for begin in {0, lead}]
+    first, rest = min(choices, key=lambda choice: len(choice[0]) + len(choice[1]))
+    return {**config, "lead": tuple(first), "pattern": rest}
 
 
 def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:

@@ -1,4 +1,7 @@
-"""A layer of a decoder: what mixes tokens, and what each token passes by itself."""
+"""A layer: a mixer and a feed-forward part of the kinds that it is of, and the norms round them.
+
+The kinds have files of their own; this one alone knows which there are.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxgrpo.models.api import Caller, DeltaKind, LayerKind, ModelConfig, Rope
+from jaxgrpo.models.api import (
+    Caller,
+    DeltaKind,
+    ExpertsKind,
+    LayerKind,
+    LayerMemory,
+    ModelConfig,
+    Rope,
+    Spread,
+)
 from jaxgrpo.models.delta import GatedDelta
+from jaxgrpo.models.experts import Experts
 from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm
 
 
@@ -28,12 +41,15 @@ class Block(nnx.Module):
 
         self.attention_norm: Norm = norm("before", "both")
         self.feed_forward_norm: Norm = norm("before", "both")
-        mixer = kind.mixer
+        feed, mixer = kind.feed, kind.mixer
         if isinstance(mixer, DeltaKind):
             self.delta: GatedDelta = GatedDelta(config, mixer, rngs)
         else:
             self.attention: Attention = Attention(config, rngs)
-        self.feed_forward: FeedForward = FeedForward(config, kind.feed.size, rngs)
+        if isinstance(feed, ExpertsKind):
+            self.experts: Experts = Experts(config, feed, rngs)
+        else:
+            self.feed_forward: FeedForward = FeedForward(config, feed.size, rngs)
         self.attention_out_norm: Norm = norm("after", "both")
         self.feed_forward_out_norm: Norm = norm("after", "both")
         self.scale: float = config.residual_scale
@@ -45,19 +61,28 @@ class Block(nnx.Module):
         caller: Caller,
         memory: Any,
         kind: LayerKind,
+        spread: Spread,
     ) -> tuple[Array, Any]:
         """
         Args:
           angles: those of each way to turn that the model has.
         """
-        branch, mixer = self.attention_norm(hidden), kind.mixer
+        feed, mixer, recorded = kind.feed, kind.mixer, None
+        if isinstance(feed, ExpertsKind) and memory is not None:
+            memory, recorded = memory
+        branch = self.attention_norm(hidden)
         if isinstance(mixer, DeltaKind):
             branch, memory = self.delta(branch, caller.recur, memory, mixer)
         else:
             turn, attend = angles[mixer.rope], caller.attend
             branch, memory = self.attention(branch, turn, attend, memory, mixer)
         hidden = hidden + self.scaled(self.attention_out_norm(branch))
-        branch = self.feed_forward(self.feed_forward_norm(hidden))
+        branch = self.feed_forward_norm(hidden)
+        if isinstance(feed, ExpertsKind):
+            branch, recorded = self.experts(branch, caller.route, spread, recorded, feed)
+            memory = LayerMemory(memory, recorded)
+        else:
+            branch = self.feed_forward(branch)
         return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory
 
     def scaled(self, branch: Array) -> Array:

@@ -1,0 +1,253 @@
+"""A feed-forward part of experts: each token passes those that the caller's `route` names.
+
+Tokens are sorted by expert, so that each expert's are side by side, and multiplied by `grouped`.
+Nothing is dropped, and no array has both all tokens and all experts but the router's scores.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread, custom_vjp
+from jaxgrpo.models.layers import ACTIVATIONS, FeedForward, matrix
+
+BLOCK = 64
+"""Rows of one expert that a CPU multiplies at once, at most, and `LEAST_BLOCK` at the least."""
+LEAST_BLOCK = 8
+TINY = 1e-20
+"""Added to a sum of sigmoids that is divided by, as transformers does."""
+
+
+class Router(nnx.Module):
+    """Scores of the experts, in at least float32 whatever the model's dtype.
+
+    The correction is added to scores where experts are chosen, and to no gate; nothing trains it.
+    """
+
+    def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
+        sizes = {"embed": config.hidden_size, "router": kind.number}
+        self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config, rngs)
+        self.correction: nnx.Param[Array] | None = None
+        if kind.scores == "sigmoid":
+            zeros = jnp.zeros(kind.number, jnp.promote_types(config.dtype, jnp.float32))
+            self.correction = nnx.Param(zeros, axes=("router",))
+
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B experts"]:
+        """The scores before softmax or sigmoid."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        kernel = self.kernel[...].astype(wide)
+        # By default a TPU multiplies float32 in bfloat16, and would choose other experts.
+        return jnp.tensordot(x.astype(wide), kernel, axes=1, precision="highest")
+
+    def choice(
+        self, scores: Float[Array, "*B experts"], kind: ExpertsKind
+    ) -> Float[Array, "*B experts"]:
+        """What experts are chosen by: without gradient, -inf in groups that a token does not pass.
+
+        A group's score is the sum of its two highest.
+        """
+        scores = jax.lax.stop_gradient(scores)
+        if self.correction is not None:
+            scores = scores + jax.lax.stop_gradient(self.correction[...])
+        if kind.groups == 1:
+            return scores
+        by_group = scores.reshape(*scores.shape[:-1], kind.groups, -1)
+        group_scores = jax.lax.top_k(by_group, 2)[0].sum(-1)
+        first = jax.lax.top_k(group_scores, kind.top_groups)[1]
+        is_first = (jnp.arange(kind.groups) == first[..., None]).any(-2)
+        return jnp.where(is_first[..., None], by_group, -jnp.inf).reshape(scores.shape)
+
+
+class ExpertMap(nnx.Module):
+    """A linear map of each expert: kernel [experts, inputs, outputs]."""
+
+    def __init__(
+        self,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        number: int,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+    ):
+        sizes = {"experts": number, **inputs, **outputs}
+        self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config, rngs)
+
+
+class Experts(nnx.Module):
+    """y = sum over the token's experts of gate_e * down_e(activation(gate_e(x)) * up_e(x)).
+
+    Gates are the experts' scores by a softmax over all or a sigmoid of each, in float32;
+    `normalised` ones are divided by their sum. A shared expert is added for all tokens.
+    """
+
+    def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
+        embed, mlp, number = {"embed": config.hidden_size}, {"mlp": kind.size}, kind.number
+        self.router: Router = Router(config, kind, rngs)
+        self.gate: ExpertMap = ExpertMap(embed, mlp, number, config, rngs)
+        self.up: ExpertMap = ExpertMap(embed, mlp, number, config, rngs)
+        self.down: ExpertMap = ExpertMap(mlp, embed, number, config, rngs)
+        self.shared: FeedForward | None = (
+            FeedForward(config, kind.shared, rngs) if kind.shared else None
+        )
+        self.activation: str = config.activation
+
+    def __call__(
+        self, x: Float[Array, "*B E"], route: Route, spread: Spread, memory: Any, kind: ExpertsKind
+    ) -> tuple[Float[Array, "*B E"], Any]:
+        is_softmax = kind.scores == "softmax"
+        scores = (jax.nn.softmax if is_softmax else jax.nn.sigmoid)(self.router(x))
+        experts, memory = route(self.router.choice(scores, kind), memory, kind)
+        gates = jnp.take_along_axis(scores, experts, axis=-1)
+        if kind.normalised:
+            gates = gates / (gates.sum(-1, keepdims=True) + (0.0 if is_softmax else TINY))
+        gates = gates if kind.scale == 1.0 else gates * kind.scale
+        names = (*("bins", *["rows"] * (x.ndim - 3), "sequence")[: x.ndim - 1], None)
+        mix = functools.partial(mixed, ACTIVATIONS[self.activation], kind.number)
+        tokens = (x, names), (experts, names), (gates.astype(x.dtype), names)
+        weights = (
+            (self.gate.kernel[...], (None, None, "mlp")),
+            (self.up.kernel[...], (None, None, "mlp")),
+            (self.down.kernel[...], (None, "mlp", None)),
+        )
+        mixed_tokens = spread(mix, tokens, weights)
+        return mixed_tokens if self.shared is None else mixed_tokens + self.shared(x), memory
+
+
+def mixed(
+    activation: Any,
+    number: int,
+    x: Float[Array, "*B E"],
+    experts: Int[Array, "*B k"],
+    gates: Float[Array, "*B k"],
+    gate: Float[Array, "experts E M"],
+    up: Float[Array, "experts E M"],
+    down: Float[Array, "experts M E"],
+) -> Float[Array, "*B E"]:
+    """What the experts give for the tokens, times their gates and summed."""
+    k, flat = experts.shape[-1], experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)  # of (token, place among its experts), by expert
+    inverse = jnp.argsort(order)
+    sizes = jnp.bincount(flat, length=number)
+    rows = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), k, axis=0), order, inverse)
+    inner = activation(grouped(rows, gate, sizes)) * grouped(rows, up, sizes)
+    out = permuted(grouped(inner, down, sizes), inverse, order)
+    out = out.reshape(-1, k, x.shape[-1]) * gates.reshape(-1, k, 1)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return out.sum(1, dtype=wide).astype(x.dtype).reshape(x.shape)
+
+
+@custom_vjp()
+def permuted(values: Array, order: Array, inverse: Array) -> Array:
+    """values[order]; its gradient is a permutation too, and no sum."""
+    del inverse
+    return values[order]
+
+
+permuted.defvjp(
+    lambda values, order, inverse: (values[order], inverse),
+    lambda inverse, cotangent: (cotangent[inverse], None, None),
+)
+
+
+@custom_vjp()
+def grouped(
+    x: Float[Array, "rows I"], kernel: Float[Array, "experts I O"], sizes: Int[Array, " experts"]
+) -> Float[Array, "rows O"]:
+    """The rows of each expert, side by side in their order, times its matrix.
+
+    Computed in the dtype of x; the kernel's gradient is summed in the kernel's own. Only reverse
+    mode, once.
+    """
+    return _multiplied(x, kernel.astype(x.dtype), sizes)
+
+
+def _multiplied(x: Array, kernel: Array, sizes: Array) -> Array:
+    return jax.lax.platform_dependent(x, kernel, sizes, cpu=_in_blocks, default=ragged_dot)
+
+
+def _grouped(x: Array, kernel: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _multiplied(x, kernel.astype(x.dtype), sizes), (x, kernel, sizes)
+
+
+def _grouped_backward(
+    saved: tuple[Array, Array, Array], cotangent: Array
+) -> tuple[Array, Array, None]:
+    x, kernel, sizes = saved
+    d_x = _multiplied(cotangent, jnp.swapaxes(kernel.astype(x.dtype), 1, 2), sizes)
+
+    @jax.custom_batching.sequential_vmap
+    def by_ragged_dot(x: Array, cotangent: Array, sizes: Array) -> Array:
+        return jax.lax.ragged_dot_general(
+            x, cotangent, sizes, OUTER, preferred_element_type=kernel.dtype
+        )
+
+    blocks = functools.partial(_outer_in_blocks, dtype=kernel.dtype)
+    d_kernel = jax.lax.platform_dependent(x, cotangent, sizes, cpu=blocks, default=by_ragged_dot)
+    return d_x, d_kernel, None
+
+
+grouped.defvjp(_grouped, _grouped_backward)
+
+ragged_dot = jax.custom_batching.sequential_vmap(jax.lax.ragged_dot)
+"""Itself it is not vectorised over all dimensions (JAX 0.10.2)."""
+OUTER = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+"""[rows, I] and [rows, O] -> [experts, I, O], summed over the rows of each expert."""
+
+
+def _blocks(rows: int, sizes: Array) -> tuple[int, Array, Array]:
+    """(rows of a block, of each block its expert and its first row; `rows` if it has none).
+
+    Without blocks XLA for CPUs multiplies all rows by the matrices of all experts (JAX 0.10.2).
+    """
+    size = max(LEAST_BLOCK, min(BLOCK, rows // len(sizes)))
+    counts = -(-sizes // size)
+    ends = jnp.cumsum(counts)
+    number = jnp.arange(-(-rows // size) + len(sizes))
+    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(sizes) - 1)
+    begin = jnp.cumsum(sizes) - sizes
+    first = begin[expert] + (number - (ends - counts)[expert]) * size
+    return size, expert, jnp.where(number < ends[-1], first, rows)
+
+
+def _in_blocks(x: Array, kernel: Array, sizes: Array) -> Array:
+    rows = x.shape[0]
+    size, expert, first = _blocks(rows, sizes)
+    padded = jnp.pad(x, ((0, size), (0, 0)))
+
+    def multiply(i: Array, out: Array) -> Array:
+        block = jax.lax.dynamic_slice_in_dim(padded, first[i], size)
+        # Behind the expert's rows it writes what the next block writes over.
+        return jax.lax.dynamic_update_slice_in_dim(out, block @ kernel[expert[i]], first[i], 0)
+
+    out = jnp.zeros((rows + size, kernel.shape[-1]), x.dtype)
+    return jax.lax.fori_loop(0, len(first), multiply, out)[:rows]
+
+
+def _outer_in_blocks(x: Array, cotangent: Array, sizes: Array, dtype: Any) -> Array:
+    size, expert, first = _blocks(x.shape[0], sizes)
+    ends = jnp.cumsum(sizes)
+    padded, padded_cotangent = (jnp.pad(leaf, ((0, size), (0, 0))) for leaf in (x, cotangent))
+
+    def add(i: Array, total: Array) -> Array:
+        block, other_block = (
+            jax.lax.dynamic_slice_in_dim(leaf, first[i], size)
+            for leaf in (padded, padded_cotangent)
+        )
+        is_own = first[i] + jnp.arange(size) < ends[expert[i]]
+        block = jnp.where(is_own[:, None], block, 0)
+        product = jnp.matmul(block.T, other_block, preferred_element_type=dtype)
+        return total.at[expert[i]].add(product)
+
+    zeros = jnp.zeros((len(sizes), x.shape[1], cotangent.shape[1]), dtype)
+    return jax.lax.fori_loop(0, len(first), add, zeros)

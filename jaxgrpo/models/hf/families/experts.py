@@ -1,0 +1,128 @@
+"""Families with experts: Qwen3-MoE, OLMoE and GLM-4.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxgrpo.models.api import DenseKind, ExpertsKind
+from jaxgrpo.models.hf import rope
+from jaxgrpo.models.hf.families.base import (
+    EXPERTS,
+    FUSED_EXPERTS,
+    MODULES,
+    Family,
+    attention_bias,
+    sizes,
+    uniform,
+    with_feeds,
+)
+from jaxgrpo.models.hf.fields import Fields
+
+_MODULES = {**MODULES, "experts/router": "mlp.gate"}
+
+
+def read_experts(
+    fields: Fields, number: str, count: int, width: int | None, normalised: bool = False
+) -> ExpertsKind:
+    """The experts of a layer.
+
+    Args:
+      number: the field that says how many, `count` without it.
+      width: of each.
+      normalised: what transformers assumes without norm_topk_prob.
+    """
+    if fields.take("output_router_logits", "flag", False):
+        fields.refuse("output_router_logits", "the router's own loss is not built; set it to false")
+    fields.take("router_aux_loss_coef", "number", 0.001)
+    top_k = fields.take("num_experts_per_tok", "size", 8)
+    total = fields.take(number, "size", count)
+    if top_k > total:
+        fields.refuse("num_experts_per_tok", f"expected at most {total}, the experts of {number}")
+    normalised = fields.take("norm_topk_prob", "flag", normalised)
+    return ExpertsKind(total, min(top_k, total), width or 1, normalised)
+
+
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    """Qwen3 with experts in every layer, or in those that two fields say."""
+    config = sizes(fields)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    uses_window = fields.take("use_sliding_window", "flag", False)
+    window = fields.nullable("sliding_window", "size", 4096)
+    window = window if uses_window else None
+    number = "num_local_experts" if "num_local_experts" in fields.content else "num_experts"
+    experts = read_experts(fields, number, 128, fields.take("moe_intermediate_size", "size", 768))
+    step = fields.take("decoder_sparse_step", "size", 1)
+    dense = fields.take("mlp_only_layers", "counts", [])
+    feeds = [
+        DenseKind() if i in dense or (i + 1) % step else experts
+        for i in range(config["num_layers"])
+    ]
+    config |= {**attention_bias(fields), **uniform(turn, window), "query_key_norm": "head"}
+    return with_feeds(config, feeds)
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _qwen3_moe,
+    modules=_MODULES,
+    experts=EXPERTS,
+    fused_experts=FUSED_EXPERTS,
+    harmless=("max_window_layers",),
+)
+
+
+def _olmoe(fields: Fields) -> dict[str, Any]:
+    """Experts in every layer; queries and keys are normed over all heads at once."""
+    config = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=1)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    experts = read_experts(fields, "num_experts", 64, config["intermediate_size"])
+    config |= {**attention_bias(fields), **uniform(turn), "query_key_norm": "whole"}
+    return with_feeds(config, [experts] * config["num_layers"])
+
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _olmoe,
+    modules=_MODULES,
+    experts=EXPERTS,
+    fused_experts=FUSED_EXPERTS,
+)
+
+
+def _glm4_moe(fields: Fields) -> dict[str, Any]:
+    """Dense layers first; a sigmoid for each expert, groups of them, and one that all pass."""
+    config = sizes(fields, eps=1e-5, positions=131_072)
+    turn = rope.read_turn(
+        fields, config["head_dim"], config["max_positions"], partial=True, share=0.5
+    )
+    width = fields.take("moe_intermediate_size", "size", 1408)
+    experts = read_experts(fields, "n_routed_experts", 128, width, normalised=True)
+    groups, top_groups = (fields.take(name, "size", 1) for name in ("n_group", "topk_group"))
+    experts = experts._replace(
+        scores="sigmoid",
+        scale=fields.take("routed_scaling_factor", "positive", 1.0),
+        groups=groups,
+        top_groups=top_groups,
+        shared=width * fields.take("n_shared_experts", "size", 1),
+    )
+    dense, count = fields.take("first_k_dense_replace", "count", 1), config["num_layers"]
+    config |= {
+        **uniform(turn),
+        "attention_bias": fields.take("attention_bias", "flag", False),
+        "query_key_norm": "head" if fields.take("use_qk_norm", "flag", False) else "none",
+    }
+    return with_feeds(config, [DenseKind() if i < dense else experts for i in range(count)])
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    _glm4_moe,
+    modules=_MODULES
+    | {f"experts/shared/{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
+    experts=EXPERTS,
+    fused_experts=FUSED_EXPERTS,
+    harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # of layers that are not in the files
+)

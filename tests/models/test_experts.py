@@ -1,0 +1,171 @@
+"""Experts: products of sorted rows, what a checkpoint holds, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+import jaxgrpo
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models import counts, experts, routing
+from jaxgrpo.models.api import ExpertsKind, LayerKind, LoraConfig
+from jaxgrpo.models.decoder import build
+
+FEED = ExpertsKind(number=6, top_k=2, size=16)
+CONFIG = dataclasses.replace(tiny.UNIFORM, pattern=(LayerKind(feed=FEED),))
+
+
+@pytest.mark.parametrize("sizes", [(40, 0, 0), (0, 0, 40), (7, 33, 0), (1, 2, 37)])
+def test_rows_are_multiplied_by_the_matrix_of_their_expert(sizes):
+    rng = np.random.default_rng(0)
+    x, kernel, weight = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((40, 5), (3, 5, 4), (40, 4))
+    )
+    expert = np.repeat(np.arange(3), sizes)
+
+    def total(multiply, x, kernel):
+        return (multiply(x, kernel) * weight).sum()
+
+    ours = functools.partial(total, lambda x, k: experts.grouped(x, k, jnp.asarray(sizes)))
+    plain = functools.partial(total, lambda x, k: jnp.einsum("ri,rio->ro", x, k[expert]))
+    pairs = zip(
+        *(jax.jit(jax.value_and_grad(f, (0, 1)))(x, kernel)[1] for f in (ours, plain)), strict=True
+    )
+    for gradient, expected in pairs:
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ours(x, kernel), plain(x, kernel), rtol=1e-5)
+
+
+def test_a_row_has_the_same_bits_whatever_the_others_are():
+    rng = np.random.default_rng(1)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 16), (4, 16, 8)))
+    multiply = jax.jit(experts.grouped)
+    first = multiply(x, kernel, jnp.asarray([10, 30, 4, 20]))
+    moved = jnp.roll(x, 3, axis=0)
+    again = multiply(moved, kernel, jnp.asarray([13, 30, 4, 17]))
+    np.testing.assert_array_equal(first[:10], again[3:13])
+    np.testing.assert_array_equal(first[10:40], again[13:43])
+
+
+def test_no_array_has_all_tokens_at_all_experts():
+    """Rows of 4 tokens at 2 of 6 experts are 8, and not 24."""
+    model = build(CONFIG)
+    program = jax.jit(functools.partial(tiny.whole_logps.__wrapped__, CONFIG)).lower(
+        model.shapes, tiny.rollouts(np.zeros((1, 1)), 4, 4)
+    )
+    text = program.compile().as_text()
+    tokens = 4 + 4
+    assert re.search(rf"\[{tokens * FEED.top_k},32\]", text)
+    assert not re.search(rf"\[{FEED.number},{tokens},(32|16)\]", text)
+    assert not re.search(rf"\[{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
+
+
+def test_a_token_works_with_its_experts_and_all_are_held():
+    weights = counts.count_weights(build(CONFIG))
+    attention, router, expert = 32 * 8 * (4 + 2 + 2) + 4 * 8 * 32, 32 * 6, 3 * 32 * 16
+    assert weights.layers == 2 * (attention + router + 6 * expert)
+    assert weights.active == 2 * (attention + router + 2 * expert)
+    maps = {(m.inputs, m.outputs, m.experts, m.active) for m in counts.linear_maps(build(CONFIG))}
+    assert {(32, 16, 6, 2), (16, 32, 6, 2), (32, 6, 1, 1)} <= maps
+
+
+def test_what_experts_cannot_do_is_refused():
+    cases = {
+        "top_k must be from 1": {"pattern": (LayerKind(feed=FEED._replace(top_k=7)),)},
+        "several top_k": {
+            "pattern": (LayerKind(feed=FEED), LayerKind(feed=FEED._replace(top_k=1)))
+        },
+        r'set lora.targets = "attention/\.\*"': {"lora": LoraConfig(rank=2, alpha=2.0)},
+        "not read in 8 bits": {"weight_dtype": "int8"},
+    }
+    for message, changes in cases.items():
+        with pytest.raises(InputError, match=message):
+            build(dataclasses.replace(CONFIG, **changes))
+    build(dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, alpha=2.0, targets="attention/.*")))
+
+
+def test_the_load_of_experts_is_counted_where_there_are_records():
+    record = np.full((1, 1, 4, 2, 2), routing.NONE, np.int16)
+    record[0, 0, :3, 0] = [[0, 1], [0, 2], [0, 3]]  # of the second layer nothing is known
+    record[0, 0, :3, 1] = [[4, 5], [4, 5], [4, 5]]
+    metrics = routing.load_metrics(CONFIG, jnp.asarray(record))
+    load, dead = (metrics[f"routing/{name}"] for name in ("load", "dead"))
+    assert float(load.total / load.weight) == 3.0  # 3 of 6 tokens' experts, over 6 experts
+    assert float(dead.total / dead.weight) == (2 + 4) / 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3_moe")
+    checkpoints.saved(checkpoints.transformers_config("qwen3_moe"), path)
+    return path
+
+
+def edited(folder, target, change):
+    """A copy of a folder with other tensors."""
+    target.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    return target
+
+
+def fused(tensors):
+    """All experts of a layer as transformers 5 may save them."""
+    rest = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for layer in (0, 2):
+
+        def stack(part, layer=layer):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            return np.stack([tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(6)])
+
+        gate_up = np.concatenate([stack("gate"), stack("up")], axis=1)
+        rest[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = gate_up
+        rest[f"model.layers.{layer}.mlp.experts.down_proj"] = stack("down")
+    return rest
+
+
+def test_fused_experts_are_read_and_written_as_they_were(folder, tmp_path):
+    joined = edited(folder, tmp_path / "fused", fused)
+    (model, params), (_, expected) = (jaxgrpo.load_model(path) for path in (joined, folder))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert model.config.fused_experts
+    jaxgrpo.save_model(model, params, tmp_path / "again")
+    written = load_file(tmp_path / "again/model.safetensors")
+    stored = load_file(joined / "model.safetensors")
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(written[name], tensor)
+
+
+def test_fused_experts_with_other_axes_are_refused_by_their_shape(folder, tmp_path):
+    def turned(tensors):
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        joined = fused(tensors)
+        return {**joined, name: np.ascontiguousarray(joined[name].swapaxes(1, 2))}
+
+    path = edited(folder, tmp_path / "turned", turned)
+    with pytest.raises(InputError, match=r"gate_up_proj has shape \(6, 32, 48\).*\(6, 48, 32\)"):
+        jaxgrpo.load_model(path)
+
+
+def test_a_missing_router_and_another_number_of_experts_are_one_line_each(folder, tmp_path):
+    def without(part):
+        return lambda tensors: {n: value for n, value in tensors.items() if part not in n}
+
+    path = edited(folder, tmp_path / "router", without("0.mlp.gate."))
+    with pytest.raises(InputError, match=r"missing: model\.layers\.0\.mlp\.gate\.weight"):
+        jaxgrpo.load_model(path)
+    path = edited(folder, tmp_path / "five", without("experts.5."))
+    with pytest.raises(InputError, match=r"missing: model\.layers\.0\.mlp\.experts\.5\.down") as e:
+        jaxgrpo.load_model(path)
+    assert "\n" not in str(e.value)
