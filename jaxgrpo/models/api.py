@@ -122,7 +122,7 @@ class LoraConfig:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names in LINEAR that are adapted."""
+        """The names in LINEAR that are adapted where a layer has them (`ModelConfig.adapted`)."""
         return tuple(name for name in LINEAR if re.fullmatch(self.targets, name))
 
 
@@ -196,6 +196,13 @@ class ModelConfig:
     def recurs(self) -> bool:
         """Whether layers keep states that follow from all tokens so far."""
         return any(isinstance(kind.mixer, DeltaKind) for kind in self.kinds)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names in LINEAR that have adapters, of the maps that its layers have."""
+        has_part = {"attention": bool(self.attention), "delta": self.recurs}
+        modules = () if self.lora is None else self.lora.modules
+        return tuple(name for name in modules if has_part.get(name.split("/")[0], True))
 
     @property
     def longest(self) -> int:

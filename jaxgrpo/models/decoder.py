@@ -368,14 +368,14 @@ def _check(config: ModelConfig) -> None:
     if config.activation not in ACTIVATIONS:
         activations = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {activations}')
-    problems += [] if config.lora is None else _odd_lora(config.lora)
+    problems += [] if config.lora is None else _odd_lora(config, config.lora)
     problems += _odd_experts(config)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
 
 
-def _odd_lora(lora: LoraConfig) -> list[str]:
+def _odd_lora(config: ModelConfig, lora: LoraConfig) -> list[str]:
     problems = []
     if lora.rank < 1:
         problems.append(f"lora.rank = {lora.rank}: must be at least 1")
@@ -383,7 +383,7 @@ def _odd_lora(lora: LoraConfig) -> list[str]:
         problems.append(f"lora.alpha = {lora.alpha}: must be above 0 and finite")
     if problem := pattern_problem(lora.targets):
         return [*problems, f"lora.targets = {lora.targets!r}: {problem}"]
-    if not lora.modules:
+    if not config.adapted:
         linear_maps = ", ".join(LINEAR)
         problems.append(f"lora.targets = {lora.targets!r}: matches none of {linear_maps}")
     return problems

@@ -85,6 +85,7 @@ class Capacity(NamedTuple):
     """Bytes on one device."""
 
     state: int  # keys and values of slots and prompts, tokens and log-probs of all samples
+    recurrent: int  # of it, states of slots: all are read and written at each token
     working: int  # logits, or a copy of one layer's cache while slots become fewer, or of prompts'
 
     @property
@@ -141,6 +142,7 @@ def capacity(
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
         state=len(rings) * shared + sum(rings) + states + samples,
+        recurrent=sizes.slots * sum(state_bytes),
         working=max(
             LOGITS * logits,
             largest + shared,
