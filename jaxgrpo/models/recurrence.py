@@ -169,13 +169,13 @@ def step(token: DeltaInputs, state: DeltaState) -> tuple[Array, DeltaState]:
 def _convolved(x: Array, kernel: Array, tail: Array, begins: Array | None) -> Array:
     """silu of the causal convolution of [*B, chunks, C, heads, size], channel by channel."""
     width, size = kernel.shape[-1], x.shape[-3]
-    before = jnp.concatenate([tail[..., None, :, :, :], x[..., :-1, 1 - width :, :, :]], -4)
-    if size < width - 1:  # then it is the only chunk
-        before = tail[..., None, :, :, :]
+    before = tail[..., None, :, :, :].astype(x.dtype)
+    if x.shape[-4] > 1:
+        before = jnp.concatenate([before, x[..., :-1, 1 - width :, :, :]], -4)
     if begins is not None:
         mask = begins[..., None, None, None]
         before = jnp.where(mask, tail[..., None, :, :, :], before)
-    x, kernel = _widened(jnp.concatenate([before.astype(x.dtype), x], -3), kernel)
+    x, kernel = _widened(jnp.concatenate([before, x], -3), kernel)
     parts = [x[..., k : k + size, :, :] * kernel[..., k] for k in range(width)]
     return _activated(functools.reduce(jnp.add, parts), tail.dtype)
 
