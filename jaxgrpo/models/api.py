@@ -42,6 +42,7 @@ class AttentionKind(NamedTuple):
     window: int | None = None  # positions a query sees, itself included; None: all before it
     rope: Rope | None = Rope()  # None: queries and keys know no position
     soft_cap: float | None = None  # c: scores are c * tanh(score / c) before they are masked
+    sinks: bool = False  # each head has a score of its own, whose weight goes to no value
 
 
 class DeltaKind(NamedTuple):
@@ -72,6 +73,8 @@ class ExpertsKind(NamedTuple):
     groups: int = 1  # of experts, side by side, of which a token passes experts of top_groups
     top_groups: int = 1
     shared: int = 0  # size of an expert that all tokens pass; 0: there is none
+    bias: bool = False  # of the router and of each expert's maps
+    clamp: tuple[float, float] | None = None  # alpha, limit: see `experts.clamped`
 
 
 class LayerKind(NamedTuple):
@@ -267,11 +270,18 @@ class Attend(Protocol):
     """Attention belongs to the caller: the model knows no segments, prefixes, caches or slots.
 
     Shapes: query [*B, Q, heads, head_dim]; key, value [*B, Q, kv_heads, head_dim], rotated by
-    position. What is returned with the output [*B, Q, heads, head_dim] is the layer's new memory.
+    position; sinks [heads], of a kind that has them. What is returned with the output
+    [*B, Q, heads, head_dim] is the layer's new memory.
     """
 
     def __call__(
-        self, query: Array, key: Array, value: Array, memory: Any, kind: AttentionKind
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        memory: Any,
+        kind: AttentionKind,
+        sinks: Array | None = None,
     ) -> tuple[Array, Any]: ...
 
 

@@ -45,6 +45,7 @@ from jaxgrpo.models.kernels.plain import (
     take_per_bin,
     ungrouped,
     visible,
+    with_sinks,
 )
 from jaxgrpo.models.kernels.plain import attention as attention
 
@@ -55,10 +56,10 @@ def causal(position: Array, valid: Array) -> Attend:
     Shapes: position, valid [*B, Q]. The memory it returns is KeyValue of this layer.
     """
 
-    def attend(query, key, value, memory, kind: AttentionKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         del memory
         sight = Sight(position, None, (Keys(position, valid),))
-        return attended(query, key, value, sight, kind), KeyValue(key, value)
+        return attended(query, key, value, sight, kind, sinks), KeyValue(key, value)
 
     return attend
 
@@ -83,7 +84,7 @@ def rows_with_prefix(
     if alone is not None:  # before the prompt: only distances within a segment count
         position = jnp.where(alone, position - BEFORE, position)
 
-    def attend(query, key, value, memory: KeyValue, kind: AttentionKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         prefix = KeyValue(*(take_per_bin(leaf, row_prompt) for leaf in memory))
         prefix_position = jnp.arange(prefix.key.shape[2])
         real = prefix_position < length[..., None]  # [D, R, S]
@@ -92,7 +93,8 @@ def rows_with_prefix(
             for pair in zip(prefix, KeyValue(key, value), strict=True)
         )
         key_sets = (Keys(prefix_position, real), Keys(position, segment=segment))
-        return attended(query, keys, values, Sight(position, segment, key_sets), kind), None
+        sight = Sight(position, segment, key_sets)
+        return attended(query, keys, values, sight, kind, sinks), None
 
     return attend
 
@@ -222,7 +224,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
     many of its tokens are real (0: nothing is written).
     """
 
-    def attend(query, key, value, memory: Cache | Lines, kind: AttentionKind):
+    def attend(query, key, value, memory: Cache | Lines, kind: AttentionKind, sinks=None):
         width = query.shape[2]
         offset = jnp.arange(width)
         real = offset < length[..., None]  # [D, R, W]
@@ -243,7 +245,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
         rows = _rows(cache, row)
         position = start[..., None] + offset
         sight = Sight(position, None, (Keys(jnp.arange(rows.value.shape[-2])),))
-        return over_cache(query, rows, sight, kind), cache
+        return over_cache(query, rows, sight, kind, sinks), cache
 
     return attend
 
@@ -276,7 +278,7 @@ def slot_chunk(pieces: Pieces, length: Array, clock: Array) -> Attend:
     behind_prompt = take_per_bin(length, pieces.row)[..., None]  # [D, R, 1]
     before = pieces.start[..., None]
 
-    def attend(query, key, value, memory: tuple[Any, Any], kind: AttentionKind):
+    def attend(query, key, value, memory: tuple[Any, Any], kind: AttentionKind, sinks=None):
         prompts, slots = memory
         offset = jnp.arange(query.shape[2])
         dtype = slots.value.dtype if isinstance(slots, Lines) else slots.recent.value.dtype
@@ -297,7 +299,7 @@ def slot_chunk(pieces: Pieces, length: Array, clock: Array) -> Attend:
             Keys(behind_prompt + number, (number >= 0) & (number < before)),
             Keys(position, offset < pieces.size[..., None]),
         )
-        out = over_cache(query, joined_cache, Sight(position, None, key_sets), kind)
+        out = over_cache(query, joined_cache, Sight(position, None, key_sets), kind, sinks)
         return out, (prompts, with_chunk(slots, pieces.slot, chunk_cache, begin, pieces.size))
 
     return attend
@@ -319,7 +321,7 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
     """
     longest = index.max()
 
-    def attend(query, key, value, memory: tuple[Cache, Ring], kind: AttentionKind):
+    def attend(query, key, value, memory: tuple[Cache, Ring], kind: AttentionKind, sinks=None):
         prefix, ring = memory
         slot_shape = (-1, *key.shape[3:])
         ring = written(ring, clock, key.reshape(slot_shape), value.reshape(slot_shape))
@@ -346,7 +348,8 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
             Partial(*(leaf.reshape(*index.shape, *leaf.shape[1:]) for leaf in part))
             for part in parts
         ]
-        parts.append(_attend_to_prompts(grouped_query, prefix, index, length, sharing, kind))
+        of_prompts = _attend_to_prompts(grouped_query, prefix, index, length, sharing, kind)
+        parts.append(with_sinks(of_prompts, sinks))
         return ungrouped(joined(parts), query), (prefix, ring)
 
     return attend
@@ -382,8 +385,8 @@ def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding
         )
         return out.reshape(query.shape), (memory[0], slots)
 
-    def attend(query, key, value, memory: tuple[Lines, Lines], kind: AttentionKind):
-        del kind
+    def attend(query, key, value, memory: tuple[Lines, Lines], kind: AttentionKind, sinks=None):
+        del kind, sinks
         arguments = query, key, value, memory, index, length, place, sharing.slot
         if mesh is None:
             return attend_bins(*arguments)

@@ -45,7 +45,7 @@ class Block(nnx.Module):
         if isinstance(mixer, DeltaKind):
             self.delta: GatedDelta = GatedDelta(config, mixer, rngs)
         else:
-            self.attention: Attention = Attention(config, rngs)
+            self.attention: Attention = Attention(config, mixer, rngs)
         if isinstance(feed, ExpertsKind):
             self.experts: Experts = Experts(config, feed, rngs)
         else:

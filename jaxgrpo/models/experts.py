@@ -34,17 +34,22 @@ class Router(nnx.Module):
     def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
         sizes = {"embed": config.hidden_size, "router": kind.number}
         self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config, rngs)
-        self.correction: nnx.Param[Array] | None = None
-        if kind.scores == "sigmoid":
-            zeros = jnp.zeros(kind.number, jnp.promote_types(config.dtype, jnp.float32))
-            self.correction = nnx.Param(zeros, axes=("router",))
+        bias = jnp.zeros(kind.number, config.dtype)
+        self.bias: nnx.Param[Array] | None = (
+            nnx.Param(bias, axes=("router",)) if kind.bias else None
+        )
+        zeros = jnp.zeros(kind.number, jnp.promote_types(config.dtype, jnp.float32))
+        self.correction: nnx.Param[Array] | None = (
+            nnx.Param(zeros, axes=("router",)) if kind.scores == "sigmoid" else None
+        )
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B experts"]:
         """The scores before softmax or sigmoid."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
         kernel = self.kernel[...].astype(wide)
         # By default a TPU multiplies float32 in bfloat16, and would choose other experts.
-        return jnp.tensordot(x.astype(wide), kernel, axes=1, precision="highest")
+        logits = jnp.tensordot(x.astype(wide), kernel, axes=1, precision="highest")
+        return logits if self.bias is None else logits + self.bias[...].astype(wide)
 
     def choice(
         self, scores: Float[Array, "*B experts"], kind: ExpertsKind
@@ -66,18 +71,22 @@ class Router(nnx.Module):
 
 
 class ExpertMap(nnx.Module):
-    """A linear map of each expert: kernel [experts, inputs, outputs]."""
+    """A linear map of each expert: kernel [experts, inputs, outputs], bias [experts, outputs]."""
 
     def __init__(
         self,
         inputs: dict[str, int],
         outputs: dict[str, int],
-        number: int,
+        kind: ExpertsKind,
         config: ModelConfig,
         rngs: nnx.Rngs,
     ):
-        sizes = {"experts": number, **inputs, **outputs}
+        sizes = {"experts": kind.number, **inputs, **outputs}
         self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config, rngs)
+        zeros = jnp.zeros((kind.number, *outputs.values()), config.dtype)
+        self.bias: nnx.Param[Array] | None = (
+            nnx.Param(zeros, axes=("experts", *outputs)) if kind.bias else None
+        )
 
 
 class Experts(nnx.Module):
@@ -88,11 +97,11 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
-        embed, mlp, number = {"embed": config.hidden_size}, {"mlp": kind.size}, kind.number
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": kind.size}
         self.router: Router = Router(config, kind, rngs)
-        self.gate: ExpertMap = ExpertMap(embed, mlp, number, config, rngs)
-        self.up: ExpertMap = ExpertMap(embed, mlp, number, config, rngs)
-        self.down: ExpertMap = ExpertMap(mlp, embed, number, config, rngs)
+        self.gate: ExpertMap = ExpertMap(embed, mlp, kind, config, rngs)
+        self.up: ExpertMap = ExpertMap(embed, mlp, kind, config, rngs)
+        self.down: ExpertMap = ExpertMap(mlp, embed, kind, config, rngs)
         self.shared: FeedForward | None = (
             FeedForward(config, kind.shared, rngs) if kind.shared else None
         )
@@ -109,19 +118,38 @@ class Experts(nnx.Module):
             gates = gates / (gates.sum(-1, keepdims=True) + (0.0 if is_softmax else TINY))
         gates = gates if kind.scale == 1.0 else gates * kind.scale
         names = (*("bins", *["rows"] * (x.ndim - 3), "sequence")[: x.ndim - 1], None)
-        mix = functools.partial(mixed, ACTIVATIONS[self.activation], kind.number)
+        if kind.clamp is None:
+            combine = functools.partial(gated, ACTIVATIONS[self.activation])
+        else:
+            combine = functools.partial(clamped, *kind.clamp)
+        mix = functools.partial(mixed, combine, kind.number)
         tokens = (x, names), (experts, names), (gates.astype(x.dtype), names)
         weights = (
             (self.gate.kernel[...], (None, None, "mlp")),
             (self.up.kernel[...], (None, None, "mlp")),
             (self.down.kernel[...], (None, "mlp", None)),
+            *((each.bias[...], (None, "mlp")) for each in (self.gate, self.up) if each.bias),
         )
         mixed_tokens = spread(mix, tokens, weights)
+        if self.down.bias is not None:  # once, and not by each device that has a part of mlp
+            biases = self.down.bias[...][experts] * gates[..., None]
+            mixed_tokens += biases.sum(-2).astype(x.dtype)
         return mixed_tokens if self.shared is None else mixed_tokens + self.shared(x), memory
 
 
+def gated(activation: Any, gate: Array, up: Array) -> Array:
+    """activation(gate) * up."""
+    return activation(gate) * up
+
+
+def clamped(alpha: float, limit: float, gate: Array, up: Array) -> Array:
+    """gate * sigmoid(alpha gate) * (up + 1), with gate at most the limit and up within it."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
 def mixed(
-    activation: Any,
+    combine: Any,
     number: int,
     x: Float[Array, "*B E"],
     experts: Int[Array, "*B k"],
@@ -129,6 +157,8 @@ def mixed(
     gate: Float[Array, "experts E M"],
     up: Float[Array, "experts E M"],
     down: Float[Array, "experts M E"],
+    gate_bias: Float[Array, "experts M"] | None = None,
+    up_bias: Float[Array, "experts M"] | None = None,
 ) -> Float[Array, "*B E"]:
     """What the experts give for the tokens, times their gates and summed."""
     k, flat = experts.shape[-1], experts.reshape(-1)
@@ -136,8 +166,11 @@ def mixed(
     inverse = jnp.argsort(order)
     sizes = jnp.bincount(flat, length=number)
     rows = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), k, axis=0), order, inverse)
-    inner = activation(grouped(rows, gate, sizes)) * grouped(rows, up, sizes)
-    out = permuted(grouped(inner, down, sizes), inverse, order)
+    halves = []
+    for kernel, bias in ((gate, gate_bias), (up, up_bias)):
+        half = grouped(rows, kernel, sizes)
+        halves.append(half if bias is None else half + bias.astype(half.dtype)[flat[order]])
+    out = permuted(grouped(combine(*halves), down, sizes), inverse, order)
     out = out.reshape(-1, k, x.shape[-1]) * gates.reshape(-1, k, 1)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return out.sum(1, dtype=wide).astype(x.dtype).reshape(x.shape)

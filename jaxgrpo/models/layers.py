@@ -324,7 +324,7 @@ class Attention(nnx.Module):
     `config.attention_gate` a head of the query's map is a query and then a gate.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: AttentionKind, rngs: nnx.Rngs):
         embed = {"embed": config.hidden_size}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
@@ -337,6 +337,10 @@ class Attention(nnx.Module):
         self.out: Dense = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
         self.query_norm: Norm = _head_norm(heads, config)
         self.key_norm: Norm = _head_norm(kv_heads, config)
+        zeros = jnp.zeros(config.num_heads, config.dtype)
+        self.sinks: nnx.Param[Array] | None = (
+            nnx.Param(zeros, axes=("heads",)) if kind.sinks else None
+        )
         scale = config.query_scale
         self.scale: float = config.head_dim**-0.5 if scale is None else scale
 
@@ -347,7 +351,8 @@ class Attention(nnx.Module):
         query, *gate = jnp.split(query, 1 + self.is_gated, axis=-1)
         query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles, self.scale), rotate(key, angles)
-        out, memory = attend(query, key, value, memory, kind)
+        sinks = () if self.sinks is None else (self.sinks[...],)
+        out, memory = attend(query, key, value, memory, kind, *sinks)
         return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out), memory
 
 

@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
 }
 """What is adapted, by the family; everything in the others."""
+ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+"""Of families with experts, whose maps have no adapters."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The fields of adapter_config.json that must be there."""
 
@@ -60,7 +62,8 @@ def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     theirs = checkpoints.saved(checkpoints.transformers_config(request.param), folder / "base")
     without = checkpoints.transformers_logits(theirs, *BATCH)
-    options = OPTIONS.get(request.param, {"target_modules": "all-linear"})
+    everything = ATTENTION if FAMILIES[request.param].experts else {"target_modules": "all-linear"}
+    options = OPTIONS.get(request.param, everything)
     wrapped = checkpoints.peft_model(theirs, folder / "adapter", **options)
     model, params = jaxgrpo.load_model(folder / "base", adapter=folder / "adapter")
     adapter, base = lora.split(params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 
 import checkpoints
@@ -57,16 +58,16 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
 
 
 def test_no_array_has_all_tokens_at_all_experts():
-    """Rows of 4 tokens at 2 of 6 experts are 8, and not 24."""
+    """9 tokens at 2 of 6 experts are 18 rows, and not 54."""
     model = build(CONFIG)
     program = jax.jit(functools.partial(tiny.whole_logps.__wrapped__, CONFIG)).lower(
-        model.shapes, tiny.rollouts(np.zeros((1, 1)), 4, 4)
+        model.shapes, tiny.rollouts(np.zeros((1, 1)), 5, 4)
     )
     text = program.compile().as_text()
-    tokens = 4 + 4
-    assert re.search(rf"\[{tokens * FEED.top_k},32\]", text)
-    assert not re.search(rf"\[{FEED.number},{tokens},(32|16)\]", text)
-    assert not re.search(rf"\[{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
+    tokens = 5 + 4
+    assert re.search(rf"[\[,]{tokens * FEED.top_k},32\]", text)
+    assert not re.search(rf"[\[,]{FEED.number},{tokens},(32|16)\]", text)
+    assert not re.search(rf"[\[,]{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
 
 
 def test_a_token_works_with_its_experts_and_all_are_held():
@@ -155,6 +156,44 @@ def test_fused_experts_with_other_axes_are_refused_by_their_shape(folder, tmp_pa
 
     path = edited(folder, tmp_path / "turned", turned)
     with pytest.raises(InputError, match=r"gate_up_proj has shape \(6, 32, 48\).*\(6, 48, 32\)"):
+        jaxgrpo.load_model(path)
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path):
+    """And written as bfloat16, which config.json then says."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+    fields = checkpoints.config_fields("gpt_oss", **sizes, layer_types=[checkpoints.FULL])
+    checkpoints.redrawn(fields, tmp_path / "plain")
+    rng, unpacked = np.random.default_rng(0), {}
+
+    def packed(tensors):
+        rest = dict(tensors)
+        for name in ("gate_up_proj", "down_proj"):
+            full = f"model.layers.0.mlp.experts.{name}"
+            number, inputs, outputs = rest.pop(full).shape
+            blocks = rng.integers(0, 256, (number, outputs, inputs // 32, 16)).astype(np.uint8)
+            scales = rng.integers(120, 130, blocks.shape[:-1]).astype(np.uint8)
+            rest |= {full + "_blocks": blocks, full + "_scales": scales}
+            whole = convert_moe_packed_tensors(*map(torch.as_tensor, (blocks, scales)))
+            unpacked[full] = whole.float().numpy()
+        return rest
+
+    path = edited(tmp_path / "plain", tmp_path / "packed", packed)
+    fields |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    (path / "config.json").write_text(json.dumps(fields))
+    model, params = jaxgrpo.load_model(path)
+    jaxgrpo.save_model(model, params, tmp_path / "ours")
+    written = load_file(tmp_path / "ours/model.safetensors")
+    for name, tensor in unpacked.items():
+        np.testing.assert_array_equal(written[name], tensor)
+    assert "quantization_config" not in json.loads((tmp_path / "ours/config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps(fields | {"quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(InputError, match="only mxfp4 is read"):
         jaxgrpo.load_model(path)
 
 

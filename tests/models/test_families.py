@@ -67,3 +67,30 @@ def test_an_export_is_the_checkpoint_bit_for_bit(case, tmp_path):
     assert expected.keys() == exported.keys()
     assert all((expected[name] == exported[name]).all() for name in expected)
     np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), case.expected)
+
+
+def test_gradients_of_experts_and_routers_are_those_of_transformers(tmp_path):
+    """Of the mean square of all logits."""
+    import torch
+
+    theirs = checkpoints.saved(checkpoints.transformers_config("qwen3_moe"), tmp_path)
+    model, params = jaxgrpo.load_model(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, checkpoints.VOCAB, (2, checkpoints.LENGTH))
+
+    def loss(params):
+        return (jaxgrpo.logits(model, params, tokens, np.ones_like(tokens)) ** 2).mean()
+
+    layer = jax.jit(jax.grad(loss))(params)["blocks"]["0"]["experts"]
+    (theirs(torch.as_tensor(tokens)).logits ** 2).mean().backward()
+    block = theirs.model.layers[0].mlp
+    size = layer["gate"]["kernel"].shape[-1]
+    gate_up = block.experts.gate_up_proj.grad.numpy().swapaxes(1, 2)
+    expected = {
+        "gate": gate_up[..., :size],
+        "up": gate_up[..., size:],
+        "down": block.experts.down_proj.grad.numpy().swapaxes(1, 2),
+        "router": block.gate.weight.grad.numpy().T,
+    }
+    for name, gradient in expected.items():
+        error = np.linalg.norm(layer[name]["kernel"][0] - gradient)
+        assert error < 2e-4 * np.linalg.norm(gradient), name

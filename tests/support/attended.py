@@ -83,7 +83,9 @@ def mask_of_rows(packed: Packed, kind: AttentionKind) -> np.ndarray:
     return mask
 
 
-def formula(query: Array, key: Array, value: Array, mask, soft_cap: float | None) -> Array:
+def formula(
+    query: Array, key: Array, value: Array, mask, soft_cap: float | None, sinks=None
+) -> Array:
     """softmax(scores) value as it is written in a book. Shapes: see `models.attention`."""
     shared = query.shape[-2] // key.shape[-2]
     key, value = (jnp.repeat(leaf, shared, axis=-2) for leaf in (key, value))
@@ -91,7 +93,10 @@ def formula(query: Array, key: Array, value: Array, mask, soft_cap: float | None
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(mask[..., None, :, :], scores, -1e30)
-    weight = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:  # one more key, whose value is 0
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weight = jax.nn.softmax(scores, axis=-1)[..., : key.shape[-3]]
     return jnp.einsum("...hqn,...nhd->...qhd", weight, value, precision="highest")
 
 

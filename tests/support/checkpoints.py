@@ -123,6 +123,13 @@ RICH: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "attention_bias": True,
     },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
     "olmo2": {
         "attention_bias": True,

@@ -200,10 +200,10 @@ def by_formula(model: Model, params: Params, tokens: np.ndarray, mask: np.ndarra
     at = np.arange(tokens.shape[1])
     position = np.broadcast_to(at, tokens.shape)
 
-    def attend(query: Array, key: Array, value: Array, memory: None, kind: AttentionKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         ago = at[:, None] - at
         visible = (ago >= 0) & (ago < (kind.window or len(at)))
-        return attended.formula(query, key, value, visible, kind.soft_cap), memory
+        return attended.formula(query, key, value, visible, kind.soft_cap, sinks), memory
 
     def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
         real, start = jnp.ones(tokens.shape, bool), recurrence.first_state(inputs)

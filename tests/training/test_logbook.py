@@ -119,6 +119,7 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     logged |= set(re.findall(r'"((?:turns|tools|environment)/\w+)"', inspect.getsource(dialogue)))
     logged |= {f"calls/{name}" for name in ENDINGS}
     logged.add("sampling/interrupted")  # of texts that are forced: test_interruption.py
+    logged |= {f"routing/{name}" for name in ("load", "dead", "rerouted")}  # of experts
     logged.add("sampling/stopped")  # of samples that are ended: test_warmup_runs.py
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
     patterns = documented(repository)

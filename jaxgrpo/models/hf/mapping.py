@@ -25,6 +25,7 @@ LEAVES: Mapping[str, tuple[str, int | None]] = {
     "scale": ("weight", 0),
     "kernel": ("weight", 1),
     "bias": ("bias", 0),
+    "sinks": ("sinks", 0),
     "correction": ("e_score_correction_bias", 0),
     "lora_a": ("lora_A.weight", 1),
     "lora_b": ("lora_B.weight", 1),
@@ -70,6 +71,11 @@ class Names(Protocol):
         ...
 
     @property
+    def interleaves_experts(self) -> bool:
+        """Whether experts are always fused, each with its inputs first and outputs in turn."""
+        ...
+
+    @property
     def tied_head(self) -> tuple[str, str]:
         """The head's tensor and the embedding's: a tied checkpoint may hold it a second time."""
         ...
@@ -90,6 +96,7 @@ class Entry(NamedTuple):
     rows: tuple[int, int]  # of the tensor's first dimension, those that are ours
     hf_shape: tuple[int, ...]  # of the whole tensor
     expert: int | None = None  # of a tensor [experts, rows, columns]; None: it has no experts
+    turn: tuple[int, int] = (0, 1)  # of the last dimension's entries: the first, and to the next
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -128,12 +135,14 @@ def _leaf_entries(
     has_experts = path[start:].rpartition("/")[0] in family.experts
     leading = stacked + has_experts
     layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
-    fused = config.fused_experts
+    fused = config.fused_experts or family.interleaves_experts
     entry = _tensor(family, path[:start], path[start:], layer_shapes, fused)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
         return [entry]
+    if has_experts and family.interleaves_experts:
+        entry = _interleaved(family, path[start:], entry, layer_shapes[path])
     width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
     first = int(parts[1]) + begin.get(parts[0], config.num_layers - config.num_rest)
     number = leaves[path][stacked] if has_experts else 1
@@ -149,6 +158,20 @@ def _leaf_entries(
 
     periods = range(config.periods if stacked else 1)
     return [at(period, expert) for period in periods for expert in range(number)]
+
+
+def _interleaved(family: Names, path: str, entry: Entry, shape: tuple[int, ...]) -> Entry:
+    """The entry of a map whose outputs take turns with those of the others in its tensor."""
+    module, _, leaf = path.rpartition("/")
+    name, modules = next(pair for pair in family.fused_experts.items() if module in pair[1])
+    matrix = (*shape[:-1], shape[-1] * len(modules))
+    return entry._replace(
+        name=name if leaf == "kernel" else f"{name}_{leaf}",
+        inputs=None,
+        rows=(0, matrix[0]),
+        hf_shape=matrix,
+        turn=(modules.index(module), len(modules)),
+    )
 
 
 def _tensor(
@@ -194,7 +217,7 @@ def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict
         for entry in leaf_entries:
             parts_by_name.setdefault(entry.name, []).append((leaf, entry))
     return {
-        name: sorted(parts, key=lambda part: (part[1].expert or 0, part[1].rows))
+        name: sorted(parts, key=lambda part: (part[1].expert or 0, part[1].rows, part[1].turn))
         for name, parts in parts_by_name.items()
     }
 
@@ -219,8 +242,10 @@ def pieces(entry: Entry, box: Box, limit: int) -> Iterator[tuple[Box, tuple[slic
         return
     (first, last, _), *columns = ranges
     rows = slice(entry.rows[0] + first, entry.rows[0] + last)
-    where = (rows, *(slice(start, stop) for start, stop, _ in columns))
-    yield box, where if entry.expert is None else (entry.expert, *where)
+    where = [rows, *(slice(start, stop) for start, stop, _ in columns)]
+    _, step = entry.turn
+    where[-1] = slice(where[-1].start * step, where[-1].stop * step)
+    yield box, (*where,) if entry.expert is None else (entry.expert, *where)
 
 
 def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
@@ -239,6 +264,8 @@ def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = No
     Args:
       shape: ours, of the piece; None: of the whole entry.
     """
+    first, step = entry.turn
+    tensor = tensor[..., first::step] if step > 1 else tensor
     turns = entry.inputs is not None and entry.inputs >= 0
     return (tensor.T if turns else tensor).reshape(shape or entry.shape)
 

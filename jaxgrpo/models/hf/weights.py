@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
-from jaxgrpo.models.hf import mapping
+from jaxgrpo.models.hf import mapping, mxfp4
 from jaxgrpo.models.hf.mapping import Box, Entry
 from jaxgrpo.models.sharding import to_host
 
@@ -73,7 +73,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
             names = (name for name in shard.keys() if not name.endswith(COMPUTED))  # noqa: SIM118
             files.update(dict.fromkeys(names, shard))
-        yield files
+        yield mxfp4.unpacked(files)
 
 
 def has_tensor(folder: Path, ending: str) -> bool:
@@ -367,7 +367,10 @@ def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
         return mapping.to_hf(entry, to_host(array))
 
     def joined(parts: Iterable[tuple[Any, Entry]]) -> np.ndarray:
+        parts = [*parts]
         row_blocks = [rows(leaf, entry) for leaf, entry in parts]
+        if parts[0][1].turn[1] > 1:
+            return np.stack(row_blocks, axis=-1).reshape(parts[0][1].matrix)
         return np.concatenate(row_blocks) if len(row_blocks) > 1 else row_blocks[0]
 
     experts = [joined(group) for _, group in itertools.groupby(parts, lambda p: p[1].expert)]

@@ -53,6 +53,8 @@ def refusals(
         problems.append(f"head_dim = {config.head_dim}: it takes multiples of 8 up to {widest}")
     if any(kind.soft_cap is not None for kind in config.attention):
         problems.append("soft-capped scores: it has none")
+    if any(kind.sinks for kind in config.attention):
+        problems.append("sinks: it has none")
     if samples_per_row is None:
         problems.append(
             "rows of any samples: their number must be bounded, and each see its prompt"
@@ -99,7 +101,7 @@ def causal(position: Array, valid: Array, *, sequences: Sequences = sequences) -
     `attention.causal`.
     """
 
-    def attend(query, key, value, memory, kind: AttentionKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         del memory
         _check(kind)
         place = jnp.arange(query.shape[-3])
@@ -130,7 +132,7 @@ def rows_with_prefix(
     real = segment > 0
     row_length = real.sum(-1, dtype=jnp.int32)
 
-    def attend(query, key, value, memory: KeyValue, kind: AttentionKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         _check(kind)
         width = query.shape[-3]
         place = jnp.arange(width)
@@ -152,9 +154,9 @@ def rows_with_prefix(
 
 
 def _check(kind: AttentionKind) -> None:
-    if kind.soft_cap is not None:
+    if kind.soft_cap is not None or kind.sinks:
         raise NotImplementedError(
-            f"cuDNN has no soft cap of scores, and {kind} has: choose the kernel by "
+            f"cuDNN has no soft cap of scores and no sinks, and {kind} has: choose the kernel by "
             "models.attention.choose_kernel, which refuses it"
         )
 

@@ -65,6 +65,8 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
         problems.append("windows: the samples of a group would see their prompt from other tokens")
     if any(kind.soft_cap is not None for kind in config.attention):
         problems.append("soft-capped scores: it has none")
+    if any(kind.sinks for kind in config.attention):
+        problems.append("sinks: it has none")
     return problems
 
 

@@ -77,15 +77,22 @@ def visible(query_position: Array, key_position: Array, kind: AttentionKind) -> 
     return mask if kind.window is None else mask & (distance < kind.window)
 
 
-def attended(query: Array, key: Array, value: Array, sight: Sight, kind: AttentionKind) -> Array:
+def attended(
+    query: Array,
+    key: Array,
+    value: Array,
+    sight: Sight,
+    kind: AttentionKind,
+    sinks: Array | None = None,
+) -> Array:
     """softmax(scores) value over the keys that each query sees; the query comes scaled.
 
-    Shapes: query [*B, Q, heads, head_dim]; key, value [*B, N, kv_heads, head_dim].
+    Shapes: query [*B, Q, heads, head_dim]; key, value [*B, N, kv_heads, head_dim]; sinks [heads].
     """
     size = block_size(query, key.shape[-3])
     if size == query.shape[-3]:
-        return attention(query, key, value, make_mask(sight, kind), kind.soft_cap)
-    return attention_in_blocks(query, key, value, sight, kind, size)
+        return attention(query, key, value, make_mask(sight, kind), kind.soft_cap, sinks)
+    return attention_in_blocks(query, key, value, sight, kind, size, sinks)
 
 
 def block_size(query: Shaped, columns: int) -> int:
@@ -104,7 +111,12 @@ def block_size(query: Shaped, columns: int) -> int:
 
 @custom_vjp(4)
 def attention(
-    query: Array, key: Array, value: Array, mask: Array, soft_cap: float | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """softmax(scores) value over the keys that `mask` shows; the query comes scaled.
 
@@ -115,26 +127,40 @@ def attention(
 
         d s = p (g v^T - sum(g o)),    times 1 - (s / c)^2 with a soft cap
 
+    Sinks are a score more for each head, of a key whose value is 0: softmax is over it too, and
+
+        d sink = -exp(sink - log-sum-exp) sum(g o), summed over queries
+
     A query that sees no key gets finite garbage, and no gradient if its cotangent is 0.
 
     Shapes: query [*B, Q, heads, head_dim]; key, value [*B, N, kv_heads, head_dim]; mask
     [*B, Q, N]. Products and softmax in at least float32. Only reverse mode, once.
     Source: the backward pass of FlashAttention, arXiv 2205.14135, algorithm 4.
     """
-    return _attention(query, key, value, mask, soft_cap)[0]
+    return _attention(query, key, value, mask, soft_cap, sinks)[0]
 
 
-def _attention(query: Array, key: Array, value: Array, mask: Array, soft_cap: float | None):
-    out, total = _forward(query, heads_first(key, value), mask, soft_cap)
+def _attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array,
+    soft_cap: float | None,
+    sinks: Array | None,
+):
+    out, total = _forward(query, heads_first(key, value), mask, soft_cap, sinks)
     out, total = checkpoint_name(out, SAVED), checkpoint_name(total, SAVED)
-    return out, (query, key, value, mask, out, total)
+    return out, (query, key, value, mask, out, total, sinks)
 
 
 def _attention_backward(soft_cap: float | None, saved: tuple[Array, ...], cotangent: Array):
-    query, key, value, mask, out, total = saved
+    query, key, value, mask, out, total, sinks = saved
     cache = heads_first(key, value)
-    d_query, *d_cache = _backward(query, cache, mask, out, total, cotangent, soft_cap)
-    return d_query, *(_from_heads_first(leaf, key.dtype) for leaf in d_cache), None
+    d_query, d_cache, d_sinks = _backward(
+        query, cache, mask, out, total, cotangent, soft_cap, sinks
+    )
+    d_cache = (_from_heads_first(leaf, key.dtype) for leaf in d_cache)
+    return d_query, *d_cache, None, _narrow(d_sinks, sinks)
 
 
 attention.defvjp(_attention, _attention_backward)
@@ -142,59 +168,88 @@ attention.defvjp(_attention, _attention_backward)
 
 @custom_vjp(4, 5)
 def attention_in_blocks(
-    query: Array, key: Array, value: Array, sight: Sight, kind: AttentionKind, size: int
+    query: Array,
+    key: Array,
+    value: Array,
+    sight: Sight,
+    kind: AttentionKind,
+    size: int,
+    sinks: Array | None = None,
 ) -> Array:
     """`attention` of `size` queries at a time: no array [Q, N] is ever whole.
 
     The gradients of keys and values are summed over the blocks in at least float32. Shapes and
     all else as in `attention` and `Sight`.
     """
-    return _in_blocks(query, key, value, sight, kind, size)[0]
+    return _in_blocks(query, key, value, sight, kind, size, sinks)[0]
 
 
 def _in_blocks(
-    query: Array, key: Array, value: Array, sight: Sight, kind: AttentionKind, size: int
+    query: Array,
+    key: Array,
+    value: Array,
+    sight: Sight,
+    kind: AttentionKind,
+    size: int,
+    sinks: Array | None,
 ):
-    out, total = _forward_in_blocks(query, heads_first(key, value), sight, kind, size)
+    out, total = _forward_in_blocks(query, heads_first(key, value), sight, kind, size, sinks)
     out, total = checkpoint_name(out, SAVED), checkpoint_name(total, SAVED)
-    return out, (query, key, value, sight, out, total)
+    return out, (query, key, value, sight, out, total, sinks)
 
 
 def _in_blocks_backward(kind: AttentionKind, size: int, saved: tuple, cotangent: Array):
-    query, key, value, sight, out, total = saved
+    query, key, value, sight, out, total, sinks = saved
     cache = heads_first(key, value)
 
-    def add(sums: tuple[Array, Array], block: tuple):
+    def add(sums: Any, block: tuple):
         query, out, cotangent, asking, total = block
         query, mask = _with_mask(query, asking, sight, kind)
-        d_query, *d_cache = _backward(query, cache, mask, out, total, cotangent, kind.soft_cap)
-        return (sums[0] + d_cache[0], sums[1] + d_cache[1]), d_query
+        d_query, *others = _backward(
+            query, cache, mask, out, total, cotangent, kind.soft_cap, sinks
+        )
+        return jax.tree.map(jnp.add, sums, others), d_query
 
     zeros = jnp.zeros(cache.value.shape, total.dtype)  # of keys too: not turned
+    no_sinks = None if sinks is None else jnp.zeros(sinks.shape, total.dtype)
     blocks = (*(_blocks(leaf, size, -3) for leaf in (query, out, cotangent)), _asking(sight, size))
-    d_cache, d_query = jax.lax.scan(add, (zeros, zeros), (*blocks, total))
+    first = [(zeros, zeros), no_sinks]
+    (d_cache, d_sinks), d_query = jax.lax.scan(add, first, (*blocks, total))
     d_cache = (_from_heads_first(leaf, key.dtype) for leaf in d_cache)
-    return _unblocked(d_query, query), *d_cache, None
+    return _unblocked(d_query, query), *d_cache, None, _narrow(d_sinks, sinks)
+
+
+def _narrow(gradient: Array | None, sinks: Array | None) -> Array | None:
+    return None if gradient is None or sinks is None else gradient.astype(sinks.dtype)
 
 
 attention_in_blocks.defvjp(_in_blocks, _in_blocks_backward)
 
 
-def over_cache(query: Array, cache: Cache, sight: Sight, kind: AttentionKind) -> Array:
+def over_cache(
+    query: Array, cache: Cache, sight: Sight, kind: AttentionKind, sinks: Array | None = None
+) -> Array:
     """`attended` over the columns of a cache. Shapes: query [*B, Q, heads, head_dim]. No gradient
     is meant to be taken."""
     size = block_size(query, cache.value.shape[-2])
     if size == query.shape[-3]:
-        return _forward(query, cache, make_mask(sight, kind), kind.soft_cap)[0]
-    return _forward_in_blocks(query, cache, sight, kind, size)[0]
+        return _forward(query, cache, make_mask(sight, kind), kind.soft_cap, sinks)[0]
+    return _forward_in_blocks(query, cache, sight, kind, size, sinks)[0]
 
 
-def _forward_in_blocks(query: Array, cache: Cache, sight: Sight, kind: AttentionKind, size: int):
+def _forward_in_blocks(
+    query: Array,
+    cache: Cache,
+    sight: Sight,
+    kind: AttentionKind,
+    size: int,
+    sinks: Array | None,
+):
     """Output, as the query, and the blocks' log-sum-exps [blocks, ..., size]."""
 
     def attend_block(block: tuple):
         query, mask = _with_mask(block[0], block[1], sight, kind)
-        return _forward(query, cache, mask, kind.soft_cap)
+        return _forward(query, cache, mask, kind.soft_cap, sinks)
 
     out, total = jax.lax.map(attend_block, (_blocks(query, size, -3), _asking(sight, size)))
     return _unblocked(out, query), total
@@ -240,9 +295,10 @@ def _unblocked(blocks: Array, like: Array) -> Array:
     return leaf[..., : like.shape[-3], :, :]
 
 
-def _forward(query: Array, cache: Cache, mask: Array, soft_cap: float | None):
+def _forward(query: Array, cache: Cache, mask: Array, soft_cap: float | None, sinks: Array | None):
     """Output, as the query, and log-sum-exp [*B, kv_heads, shared, Q]."""
     part = partial_over(grouped(query, cache), cache, mask[..., None, None, :, :], soft_cap)
+    part = with_sinks(part, sinks)
     out = ungrouped(part.value / part.total[..., None], query)
     return out, part.highest + jnp.log(part.total)
 
@@ -255,8 +311,10 @@ def _backward(
     total: Array,
     cotangent: Array,
     soft_cap: float | None,
-) -> tuple[Array, Array, Array]:
-    """Gradients: of the queries, and [*B, kv_heads, N, head_dim] of keys and values, unrounded."""
+    sinks: Array | None,
+) -> tuple[Array, tuple[Array, Array], Array | None]:
+    """Gradients: of the queries, [*B, kv_heads, N, head_dim] of keys and values, of sinks; the
+    last ones unrounded."""
     grouped_query, slope = grouped(query, cache), grouped(cotangent, cache)
     dtype = total.dtype
     einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -276,7 +334,11 @@ def _backward(
     d_query = einsum("...cn,...hn->...ch", change, cache.key).reshape(grouped_query.shape)
     d_key = einsum("...cn,...ch->...nh", change, flat)
     d_value = einsum("...cn,...ch->...nh", weight, flat_slope)
-    return ungrouped(d_query, query), d_key, d_value
+    d_sinks = None
+    if sinks is not None:
+        sink_weight = jnp.exp(sinks.astype(dtype).reshape(*total.shape[-3:-1], 1) - total)
+        d_sinks = -(sink_weight * delta).sum((*range(total.ndim - 3), -1)).reshape(-1)
+    return ungrouped(d_query, query), (d_key, d_value), d_sinks
 
 
 def _from_heads_first(gradient: Array, dtype: jnp.dtype) -> Array:
@@ -365,6 +427,17 @@ def joined(parts: Sequence[Partial]) -> Array:
     value = functools.reduce(jnp.add, (part.value * factor[..., None] for part, factor in pairs))
     total = functools.reduce(jnp.add, (part.total * factor for part, factor in pairs))
     return value / total[..., None]
+
+
+def with_sinks(part: Partial, sinks: Array | None) -> Partial:
+    """A part with a score more for each head, of a key whose value is 0. Shape: sinks [heads]."""
+    if sinks is None:
+        return part
+    score = sinks.astype(part.highest.dtype).reshape(*part.highest.shape[-3:-1], 1)
+    highest = jnp.maximum(part.highest, score)
+    factor = jnp.exp(part.highest - highest)
+    total = part.total * factor + jnp.exp(score - highest)
+    return Partial(part.value * factor[..., None], highest, total)
 
 
 def heads_first(key: Array, value: Array) -> Cache:

@@ -38,6 +38,8 @@ def refusals(config: ModelConfig, row: int, mesh: Mesh | None = None) -> list[st
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float32")
     if row > LONGEST:
         problems.append(f"rows of {row} tokens: it takes at most {LONGEST}")
+    if any(kind.sinks for kind in config.attention):
+        problems.append("sinks: it has none")
     if mesh is not None and mesh.shape["context"] > 1:
         problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems
@@ -57,13 +59,14 @@ def causal(
       interpret: computes the kernel without a TPU, slowly, as a test does.
     """
 
-    def attend(query, key, value, memory, kind: AttentionKind):
+    def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         del memory
         width = query.shape[-3]
         expected = (position == jnp.arange(width)) | ~valid
         fits = expected.all(-1, keepdims=True)
         start = jnp.zeros(position.shape, jnp.int32)
         ids = valid.astype(jnp.int32)
+        _check(kind)
         run = functools.partial(_over_batch, kind=kind, prefix=0, interpret=interpret)
         out = _on_mesh(mesh, run)(query, key, value, start, ids, ids)
         return _where(fits, out), KeyValue(key, value)
@@ -92,7 +95,7 @@ def rows_with_prefix(
     """
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
 
-    def attend(query, key, value, memory: KeyValue, kind: AttentionKind):
+    def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
         start = starts(segment)
         first = length[..., None] if alone is None else jnp.where(alone, 0, length[..., None])
         fits = in_order(segment, position, start, first)
@@ -109,11 +112,20 @@ def rows_with_prefix(
         if alone is not None:  # but those that are alone are for one another
             query_ids += alone
             key_ids = key_ids.at[..., size:].set(query_ids)
+        _check(kind)
         run = functools.partial(_over_batch, kind=kind, prefix=size, interpret=interpret)
         out = _on_mesh(mesh, run)(query, keys, values, start, query_ids, key_ids)
         return _where(fits, out), None
 
     return attend
+
+
+def _check(kind: AttentionKind) -> None:
+    if kind.sinks:
+        raise NotImplementedError(
+            f"splash has no sinks, and {kind} has: choose the kernel by "
+            "models.attention.choose_kernel, which refuses it"
+        )
 
 
 def starts(segment: Array) -> Array:

@@ -38,6 +38,7 @@ from jaxgrpo.rollout.slots.state import (
     Pauses,
     Queue,
     Samples,
+    no_samples,
     put,
     take,
 )
@@ -94,7 +95,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         pauses=Pauses(mask=empty.astype(bool), clock=empty) if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
-        samples=_no_samples(settings, bins, places, routing.recorded(config)),
+        samples=no_samples(settings, bins, places, routing.recorded(config)),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple(memory(kind.mixer) for kind in config.kinds),
@@ -103,32 +104,6 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         readers=readers,
     )
     return laid_out(parts, state)
-
-
-def _no_samples(
-    settings: SamplingSettings, bins: int, number: int, recorded: tuple[int, int] | None
-) -> Samples:
-    count = jnp.zeros((bins, number), jnp.int32)
-    zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
-    return Samples(
-        keys=jnp.zeros((bins, number, 2), jnp.uint32),
-        opening=count,
-        start=None,
-        offset=None,
-        limit=None,
-        greedy=None,
-        threshold=zeros[..., 0] if settings.early_stop else None,
-        tokens=jnp.full_like(zeros, settings.pad_token, jnp.int32),
-        logp=zeros,
-        untempered=zeros if settings.untempered else None,
-        confidence=zeros if settings.early_stop else None,
-        experts=None
-        if recorded is None
-        else jnp.full((*zeros.shape, *recorded), routing.NONE, routing.DTYPE),
-        length=count,
-        stopped=count.astype(bool),
-        ended=count.astype(bool),
-    )
 
 
 def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:

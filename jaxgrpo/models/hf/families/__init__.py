@@ -23,7 +23,7 @@ FAMILIES: dict[str, Family] = {
         *(qwen.QWEN2, qwen.QWEN3, llama.LLAMA, llama.SMOLLM3, llama.GRANITE, llama.SEED_OSS),
         *(mistral.MISTRAL, mistral.MINISTRAL, mistral.PHI3, gemma.GEMMA2, gemma.GEMMA3),
         *(olmo.OLMO2, olmo.OLMO3, experts.QWEN3_MOE, experts.OLMOE),
-        *(experts.GLM4_MOE, hybrid.QWEN3_5),
+        *(experts.GLM4_MOE, experts.GPT_OSS, hybrid.QWEN3_5),
     )
 }
 """model_type of config.json -> the family, built in or registered."""
@@ -134,6 +134,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     if names or dtype != "float32":  # which a config.json without it means
         config_json |= dict.fromkeys(names or ["dtype"], dtype)
     config_json |= rope.older_fields(config_json)
+    config_json.pop("quantization_config", None)  # what was read so is written in bfloat16
     reread = model_config(config_json, "the model's config.json", family, config.ignored)
     names = [field.name for field in dataclasses.fields(config) if field.name not in RUN_FIELDS]
     odd = [name for name in names if getattr(config, name) != getattr(reread, name)]

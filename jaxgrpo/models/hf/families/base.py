@@ -72,6 +72,7 @@ class Family(NamedTuple):
     """Our map of experts -> Hugging Face's module of one of them, {} for its number"""
     fused_experts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     """The same as one tensor of all experts -> ours, whose outputs lie side by side in it"""
+    interleaves_experts: bool = False  # they are always fused: see `mapping.Names`
     harmless: Sequence[str] = ()
     tied_head: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     """A tied checkpoint may hold the embedding a second time, as the head."""

@@ -1,4 +1,4 @@
-"""Families with experts: Qwen3-MoE, OLMoE and GLM-4.5."""
+"""Families with experts: Qwen3-MoE, OLMoE, GLM-4.5 and GPT-OSS."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from jaxgrpo.models.hf.families.base import (
     MODULES,
     Family,
     attention_bias,
+    layered,
     sizes,
     uniform,
     with_feeds,
 )
 from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 _MODULES = {**MODULES, "experts/router": "mlp.gate"}
 
@@ -125,4 +127,41 @@ GLM4_MOE = Family(
     experts=EXPERTS,
     fused_experts=FUSED_EXPERTS,
     harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # of layers that are not in the files
+)
+
+
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    """Every second layer has a window; heads have sinks, experts biases and a clamped SwiGLU."""
+    config = sizes(fields, head_dim=64, eps=1e-5, positions=131_072)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"], theta=150_000.0)
+    window = fields.nullable("sliding_window", "size", 128)
+    turns = {FULL: turn, SLIDING: turn}
+
+    def default(i: int) -> str:
+        return FULL if i % 2 or window is None else SLIDING
+
+    config |= {
+        **attention_bias(fields, default=True),
+        **layered(fields, config["num_layers"], turns, default, window),
+    }
+    pattern = [kind._replace(mixer=kind.mixer._replace(sinks=True)) for kind in config["pattern"]]
+    if fields.take("quantization_config", "object", {}).get("quant_method", "mxfp4") != "mxfp4":
+        fields.refuse("quantization_config", "of quantised weights only mxfp4 is read")
+    width = config["intermediate_size"]
+    experts = read_experts(fields, "num_local_experts", 128, width, normalised=True)
+    alpha = fields.take("swiglu_alpha", "positive", 1.702)
+    clamp = alpha, fields.take("swiglu_limit", "positive", 7.0)
+    experts = experts._replace(bias=True, clamp=clamp, normalised=True)
+    return with_feeds({**config, "pattern": (*pattern,)}, [experts] * config["num_layers"])
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _gpt_oss,
+    modules={**MODULES, "experts/router": "mlp.router", "attention": "self_attn"},
+    experts=EXPERTS,
+    fused_experts=FUSED_EXPERTS,
+    interleaves_experts=True,
+    harmless=("initial_context_length", "experts_per_token"),  # of the hub's; other fields count
 )

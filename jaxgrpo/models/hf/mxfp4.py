@@ -1,0 +1,64 @@
+"""Weights of experts in MXFP4, as GPT-OSS is published: read as bfloat16, which holds them exactly.
+
+A tensor NAME of [experts, inputs, outputs] is stored as NAME_blocks [experts, outputs, groups, 16],
+two numbers of 4 bits in each byte, the lower bits first, and NAME_scales [experts, outputs,
+groups], powers of two above 2^-127 for each 32 inputs.
+
+Source: OCP Microscaling Formats (MX) 1.0, section 5.3, which calls the numbers E2M1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BLOCKS, SCALES = "_blocks", "_scales"
+GROUP = 32  # inputs that share a scale
+_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
+"""The number that each 4 bits stand for."""
+
+
+class Tensor:
+    """A tensor stored so, read in slices as safetensors reads others."""
+
+    def __init__(self, blocks: Any, scales: Any):
+        self._blocks, self._scales = blocks, scales
+
+    def get_slice(self, name: str) -> Tensor:
+        del name
+        return self
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def get_shape(self) -> list[int]:
+        experts, outputs, groups, _ = self._blocks.get_shape()
+        return [experts, groups * GROUP, outputs]
+
+    def __getitem__(self, where: tuple[int, slice, slice]) -> np.ndarray:
+        """Args: where: an expert, inputs and outputs."""
+        expert, inputs, outputs = where
+        first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
+        blocks = self._blocks[expert, outputs, first:last]
+        scales = self._scales[expert, outputs, first:last].astype(np.int32) - 127
+        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, GROUP)
+        values = np.ldexp(VALUES[numbers], scales[..., None]).reshape(len(scales), -1)
+        begin = inputs.start - first * GROUP
+        return values[:, begin : begin + inputs.stop - inputs.start].T.astype(ml_dtypes.bfloat16)
+
+
+def unpacked(files: Mapping[str, Any]) -> dict[str, Any]:
+    """The files of an opened folder by the names of whole tensors."""
+    names = {name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
+    names = {name for name in names if name + SCALES in files}
+    packed = {name + ending for name in names for ending in (BLOCKS, SCALES)}
+    plain = {name: file for name, file in files.items() if name not in packed}
+
+    def stored(name: str) -> Any:
+        return files[name].get_slice(name)
+
+    return plain | {name: Tensor(stored(name + BLOCKS), stored(name + SCALES)) for name in names}
