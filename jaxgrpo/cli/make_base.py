@@ -23,11 +23,11 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import Task, character_tokenizer
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Caller, Model, ModelConfig
-from jaxgrpo.models.attention import causal
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 from jaxgrpo.models.logprobs import token_logprobs
+from jaxgrpo.models.sequences import call_alone
 
 Progress = Callable[[int, int, float], None]
 """(steps done, steps in all, mean loss of the last dispatch)"""
@@ -39,6 +39,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 16,  # the size of a head, as in Gemma 3's of 1B
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "sliding_window": 8},
     "gemma3_text": {
@@ -56,6 +57,16 @@ SMALL: dict[str, dict[str, Any]] = {
         }
     },
     "olmo3": {"rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
+    "qwen3_5_text": {
+        "full_attention_interval": 2,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
+    },
+    "qwen3_moe": {"num_experts": 8, **_EXPERTS, "moe_intermediate_size": 64},
+    "olmoe": {"num_experts": 8, **_EXPERTS},
+    "glm4_moe": {"n_routed_experts": 8, **_EXPERTS, "moe_intermediate_size": 64},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
 }
 """Family -> what config.json of its base model says beside the sizes."""
 
@@ -243,8 +254,8 @@ def _loss(model: Model, params: Params, tokens: Array, learned: Array) -> Array:
     inputs, targets, learned = tokens[:, :-1], tokens[:, 1:], learned[:, 1:]
     position = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     # Padding is at the end, where no learned position can see it.
-    attend = causal(position, jnp.ones(inputs.shape, bool))
-    hidden, _ = model.apply(params, inputs, position, Caller(attend), None)
+    caller = call_alone(position, jnp.ones(inputs.shape, bool))
+    hidden, _ = model.apply(params, inputs, position, caller, None)
     unembed = functools.partial(model.unembed, params)
     logp, _ = token_logprobs(unembed, hidden, targets)
     return -jnp.where(learned, logp, 0).sum() / learned.sum()

@@ -19,7 +19,8 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Constrain, Model, ModelConfig, stacked_params
 from jaxgrpo.models.logprobs import LIKELIEST, full_kl, token_confidence, token_logprobs, token_rank
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import flatten, hidden_states, in_rows, micro_batch
+from jaxgrpo.update.flat import flatten, hidden_states, in_rows
+from jaxgrpo.update.forward import micro_batch
 
 Rescore = Callable[[Params, Rollouts], dict[str, Array]]
 """(parameters that sampled, rollouts) -> name -> [P, G, T], 0 where the token mask is False"""
@@ -71,11 +72,12 @@ def make_rescorer(
     )
     measure = jax.jit(packing.measure_lengths)
     base_params = {} if base is None else base.params
+    recurs = model.config.recurs or (base is not None and base.model.config.recurs)
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        geometry = packing.make_geometry(sizes, mesh, tokens)
+        geometry = packing.make_geometry(sizes, mesh, tokens)._replace(recurs=recurs)
         lengths = sharding.to_host(measure(rollouts))
         plan = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
         return program(params, base_params, rollouts, plan, geometry.tokens)
@@ -113,7 +115,7 @@ def _look(
 ) -> dict[str, Array]:
     """What is asked for of one micro-batch, [D, R, Q] each."""
     flat = flatten(micro, tokens)
-    hidden = hidden_states(model, params, micro, flat)
+    hidden, _ = hidden_states(model, params, micro, flat)
     unembed = functools.partial(model.unembed, params)
 
     def log_probs(unembed: Callable[[Array], Array], hidden: Array) -> Array:
@@ -131,7 +133,7 @@ def _look(
     if anchor is not None:
         policy_pass = (unembed, hidden)
         base_unembed = functools.partial(anchor.unembed, base_params)
-        base_pass = (base_unembed, hidden_states(anchor, base_params, micro, flat))
+        base_pass = (base_unembed, hidden_states(anchor, base_params, micro, flat)[0])
         values["kl"], values["clamped"] = full_kl(*policy_pass, *base_pass, temperature=temperature)
         values["logp_gap"] = log_probs(*policy_pass) - log_probs(*base_pass)
     return {name: in_rows(micro, flat, value) for name, value in values.items()}

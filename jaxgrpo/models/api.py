@@ -101,6 +101,8 @@ NEVER = -1e20
 LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
+    *("delta/query", "delta/key", "delta/value", "delta/gate", "delta/rate", "delta/decay"),
+    "delta/out",
 )
 """The linear maps of a layer, which may have adapters."""
 
@@ -126,7 +128,7 @@ class LoraConfig:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names in LINEAR that are adapted, in models that have them."""
+        """The names in LINEAR that are adapted where a layer has them (`ModelConfig.adapted`)."""
         return tuple(name for name in LINEAR if re.fullmatch(self.targets, name))
 
 
@@ -155,6 +157,7 @@ class ModelConfig:
     attention_bias: bool = False  # of queries, keys and values
     attention_out_bias: bool = False
     feed_forward_bias: bool = False
+    attention_gate: bool = False  # each head's output is times the sigmoid of a linear map's
     query_key_norm: QueryKeyNorm = "head"
     activation: str = "silu"  # see layers.ACTIVATIONS
     norm_offset: float = 0.0  # norms multiply by (offset + weight): 1 for Gemma
@@ -197,6 +200,20 @@ class ModelConfig:
     def attention(self) -> tuple[AttentionKind, ...]:
         """How each layer attends, of those that do, in order."""
         return tuple(kind.mixer for kind in self.kinds if isinstance(kind.mixer, AttentionKind))
+
+    @property
+    def recurs(self) -> bool:
+        """Whether layers keep states that follow from all tokens so far."""
+        return any(isinstance(kind.mixer, DeltaKind) for kind in self.kinds)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names in LINEAR that have adapters, of the maps that its layers have."""
+        absent = () if self.attention else ("attention/",)
+        absent += () if self.recurs else ("delta/",)
+        absent += () if self.gated else ("feed_forward/gate",)
+        modules = () if self.lora is None else self.lora.modules
+        return tuple(name for name in modules if not name.startswith(absent))
 
     @property
     def longest(self) -> int:

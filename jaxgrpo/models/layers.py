@@ -331,15 +331,18 @@ def side_by_side(x: Float[Array, "..."], *maps: Dense) -> list[Array]:
 class Attention(nnx.Module):
     """Projections, q/k norm and rotation; who attends to what is the caller's `attend`.
 
-    The query carries the scale, so that `attend` multiplies by nothing.
+    The query carries the scale, so that `attend` multiplies by nothing. With
+    `config.attention_gate` a head of the query's map is a query and then a gate.
     """
 
     def __init__(self, config: ModelConfig, kind: AttentionKind, rngs: nnx.Rngs):
         embed = {"embed": config.hidden_size}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        self.is_gated: bool = config.attention_gate
+        gated = {**heads, "head_dim": 2 * config.head_dim} if self.is_gated else heads
         bias, out_bias = config.attention_bias, config.attention_out_bias
-        self.query: Dense = Dense("attention/query", embed, heads, config, rngs, bias=bias)
+        self.query: Dense = Dense("attention/query", embed, gated, config, rngs, bias=bias)
         self.key: Dense = Dense("attention/key", embed, kv_heads, config, rngs, bias=bias)
         self.value: Dense = Dense("attention/value", embed, kv_heads, config, rngs, bias=bias)
         self.out: Dense = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
@@ -357,6 +360,7 @@ class Attention(nnx.Module):
         self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: AttentionKind
     ) -> tuple[Array, Any]:
         query, key, value = side_by_side(x, self.query, self.key, self.value)
+        query, *gate = jnp.split(query, 1 + self.is_gated, axis=-1)
         growth = 1.0 if angles is None else angles[2]
         if self.norms_turned:
             query, key = rotate(query, angles, growth), rotate(key, angles)
@@ -366,7 +370,7 @@ class Attention(nnx.Module):
             query, key = rotate(query, angles, self.scale * growth), rotate(key, angles)
         sinks = () if self.sinks is None else (self.sinks[...],)
         out, memory = attend(query, key, value, memory, kind, *sinks)
-        return self.out(out), memory
+        return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out), memory
 
 
 def _head_norm(heads: dict[str, int], config: ModelConfig) -> Norm:

@@ -17,22 +17,15 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
-from jaxgrpo.models import logprobs, lora, routing, sharding
-from jaxgrpo.models.api import (
-    AttentionKind,
-    Caller,
-    Model,
-    custom_vjp,
-    memory_per_layer,
-    stacked_memory,
-)
+from jaxgrpo.models import logprobs, lora, sharding
+from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
-from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import spectrum
+from jaxgrpo.update.flat import filled, flatten, flatten_rows, hidden_states, in_rows
 from jaxgrpo.update.moments import map_params
 from jaxgrpo.update.packing import Geometry
 
@@ -154,7 +147,7 @@ def forward(
         temperature=temperature,
         entropy=entropy,
         logits_per_chunk=logits_per_chunk,
-        count=_filled(flat, fullest),
+        count=filled(flat, fullest),
     )
     fields = {} if values is None else {"policy_entropy": values}
     fields |= rerouted
@@ -243,7 +236,7 @@ def loss_of_tokens(
         temperature=temperature,
         entropy=objective.entropy,
         logits_per_chunk=logits_per_chunk,
-        count=_filled(flat, fullest),
+        count=filled(flat, fullest),
         sums=sums,
     )
     rows = functools.partial(in_rows, micro, flat)
@@ -307,151 +300,6 @@ def head_sums(model: Model, mesh: Mesh, per_token: bool) -> tuple[Params, Params
     )
     gathered = param_layout(model, mesh, sharding.SAMPLING)[name]
     return {name: shapes}, {name: jax.tree.map(sharding.layout_per_bin, gathered)}
-
-
-class Flat(NamedTuple):
-    """The real tokens of a micro-batch side by side: rows first, then prompts, then nothing.
-
-    Layers and head compute these N tokens. Rows and prompts, with their padding, are only for
-    attention: their positions, [D, R * Q] and [D, A * S], are one dimension of size M here.
-    """
-
-    tokens: Array  # [D, N] int32
-    position: Array  # [D, N] int32
-    targets: Array  # [D, N] int32, of the rows
-    origin: Array  # [D, N] int32, the place in M of each token; M: none
-    place: Array  # [D, M] int32, the token of each place in M; N: padding
-    count: Array  # [D] int32, tokens of the rows
-
-
-def flatten(micro: TrainBatch, size: int) -> Flat:
-    """The tokens of a micro-batch that are real, in `size` places of each bin."""
-    bins, prompts, width = micro.prompt_tokens.shape
-    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
-    real = _joined(micro.segment > 0, position < micro.prompt_length[..., None])
-    place = jnp.where(real, jnp.cumsum(real, 1, dtype=jnp.int32) - 1, size)
-    indices = jnp.arange(real.shape[1], dtype=jnp.int32)
-    no_origin = jnp.full(size, real.shape[1], jnp.int32)
-    origin = jax.vmap(lambda place: no_origin.at[place].set(indices, mode="drop"))(place)
-    return Flat(
-        tokens=_picked(_joined(micro.tokens, micro.prompt_tokens), origin),
-        position=_picked(_joined(micro.position, position), origin),
-        targets=_picked(micro.targets.reshape(bins, -1), origin),
-        origin=origin,
-        place=place,
-        count=(micro.segment > 0).sum((1, 2), dtype=jnp.int32),
-    )
-
-
-def fullest(micro: TrainBatch) -> Array:
-    """[]: the tokens of the fullest bin's rows."""
-    return (micro.segment > 0).sum((1, 2), dtype=jnp.int32).max()
-
-
-def _filled(flat: Flat, fullest: Array | None) -> Array:
-    """[D]: tokens of rows that the head computes. It takes as many chunks as the fullest bin needs,
-    and the parts of `sharding.over_data` are computed in one loop, so in all of them the same."""
-    return flat.count if fullest is None else jnp.broadcast_to(fullest, flat.count.shape)
-
-
-def hidden_states(
-    model: Model,
-    params: Params,
-    micro: TrainBatch,
-    flat: Flat,
-    kernel: Kernel = XLA,
-    replays: bool = False,
-) -> tuple[Array, dict[str, Array]]:
-    """Hidden states [D, N, E]: each prompt once, and rows that read the keys of their prompts.
-
-    Where it replays recorded experts, of rows alone, there is REROUTED [D, N] beside them.
-    """
-    bins, prompts, width = micro.prompt_tokens.shape
-    rows, places = micro.segment.shape[1:], micro.segment[0].size
-    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
-    attend_prompts = kernel.causal(position, position < micro.prompt_length[..., None])
-    segment, alone = micro.segment, ()
-    if (fork := micro.fields.get(FORK)) is not None:  # a rewritten conversation is a segment too
-        segment = jnp.where(segment > 0, segment * segment.shape[-1] + fork, 0)
-        alone = (fork > 0,)
-    placed = segment, micro.position, micro.row_prompt, micro.prompt_length
-    attend_rows = kernel.rows_with_prefix(*placed, *alone)
-
-    def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        memory: None,
-        kind: AttentionKind,
-        sinks: Array | None = None,
-    ):
-        spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]
-        prompt_parts = [
-            leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread
-        ]
-        row_parts = [leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:]) for leaf in spread]
-        prompt_out, prefix = attend_prompts(
-            prompt_parts[0], prompt_parts[1], prompt_parts[2], memory, kind, sinks
-        )
-        row_out, _ = attend_rows(row_parts[0], row_parts[1], row_parts[2], prefix, kind, sinks)
-        return moved(_joined(row_out, prompt_out), flat.origin, flat.place), memory
-
-    caller = Caller(attend)
-    record = micro.fields.get(routing.EXPERTS) if replays else None
-    if record is None:
-        hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
-        return hidden, {}
-    config = model.config
-    # What is picked from nowhere is 0, which is an expert.
-    record = _picked(record.reshape(bins, places, *record.shape[3:]) + 1, flat.origin) - 1
-    memory = routing.with_records(config, (None,) * config.num_layers, record)
-    caller, stacked = caller._replace(route=routing.replay), stacked_memory(config, memory)
-    hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
-    _, others = routing.without_records(config, memory_per_layer(config, memory))
-    return hidden, {REROUTED: jnp.stack(others).mean(0, dtype=jnp.float32)}
-
-
-REROUTED = "rerouted"
-"""Field of a pass: the share of layers whose router would have chosen other experts."""
-
-
-def flatten_rows(flat: Flat, values: Array) -> Array:
-    """Values [D, R, Q] of rows at the flat tokens [D, N]; 0 at those of prompts."""
-    return _picked(values.reshape(len(values), -1), flat.origin)
-
-
-def in_rows(micro: TrainBatch, flat: Flat, values: Array) -> Array:
-    """Values [D, N, ...] of the flat tokens as rows [D, R, Q, ...]; 0 at padding."""
-    place = flat.place[:, : micro.segment[0].size]
-    return moved(values, place, flat.origin).reshape(*micro.segment.shape, *values.shape[2:])
-
-
-@custom_vjp()
-def moved(values: Array, source: Array, target: Array) -> Array:
-    """Entries [D, m, ...] of values [D, n, ...] at source [D, m]; 0 where that is n or more.
-
-    No entry is moved twice. So the gradient is moved back by `target` [D, n], the inverse of
-    `source`, and not added up entry by entry.
-    """
-    del target
-    return _picked(values, source)
-
-
-def _moved(values: Array, source: Array, target: Array) -> tuple[Array, Array]:
-    return _picked(values, source), target
-
-
-moved.defvjp(_moved, lambda target, gradient: (_picked(gradient, target), None, None))
-
-
-def _picked(values: Array, source: Array) -> Array:
-    return jax.vmap(lambda row, index: row.at[index].get(mode="fill", fill_value=0))(values, source)
-
-
-def _joined(rows: Array, prompts: Array) -> Array:
-    """[D, R, Q, ...] and [D, A, S, ...] as one [D, R * Q + A * S, ...]."""
-    parts = (leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:]) for leaf in (rows, prompts))
-    return jnp.concatenate([*parts], axis=1)
 
 
 def held_dtype(model: Model) -> str:

@@ -28,14 +28,13 @@ from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import Rounding
+from jaxgrpo.update.flat import REROUTED, fullest
 from jaxgrpo.update.forward import (
-    REROUTED,
     Blueprint,
     Pass,
     as_computed,
     forward,
     full_params,
-    fullest,
     head_sums,
     loss_of_tokens,
     micro_batch,

@@ -65,9 +65,9 @@ def test_no_array_has_all_tokens_at_all_experts():
     )
     text = program.compile().as_text()
     tokens = 5 + 4
-    assert re.search(rf"\[{tokens * FEED.top_k},32\]", text)
-    assert not re.search(rf"\[{FEED.number},{tokens},(32|16)\]", text)
-    assert not re.search(rf"\[{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
+    assert re.search(rf"[\[,]{tokens * FEED.top_k},32\]", text)
+    assert not re.search(rf"[\[,]{FEED.number},{tokens},(32|16)\]", text)
+    assert not re.search(rf"[\[,]{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
 
 
 def test_a_token_works_with_its_experts_and_all_are_held():

@@ -21,19 +21,15 @@ from jaxgrpo.models.hf.families import FAMILIES
 CLOSE = 2e-4  # of logits, which are of order 1
 LAYERED = ("gemma3_text", "olmo3")  # a rope for each type of layer
 TYPED = (
-    "qwen2",
-    "qwen3",
-    "ministral",
-    "gemma2",
-    "exaone4",
-    "cohere2",
+    *("qwen2", "qwen3", "ministral", "gemma2", "exaone4", "cohere2", "gpt_oss"),
     *LAYERED,
 )  # read layer_types
-MASKED = ("ministral", "gemma2", "cohere2", *LAYERED)
+MASKED = ("ministral", "gemma2", "cohere2", "gpt_oss", *LAYERED)
 """transformers makes a mask of the window even where no layer has one, and fails without."""
+EXPERTS = {"qwen3_moe": "num_experts", "olmoe": "num_experts", "gpt_oss": "num_local_experts"}
 BIASED = (
     *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),
-    *("arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
+    *("arcee", "hunyuan_v1_dense", "glm4", "cohere2", "glm4_moe", *EXPERTS),
 )
 
 flags = st.booleans()
@@ -101,7 +97,9 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": draw(st.sampled_from((1, 2, heads))),
-        "head_dim": draw(st.sampled_from((8, 12 if family == "glm4" else 10, 16))),
+        "head_dim": draw(
+            st.sampled_from({"glm4": (8, 12, 16), "glm4_moe": (8, 16)}.get(family, (8, 10, 16)))
+        ),
         "tie_word_embeddings": draw(flags),
         activation: draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "relu"))),
         "rms_norm_eps": draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
@@ -121,8 +119,18 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "use_sliding_window": False,
     }
     fields |= {name: draw(flags) for name, has in optional.items() if has}
-    if family in ("qwen2", "qwen3", "smollm3"):
+    if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
+    if family in EXPERTS:
+        fields[EXPERTS[family]] = draw(st.sampled_from((4, 5, 8)))
+        fields["num_experts_per_tok"] = draw(st.integers(1, 4))
+        if family != "gpt_oss":
+            fields["norm_topk_prob"] = draw(flags)
+    if family == "glm4_moe":
+        fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
+        fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
+        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
+        fields["routed_scaling_factor"] = draw(scales)
     if family == "smollm3":
         fields["no_rope_layers"] = draw(
             st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
@@ -165,7 +173,7 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
 
 WINDOWLESS = (
     *("llama", "granite", "seed_oss", "olmo2"),
-    *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5"),
+    *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", "olmoe", "glm4_moe"),
 )
 
 

@@ -98,6 +98,21 @@ RICH: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", FULL, "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    },
     "qwen3_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -181,11 +196,13 @@ def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     auto = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        corrections = [b for n, b in model.named_buffers() if n.endswith("correction_bias")]
-        for weight in [*model.parameters(), *corrections]:
+        corrections = [b for b in model.named_buffers() if b[0].endswith("correction_bias")]
+        for name, weight in [*model.named_parameters(), *corrections]:
             spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             noise = spread * torch.randn(weight.shape)
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)
+            if name.endswith("A_log"):  # states that remember some ten tokens, and not one
+                weight.copy_(noise - 3)
     pad = getattr(config, "pad_token_id", None)
     if (pad or 0) < 0:  # most releases of transformers 5 refuse to save it
         model.generation_config.pad_token_id = None
@@ -216,7 +233,11 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
 def config_fields(family: str, **changes: Any) -> dict[str, Any]:
     """config.json of a family's rich small model, as transformers writes it."""
     config = transformers_config(family, **changes)
-    names = {"gemma3_text": "Gemma3ForCausalLM", "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"}
+    names = {
+        "gemma3_text": "Gemma3ForCausalLM",
+        "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+    }
     architecture = names.get(family)
     config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]
     return json.loads(config.to_json_string())

@@ -27,7 +27,14 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import limits, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora
-from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
+from jaxgrpo.models.api import (
+    LINEAR,
+    AttentionKind,
+    DeltaKind,
+    LoraConfig,
+    Model,
+    ModelConfig,
+)
 from jaxgrpo.models.hf import families, mapping, replacing, weights, wrapped
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.fields import Fields
@@ -194,7 +201,7 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     assert config.lora is not None  # as `_parts` refuses
     settings = config.lora
     modules = _modules(family)
-    hf_modules = list(dict.fromkeys(modules[name] for name in settings.modules))
+    hf_modules = list(dict.fromkeys(modules[name] for name in config.adapted))
     all_endings = [name.rpartition(".")[2] for name in {*family.modules.values(), *hf_modules}]
     # PEFT takes the last part of a name for all modules that end so.
     endings = [name.rpartition(".")[2] for name in hf_modules]
@@ -232,10 +239,10 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
     if not is_list and (problem := pattern_problem(target_modules)):
         fields.refuse("target_modules", problem)
         return ()
-    adapted, layers = [], range(base.num_layers)
+    adapted, modules = [], _modules(family)
     spellings = wrapped.SPELLINGS if base.text_only else (wrapped.Spelling(),)
-    modules = _modules(family)
     for hf_module in dict.fromkeys(modules.values()):
+        layers = _layers_with(base, next(name for name in modules if modules[name] == hf_module))
         matched = [
             i
             for i in layers
@@ -244,7 +251,7 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
                 for spelling in spellings
             )
         ]
-        if matched and len(matched) < base.num_layers:
+        if matched and len(matched) < len(layers):
             fields.refuse("target_modules", f"has {hf_module} in layers {matched} only: adapt all")
         elif matched:
             adapted += [name for name in modules if modules[name] == hf_module]
@@ -259,6 +266,13 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
         choices = ", ".join(sorted(set(modules.values())))
         fields.refuse("target_modules", f"matches none of {choices}")
     return tuple(adapted)
+
+
+def _layers_with(config: ModelConfig, name: str) -> list[int]:
+    """The layers that have a map of LINEAR."""
+    absent = {"attention": DeltaKind, "delta": AttentionKind}.get(name.split("/")[0])
+    kinds = enumerate(config.kinds)
+    return [i for i, kind in kinds if absent is None or not isinstance(kind.mixer, absent)]
 
 
 def _matches(target_modules: str | list[str], name: str) -> bool:

@@ -29,9 +29,17 @@ LEAVES: Mapping[str, tuple[str, int | None]] = {
     "correction": ("e_score_correction_bias", 0),
     "lora_a": ("lora_A.weight", 1),
     "lora_b": ("lora_B.weight", 1),
+    "log_rate": ("A_log", 0),
+    "taps": ("weight", -1),
 }
 """Our leaf of a module -> the name of theirs, and `inputs` of an Entry."""
-INPUTS = {"attention/out/kernel": 2, "attention/out/lora_a": 2}
+NAMES = {"delta/bias": "dt_bias"}
+"""Leaves that have another name in one module."""
+INPUTS = {
+    f"{module}/{leaf}": 2
+    for module in ("attention/out", "delta/out")
+    for leaf in ("kernel", "lora_a")
+}
 """Those that have more inputs: heads and the dimensions of a head."""
 
 TURNED = tuple(
@@ -92,7 +100,8 @@ class Entry(NamedTuple):
     """A tensor of a checkpoint, or some of its rows, and the place in a leaf of our parameters.
 
     `inputs` counts our leading dimensions that are inputs of a linear map: Hugging Face flattens
-    inputs and outputs and keeps the outputs first, as rows. None: the same layout.
+    inputs and outputs and keeps the outputs first, as rows. None: the same layout. -1: the last
+    dimension is a channel's taps, which Hugging Face has behind a dimension of size 1.
     """
 
     name: str  # Hugging Face's
@@ -127,6 +136,8 @@ class Entry(NamedTuple):
         dims = range(len(self.shape))
         if self.inputs is None:
             return tuple(dims[k : k + 1] for k in dims)
+        if self.inputs < 0:
+            return dims[:-1], dims[:0], dims[-1:]
         return (dims[self.inputs :], dims[: self.inputs])[: len(self.matrix)]
 
 
@@ -209,7 +220,7 @@ def _tensor(
     """
     module, _, leaf = path.rpartition("/")
     suffix, inputs = LEAVES.get(leaf, ("", None))
-    inputs = INPUTS.get(path, inputs)
+    suffix, inputs = NAMES.get(path, suffix), INPUTS.get(path, inputs)
     all_fused = {**family.fused, **(family.fused_experts if fused else {})}
     fused_module = next((hf for hf, modules in all_fused.items() if module in modules), None)
     hf_module = fused_module or {**family.modules, **family.experts}.get(module)
@@ -218,7 +229,8 @@ def _tensor(
 
     def outputs(module: str) -> int:
         shape = shapes[f"{prefix}{module}/{leaf}"]
-        return shape[0] if inputs is None else math.prod(shape[inputs:])
+        rows = shape[:1] if inputs is None else shape[:-1] if inputs < 0 else shape[inputs:]
+        return math.prod(rows)
 
     # Fused maps share one A.
     modules = all_fused[fused_module] if fused_module and leaf != "lora_a" else (module,)
@@ -226,6 +238,8 @@ def _tensor(
     bounds = [0, *itertools.accumulate(map(outputs, modules))]
     k = modules.index(module)
     columns = shape[1:] if inputs is None else (math.prod(shape[:inputs]),) if inputs else ()
+    if inputs == -1:
+        columns = (1, shape[-1])
     rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
     name = hf_module if fused_module in family.fused_experts else f"{hf_module}.{suffix}"
     turned = turned if path in TURNED else 0
@@ -297,13 +311,16 @@ def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = No
     """
     first, step = entry.turn
     tensor = tensor[..., first::step] if step > 1 else tensor
-    return (tensor if entry.inputs is None else tensor.T).reshape(shape or entry.shape)
+    turns = entry.inputs is not None and entry.inputs >= 0
+    return (tensor.T if turns else tensor).reshape(shape or entry.shape)
 
 
 def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     """Our parameter as the entry's rows of the tensor, contiguous."""
-    if entry.inputs is not None:
-        rows = entry.rows[1] - entry.rows[0]
+    rows = entry.rows[1] - entry.rows[0]
+    if entry.inputs == -1:
+        tensor = tensor.reshape(rows, *entry.hf_shape[1:])
+    elif entry.inputs is not None:
         tensor = tensor.reshape(*entry.matrix[:0:-1], rows).T
     if entry.turned:
         order = entry.stored_rows(slice(*entry.rows)) - entry.rows[0]

@@ -8,7 +8,7 @@ transformers 5.23; sources with each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ def read_turn(
     original: int | None = None,
     share: float = 1.0,
     types: Types | None = None,
+    ignored: Collection[str] = (),
 ) -> Turn:
     """The one Rope of a model.
 
@@ -60,11 +61,13 @@ def read_turn(
         None: what rope_parameters has.
       share: of each head, where config.json gives none.
       types: other than TYPES.
+      ignored: parameters that change nothing.
     """
     flat = fields.take("rope_theta", "positive", theta)
     share = fields.take("partial_rotary_factor", "positive", share)
     original = fields.take("original_max_position_embeddings", "size", original)
     name, parameters = _read_parameters(fields)
+    parameters = {key: value for key, value in parameters.items() if key not in ignored}
     parameters = {"rope_theta": flat, "partial_rotary_factor": share, **parameters}
     if original is not None:
         parameters["original_max_position_embeddings"] = original

@@ -154,9 +154,9 @@ def rows_with_prefix(
 
 
 def _check(kind: AttentionKind) -> None:
-    if kind.soft_cap is not None:
+    if kind.soft_cap is not None or kind.sinks:
         raise NotImplementedError(
-            f"cuDNN has no soft cap of scores, and {kind} has: choose the kernel by "
+            f"cuDNN has no soft cap of scores and no sinks, and {kind} has: choose the kernel by "
             "models.attention.choose_kernel, which refuses it"
         )
 

@@ -90,8 +90,8 @@ def rows_with_prefix(
     samples = Samples(*map(flat, (length, start, index, place)))
 
     def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
-        if kind.soft_cap is not None or kind.window is not None:
-            raise NotImplementedError(f"packed rows by cuDNN: {kind} has a window or a soft cap")
+        if kind.soft_cap is not None or kind.window is not None or kind.sinks:
+            raise NotImplementedError(f"packed rows by cuDNN: {kind} has more than full attention")
         prompts = [take_per_bin(leaf, row_prompt) for leaf in memory]
         arrays = tuple(flat(even(leaf)) for leaf in (query, key, value, *prompts))
         out = _joined(parts or CUDNN, arrays, (samples, flat(before)))[:, :width]

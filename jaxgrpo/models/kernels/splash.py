@@ -66,6 +66,7 @@ def causal(
         fits = expected.all(-1, keepdims=True)
         start = jnp.zeros(position.shape, jnp.int32)
         ids = valid.astype(jnp.int32)
+        _check(kind)
         run = functools.partial(_over_batch, kind=kind, prefix=0, interpret=interpret)
         out = _on_mesh(mesh, run)(query, key, value, start, ids, ids)
         return _where(fits, out), KeyValue(key, value)
@@ -111,11 +112,20 @@ def rows_with_prefix(
         if alone is not None:  # but those that are alone are for one another
             query_ids += alone
             key_ids = key_ids.at[..., size:].set(query_ids)
+        _check(kind)
         run = functools.partial(_over_batch, kind=kind, prefix=size, interpret=interpret)
         out = _on_mesh(mesh, run)(query, keys, values, start, query_ids, key_ids)
         return _where(fits, out), None
 
     return attend
+
+
+def _check(kind: AttentionKind) -> None:
+    if kind.sinks:
+        raise NotImplementedError(
+            f"splash has no sinks, and {kind} has: choose the kernel by "
+            "models.attention.choose_kernel, which refuses it"
+        )
 
 
 def starts(segment: Array) -> Array:

@@ -10,10 +10,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxgrpo.core.types import register
+from jaxgrpo.models import routing
+from jaxgrpo.rollout.engine import SamplingSettings
 
 
 @register
@@ -93,6 +96,33 @@ class DecodeState:
     clock: Array  # [] int32, decoding steps so far
     slot_steps: Array  # [] int32, decoding steps times slots
     readers: int = dataclasses.field(metadata={"static": True})  # G, of a row at most
+
+
+def no_samples(
+    settings: SamplingSettings, bins: int, number: int, recorded: tuple[int, int] | None
+) -> Samples:
+    """Empty places for so many samples per bin. Args: recorded: `models.routing.recorded`."""
+    count = jnp.zeros((bins, number), jnp.int32)
+    zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
+    return Samples(
+        keys=jnp.zeros((bins, number, 2), jnp.uint32),
+        opening=count,
+        start=None,
+        offset=None,
+        limit=None,
+        greedy=None,
+        threshold=zeros[..., 0] if settings.early_stop else None,
+        tokens=jnp.full_like(zeros, settings.pad_token, jnp.int32),
+        logp=zeros,
+        untempered=zeros if settings.untempered else None,
+        confidence=zeros if settings.early_stop else None,
+        experts=None
+        if recorded is None
+        else jnp.full((*zeros.shape, *recorded), routing.NONE, routing.DTYPE),
+        length=count,
+        stopped=count.astype(bool),
+        ended=count.astype(bool),
+    )
 
 
 class Entries(NamedTuple):

@@ -13,7 +13,16 @@ from typing import Any
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import rope, wrapped
-from jaxgrpo.models.hf.families import experts, gemma, interleaved, llama, mistral, olmo, qwen
+from jaxgrpo.models.hf.families import (
+    experts,
+    gemma,
+    hybrid,
+    interleaved,
+    llama,
+    mistral,
+    olmo,
+    qwen,
+)
 from jaxgrpo.models.hf.families.base import Family
 from jaxgrpo.models.hf.fields import Fields
 
@@ -25,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         *(olmo.OLMO2, olmo.OLMO3, olmo.EXAONE4, mistral.MINISTRAL3, llama.ARCEE, llama.HUNYUAN),
         *(interleaved.GLM4, interleaved.ERNIE, interleaved.COHERE2),
         *(experts.QWEN3_MOE, experts.OLMOE, experts.GLM4_MOE, experts.GPT_OSS),
+        hybrid.QWEN3_5,
     )
 }
 """model_type of config.json -> the family, built in or registered."""

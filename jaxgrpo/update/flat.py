@@ -1,0 +1,182 @@
+"""The real tokens of a micro-batch side by side, and the layers over them.
+
+Layers and head compute these tokens alone; rows and prompts, with their padding, are for attention.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.core.types import Params, TrainBatch
+from jaxgrpo.models import delta, routing
+from jaxgrpo.models.api import (
+    AttentionKind,
+    Caller,
+    DeltaKind,
+    Model,
+    custom_vjp,
+    memory_per_layer,
+    stacked_memory,
+)
+from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.recurrence import DeltaInputs
+from jaxgrpo.rollout.dialogue import FORK
+
+
+class Flat(NamedTuple):
+    """The real tokens of a micro-batch side by side: rows first, then prompts, then nothing.
+
+    Layers and head compute these N tokens. Rows and prompts, with their padding, are only for
+    attention: their positions, [D, R * Q] and [D, A * S], are one dimension of size M here.
+    """
+
+    tokens: Array  # [D, N] int32
+    position: Array  # [D, N] int32
+    targets: Array  # [D, N] int32, of the rows
+    origin: Array  # [D, N] int32, the place in M of each token; M: none
+    place: Array  # [D, M] int32, the token of each place in M; N: padding
+    count: Array  # [D] int32, tokens of the rows
+
+
+def flatten(micro: TrainBatch, size: int) -> Flat:
+    """The tokens of a micro-batch that are real, in `size` places of each bin."""
+    bins, prompts, width = micro.prompt_tokens.shape
+    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
+    real = _joined(micro.segment > 0, position < micro.prompt_length[..., None])
+    place = jnp.where(real, jnp.cumsum(real, 1, dtype=jnp.int32) - 1, size)
+    indices = jnp.arange(real.shape[1], dtype=jnp.int32)
+    no_origin = jnp.full(size, real.shape[1], jnp.int32)
+    origin = jax.vmap(lambda place: no_origin.at[place].set(indices, mode="drop"))(place)
+    return Flat(
+        tokens=_picked(_joined(micro.tokens, micro.prompt_tokens), origin),
+        position=_picked(_joined(micro.position, position), origin),
+        targets=_picked(micro.targets.reshape(bins, -1), origin),
+        origin=origin,
+        place=place,
+        count=(micro.segment > 0).sum((1, 2), dtype=jnp.int32),
+    )
+
+
+def fullest(micro: TrainBatch) -> Array:
+    """[]: the tokens of the fullest bin's rows."""
+    return (micro.segment > 0).sum((1, 2), dtype=jnp.int32).max()
+
+
+def filled(flat: Flat, fullest: Array | None) -> Array:
+    """[D]: tokens of rows that the head computes. It takes as many chunks as the fullest bin needs,
+    and the parts of `sharding.over_data` are computed in one loop, so in all of them the same."""
+    return flat.count if fullest is None else jnp.broadcast_to(fullest, flat.count.shape)
+
+
+def hidden_states(
+    model: Model,
+    params: Params,
+    micro: TrainBatch,
+    flat: Flat,
+    kernel: Kernel = XLA,
+    replays: bool = False,
+) -> tuple[Array, dict[str, Array]]:
+    """Hidden states [D, N, E]: each prompt once, and rows that read the keys of their prompts.
+
+    Where it replays recorded experts, of rows alone, there is REROUTED [D, N] beside them.
+    """
+    caller = call_packed(micro, flat, kernel)
+    record = micro.fields.get(routing.EXPERTS) if replays else None
+    if record is None:
+        hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
+        return hidden, {}
+    config = model.config
+    # What is picked from nowhere is 0, which is an expert.
+    record = record.reshape(len(record), -1, *record.shape[3:])
+    record = _picked(record + 1, flat.origin) - 1
+    memory = routing.with_records(config, (None,) * config.num_layers, record)
+    caller, stacked = caller._replace(route=routing.replay), stacked_memory(config, memory)
+    hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
+    _, others = routing.without_records(config, memory_per_layer(config, memory))
+    return hidden, {REROUTED: jnp.stack(others).mean(0, dtype=jnp.float32)}
+
+
+def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:
+    """How the flat tokens attend and recur: in rows, behind the prompts that these read."""
+    bins, prompts, width = micro.prompt_tokens.shape
+    rows, places = micro.segment.shape[1:], micro.segment[0].size
+    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
+    prompt_real = position < micro.prompt_length[..., None]
+    attend_prompts = kernel.causal(position, prompt_real)
+    segment, alone = micro.segment, ()
+    if (fork := micro.fields.get(FORK)) is not None:  # a rewritten conversation is a segment too
+        segment = jnp.where(segment > 0, segment * segment.shape[-1] + fork, 0)
+        alone = (fork > 0,)
+    placed = segment, micro.position, micro.row_prompt, micro.prompt_length
+    attend_rows = kernel.rows_with_prefix(*placed, *alone)
+    recur_rows = delta.packed(micro.segment, micro.row_prompt, prompt_real)
+
+    def apart(leaf: Array) -> tuple[Array, Array]:
+        """[D, N, ...] as rows [D, R, Q, ...] and prompts [D, A, S, ...]."""
+        leaf = moved(leaf, flat.place, flat.origin)
+        row_part = leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:])
+        return row_part, leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:])
+
+    def together(row_out: Array, prompt_out: Array) -> Array:
+        return moved(_joined(row_out, prompt_out), flat.origin, flat.place)
+
+    def attend(query, key, value, memory: None, kind: AttentionKind, sinks: Array | None = None):
+        row_parts, prompt_parts = zip(*map(apart, (query, key, value)), strict=True)
+        prompt_out, prefix = attend_prompts(*prompt_parts, memory, kind, sinks)
+        row_out, _ = attend_rows(*row_parts, prefix, kind, sinks)
+        return together(row_out, prompt_out), memory
+
+    def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
+        del kind
+        row_parts, prompt_parts = zip(*map(apart, inputs[:5]), strict=True)
+        parts = (DeltaInputs(*leaves, inputs.filters) for leaves in (row_parts, prompt_parts))
+        return together(*recur_rows(*parts)), memory
+
+    return Caller(attend, recur=recur)
+
+
+REROUTED = "rerouted"
+"""Field of a pass: the share of layers whose router would have chosen other experts."""
+
+
+def flatten_rows(flat: Flat, values: Array) -> Array:
+    """Values [D, R, Q] of rows at the flat tokens [D, N]; 0 at those of prompts."""
+    return _picked(values.reshape(len(values), -1), flat.origin)
+
+
+def in_rows(micro: TrainBatch, flat: Flat, values: Array) -> Array:
+    """Values [D, N, ...] of the flat tokens as rows [D, R, Q, ...]; 0 at padding."""
+    place = flat.place[:, : micro.segment[0].size]
+    return moved(values, place, flat.origin).reshape(*micro.segment.shape, *values.shape[2:])
+
+
+@custom_vjp()
+def moved(values: Array, source: Array, target: Array) -> Array:
+    """Entries [D, m, ...] of values [D, n, ...] at source [D, m]; 0 where that is n or more.
+
+    No entry is moved twice. So the gradient is moved back by `target` [D, n], the inverse of
+    `source`, and not added up entry by entry.
+    """
+    del target
+    return _picked(values, source)
+
+
+def _moved(values: Array, source: Array, target: Array) -> tuple[Array, Array]:
+    return _picked(values, source), target
+
+
+moved.defvjp(_moved, lambda target, gradient: (_picked(gradient, target), None, None))
+
+
+def _picked(values: Array, source: Array) -> Array:
+    return jax.vmap(lambda row, index: row.at[index].get(mode="fill", fill_value=0))(values, source)
+
+
+def _joined(rows: Array, prompts: Array) -> Array:
+    """[D, R, Q, ...] and [D, A, S, ...] as one [D, R * Q + A * S, ...]."""
+    parts = (leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:]) for leaf in (rows, prompts))
+    return jnp.concatenate([*parts], axis=1)

@@ -1,0 +1,66 @@
+"""Runs of a small Qwen3-MoE: what they record, save and replay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import small_run
+from safetensors.numpy import load_file
+
+from jaxgrpo.cli import make_base
+from jaxgrpo.models import routing
+from jaxgrpo.training import loop
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A barely warm base model with experts, as `small_run.base`."""
+    path = tmp_path_factory.mktemp("base") / "base"
+    options = {"steps": 40, "batch": 64, "hidden_size": 32}
+    make_base.make_base(path, family="qwen3_moe", **options)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """Two steps of a run that writes its rollouts and fills its steps with live groups."""
+    folder = tmp_path_factory.mktemp("experts") / "r"
+    changes = {"train.steps": 2, "run.rollouts_every": 1, "rollout.refill": {"factor": 2.0}}
+    return loop.train(small_run.config(folder, **{"model.path": base, **changes}))
+
+
+def test_a_run_says_how_its_experts_are_used(run):
+    for line in small_run.metrics(run.path):
+        assert 1 <= line["routing/load"] < 4  # 8 experts, of which a token passes 2
+        assert 0 <= line["routing/dead"] < 1
+        assert line["routing/rerouted"] < 0.01
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_saved_rollouts_hold_the_experts_of_what_was_drawn(run):
+    files = sorted((run.path / "rollouts").iterdir())
+    for file in files:
+        arrays = load_file(file)
+        experts, mask = arrays[f"fields.{routing.EXPERTS}"], arrays["token_mask"]
+        assert experts.shape == (*mask.shape, 2, 2)
+        assert experts.dtype == np.int16
+        recorded = (experts >= 0).all((-1, -2))
+        np.testing.assert_array_equal(recorded, mask)
+        assert experts.max() == 7
+
+
+def test_a_replay_of_its_files_ends_with_the_parameters_of_the_run(run, base, tmp_path):
+    files = sorted((run.path / "rollouts").iterdir())
+    changes = {"model.path": base, "train.steps": 2}
+    again = loop.train(small_run.config(tmp_path / "r", **changes), rollouts=files)
+    assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
+
+
+def test_fresh_routing_is_a_setting(base, tmp_path):
+    changes = {"model.path": base, "train.steps": 1, "train.routing": "fresh"}
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
+    (line,) = small_run.metrics(finished.path)
+    assert "routing/rerouted" not in line
+    assert line["routing/load"] >= 1
