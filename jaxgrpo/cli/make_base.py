@@ -40,6 +40,7 @@ _GEMMA = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+_CLAMPED = {"num_experts_per_tok": 2, "intermediate_size": 32}
 SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "sliding_window": 8},
     "gemma3_text": {
@@ -49,10 +50,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "rope_parameters": {SLIDING: _ROPE, FULL: {**_ROPE, "rope_theta": 1e6}},  # as Gemma 3's
     },
     "olmo3": {"rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
-    "qwen3_moe": {"num_experts": 8, **_EXPERTS, "moe_intermediate_size": 64},
-    "olmoe": {"num_experts": 8, **_EXPERTS},
-    "glm4_moe": {"n_routed_experts": 8, **_EXPERTS, "moe_intermediate_size": 64},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_moe": {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 32},
+    "olmoe": {"num_experts": 4, **_EXPERTS, "intermediate_size": 32},
+    "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 4, **_CLAMPED, "sliding_window": 8},
 }
 """Family -> what config.json of its base model says beside the sizes."""
 

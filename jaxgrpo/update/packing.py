@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -372,11 +372,7 @@ def gather(
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
     forks = {name: value for name, value in rollouts.fields.items() if name == FORK}
-    experts = {}
-    if (record := rollouts.fields.get(EXPERTS)) is not None:
-        moved = record.reshape(-1, *record.shape[3:])[source]
-        moved = jnp.where(source[..., None, None] >= 0, moved, NONE)
-        experts[EXPERTS] = moved.astype(DTYPE)
+    experts = _moved_experts(rollouts.fields, source)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(
@@ -396,6 +392,15 @@ def gather(
         num_live=jnp.asarray(plan.num_live),
     )
     return jax.tree.map(functools.partial(_over_bins, constrain), batch)
+
+
+def _moved_experts(fields: Mapping[str, Array], source: Array) -> dict[str, Array]:
+    """The record of experts, if there is one, at each position of `_sources`."""
+    if EXPERTS not in fields:
+        return {}
+    record = fields[EXPERTS]
+    moved = record.reshape(-1, *record.shape[3:])[source]
+    return {EXPERTS: jnp.where(source[..., None, None] >= 0, moved, NONE).astype(DTYPE)}
 
 
 def _positions(rollouts: Rollouts) -> tuple[Array, Array]:

@@ -92,6 +92,23 @@ def longropes(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
 
 
 @st.composite
+def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Fields of families that have some."""
+    fields: dict[str, Any] = {}
+    if family in EXPERTS:
+        fields[EXPERTS[family]] = draw(st.sampled_from((4, 5, 8)))
+        fields["num_experts_per_tok"] = draw(st.integers(1, 4))
+        if family != "gpt_oss":
+            fields["norm_topk_prob"] = draw(flags)
+    if family == "glm4_moe":
+        fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
+        fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
+        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
+        fields["routed_scaling_factor"] = draw(scales)
+    return fields
+
+
+@st.composite
 def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """Fields of config.json over those of the family's small model."""
     heads = draw(st.sampled_from((2, 4)))
@@ -123,16 +140,7 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     fields |= {name: draw(flags) for name, has in optional.items() if has}
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
-    if family in EXPERTS:
-        fields[EXPERTS[family]] = draw(st.sampled_from((4, 5, 8)))
-        fields["num_experts_per_tok"] = draw(st.integers(1, 4))
-        if family != "gpt_oss":
-            fields["norm_topk_prob"] = draw(flags)
-    if family == "glm4_moe":
-        fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
-        fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
-        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
-        fields["routed_scaling_factor"] = draw(scales)
+    fields |= draw(experts(family))
     if family == "smollm3":
         fields["no_rope_layers"] = draw(
             st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)

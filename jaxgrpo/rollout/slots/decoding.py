@@ -12,6 +12,7 @@ devices.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -291,10 +292,10 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     fed = params, state.token[..., None], position, Caller(attend), memory
     hidden, memory = model.apply(*fed)
     memory, records = routing.without_records(model.config, memory)
-    experts = jnp.stack(records, -2)[:, :, 0].astype(routing.DTYPE) if records else None
+    state = _recorded(state, records)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
-    samples, token, ended = _written(parts, state, logits, token, logp, experts)
+    samples, token, ended = _written(parts, state, logits, token, logp)
     index, pauses = state.index + 1, state.pauses
     if pauses is not None:
         pairs = zip((state.index, state.token), (index, token), strict=True)
@@ -314,6 +315,17 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
         clock=state.clock + 1,
         slot_steps=state.slot_steps + token.size,
     )
+
+
+def _recorded(state: DecodeState, records: Sequence[Array]) -> DecodeState:
+    """The state with the experts [D, N, 1, k] of each layer of the tokens that were fed."""
+    samples, total = state.samples, state.samples.length.shape[1]
+    if samples.experts is None:
+        return state
+    sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
+    experts = jnp.stack(records, -2)[:, :, 0]
+    experts = put(samples.experts, experts, sample, state.index)
+    return dataclasses.replace(state, samples=dataclasses.replace(samples, experts=experts))
 
 
 def _sharing(state: DecodeState, row: Array) -> Sharing:
@@ -350,18 +362,9 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
 
 
 def _written(
-    parts: Parts,
-    state: DecodeState,
-    logits: Array,
-    token: Array,
-    logp: Array,
-    experts: Array | None,
+    parts: Parts, state: DecodeState, logits: Array, token: Array, logp: Array
 ) -> tuple[Samples, Array, Array]:
-    """The samples with one more token each, drawn or given; this token, and who ends with it.
-
-    Args:
-      experts: [D, N, layers, k], of the token that was fed.
-    """
+    """The samples with one more token each, drawn or given; this token, and who ends with it."""
     settings, samples, total = parts.settings, state.samples, state.samples.length.shape[1]
     drawn, next_token = jnp.ones_like(state.live), token.astype(jnp.int32)
     if samples.offset is not None:
@@ -382,8 +385,6 @@ def _written(
         raw = jnp.where(drawn, softmax_logp(logits, token), 0)
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
-    if samples.experts is not None and experts is not None:
-        samples = dataclasses.replace(samples, experts=write(samples.experts, experts, state.index))
     if settings.early_stop is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / _temperature(settings, state)
         number = min(settings.early_stop.tokens, parts.model.config.num_drawable)
