@@ -23,11 +23,11 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import Task, character_tokenizer
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Caller, Model, ModelConfig
-from jaxgrpo.models.attention import causal
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 from jaxgrpo.models.logprobs import token_logprobs
+from jaxgrpo.models.sequences import call_alone
 
 Progress = Callable[[int, int, float], None]
 """(steps done, steps in all, mean loss of the last dispatch)"""
@@ -49,7 +49,21 @@ SMALL: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,  # one layer with the window, one without
         "rope_parameters": {SLIDING: _ROPE, FULL: {**_ROPE, "rope_theta": 1e6}},  # as Gemma 3's
     },
+    "arcee": {"hidden_act": "relu2"},
+    "ministral3": {
+        "rope_parameters": {
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+            **_ROPE,
+        }
+    },
     "olmo3": {"rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
+    "qwen3_5_text": {
+        "full_attention_interval": 2,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
+    },
     "qwen3_moe": {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 32},
     "olmoe": {"num_experts": 4, **_EXPERTS, "intermediate_size": 32},
     "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "moe_intermediate_size": 32},
@@ -241,8 +255,8 @@ def _loss(model: Model, params: Params, tokens: Array, learned: Array) -> Array:
     inputs, targets, learned = tokens[:, :-1], tokens[:, 1:], learned[:, 1:]
     position = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     # Padding is at the end, where no learned position can see it.
-    attend = causal(position, jnp.ones(inputs.shape, bool))
-    hidden, _ = model.apply(params, inputs, position, Caller(attend), None)
+    caller = call_alone(position, jnp.ones(inputs.shape, bool))
+    hidden, _ = model.apply(params, inputs, position, caller, None)
     unembed = functools.partial(model.unembed, params)
     logp, _ = token_logprobs(unembed, hidden, targets)
     return -jnp.where(learned, logp, 0).sum() / learned.sum()

@@ -72,11 +72,12 @@ def make_rescorer(
     )
     measure = jax.jit(packing.measure_lengths)
     base_params = {} if base is None else base.params
+    recurs = model.config.recurs or (base is not None and base.model.config.recurs)
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        geometry = packing.make_geometry(sizes, mesh, tokens)
+        geometry = packing.make_geometry(sizes, mesh, tokens)._replace(recurs=recurs)
         lengths = sharding.to_host(measure(rollouts))
         plan = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
         return program(params, base_params, rollouts, plan, geometry.tokens)

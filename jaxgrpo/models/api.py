@@ -34,6 +34,7 @@ class Rope(NamedTuple):
     share: float = 1.0  # of a head's dimensions, the first ones; the others do not turn
     stretch: tuple[float, ...] = ()  # one for each pair; (): all 1
     scale: float = 1.0  # of cosine and sine, and so of what is turned
+    growth: tuple[float, float] | None = None  # (b, n): queries x (1 + b log(1 + floor(pos / n)))
 
 
 class AttentionKind(NamedTuple):
@@ -84,11 +85,13 @@ class LayerKind(NamedTuple):
     feed: DenseKind | ExpertsKind = DenseKind()
 
 
-Norms = Literal["before", "after", "both"]
-"""Where each branch of a layer is normed: its input, its output (OLMo 2 and 3), or both (Gemma)."""
+Norms = Literal["before", "after", "both", "parallel"]
+"""Where each branch of a layer is normed: its input, its output (OLMo 2 and 3), or both (Gemma).
+"parallel": both branches read one normed input (Cohere 2)."""
 NORMS: tuple[str, ...] = get_args(Norms)
-QueryKeyNorm = Literal["none", "head", "whole"]
-"""Whether queries and keys are normed: not, each head by itself, or all heads as one vector."""
+QueryKeyNorm = Literal["none", "head", "whole", "turned"]
+"""Whether queries and keys are normed: not, each head by itself, or all heads as one vector.
+"turned": head by head, after positions have turned them (Hunyuan)."""
 QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 
 
@@ -98,6 +101,8 @@ NEVER = -1e20
 LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
+    *("delta/query", "delta/key", "delta/value", "delta/gate", "delta/rate", "delta/decay"),
+    "delta/out",
 )
 """The linear maps of a layer, which may have adapters."""
 
@@ -123,7 +128,7 @@ class LoraConfig:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names in LINEAR that are adapted."""
+        """The names in LINEAR that are adapted where a layer has them (`ModelConfig.adapted`)."""
         return tuple(name for name in LINEAR if re.fullmatch(self.targets, name))
 
 
@@ -152,6 +157,7 @@ class ModelConfig:
     attention_bias: bool = False  # of queries, keys and values
     attention_out_bias: bool = False
     feed_forward_bias: bool = False
+    attention_gate: bool = False  # each head's output is times the sigmoid of a linear map's
     query_key_norm: QueryKeyNorm = "head"
     activation: str = "silu"  # see layers.ACTIVATIONS
     norm_offset: float = 0.0  # norms multiply by (offset + weight): 1 for Gemma
@@ -176,6 +182,9 @@ class ModelConfig:
     """config.json of the checkpoint that it was read from; a model without one cannot be saved"""
     ignored: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
     """Fields of it that change nothing, as the user says (`model.ignore`)"""
+    gated: bool = True  # whether the feed-forward block has a gate
+    center_norms: bool = False  # norms subtract the mean first: LayerNorm without bias
+    text_only: bool = False  # the text part of a model that has others too (`model.text_only`)
 
     @property
     def periods(self) -> int:
@@ -191,6 +200,20 @@ class ModelConfig:
     def attention(self) -> tuple[AttentionKind, ...]:
         """How each layer attends, of those that do, in order."""
         return tuple(kind.mixer for kind in self.kinds if isinstance(kind.mixer, AttentionKind))
+
+    @property
+    def recurs(self) -> bool:
+        """Whether layers keep states that follow from all tokens so far."""
+        return any(isinstance(kind.mixer, DeltaKind) for kind in self.kinds)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names in LINEAR that have adapters, of the maps that its layers have."""
+        absent = () if self.attention else ("attention/",)
+        absent += () if self.recurs else ("delta/",)
+        absent += () if self.gated else ("feed_forward/gate",)
+        modules = () if self.lora is None else self.lora.modules
+        return tuple(name for name in modules if not name.startswith(absent))
 
     @property
     def longest(self) -> int:

@@ -14,8 +14,8 @@ from flax import nnx
 from jax import Array
 
 from jaxgrpo.models.api import (
-    AttentionKind,
     Caller,
+    DeltaKind,
     ExpertsKind,
     LayerKind,
     LayerMemory,
@@ -23,14 +23,16 @@ from jaxgrpo.models.api import (
     Rope,
     Spread,
 )
+from jaxgrpo.models.delta import GatedDelta
 from jaxgrpo.models.experts import Experts
 from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm
 
 
 class Block(nnx.Module):
-    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
+    """One layer: h += mixer(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
 
     `config.norms` says whether a branch is normed before it, after it (then not before) or both.
+    With "parallel" h += attention(norm(h)) + feed_forward(norm(h)), of one norm.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
@@ -38,11 +40,14 @@ class Block(nnx.Module):
             built = config.norms in places
             return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
 
-        self.attention_norm: Norm = norm("before", "both")
+        self.parallel: bool = config.norms == "parallel"
+        self.attention_norm: Norm = norm("before", "both", "parallel")
         self.feed_forward_norm: Norm = norm("before", "both")
         feed, mixer = kind.feed, kind.mixer
-        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
-        self.attention: Attention = Attention(config, mixer, rngs)
+        if isinstance(mixer, DeltaKind):
+            self.delta: GatedDelta = GatedDelta(config, mixer, rngs)
+        else:
+            self.attention: Attention = Attention(config, mixer, rngs)
         if isinstance(feed, ExpertsKind):
             self.experts: Experts = Experts(config, feed, rngs)
         else:
@@ -65,13 +70,16 @@ class Block(nnx.Module):
           angles: those of each way to turn that the model has.
         """
         feed, mixer, recorded = kind.feed, kind.mixer, None
-        assert isinstance(mixer, AttentionKind)  # as `decoder.build` checks
         if isinstance(feed, ExpertsKind) and memory is not None:
             memory, recorded = memory
-        branch = self.attention_norm(hidden)
-        branch, memory = self.attention(branch, angles[mixer.rope], caller.attend, memory, mixer)
+        normed = branch = self.attention_norm(hidden)
+        if isinstance(mixer, DeltaKind):
+            branch, memory = self.delta(branch, caller.recur, memory, mixer)
+        else:
+            turn, attend = angles[mixer.rope], caller.attend
+            branch, memory = self.attention(branch, turn, attend, memory, mixer)
         hidden = hidden + self.scaled(self.attention_out_norm(branch))
-        branch = self.feed_forward_norm(hidden)
+        branch = normed if self.parallel else self.feed_forward_norm(hidden)
         if isinstance(feed, ExpertsKind):
             branch, recorded = self.experts(branch, caller.route, spread, recorded, feed)
             memory = LayerMemory(memory, recorded)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxgrpo.models.api import LAYERS, ExpertsKind, LayerKind, Model
+from jaxgrpo.models.api import LAYERS, DeltaKind, ExpertsKind, LayerKind, Model
+from jaxgrpo.models.recurrence import CHUNK
 
 
 class LinearMap(NamedTuple):
@@ -52,6 +53,22 @@ def linear_maps(model: Model) -> Iterator[LinearMap]:
 
 def _halves(sizes: list, split: int) -> tuple[list, list]:
     return sizes[:split], sizes[split:]
+
+
+class Recurrence(NamedTuple):
+    """What the gated delta rule of a layer costs a token (`models.recurrence`)."""
+
+    flops: float  # of matrix products
+    numbers: float  # of a chunk's arrays and states, for each of its tokens
+
+
+def count_recurrence(kind: DeltaKind, chunk: int = CHUNK) -> Recurrence:
+    """The rule in chunks of so many tokens; 1: step by step."""
+    keys, values, state = kind.key_dim, kind.value_dim, kind.key_dim * kind.value_dim
+    head = 2 * chunk * (keys + 2 * values) + chunk**2 / 3 + 6 * state
+    numbers = 4 * chunk + 4 * keys + 3 * values + state / chunk
+    shared = kind.key_heads * 4 * chunk * keys
+    return Recurrence(kind.value_heads * head + shared, kind.value_heads * numbers)
 
 
 class Weights(NamedTuple):

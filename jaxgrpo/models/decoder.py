@@ -28,7 +28,6 @@ from jaxgrpo.models.api import (
     AttentionKind,
     Caller,
     Constrain,
-    DeltaKind,
     ExpertsKind,
     LayerKind,
     LoraConfig,
@@ -367,14 +366,14 @@ def _check(config: ModelConfig) -> None:
     if config.activation not in ACTIVATIONS:
         activations = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {activations}')
-    problems += [] if config.lora is None else _odd_lora(config.lora)
+    problems += [] if config.lora is None else _odd_lora(config, config.lora)
     problems += _odd_experts(config)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
 
 
-def _odd_lora(lora: LoraConfig) -> list[str]:
+def _odd_lora(config: ModelConfig, lora: LoraConfig) -> list[str]:
     problems = []
     if lora.rank < 1:
         problems.append(f"lora.rank = {lora.rank}: must be at least 1")
@@ -382,7 +381,7 @@ def _odd_lora(lora: LoraConfig) -> list[str]:
         problems.append(f"lora.alpha = {lora.alpha}: must be above 0 and finite")
     if problem := pattern_problem(lora.targets):
         return [*problems, f"lora.targets = {lora.targets!r}: {problem}"]
-    if not lora.modules:
+    if not config.adapted:
         linear_maps = ", ".join(LINEAR)
         problems.append(f"lora.targets = {lora.targets!r}: matches none of {linear_maps}")
     return problems
@@ -418,13 +417,12 @@ def _odd_experts(config: ModelConfig) -> list[str]:
 
 
 def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
-    problems = [f"{part}: is not built" for part in kind if isinstance(part, NOT_BUILT)]
     if isinstance(kind.mixer, AttentionKind):
-        problems += _odd_rope(kind.mixer.rope, head_dim)
-    return problems
-
-
-NOT_BUILT = (DeltaKind,)
+        return _odd_rope(kind.mixer.rope, head_dim)
+    if min(kind.mixer) < 1 or kind.mixer.value_heads % kind.mixer.key_heads or kind.mixer.conv < 2:
+        why = "sizes of 1 or more, value_heads a multiple of key_heads, conv 2 or more"
+        return [f"{kind.mixer}: expected {why}"]
+    return []
 
 
 def _odd_rope(rope: Rope | None, head_dim: int) -> list[str]:

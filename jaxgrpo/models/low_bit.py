@@ -85,7 +85,9 @@ def _quantised_layer(params: Params, weight_dtype: str) -> Params:
     layer = {part: dict(value) for part, value in params.items()}
     for name in LINEAR:
         part, linear = name.split("/")
-        contracted = 2 if name == "attention/out" else 1  # heads and head_dim
+        if linear not in layer.get(part, {}):  # the layer has no such map
+            continue
+        contracted = 2 if name in ("attention/out", "delta/out") else 1  # heads and head_dim
         values, scale = quantised(layer[part][linear]["kernel"], contracted, weight_dtype)
         layer[part][linear] = {**layer[part][linear], "kernel": values, "kernel_scale": scale}
     return layer

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import sharding
+from jaxgrpo.models import delta, sharding
 from jaxgrpo.models.api import Caller, Model, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.logprobs import token_logprobs, token_rank
@@ -143,6 +143,11 @@ def _is_likeliest(apply: Any, unembed: Any, params: Params, tokens: Array, real:
     return follows & (token_rank(lambda hidden: unembed(params, hidden), hidden, tokens) == 0)
 
 
+def call_alone(position: Int[Array, "B T"], real: Bool[Array, "B T"]) -> Caller:
+    """What a model leaves to its caller, for rows that are a sequence each."""
+    return Caller(causal(position, real), recur=delta.whole(real))
+
+
 def _hidden_before(apply: Any, params: Params, tokens: Array, real: Array) -> tuple[Array, Array]:
     """The hidden states at the last real token before each one, and whether both are real."""
     hidden = _hidden(apply, params, tokens, real)
@@ -155,5 +160,5 @@ def _hidden_before(apply: Any, params: Params, tokens: Array, real: Array) -> tu
 
 def _hidden(apply: Any, params: Params, tokens: Array, real: Array) -> Array:
     position = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-    hidden, _ = apply(params, tokens, position, Caller(causal(position, real)), None)
+    hidden, _ = apply(params, tokens, position, call_alone(position, real), None)
     return hidden

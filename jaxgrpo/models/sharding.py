@@ -41,6 +41,7 @@ TRAINING: Rules = {
     "router": None,
     "rank": None,
     "norm": None,
+    "taps": None,
     "layers": None,
 }
 """Logical axis -> mesh axes. A logical axis without a rule is an error."""

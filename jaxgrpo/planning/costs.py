@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxgrpo.core.chips import Chip
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.counts import count_weights
+from jaxgrpo.models.api import DeltaKind, Model, ModelConfig
+from jaxgrpo.models.counts import count_recurrence, count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Run, placed, sampler_params, scoring_passes
@@ -64,13 +64,16 @@ class Bound(NamedTuple):
 def attention_flops(config: ModelConfig, tokens_before: int, tokens: int) -> float:
     """Of `tokens` queries behind `tokens_before` others: 4 heads head_dim per pair that is seen.
 
-    Position p, from 0, sees p + 1 keys, or those of its window.
+    Position p, from 0, sees p + 1 keys, or those of its window. Layers that recur do as much for
+    each token (`counts.count_recurrence`).
     """
     visible_keys = np.arange(tokens_before + 1, tokens_before + tokens + 1, dtype=np.float64)
     pairs = sum(
         np.minimum(visible_keys, kind.window or math.inf).sum() for kind in config.attention
     )
-    return 4.0 * config.num_heads * config.head_dim * float(pairs)
+    mixers = [kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind)]
+    recurrence = tokens * sum(count_recurrence(mixer).flops for mixer in mixers)
+    return 4.0 * config.num_heads * config.head_dim * float(pairs) + recurrence
 
 
 def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
@@ -97,8 +100,8 @@ def program_work(run: Run) -> dict[str, Work]:
 
 
 def _sampling_work(run: Run) -> dict[str, Work]:
-    """Decoding reads the weights at every token, but for an embedding that is not the head, and
-    half of the caches, since they fill up."""
+    """Decoding reads the weights at every token, but for an embedding that is not the head, half of
+    the caches, since they fill up, and the states of layers that recur, which it writes too."""
     blueprint, geometry = run.blueprint, run.blueprint.geometry
     config, settings = blueprint.model.config, blueprint.sampling
     prompts, group = geometry.num_prompts, geometry.group_size
@@ -117,10 +120,11 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     prompt_flops = prompts * (2.0 * numbers.active * width + attention_flops(config, 0, width))
     tokens = steps * numbers.work
     sample_flops = prompts * group * (2.0 * tokens + attention_flops(config, width, steps))
-    state = capacity(blueprint.model, settings, mesh, prompts, group, width).state
+    taken = capacity(blueprint.model, settings, mesh, prompts, group, width)
+    state = (taken.state - taken.recurrent) / 2 + 2 * taken.recurrent
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
-    read = settings.segment_tokens * (weights + state / 2)
+    read = settings.segment_tokens * (weights + state)
     return {
         "prefill": _work_computed_once(prefills, prompt_flops, weights, 1),
         "decode": _work_computed_once(segments, sample_flops, read, settings.segment_tokens),

@@ -24,8 +24,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, lora, low_bit, sharding
-from jaxgrpo.models.api import AttentionKind, Model
-from jaxgrpo.models.counts import Outputs, layer_outputs
+from jaxgrpo.models.api import AttentionKind, DeltaKind, Model
+from jaxgrpo.models.counts import Outputs, count_recurrence, layer_outputs
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
 from jaxgrpo.models.resharding import moved_entries
 from jaxgrpo.models.sharding import AnyMesh
@@ -215,9 +215,7 @@ def fitting_geometry(
     logits_per_chunk: int | None = None,
 ) -> packing.Geometry:
     """The geometry with fewer tokens in a micro-batch, where the activations of those that it has
-    by default do not fit; never fewer than the longest sample takes.
-
-    Beside them is what else an update takes (`update_bytes`), and what the run keeps.
+    by default do not fit beside `update_bytes`; never fewer than the longest sample takes.
 
     Args:
       persistent: bytes of what the run keeps, on each device.
@@ -227,7 +225,7 @@ def fitting_geometry(
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
     sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
     fitting = packing.make_geometry(sizes, mesh, None, *rest)
-    return fitting._replace(routed=geometry.routed)
+    return fitting._replace(routed=geometry.routed, recurs=geometry.recurs)
 
 
 def update_bytes(
@@ -269,7 +267,8 @@ def activations(model: Model, remat: decoder.Remat) -> int:
     """Bytes of a token in an update: what each layer keeps, and one layer at work.
 
         kept = layers x (hidden states, and what remat says), in the model's dtype
-        work = 2 x E x 4 bytes, values and gradients of a layer's E numbers in float32
+        work = 2 x E x 4 bytes, values and gradients of a layer's E numbers in float32, and of what
+               its recurrence has
         E    = 2 hidden + 2 outputs of the layer's linear maps, and 2 hidden at each expert
 
     Of layers of Qwen3-0.6B compiled for a TPU v5e, "full" takes 0.22 MB with four, as counted here;
@@ -288,7 +287,12 @@ def activations(model: Model, remat: decoder.Remat) -> int:
             "none": 4 * layer.numbers,
         }[remat]
 
-    work = max(2 * layer.numbers * 4 for layer in outputs)
+    def numbers_at_work(layer: Outputs) -> int:
+        mixer = layer.kind.mixer
+        recurs = isinstance(mixer, DeltaKind)
+        return layer.numbers + (math.ceil(count_recurrence(mixer).numbers) if recurs else 0)
+
+    work = max(2 * 4 * numbers_at_work(layer) for layer in outputs)
     return sum(layer.layers * layer_bytes(layer) for layer in outputs) + work
 
 

@@ -67,7 +67,7 @@ def adapters_line(model: Model) -> str:
     if settings is None:
         return ""
     count = sum(leaf.size for leaf in jax.tree.leaves(lora.split(model.shapes)[1]))
-    names = ", ".join(settings.modules)
+    names = ", ".join(model.config.adapted)
     return f" of adapters (rank {settings.rank}, of {names}); {count:,} stay as they are"
 
 

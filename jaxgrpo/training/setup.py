@@ -20,7 +20,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Learner, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.losses import Objective
@@ -306,6 +306,11 @@ def build_method(
     methods.refuse_all_stale(rollout.staleness, train.steps)
     _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
     teaching = config.teachers, pretrained, config.model.attention, geometry
+    scoring = teachers.find_teachers(*teaching)
+    models = model, *(teacher.model for teacher in scoring.values())
+    if any(scored.config.recurs for scored in models):
+        geometry = geometry._replace(recurs=True)
+        _refuse_recurrent(mesh, config.data.forks)
     axes = trained(model, model.axes)
     optimizer = make_optimizer(axes, updates=train.updates, **vars(config.optimizer))
     blueprint = Blueprint(
@@ -323,7 +328,7 @@ def build_method(
         on_no_live_sample=train.on_no_live_sample,
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
         scores=make_scores(config.scores),
-        teachers=teachers.find_teachers(*teaching),
+        teachers=scoring,
         answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,
     )
@@ -439,6 +444,22 @@ def _geometry(
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     return geometry
+
+
+def _refuse_recurrent(mesh: Mesh, has_forks: bool) -> None:
+    """Raises: InputError for what layers that recur cannot be trained with."""
+    problems = []
+    if (context := mesh.shape["context"]) > 1:
+        problems.append(
+            f"mesh.context = {context}: a state goes from token to token; divide by mesh.fsdp or "
+            "mesh.tensor instead"
+        )
+    if has_forks:
+        problems.append(
+            'data.history = "fork": a conversation that is rewritten begins inside a row, and '
+            'states begin with chunks; set it to "exact"'
+        )
+    refuse_all("a model with layers that recur cannot be trained so:", problems)
 
 
 def _sampling_mesh(rollout: RolloutKeys, tensor: int, mesh: Mesh) -> Mesh:

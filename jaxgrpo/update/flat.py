@@ -12,16 +12,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params, TrainBatch
-from jaxgrpo.models import routing
+from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import (
     AttentionKind,
     Caller,
+    DeltaKind,
     Model,
     custom_vjp,
     memory_per_layer,
     stacked_memory,
 )
 from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.recurrence import DeltaInputs
 from jaxgrpo.rollout.dialogue import FORK
 
 
@@ -82,40 +84,11 @@ def hidden_states(
 
     Where it replays recorded experts, of rows alone, there is REROUTED [D, N] beside them.
     """
-    bins, prompts, width = micro.prompt_tokens.shape
-    rows, places = micro.segment.shape[1:], micro.segment[0].size
-    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
-    attend_prompts = kernel.causal(position, position < micro.prompt_length[..., None])
-    segment, alone = micro.segment, ()
-    if (fork := micro.fields.get(FORK)) is not None:  # a rewritten conversation is a segment too
-        segment = jnp.where(segment > 0, segment * segment.shape[-1] + fork, 0)
-        alone = (fork > 0,)
-    placed = segment, micro.position, micro.row_prompt, micro.prompt_length
-    attend_rows = kernel.rows_with_prefix(*placed, *alone)
-
-    def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        memory: None,
-        kind: AttentionKind,
-        sinks: Array | None = None,
-    ):
-        spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]
-        prompt_parts = [
-            leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread
-        ]
-        row_parts = [leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:]) for leaf in spread]
-        prompt_out, prefix = attend_prompts(
-            prompt_parts[0], prompt_parts[1], prompt_parts[2], memory, kind, sinks
-        )
-        row_out, _ = attend_rows(row_parts[0], row_parts[1], row_parts[2], prefix, kind, sinks)
-        return moved(_joined(row_out, prompt_out), flat.origin, flat.place), memory
-
+    caller = call_packed(micro, flat, kernel)
     record = micro.fields.get(routing.EXPERTS) if replays else None
     if record is not None:
-        return _replayed(model, params, flat, Caller(attend, routing.replay), record)
-    hidden, _ = model.apply(params, flat.tokens, flat.position, Caller(attend), None)
+        return _replayed(model, params, flat, caller._replace(route=routing.replay), record)
+    hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
     return hidden, {}
 
 
@@ -125,13 +98,52 @@ def _replayed(
     """`hidden_states` with the experts of a record [D, R, Q, layers, k]."""
     config = model.config
     # What is picked from nowhere is 0, which is an expert.
-    by_place = record.reshape(len(record), -1, *record.shape[3:]) + 1
-    record = _picked(by_place, flat.origin) - 1
+    record = record.reshape(len(record), -1, *record.shape[3:])
+    record = _picked(record + 1, flat.origin) - 1
     memory = routing.with_records(config, (None,) * config.num_layers, record)
     stacked = stacked_memory(config, memory)
     hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
     _, rerouted = routing.without_records(config, memory_per_layer(config, memory))
     return hidden, {REROUTED: jnp.stack(rerouted).mean(0, dtype=jnp.float32)}
+
+
+def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:
+    """How the flat tokens attend and recur: in rows, behind the prompts that these read."""
+    bins, prompts, width = micro.prompt_tokens.shape
+    rows, places = micro.segment.shape[1:], micro.segment[0].size
+    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
+    prompt_real = position < micro.prompt_length[..., None]
+    attend_prompts = kernel.causal(position, prompt_real)
+    segment, alone = micro.segment, ()
+    if (fork := micro.fields.get(FORK)) is not None:  # a rewritten conversation is a segment too
+        segment = jnp.where(segment > 0, segment * segment.shape[-1] + fork, 0)
+        alone = (fork > 0,)
+    placed = segment, micro.position, micro.row_prompt, micro.prompt_length
+    attend_rows = kernel.rows_with_prefix(*placed, *alone)
+    recur_rows = delta.packed(micro.segment, micro.row_prompt, prompt_real)
+
+    def apart(leaf: Array) -> tuple[Array, Array]:
+        """[D, N, ...] as rows [D, R, Q, ...] and prompts [D, A, S, ...]."""
+        leaf = moved(leaf, flat.place, flat.origin)
+        row_part = leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:])
+        return row_part, leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:])
+
+    def together(row_out: Array, prompt_out: Array) -> Array:
+        return moved(_joined(row_out, prompt_out), flat.origin, flat.place)
+
+    def attend(query, key, value, memory: None, kind: AttentionKind, sinks: Array | None = None):
+        row_parts, prompt_parts = zip(*map(apart, (query, key, value)), strict=True)
+        prompt_out, prefix = attend_prompts(*prompt_parts, memory, kind, sinks)
+        row_out, _ = attend_rows(*row_parts, prefix, kind, sinks)
+        return together(row_out, prompt_out), memory
+
+    def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
+        del kind
+        row_parts, prompt_parts = zip(*map(apart, inputs[:5]), strict=True)
+        parts = (DeltaInputs(*leaves, inputs.filters) for leaves in (row_parts, prompt_parts))
+        return together(*recur_rows(*parts)), memory
+
+    return Caller(attend, recur=recur)
 
 
 REROUTED = "rerouted"

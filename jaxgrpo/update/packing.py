@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +23,10 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics
 from jaxgrpo.core.scores import OF_PASS
 from jaxgrpo.core.types import Rollouts, TrainBatch
-from jaxgrpo.models import sharding
+from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Constrain
-from jaxgrpo.models.routing import DTYPE, EXPERTS, NONE
+from jaxgrpo.models.recurrence import chunk_size
+from jaxgrpo.models.routing import DTYPE, EXPERTS
 from jaxgrpo.rollout.dialogue import FORK
 
 ROUND = 32
@@ -52,6 +53,7 @@ class Geometry(NamedTuple):
     minibatches: int = 1  # into which a step's prompts are dealt, one update each
     has_forks: bool = False  # samples have the field `dialogue.FORK`
     routed: tuple[int, int] | None = None  # layers, k of the experts that updates take again
+    recurs: bool = False  # models have layers with states, which begin with a chunk
 
     @property
     def longest(self) -> int:
@@ -62,6 +64,11 @@ class Geometry(NamedTuple):
     def samples_per_row(self) -> int | None:
         """The most, for those of a row are of one group; None: any number, some without prompt."""
         return None if self.has_forks else self.group_size
+
+    @property
+    def align(self) -> int:
+        """Samples of a row begin at multiples of it."""
+        return chunk_size(self.max_completion_tokens) if self.recurs else 1
 
     @property
     def prompts_per_update(self) -> int:
@@ -127,6 +134,7 @@ class _Row(NamedTuple):
 
     samples: list[int]
     tokens: int
+    end: int  # behind its last sample
 
 
 def make_geometry(
@@ -232,8 +240,9 @@ def plan(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> Plan:
     raise AssertionError("a plan of all micro-batches holds any update")
 
 
-def _in_rows(samples: list[_Sample], width: int, room: int, count: int) -> list[_Row]:
-    """Samples of one group in rows of `width`, first fit in their order.
+def _in_rows(samples: list[_Sample], width: int, room: int, count: int, align: int) -> list[_Row]:
+    """Samples of one group in rows of `width`, first fit in their order, each at a multiple of
+    `align`.
 
     Those are left out for which there is no room for so many tokens, or no row of so many.
     """
@@ -242,13 +251,14 @@ def _in_rows(samples: list[_Sample], width: int, room: int, count: int) -> list[
         if length > room:
             continue
         for index, row in enumerate(rows):
-            if row.tokens + length <= width:
-                rows[index] = _Row([*row.samples, sample], row.tokens + length)
+            end = _rounded_up(row.end, align) + length
+            if end <= width:
+                rows[index] = _Row([*row.samples, sample], row.tokens + length, end)
                 break
         else:
             if len(rows) == count:
                 continue
-            rows.append(_Row([sample], length))
+            rows.append(_Row([sample], length, length))
         room -= length
     return rows
 
@@ -270,16 +280,15 @@ def _deal(
         unplaced = groups[prompt]
         while unplaced:
             need = prompts[prompt] + sum(length for length, _ in unplaced)
-            piece = _in_rows(unplaced, width, need, len(unplaced))
+            piece = _in_rows(unplaced, width, need, len(unplaced), geometry.align)
             takes_any = (rows > 0) & (open_prompts > 0)
             fits = takes_any & (tokens >= need) & (rows >= len(piece))
             if fits.any():
                 slot = int(np.where(fits, tokens, geometry.tokens + 1).argmin())
             elif takes_any.any():
                 slot = int(np.where(takes_any, tokens, -1).argmax())
-                piece = _in_rows(
-                    unplaced, width, int(tokens[slot]) - prompts[prompt], int(rows[slot])
-                )
+                room = int(tokens[slot]) - prompts[prompt]
+                piece = _in_rows(unplaced, width, room, int(rows[slot]), geometry.align)
             if not takes_any.any() or not piece:
                 return None
             slots[slot].append((prompt, piece))
@@ -289,6 +298,10 @@ def _deal(
             placed = {sample for row in piece for sample in row.samples}
             unplaced = [sample for sample in unplaced if sample[1] not in placed]
     return slots
+
+
+def _rounded_up(size: Any, align: int) -> Any:
+    return -(-size // align) * align
 
 
 def _size(prompt: int, rows: list[_Row]) -> int:
@@ -310,7 +323,8 @@ def _written(slots: list[_Slot], lengths: Lengths, num_live: int, geometry: Geom
         for index, (p, rows) in enumerate(slots[number]):
             prompt[bin_place][index] = p
             for bin_row in rows:
-                samples, size = np.asarray(bin_row.samples), lengths.completion[p, bin_row.samples]
+                samples = np.asarray(bin_row.samples)
+                size = _rounded_up(lengths.completion[p, bin_row.samples], geometry.align)
                 row[p, samples] = place * geometry.rows + count
                 start[p, samples] = np.cumsum(size) - size
                 segment[p, samples] = np.arange(len(samples)) + 1
@@ -372,7 +386,7 @@ def gather(
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
     forks = {name: value for name, value in rollouts.fields.items() if name == FORK}
-    experts = _moved_experts(rollouts.fields, source)
+    experts = routing.in_rows(rollouts.fields, source)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(
@@ -392,15 +406,6 @@ def gather(
         num_live=jnp.asarray(plan.num_live),
     )
     return jax.tree.map(functools.partial(_over_bins, constrain), batch)
-
-
-def _moved_experts(fields: Mapping[str, Array], source: Array) -> dict[str, Array]:
-    """The record of experts, if there is one, at each position of `_sources`."""
-    if EXPERTS not in fields:
-        return {}
-    record = fields[EXPERTS]
-    moved = record.reshape(-1, *record.shape[3:])[source]
-    return {EXPERTS: jnp.where(source[..., None, None] >= 0, moved, NONE).astype(DTYPE)}
 
 
 def _positions(rollouts: Rollouts) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ import family_runs
 import jax
 import numpy as np
 import pytest
-from family_runs import CLOSE, LONG, SHORT
+from family_runs import CLOSE, LONG, shortest
 
 import jaxgrpo
 from jaxgrpo.models.hf.families import FAMILIES
@@ -57,10 +57,10 @@ def test_an_update_has_the_log_probs_and_the_gradient_of_whole_sequences(family,
     """Its rows hold several samples and share their prompts. In float64: equal means equal."""
     logp, gradient = family_runs.plain(family, alone=False)
     with jax.enable_x64(True):
-        run = family_runs.run(family, SHORT, devices=devices, dtype="float64")
+        run = family_runs.run(family, shortest(family), devices=devices, dtype="float64")
         furthest, update_gradient = family_runs.updated(run, alone=False)
     assert 0 < furthest < 1e-9
-    rollouts, _ = family_runs.update_inputs(alone=False)
+    rollouts, _ = family_runs.update_inputs(False, shortest(family))
     np.testing.assert_allclose(by_token_logp(family, rollouts), logp, rtol=0, atol=1e-9)
     assert np.abs(logp).max() > 1
     leaves = jax.tree_util.tree_leaves_with_path(gradient)

@@ -30,7 +30,7 @@ from jaxgrpo.update.packing import Geometry
 
 KEY = jax.random.key_data(jax.random.key(3))
 ADAPTED = dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=3, alpha=6.0))
-CONFIGS = {"uniform": tiny.UNIFORM, "a layer left over": tiny.LOCAL_GLOBAL, "adapted": ADAPTED}
+IDS = ("uniform", "a layer left over", "adapted", "states")
 INPUTS = {"out": 2}  # dimensions of a kernel that are inputs, where they are not 1
 CAP = {"int8": 127.0, "fp8": 448.0}
 
@@ -126,8 +126,9 @@ def drawn(config: ModelConfig, params: Params, mesh: Mesh | None = None, **chang
         tiny.UNIFORM,
         pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full),
         pytest.param(ADAPTED, marks=pytest.mark.full),
+        tiny.HYBRID,
     ],
-    ids=CONFIGS,
+    ids=IDS,
 )
 def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     actual = drawn(config, make_params(config), weight_dtype=weight_dtype)

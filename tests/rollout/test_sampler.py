@@ -36,7 +36,9 @@ def run(prompts=None, config=tiny.UNIFORM, key=KEY, purpose=0, greedy=0, **chang
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
+@pytest.mark.parametrize(
+    "config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL, tiny.HYBRID], ids=["uniform", "local", "states"]
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logps_are_those_of_a_plain_pass_over_the_whole_sequence(config, temperature):
     rollouts = run(config=config, temperature=temperature)
@@ -125,8 +127,8 @@ def test_a_sample_depends_on_nothing_that_stands_beside_it():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
-    ids=["uniform", "local"],
+    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full), tiny.HYBRID],
+    ids=["uniform", "local", "states"],
 )
 def test_the_number_of_slots_changes_no_token(config):
     prompts = tiny.prompts(9, seed=5)
@@ -154,10 +156,11 @@ def test_prompts_that_wait_for_a_row_of_the_cache_are_sampled_like_others():
 
 
 @pytest.mark.slow
-def test_a_prompt_of_several_chunks_is_sampled_as_from_one_plain_pass():
+@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.HYBRID], ids=["uniform", "states"])
+def test_a_prompt_of_several_chunks_is_sampled_as_from_one_plain_pass(config):
     prompts = tiny.prompts(3, width=150)
-    rollouts = run(prompts=prompts, slots=4)
-    want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), rollouts)
+    rollouts = run(prompts=prompts, config=config, slots=4)
+    want = tiny.whole_logps(config, tiny.params(config), rollouts)
     np.testing.assert_allclose(rollouts.behavior_logp, want, atol=3e-5)
 
 

@@ -12,8 +12,8 @@ import tiny
 from lettering import Letters
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models import attention, decoder, sharding
-from jaxgrpo.models.api import Caller
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.sequences import call_alone
 from jaxgrpo.rollout.batch import Batch
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import replying, table
@@ -105,8 +105,12 @@ def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(slots, delay):
 
 @pytest.mark.parametrize(
     ("slots", "config"),
-    [(4, tiny.UNIFORM), pytest.param(6, tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
-    ids=["full", "windows"],
+    [
+        (4, tiny.UNIFORM),
+        pytest.param(6, tiny.LOCAL_GLOBAL, marks=pytest.mark.full),
+        (6, tiny.HYBRID),
+    ],
+    ids=["full", "windows", "states"],
 )
 def test_replies_in_chunks_are_those_that_are_fed(in_chunks, slots, config):
     expected(config)
@@ -136,8 +140,8 @@ def test_slots_become_fewer_as_conversations_end():
 
 @pytest.mark.parametrize(
     "config",
-    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
-    ids=["full", "windows"],
+    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full), tiny.HYBRID],
+    ids=["full", "windows", "states"],
 )
 def test_log_probs_are_those_of_the_whole_conversation(config):
     assert_log_probs(*expected(config)[:2], config)
@@ -152,15 +156,20 @@ def test_turns_that_stop_strings_end_go_on_behind_them(slots):
     assert_log_probs(spoken, requests)
 
 
+def test_states_are_refused_where_strings_would_take_tokens_back():
+    with pytest.raises(InputError, match=r"rollout.stop_strings: .* states"):
+        converse(2, config=tiny.HYBRID, stop_strings=StopStrings(Letters(), ["F"]))
+
+
 def assert_log_probs(spoken, requests, config=tiny.UNIFORM):
     """That they are those of one pass over the whole conversation."""
     model, params = tiny.model(config), tiny.params(config)
     for sample, turns in spoken.items():
         tokens = np.concatenate([requests[sample].tokens, turns[-1].tokens])
         position = np.arange(len(tokens))
-        attend = attention.causal(jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), bool))
+        caller = call_alone(jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), bool))
         inputs = jnp.asarray(tokens[None]), jnp.asarray(position[None], jnp.int32)
-        hidden, _ = model.apply(params, *inputs, Caller(attend), None)
+        hidden, _ = model.apply(params, *inputs, caller, None)
         logits = model.unembed(params, hidden)
         logp = np.asarray(jax.nn.log_softmax(logits.astype(np.float32))[0])
         end = len(tokens)

@@ -40,6 +40,14 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 
+GROWING = {
+    **YARN,
+    "factor": 2.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.5,
+    "max_position_embeddings": 64,
+}
+
 RICH: dict[str, dict[str, Any]] = {
     "qwen2": {
         "use_sliding_window": True,
@@ -90,6 +98,21 @@ RICH: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", FULL, "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    },
     "qwen3_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -125,6 +148,31 @@ RICH: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, SLIDING, FULL],
         "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 300.0}, FULL: YARN},
     },
+    "exaone4": {
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": LLAMA3,
+        "sliding_window_pattern": "LG",
+    },
+    "ministral3": {"sliding_window": WINDOW, "rope_parameters": GROWING},
+    "arcee": {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 50.0,
+            "alpha": 9.0,
+            "factor": 1.0,
+        },
+    },
+    "glm4": {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}},
+    "ernie4_5": {"use_bias": True, "rope_parameters": LLAMA3},
+    "cohere2": {
+        "hidden_size": 64,
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "logit_scale": 0.5,  # without biases: those of keys in layers without rope do nothing
+    },
 }
 """Family -> fields that leave what its smallest model would compute."""
 
@@ -134,7 +182,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}
-    if family in ("phi3", "olmo2", "olmo3", "olmoe"):  # they have no head_dim
+    if family in ("phi3", "olmo2", "olmo3", "olmoe", "cohere2"):  # they have no head_dim
         fields.pop("head_dim")
     return CONFIG_MAPPING[family](**fields)
 
@@ -142,17 +190,21 @@ def transformers_config(family: str, **changes: Any) -> Any:
 def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     """A model of transformers with random weights, biases and norms, written to a folder."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    auto = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        corrections = [b for n, b in model.named_buffers() if n.endswith("correction_bias")]
-        for weight in [*model.parameters(), *corrections]:
+        corrections = [b for b in model.named_buffers() if b[0].endswith("correction_bias")]
+        for name, weight in [*model.named_parameters(), *corrections]:
             spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             noise = spread * torch.randn(weight.shape)
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)
-    if (config.pad_token_id or 0) < 0:  # most releases of transformers 5 refuse to save it
+            if name.endswith("A_log"):  # states that remember some ten tokens, and not one
+                weight.copy_(noise - 3)
+    pad = getattr(config, "pad_token_id", None)
+    if (pad or 0) < 0:  # most releases of transformers 5 refuse to save it
         model.generation_config.pad_token_id = None
     model.save_pretrained(folder, **options)
     return model
@@ -181,7 +233,12 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
 def config_fields(family: str, **changes: Any) -> dict[str, Any]:
     """config.json of a family's rich small model, as transformers writes it."""
     config = transformers_config(family, **changes)
-    architecture = {"gemma3_text": "Gemma3ForCausalLM"}.get(family)
+    names = {
+        "gemma3_text": "Gemma3ForCausalLM",
+        "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+    }
+    architecture = names.get(family)
     config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]
     return json.loads(config.to_json_string())
 

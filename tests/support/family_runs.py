@@ -26,9 +26,10 @@ import jaxgrpo
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Learner, Params, Rollouts
-from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import AttentionKind, Caller, Model
+from jaxgrpo.models import decoder, recurrence, sharding
+from jaxgrpo.models.api import AttentionKind, Caller, DeltaKind, Model
 from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.recurrence import DeltaInputs
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
@@ -39,10 +40,16 @@ from jaxgrpo.update.step import Steps, build_steps
 
 PROMPTS, GROUP, WIDTH = 4, 3, 9  # P, G and S: one prompt has one token, one has nine
 SHORT = 12  # tokens of the longest completion of an update
+CHUNKED = 140  # the same where layers recur: two chunks, and a part of a third
 LONG = 40  # of a sampled one: more than the 32 columns in which decoding keeps a window
 
 CLOSE = 5e-5
 """Of log-probs in float32: the largest error found, of all families, is 2e-5 (Qwen2)."""
+
+
+def shortest(family: str) -> int:
+    """Tokens of the longest completion of an update, with which rows have several samples."""
+    return CHUNKED if family == "qwen3_5_text" else SHORT
 
 
 @functools.cache
@@ -96,7 +103,7 @@ def run(
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.reinforce(), losses.token_mean()),
         optimizer=optax.trace(1.0),  # its state after the first update is the gradient
-        geometry=Geometry(*sizes, tokens=WIDTH + 2 * completion),
+        geometry=Geometry(*sizes, tokens=WIDTH + 2 * completion, recurs=model.config.recurs),
         # Half as many slots as samples: each is used again.
         sampling=SamplingSettings(completion, 1.0, (2,), 0, segment_tokens=8, slots=6),
         mesh=mesh,
@@ -126,20 +133,20 @@ class UpdateInputs(NamedTuple):
 
 
 @functools.cache
-def update_inputs(alone: bool) -> UpdateInputs:
+def update_inputs(alone: bool, steps: int = SHORT) -> UpdateInputs:
     """Random completions of random lengths. Args: alone: each is too long to share a row."""
-    rollouts = jax.tree.map(np.asarray, tiny.rollouts(np.zeros((PROMPTS, GROUP)), SHORT, WIDTH))
+    rollouts = jax.tree.map(np.asarray, tiny.rollouts(np.zeros((PROMPTS, GROUP)), steps, WIDTH))
     rng = np.random.default_rng(2)
     if alone:
-        length = rng.integers(SHORT // 2 + 1, SHORT + 1, (PROMPTS, GROUP, 1))
-        rollouts = dataclasses.replace(rollouts, token_mask=np.arange(SHORT) < length)
+        length = rng.integers(steps // 2 + 1, steps + 1, (PROMPTS, GROUP, 1))
+        rollouts = dataclasses.replace(rollouts, token_mask=np.arange(steps) < length)
     weight = rng.normal(size=rollouts.token_mask.shape) * rollouts.token_mask
     return UpdateInputs(rollouts, weight.astype(np.float32))
 
 
 def packed(family_run: Run, alone: bool) -> tuple[Rollouts, Array, packing.Plan]:
     """The inputs of the update, on the mesh, and its plan of several micro-batches."""
-    rollouts, weight = family_run.spread(update_inputs(alone))
+    rollouts, weight = family_run.spread(update_inputs(alone, shortest(family_run.family)))
     lengths = sharding.to_host(family_run.preparer.measure(rollouts))
     everyone = np.ones((PROMPTS, GROUP), bool)
     plan = packing.plan(lengths, everyone, family_run.blueprint.geometry)
@@ -176,7 +183,8 @@ def updated(family_run: Run, alone: bool) -> tuple[float, Params]:
 @functools.cache
 def plain(family: str, alone: bool) -> tuple[np.ndarray, Params]:
     """Log-probs [P, G, T] of these inputs, and the gradient of `updated`, by the formula."""
-    (model, params), (rollouts, weight) = read(family, "float64"), update_inputs(alone)
+    model, params = read(family, "float64")
+    rollouts, weight = update_inputs(alone, shortest(family))
 
     def loss(params: Params):
         logp = whole_sequence_logp(functools.partial(by_formula, model, params), rollouts)
@@ -197,9 +205,12 @@ def by_formula(model: Model, params: Params, tokens: np.ndarray, mask: np.ndarra
         visible = (ago >= 0) & (ago < (kind.window or len(at)))
         return attended.formula(query, key, value, visible, kind.soft_cap, sinks), memory
 
-    hidden, _ = model.apply(
-        params, jnp.asarray(tokens), jnp.asarray(position), Caller(attend), None
-    )
+    def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
+        real, start = jnp.ones(tokens.shape, bool), recurrence.first_state(inputs)
+        return recurrence.token_by_token(inputs, real, start)[0], memory
+
+    caller = Caller(attend, recur=recur)
+    hidden, _ = model.apply(params, jnp.asarray(tokens), jnp.asarray(position), caller, None)
     logp = jax.nn.log_softmax(model.unembed(params, hidden))
     target_logp = jnp.take_along_axis(logp[:, :-1], jnp.asarray(tokens)[:, 1:, None], -1)[..., 0]
     return jnp.where(mask, jnp.pad(target_logp, ((0, 0), (1, 0))), 0)

@@ -23,6 +23,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "llama": ("--family", "llama"),
     # Windows, two ropes, norms of (1 + weight) on both sides, scaled embeddings.
     "gemma3_text": ("--family", "gemma3_text"),
+    # A layer with a gated delta rule, and one with gated attention on a quarter of turned heads.
+    "qwen3_5_text": ("--family", "qwen3_5_text"),
     # Ten times the learning rate, all linear maps and alpha = 32, as in LoRA Without Regret
     # (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
     "lora": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import AttentionKind, Caller, LayerKind, Model, ModelConfig, Rope
-from jaxgrpo.models.attention import causal
+from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model, ModelConfig, Rope
+from jaxgrpo.models.sequences import call_alone
 from jaxgrpo.rollout.selection import pad_prompts
 
 VOCAB = 40
@@ -49,6 +50,17 @@ LOCAL_GLOBAL = ModelConfig(
 )
 
 
+DELTA = LayerKind(DeltaKind(key_heads=2, value_heads=4, key_dim=8, value_dim=8))
+HYBRID = dataclasses.replace(
+    UNIFORM,
+    family="random",
+    num_layers=4,  # one period of three, and one layer that is left over
+    pattern=(DELTA, DELTA, LayerKind(AttentionKind(rope=Rope(share=0.25)))),
+    norm_offset=1.0,
+    attention_gate=True,
+)
+
+
 @functools.cache
 def model(config: ModelConfig = UNIFORM) -> Model:
     return decoder.build(config)
@@ -57,6 +69,9 @@ def model(config: ModelConfig = UNIFORM) -> Model:
 def params(config: ModelConfig = UNIFORM, seed: int = 0, scale: float = 15.0):
     """Parameters whose distributions are far from uniform, so that differences show."""
     values = model(config).init(jax.random.key(seed))
+    # States that remember some ten tokens, and not one.
+    slower = lambda path, leaf: leaf - 4 if path[-1].key == "log_rate" else leaf  # noqa: E731
+    values = jax.tree_util.tree_map_with_path(slower, values)
     return {**values, "head": jax.tree.map(lambda leaf: leaf * scale, values["head"])}
 
 
@@ -120,8 +135,8 @@ def whole_tables(config: ModelConfig, values, rollouts: Rollouts, temperature: f
             offset < 0, jnp.pad(prompt, (0, steps))[index], completion[offset % steps]
         )
         position = index[None]
-        attend = causal(position, jnp.ones_like(position, bool))
-        hidden, _ = model(config).apply(values, tokens[None], position, Caller(attend), None)
+        caller = call_alone(position, jnp.ones_like(position, bool))
+        hidden, _ = model(config).apply(values, tokens[None], position, caller, None)
         logits = model(config).unembed(values, hidden)[0] / temperature
         wide = jnp.promote_types(logits.dtype, jnp.float32)
         logp = jax.nn.log_softmax(logits.astype(wide), -1)

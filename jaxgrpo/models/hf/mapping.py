@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -29,10 +29,23 @@ LEAVES: Mapping[str, tuple[str, int | None]] = {
     "correction": ("e_score_correction_bias", 0),
     "lora_a": ("lora_A.weight", 1),
     "lora_b": ("lora_B.weight", 1),
+    "log_rate": ("A_log", 0),
+    "taps": ("weight", -1),
 }
 """Our leaf of a module -> the name of theirs, and `inputs` of an Entry."""
-INPUTS = {"attention/out/kernel": 2, "attention/out/lora_a": 2}
+NAMES = {"delta/bias": "dt_bias"}
+"""Leaves that have another name in one module."""
+INPUTS = {
+    f"{module}/{leaf}": 2
+    for module in ("attention/out", "delta/out")
+    for leaf in ("kernel", "lora_a")
+}
 """Those that have more inputs: heads and the dimensions of a head."""
+
+TURNED = tuple(
+    f"attention/{name}/{leaf}" for name in ("query", "key") for leaf in ("kernel", "bias", "lora_b")
+)
+"""Those whose outputs are turned by positions."""
 
 Box = tuple[tuple[int, int], ...]
 """The part of an array with the indices from the first to before the second, in each dimension."""
@@ -68,6 +81,16 @@ class Names(Protocol):
         ...
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether the two dimensions of a head that turn together stand side by side."""
+        ...
+
+    @property
+    def carried(self) -> Sequence[str]:
+        """Beginnings of tensors' names that no model reads."""
+        ...
+
+    @property
     def tied_head(self) -> tuple[str, str]:
         """The head's tensor and the embedding's: a tied checkpoint may hold it a second time."""
         ...
@@ -77,7 +100,8 @@ class Entry(NamedTuple):
     """A tensor of a checkpoint, or some of its rows, and the place in a leaf of our parameters.
 
     `inputs` counts our leading dimensions that are inputs of a linear map: Hugging Face flattens
-    inputs and outputs and keeps the outputs first, as rows. None: the same layout.
+    inputs and outputs and keeps the outputs first, as rows. None: the same layout. -1: the last
+    dimension is a channel's taps, which Hugging Face has behind a dimension of size 1.
     """
 
     name: str  # Hugging Face's
@@ -88,11 +112,23 @@ class Entry(NamedTuple):
     hf_shape: tuple[int, ...]  # of the whole tensor
     expert: int | None = None  # of a tensor [experts, rows, columns]; None: it has no experts
     turn: tuple[int, int] = (0, 1)  # of the last dimension's entries: the first, and to the next
+    turned: int = 0  # dimensions of each head whose rows stand in pairs, where ours are in halves
 
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape of the tensor, or of an expert's part of it."""
         return self.hf_shape if self.expert is None else self.hf_shape[1:]
+
+    def stored_rows(self, rows: slice) -> np.ndarray:
+        """The rows of the tensor that hold some of these, ours: (0, 2, 4, ...; 1, 3, 5, ...).
+
+        >>> Entry("q_proj.bias", (), (2, 6), 0, (0, 12), (12,), 4).stored_rows(slice(0, 12))
+        array([ 0,  2,  1,  3,  4,  5,  6,  8,  7,  9, 10, 11])
+        """
+        half, row = self.turned // 2, np.arange(rows.start, rows.stop) - self.rows[0]
+        place = row % self.shape[-1]
+        pair = np.where(place < half, 2 * place, 2 * (place - half) + 1)
+        return self.rows[0] + row - place + np.where(place < self.turned, pair, place)
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -100,6 +136,8 @@ class Entry(NamedTuple):
         dims = range(len(self.shape))
         if self.inputs is None:
             return tuple(dims[k : k + 1] for k in dims)
+        if self.inputs < 0:
+            return dims[:-1], dims[:0], dims[-1:]
         return (dims[self.inputs :], dims[: self.inputs])[: len(self.matrix)]
 
 
@@ -125,7 +163,9 @@ def _leaf_entries(
     leading = stacked + has_experts
     layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
     fused = config.fused_experts or family.interleaves_experts
-    entry = _tensor(family, path[:start], path[start:], layer_shapes, fused)
+    ropes = [kind.rope for kind in config.attention if kind.rope is not None]
+    turned = int(ropes[0].share * config.head_dim) if family.in_pairs and ropes else 0
+    entry = _tensor(family, path[:start], path[start:], layer_shapes, fused, turned)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
@@ -164,17 +204,23 @@ def _interleaved(family: Names, path: str, entry: Entry, shape: tuple[int, ...])
 
 
 def _tensor(
-    family: Names, prefix: str, path: str, shapes: Mapping[str, tuple[int, ...]], fused: bool
+    family: Names,
+    prefix: str,
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    fused: bool,
+    turned: int,
 ) -> Entry | None:
     """The entry of the leaf `prefix` + `path`, with its name in a layer; None if it has no name.
 
     Args:
       shapes: those of one layer, and of one expert, by whole path.
       fused: experts are as of `fused_experts`.
+      turned: dimensions of a head that stand in pairs.
     """
     module, _, leaf = path.rpartition("/")
     suffix, inputs = LEAVES.get(leaf, ("", None))
-    inputs = INPUTS.get(path, inputs)
+    suffix, inputs = NAMES.get(path, suffix), INPUTS.get(path, inputs)
     all_fused = {**family.fused, **(family.fused_experts if fused else {})}
     fused_module = next((hf for hf, modules in all_fused.items() if module in modules), None)
     hf_module = fused_module or {**family.modules, **family.experts}.get(module)
@@ -183,7 +229,8 @@ def _tensor(
 
     def outputs(module: str) -> int:
         shape = shapes[f"{prefix}{module}/{leaf}"]
-        return shape[0] if inputs is None else math.prod(shape[inputs:])
+        rows = shape[:1] if inputs is None else shape[:-1] if inputs < 0 else shape[inputs:]
+        return math.prod(rows)
 
     # Fused maps share one A.
     modules = all_fused[fused_module] if fused_module and leaf != "lora_a" else (module,)
@@ -191,9 +238,12 @@ def _tensor(
     bounds = [0, *itertools.accumulate(map(outputs, modules))]
     k = modules.index(module)
     columns = shape[1:] if inputs is None else (math.prod(shape[:inputs]),) if inputs else ()
+    if inputs == -1:
+        columns = (1, shape[-1])
     rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
     name = hf_module if fused_module in family.fused_experts else f"{hf_module}.{suffix}"
-    return Entry(name, (), shape, inputs, rows, hf_shape)
+    turned = turned if path in TURNED else 0
+    return Entry(name, (), shape, inputs, rows, hf_shape, turned=turned)
 
 
 def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict[str, list[Any]]:
@@ -244,6 +294,15 @@ def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
     return start, last + 1, last + 1 - start == size
 
 
+def read_slice(entry: Entry, stored: Any, where: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a tensor, its rows in our order."""
+    if not entry.turned:
+        return stored[where]
+    rows = entry.stored_rows(where[0])
+    first, last = int(rows.min()), int(rows.max())
+    return stored[(slice(first, last + 1), *where[1:])][rows - first]
+
+
 def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
     """A view of the entry's rows, all or a piece of them, in our layout.
 
@@ -252,12 +311,18 @@ def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = No
     """
     first, step = entry.turn
     tensor = tensor[..., first::step] if step > 1 else tensor
-    return (tensor if entry.inputs is None else tensor.T).reshape(shape or entry.shape)
+    turns = entry.inputs is not None and entry.inputs >= 0
+    return (tensor.T if turns else tensor).reshape(shape or entry.shape)
 
 
 def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     """Our parameter as the entry's rows of the tensor, contiguous."""
-    if entry.inputs is not None:
-        rows = entry.rows[1] - entry.rows[0]
+    rows = entry.rows[1] - entry.rows[0]
+    if entry.inputs == -1:
+        tensor = tensor.reshape(rows, *entry.hf_shape[1:])
+    elif entry.inputs is not None:
         tensor = tensor.reshape(*entry.matrix[:0:-1], rows).T
+    if entry.turned:
+        order = entry.stored_rows(slice(*entry.rows)) - entry.rows[0]
+        tensor = tensor[np.argsort(order)]
     return np.ascontiguousarray(tensor)

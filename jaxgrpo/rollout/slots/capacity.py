@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgrpo.models import routing, sharding
-from jaxgrpo.models.api import Model
+from jaxgrpo.models import delta, routing, sharding
+from jaxgrpo.models.api import DeltaKind, Model, ModelConfig
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -83,6 +85,7 @@ class Capacity(NamedTuple):
     """Bytes on one device."""
 
     state: int  # keys and values of slots and prompts, tokens and log-probs of all samples
+    recurrent: int  # of it, states of slots: all are read and written at each token
     working: int  # logits, or a copy of one layer's cache while slots become fewer, or of prompts'
 
     @property
@@ -125,19 +128,40 @@ def capacity(
         return cache_bytes(sizes.slots, block) + parts * cache_bytes(sizes.slots, columns)
 
     rings = [ring_bytes(kind.window) for kind in config.attention]
-    shared = cache_bytes(sizes.rows, sizes.width)
+    shared = cache_bytes(sizes.rows, sizes.width) if rings else 0
+    state_bytes = _state_bytes(config, mesh.shape["tensor"])
+    states = (sizes.slots + sizes.rows) * sum(state_bytes)
+    largest = max(rings, default=0)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
     extra += math.prod(routing.recorded(config) or (0,)) * jnp.dtype(routing.DTYPE).itemsize
     samples = sizes.prompts * group * longest * extra
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
-        copied = max(copied, (max(rings) + shared) * jnp.dtype(config.dtype).itemsize)
+        copied = max(copied, (largest + shared) * jnp.dtype(config.dtype).itemsize)
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
-        state=len(rings) * shared + sum(rings) + samples,
-        working=max(LOGITS * logits, max(rings) + shared, copied),
+        state=len(rings) * shared + sum(rings) + states + samples,
+        recurrent=sizes.slots * sum(state_bytes),
+        working=max(
+            LOGITS * logits,
+            largest + shared,
+            (sizes.slots + sizes.rows) * max(state_bytes, default=0),
+            copied,
+        ),
     )
+
+
+def _state_bytes(config: ModelConfig, tensor: int) -> list[int]:
+    """Bytes of a sequence's state on a device, of each layer that recurs."""
+
+    def layer_bytes(kind: DeltaKind) -> int:
+        empty = functools.partial(delta.empty_states, kind, config.dtype, (1,), lambda x, _: x)
+        leaves = jax.tree.leaves(jax.eval_shape(empty))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // tensor
+
+    mixers = (kind.mixer for kind in config.kinds)
+    return [layer_bytes(mixer) for mixer in mixers if isinstance(mixer, DeltaKind)]
 
 
 def fitting_slots(

@@ -12,7 +12,7 @@ devices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import routing
-from jaxgrpo.models.api import Caller, Constrain, Model
+from jaxgrpo.models import delta, routing
+from jaxgrpo.models.api import AttentionKind, Caller, Constrain, DeltaKind, Model
 from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
 from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
+from jaxgrpo.models.recurrence import DeltaState
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import answering
 from jaxgrpo.rollout.slots.capacity import Sizes
@@ -39,6 +40,7 @@ from jaxgrpo.rollout.slots.state import (
     Samples,
     no_samples,
     put,
+    record_experts,
     take,
 )
 from jaxgrpo.rollout.stopping import EarlyStop
@@ -79,9 +81,12 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         older = tuple(cache((bins * slots,), columns) for _ in range(older_rings))
         return Ring(cache((bins * slots,), block), older)
 
-    def memory(window: int | None) -> tuple[Cache, Ring] | tuple[Lines, Lines]:
+    def memory(mixer: AttentionKind | DeltaKind) -> tuple[Any, Any]:
+        if isinstance(mixer, DeltaKind):
+            states = functools.partial(delta.empty_states, mixer, config.dtype)
+            return states((bins, rows), parts.constrain), states((bins * slots,), parts.constrain)
         if not parts.attention.has_lines:
-            return cache((bins, rows), width), ring(window)
+            return cache((bins, rows), width), ring(mixer.window)
         return lines((bins, rows), width), lines((bins * slots,), Lines.columns(longest))
 
     by_place, none = jnp.zeros((bins, places), jnp.int32), jnp.zeros(bins, jnp.int32)
@@ -94,7 +99,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         samples=no_samples(settings, bins, places, routing.recorded(config)),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
-        memory=tuple(memory(mixer.window) for mixer in config.attention),
+        memory=tuple(memory(kind.mixer) for kind in config.kinds),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
         readers=readers,
@@ -164,9 +169,10 @@ def prefill(
     length = (tokens >= 0).sum(-1, dtype=jnp.int32)
     position = start[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     shared, rings = zip(*state.memory, strict=True)
-    attend, config = chunk(row, start, length), parts.model.config
+    config = parts.model.config
+    caller = Caller(chunk(row, start, length), recur=delta.chunk(row, start, length))
     shared = routing.with_records(config, shared)
-    _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, Caller(attend), shared)
+    _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, caller, shared)
     shared, _ = routing.without_records(config, shared)
     return dataclasses.replace(state, memory=tuple(zip(shared, rings, strict=True)))
 
@@ -215,8 +221,11 @@ def segment(
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
     if not parts.attention.has_lines:
         is_kept = None if pauses is None else pauses.mask.reshape(-1)
-        memory = [(prompts, settled(ring, state.clock, is_kept)) for prompts, ring in state.memory]
-        state = dataclasses.replace(state, memory=tuple(memory))
+        memory = tuple(
+            (prompts, settled(slots, state.clock, is_kept) if isinstance(slots, Ring) else slots)
+            for prompts, slots in state.memory
+        )
+        state = dataclasses.replace(state, memory=memory)
     if pauses is not None:  # what is in the current block alone would not outlast the pause
         block = settings.segment_tokens
         state = dataclasses.replace(state, clock=-(-state.clock // block) * block)
@@ -258,16 +267,23 @@ def _slot_rows(state: DecodeState, aligned: bool) -> Array:
 
 
 def _refilled(state: DecodeState) -> DecodeState:
-    """Free slots take the next samples of their bin's queue, in order."""
+    """Free slots take the next samples of their bin's queue, in order, and the states that layers
+    which recur have of their prompts."""
     queue, free = state.queue, ~state.live
     if state.pauses is not None:
         free &= ~state.pauses.mask
     number = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
     fits = free & (number < queue.ready[:, None])
     sample = take(queue.place, jnp.where(fits, number % queue.place.shape[1], 0))
+    sample = jnp.where(fits, sample, state.sample)
+    memory = state.memory
+    if any(isinstance(slots, DeltaState) for _, slots in memory):
+        row = take(queue.row, sample)
+        memory = delta.begin_slots(memory, fits, row, take(state.row_length, row) == 0)
     return dataclasses.replace(
         state,
-        sample=jnp.where(fits, sample, state.sample),
+        sample=sample,
+        memory=memory,
         live=state.live | fits,
         index=jnp.where(fits, 0, state.index),
         token=jnp.where(fits, take(state.samples.opening, sample), state.token),
@@ -288,11 +304,12 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
         attend = decode_lines(index, state.row_length, sharing, parts.attention)
     else:
         attend = decode(state.clock, index, state.row_length, sharing)
+    recur = delta.decode(None if state.pauses is None else state.pauses.mask)
     memory = routing.with_records(model.config, state.memory)
-    fed = params, state.token[..., None], position, Caller(attend), memory
+    fed = params, state.token[..., None], position, Caller(attend, recur=recur), memory
     hidden, memory = model.apply(*fed)
     memory, records = routing.without_records(model.config, memory)
-    state = _recorded(state, records)
+    state = record_experts(state, records)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
     samples, token, ended = _written(parts, state, logits, token, logp)
@@ -315,17 +332,6 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
         clock=state.clock + 1,
         slot_steps=state.slot_steps + token.size,
     )
-
-
-def _recorded(state: DecodeState, records: Sequence[Array]) -> DecodeState:
-    """The state with the experts [D, N, 1, k] of each layer of the tokens that were fed."""
-    samples, total = state.samples, state.samples.length.shape[1]
-    if samples.experts is None:
-        return state
-    sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
-    experts = jnp.stack(records, -2)[:, :, 0]
-    experts = put(samples.experts, experts, sample, state.index)
-    return dataclasses.replace(state, samples=dataclasses.replace(samples, experts=experts))
 
 
 def _sharing(state: DecodeState, row: Array) -> Sharing:

@@ -53,6 +53,8 @@ class SlotEngine:
       width: tokens that a prompt may have.
       free: bytes of each device that decoding may take; decides on the slots where `settings` does
         not. None: every sample has one.
+
+    Raises: InputError for settings that the model cannot be drawn with.
     """
 
     def __init__(
@@ -64,6 +66,12 @@ class SlotEngine:
         width: int,
         free: int | None = None,
     ):
+        if model.config.recurs and settings.max_turns > 1 and settings.stop_strings is not None:
+            raise InputError(
+                "rollout.stop_strings: a model with layers that recur cannot take back tokens "
+                "behind a string that ends a turn, since they are in its states; with samples of "
+                "several turns let tokens end them (rollout.stop_tokens)"
+            )
         self.model, self.settings, self.mesh = model, settings, mesh
         self.width, self.free = width, free
         self.programs: Programs = make_programs(model, settings, mesh)

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
-from jaxgrpo.models import routing
+from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import Pieces, slot_chunk
-from jaxgrpo.models.cache import moved_up
+from jaxgrpo.models.cache import Ring, moved_up
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.capacity import CHUNK
 from jaxgrpo.rollout.slots.decoding import Parts, laid_out
@@ -112,7 +112,10 @@ def _moved_up(memory: Any, is_on: Array, columns: Array) -> Any:
     def move(at: Array, memory: Any) -> Any:
         slot = order[:, at]
         by = jnp.where(at < number, jnp.take_along_axis(columns, slot[:, None], 1)[:, 0], 0)
-        return tuple((prompts, moved_up(ring, slot, by)) for prompts, ring in memory)
+        return tuple(
+            (prompts, moved_up(slots, slot, by) if isinstance(slots, Ring) else slots)
+            for prompts, slots in memory
+        )
 
     return jax.lax.fori_loop(0, number.max(), move, memory)
 
@@ -138,8 +141,9 @@ def give(
     pieces = Pieces(slot, row, start, size, left)
     position = take(state.row_length, row)[..., None] + number
     attend, config = slot_chunk(pieces, state.row_length, state.clock), parts.model.config
+    caller = Caller(attend, recur=delta.slot_chunk(slot, size))
     memory = routing.with_records(config, state.memory)
-    _, memory = parts.model.apply(params, tokens, position, Caller(attend), memory)
+    _, memory = parts.model.apply(params, tokens, position, caller, memory)
     memory, _ = routing.without_records(config, memory)
     last = jnp.take_along_axis(words, jnp.maximum(size - 1, 0)[..., None], -1)[..., 0]
     state = dataclasses.replace(
