@@ -86,6 +86,9 @@ def longropes(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
     return {**rope, "rope_type": "longrope", **long, **more}
 
 
+HEAD_DIMS = {"glm4": (8, 12, 16), "glm4_moe": (8, 16)}  # half of which turns
+
+
 @st.composite
 def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """Fields of families that have some."""
@@ -114,9 +117,7 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": draw(st.sampled_from((1, 2, heads))),
-        "head_dim": draw(
-            st.sampled_from({"glm4": (8, 12, 16), "glm4_moe": (8, 16)}.get(family, (8, 10, 16)))
-        ),
+        "head_dim": draw(st.sampled_from(HEAD_DIMS.get(family, (8, 10, 16)))),
         "tie_word_embeddings": draw(flags),
         activation: draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "relu"))),
         "rms_norm_eps": draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
