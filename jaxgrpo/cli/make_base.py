@@ -40,6 +40,7 @@ _GEMMA = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+_CLAMPED = {"num_experts_per_tok": 2, "intermediate_size": 38}
 SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "sliding_window": 8},
     "gemma3_text": {
@@ -63,10 +64,10 @@ SMALL: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
     },
-    "qwen3_moe": {"num_experts": 8, **_EXPERTS, "moe_intermediate_size": 64},
-    "olmoe": {"num_experts": 8, **_EXPERTS},
-    "glm4_moe": {"n_routed_experts": 8, **_EXPERTS, "moe_intermediate_size": 64},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_moe": {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 48},
+    "olmoe": {"num_experts": 4, **_EXPERTS, "intermediate_size": 48},
+    "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "moe_intermediate_size": 38},
+    "gpt_oss": {"num_local_experts": 5, **_CLAMPED, "sliding_window": 8},
 }
 """Family -> what config.json of its base model says beside the sizes."""
 

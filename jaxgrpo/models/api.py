@@ -328,7 +328,7 @@ def no_recurrence(inputs: Any, memory: Any, kind: DeltaKind) -> tuple[Array, Any
 
 
 class Caller(NamedTuple):
-    """What a model leaves to whoever applies it: all that knows of other tokens."""
+    """What a model leaves to the code that applies it: all that depends on other tokens."""
 
     attend: Attend
     route: Route = highest_scores

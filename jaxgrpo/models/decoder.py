@@ -152,9 +152,7 @@ def build(
             hidden, memory = block(hidden, angles, caller, memory, kind, spread)
             return lay_out(hidden), memory
 
-        layers: Layers = {
-            kind: functools.partial(layer, kind) for kind in dict.fromkeys(config.kinds)
-        }
+        layers: Layers = {kind: functools.partial(layer, kind) for kind in {*config.kinds}}
         hidden, memory = _through(config, layers, params, hidden, memory, remat)
         if config.float32_head:
             hidden = hidden.astype(head_dtype(config))

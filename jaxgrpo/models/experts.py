@@ -18,9 +18,8 @@ from jaxtyping import Float, Int
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread, custom_vjp
 from jaxgrpo.models.layers import ACTIVATIONS, FeedForward, matrix
 
-BLOCK = 64
-"""Rows of one expert that a CPU multiplies at once, at most, and `LEAST_BLOCK` at the least."""
-LEAST_BLOCK = 8
+LEAST_BLOCK, BLOCK, WIDE_BLOCK = 8, 64, 512
+"""Rows of one expert that are multiplied at once: at the least, at most on a CPU, and elsewhere."""
 TINY = 1e-20
 """Added to a sum of sigmoids that is divided by, as transformers does."""
 
@@ -163,30 +162,39 @@ def mixed(
     """What the experts give for the tokens, times their gates and summed."""
     k, flat = experts.shape[-1], experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)  # of (token, place among its experts), by expert
-    inverse = jnp.argsort(order)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
     sizes = jnp.bincount(flat, length=number)
-    rows = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), k, axis=0), order, inverse)
+    rows = permuted(x.reshape(-1, x.shape[-1]), order, inverse, k)
     halves = []
     for kernel, bias in ((gate, gate_bias), (up, up_bias)):
         half = grouped(rows, kernel, sizes)
         halves.append(half if bias is None else half + bias.astype(half.dtype)[flat[order]])
-    out = permuted(grouped(combine(*halves), down, sizes), inverse, order)
+    out = permuted(grouped(combine(*halves), down, sizes), inverse, order, 1)
     out = out.reshape(-1, k, x.shape[-1]) * gates.reshape(-1, k, 1)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return out.sum(1, dtype=wide).astype(x.dtype).reshape(x.shape)
 
 
-@custom_vjp()
-def permuted(values: Array, order: Array, inverse: Array) -> Array:
-    """values[order]; its gradient is a permutation too, and no sum."""
+@custom_vjp(3)
+def permuted(values: Array, order: Array, inverse: Array, copies: int) -> Array:
+    """The permutation `order` of values that are each there so often, one after another.
+
+    Its gradient is a permutation too, and a sum over copies.
+    """
     del inverse
-    return values[order]
+    return values[order // copies]
 
 
-permuted.defvjp(
-    lambda values, order, inverse: (values[order], inverse),
-    lambda inverse, cotangent: (cotangent[inverse], None, None),
-)
+def _permuted(values: Array, order: Array, inverse: Array, copies: int) -> tuple[Array, Array]:
+    return values[order // copies], inverse
+
+
+def _permuted_backward(copies: int, inverse: Array, cotangent: Array) -> tuple[Array, None, None]:
+    gradient = cotangent[inverse]
+    return gradient.reshape(-1, copies, gradient.shape[-1]).sum(1), None, None
+
+
+permuted.defvjp(_permuted, _permuted_backward)
 
 
 @custom_vjp()
@@ -202,7 +210,10 @@ def grouped(
 
 
 def _multiplied(x: Array, kernel: Array, sizes: Array) -> Array:
-    return jax.lax.platform_dependent(x, kernel, sizes, cpu=_in_blocks, default=ragged_dot)
+    # In the batches of `sharding.over_data`, one on each device, a loop must not run for all.
+    one_by_one = jax.custom_batching.sequential_vmap
+    ways = {"cpu": one_by_one(_in_blocks), "default": one_by_one(jax.lax.ragged_dot)}
+    return jax.lax.platform_dependent(x, kernel, sizes, **ways)
 
 
 def _grouped(x: Array, kernel: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -215,47 +226,38 @@ def _grouped_backward(
     x, kernel, sizes = saved
     d_x = _multiplied(cotangent, jnp.swapaxes(kernel.astype(x.dtype), 1, 2), sizes)
 
-    @jax.custom_batching.sequential_vmap
-    def by_ragged_dot(x: Array, cotangent: Array, sizes: Array) -> Array:
-        return jax.lax.ragged_dot_general(
-            x, cotangent, sizes, OUTER, preferred_element_type=kernel.dtype
-        )
+    def by_blocks(most: int) -> Any:
+        summed = functools.partial(_outer_in_blocks, dtype=kernel.dtype, most=most)
+        return jax.custom_batching.sequential_vmap(summed)
 
-    blocks = functools.partial(_outer_in_blocks, dtype=kernel.dtype)
-    d_kernel = jax.lax.platform_dependent(x, cotangent, sizes, cpu=blocks, default=by_ragged_dot)
+    d_kernel = jax.lax.platform_dependent(
+        x, cotangent, sizes, cpu=by_blocks(BLOCK), default=by_blocks(WIDE_BLOCK)
+    )
     return d_x, d_kernel, None
 
 
 grouped.defvjp(_grouped, _grouped_backward)
 
-ragged_dot = jax.custom_batching.sequential_vmap(jax.lax.ragged_dot)
-"""Itself it is not vectorised over all dimensions (JAX 0.10.2)."""
-OUTER = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[],
-)
-"""[rows, I] and [rows, O] -> [experts, I, O], summed over the rows of each expert."""
 
+def _blocks(rows: int, sizes: Array, most: int) -> tuple[int, Array, Array, Array]:
+    """(rows of a block, number of blocks, of each its expert and its first row).
 
-def _blocks(rows: int, sizes: Array) -> tuple[int, Array, Array]:
-    """(rows of a block, of each block its expert and its first row; `rows` if it has none).
-
-    Without blocks XLA for CPUs multiplies all rows by the matrices of all experts (JAX 0.10.2).
+    Without blocks XLA multiplies all rows by the matrices of all experts: on a CPU always, on a TPU
+    for the gradients of kernels (JAX 0.10.2).
     """
-    size = max(LEAST_BLOCK, min(BLOCK, rows // len(sizes)))
+    size = max(LEAST_BLOCK, min(most, rows // len(sizes)))
     counts = -(-sizes // size)
     ends = jnp.cumsum(counts)
     number = jnp.arange(-(-rows // size) + len(sizes))
     expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(sizes) - 1)
     begin = jnp.cumsum(sizes) - sizes
     first = begin[expert] + (number - (ends - counts)[expert]) * size
-    return size, expert, jnp.where(number < ends[-1], first, rows)
+    return size, ends[-1], expert, first
 
 
 def _in_blocks(x: Array, kernel: Array, sizes: Array) -> Array:
     rows = x.shape[0]
-    size, expert, first = _blocks(rows, sizes)
+    size, count, expert, first = _blocks(rows, sizes, BLOCK)
     padded = jnp.pad(x, ((0, size), (0, 0)))
 
     def multiply(i: Array, out: Array) -> Array:
@@ -264,11 +266,11 @@ def _in_blocks(x: Array, kernel: Array, sizes: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(out, block @ kernel[expert[i]], first[i], 0)
 
     out = jnp.zeros((rows + size, kernel.shape[-1]), x.dtype)
-    return jax.lax.fori_loop(0, len(first), multiply, out)[:rows]
+    return jax.lax.fori_loop(0, count, multiply, out)[:rows]
 
 
-def _outer_in_blocks(x: Array, cotangent: Array, sizes: Array, dtype: Any) -> Array:
-    size, expert, first = _blocks(x.shape[0], sizes)
+def _outer_in_blocks(x: Array, cotangent: Array, sizes: Array, dtype: Any, most: int) -> Array:
+    size, count, expert, first = _blocks(x.shape[0], sizes, most)
     ends = jnp.cumsum(sizes)
     padded, padded_cotangent = (jnp.pad(leaf, ((0, size), (0, 0))) for leaf in (x, cotangent))
 
@@ -283,4 +285,4 @@ def _outer_in_blocks(x: Array, cotangent: Array, sizes: Array, dtype: Any) -> Ar
         return total.at[expert[i]].add(product)
 
     zeros = jnp.zeros((len(sizes), x.shape[1], cotangent.shape[1]), dtype)
-    return jax.lax.fori_loop(0, len(first), add, zeros)
+    return jax.lax.fori_loop(0, count, add, zeros)

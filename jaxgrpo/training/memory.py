@@ -215,9 +215,7 @@ def fitting_geometry(
     logits_per_chunk: int | None = None,
 ) -> packing.Geometry:
     """The geometry with fewer tokens in a micro-batch, where the activations of those that it has
-    by default do not fit; never fewer than the longest sample takes.
-
-    Beside them is what else an update takes (`update_bytes`), and what the run keeps.
+    by default do not fit beside `update_bytes`; never fewer than the longest sample takes.
 
     Args:
       persistent: bytes of what the run keeps, on each device.
@@ -291,9 +289,8 @@ def activations(model: Model, remat: decoder.Remat) -> int:
 
     def numbers_at_work(layer: Outputs) -> int:
         mixer = layer.kind.mixer
-        if isinstance(mixer, DeltaKind):
-            return layer.numbers + math.ceil(count_recurrence(mixer).numbers)
-        return layer.numbers
+        recurs = isinstance(mixer, DeltaKind)
+        return layer.numbers + (math.ceil(count_recurrence(mixer).numbers) if recurs else 0)
 
     work = max(2 * 4 * numbers_at_work(layer) for layer in outputs)
     return sum(layer.layers * layer_bytes(layer) for layer in outputs) + work

@@ -294,9 +294,8 @@ def build_method(
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    geometry = _geometry(rollout, train, mesh, config.data.forks)
-    if train.routing == "replay":
-        geometry = geometry._replace(routed=routing.recorded(model.config))
+    routed = routing.recorded(model.config) if train.routing == "replay" else None
+    geometry = _geometry(rollout, train, mesh, config.data.forks, routed)
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
@@ -433,7 +432,11 @@ def _choose_kernel(
 
 
 def _geometry(
-    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
+    rollout: RolloutKeys,
+    train: TrainKeys,
+    mesh: Mesh,
+    has_forks: bool,
+    routed: tuple[int, int] | None,
 ) -> packing.Geometry:
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
@@ -443,7 +446,7 @@ def _geometry(
     geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, has_forks=has_forks)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
-    return geometry
+    return geometry._replace(routed=routed)
 
 
 def _refuse_recurrent(mesh: Mesh, has_forks: bool) -> None:

@@ -86,18 +86,25 @@ def hidden_states(
     """
     caller = call_packed(micro, flat, kernel)
     record = micro.fields.get(routing.EXPERTS) if replays else None
-    if record is None:
-        hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
-        return hidden, {}
+    if record is not None:
+        return _replayed(model, params, flat, caller._replace(route=routing.replay), record)
+    hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
+    return hidden, {}
+
+
+def _replayed(
+    model: Model, params: Params, flat: Flat, caller: Caller, record: Array
+) -> tuple[Array, dict[str, Array]]:
+    """`hidden_states` with the experts of a record [D, R, Q, layers, k]."""
     config = model.config
     # What is picked from nowhere is 0, which is an expert.
     record = record.reshape(len(record), -1, *record.shape[3:])
     record = _picked(record + 1, flat.origin) - 1
     memory = routing.with_records(config, (None,) * config.num_layers, record)
-    caller, stacked = caller._replace(route=routing.replay), stacked_memory(config, memory)
+    stacked = stacked_memory(config, memory)
     hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
-    _, others = routing.without_records(config, memory_per_layer(config, memory))
-    return hidden, {REROUTED: jnp.stack(others).mean(0, dtype=jnp.float32)}
+    _, rerouted = routing.without_records(config, memory_per_layer(config, memory))
+    return hidden, {REROUTED: jnp.stack(rerouted).mean(0, dtype=jnp.float32)}
 
 
 def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:

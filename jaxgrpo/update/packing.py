@@ -23,10 +23,10 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics
 from jaxgrpo.core.scores import OF_PASS
 from jaxgrpo.core.types import Rollouts, TrainBatch
-from jaxgrpo.models import sharding
+from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.recurrence import chunk_size
-from jaxgrpo.models.routing import DTYPE, EXPERTS, NONE
+from jaxgrpo.models.routing import DTYPE, EXPERTS
 from jaxgrpo.rollout.dialogue import FORK
 
 ROUND = 32
@@ -386,11 +386,7 @@ def gather(
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
     forks = {name: value for name, value in rollouts.fields.items() if name == FORK}
-    experts = {}
-    if (record := rollouts.fields.get(EXPERTS)) is not None:
-        moved = record.reshape(-1, *record.shape[3:])[source]
-        moved = jnp.where(source[..., None, None] >= 0, moved, NONE)
-        experts[EXPERTS] = moved.astype(DTYPE)
+    experts = routing.in_rows(rollouts.fields, source)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(

@@ -177,8 +177,8 @@ def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path):
             blocks = rng.integers(0, 256, (number, outputs, inputs // 32, 16)).astype(np.uint8)
             scales = rng.integers(120, 130, blocks.shape[:-1]).astype(np.uint8)
             rest |= {full + "_blocks": blocks, full + "_scales": scales}
-            whole = convert_moe_packed_tensors(*map(torch.as_tensor, (blocks, scales)))
-            unpacked[full] = whole.float().numpy()
+            tensor = convert_moe_packed_tensors(*map(torch.as_tensor, (blocks, scales)))
+            unpacked[full] = tensor.float().numpy()
         return rest
 
     path = edited(tmp_path / "plain", tmp_path / "packed", packed)

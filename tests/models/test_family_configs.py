@@ -86,6 +86,26 @@ def longropes(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
     return {**rope, "rope_type": "longrope", **long, **more}
 
 
+HEAD_DIMS = {"glm4": (8, 12, 16), "glm4_moe": (8, 16)}  # half of which turns
+
+
+@st.composite
+def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Fields of families that have some."""
+    fields: dict[str, Any] = {}
+    if family in EXPERTS:
+        fields[EXPERTS[family]] = draw(st.sampled_from((4, 5, 8)))
+        fields["num_experts_per_tok"] = draw(st.integers(1, 4))
+        if family != "gpt_oss":
+            fields["norm_topk_prob"] = draw(flags)
+    if family == "glm4_moe":
+        fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
+        fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
+        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
+        fields["routed_scaling_factor"] = draw(scales)
+    return fields
+
+
 @st.composite
 def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """Fields of config.json over those of the family's small model."""
@@ -97,9 +117,7 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": draw(st.sampled_from((1, 2, heads))),
-        "head_dim": draw(
-            st.sampled_from({"glm4": (8, 12, 16), "glm4_moe": (8, 16)}.get(family, (8, 10, 16)))
-        ),
+        "head_dim": draw(st.sampled_from(HEAD_DIMS.get(family, (8, 10, 16)))),
         "tie_word_embeddings": draw(flags),
         activation: draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "relu"))),
         "rms_norm_eps": draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
@@ -121,16 +139,7 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     fields |= {name: draw(flags) for name, has in optional.items() if has}
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
-    if family in EXPERTS:
-        fields[EXPERTS[family]] = draw(st.sampled_from((4, 5, 8)))
-        fields["num_experts_per_tok"] = draw(st.integers(1, 4))
-        if family != "gpt_oss":
-            fields["norm_topk_prob"] = draw(flags)
-    if family == "glm4_moe":
-        fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
-        fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
-        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
-        fields["routed_scaling_factor"] = draw(scales)
+    fields |= draw(experts(family))
     if family == "smollm3":
         fields["no_rope_layers"] = draw(
             st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)

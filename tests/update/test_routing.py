@@ -202,10 +202,10 @@ def test_a_replayed_gradient_is_that_of_the_chosen_experts_written_out():
     weight = draw(x.shape)
 
     def ours(values, x):
-        out, others = nnx.merge(graph, values)(
+        out, rerouted = nnx.merge(graph, values)(
             x, routing.replay, sharding.on_one_device, jnp.asarray(record), feed
         )
-        return (out * weight).sum(), others
+        return (out * weight).sum(), rerouted
 
     def written_out(values, x):
         total, share = 0.0, jax.nn.softmax(x @ values["router"]["kernel"])
@@ -219,9 +219,9 @@ def test_a_replayed_gradient_is_that_of_the_chosen_experts_written_out():
                 total += (out * weight[0, token]).sum()
         return total
 
-    (loss, others), gradient = jax.value_and_grad(ours, (0, 1), has_aux=True)(values, x)
+    (loss, rerouted), gradient = jax.value_and_grad(ours, (0, 1), has_aux=True)(values, x)
     expected_loss, expected = jax.value_and_grad(written_out, (0, 1))(values, x)
-    assert others.any()
+    assert rerouted.any()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), gradient, expected

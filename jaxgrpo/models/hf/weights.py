@@ -249,8 +249,7 @@ def read_leaf(
     def placed(box: Box, targets: list[Sharding | None]) -> list[Array]:
         part = np.empty([stop - start for start, stop in box], dtype)
         for entry in entries:
-            leading, rest = box[: len(entry.index)], box[len(entry.index) :]
-            pairs = [*zip(entry.index, leading, strict=True)]
+            pairs, rest = [*zip(entry.index, box, strict=False)], box[len(entry.index) :]
             if all(start <= i < stop for i, (start, stop) in pairs):
                 place = tuple(i - start for i, (start, _) in pairs)
                 _fill(part[place], rest, folder, files, entry, spec.dtype)

@@ -205,10 +205,10 @@ def _in_blocks_backward(kind: AttentionKind, size: int, saved: tuple, cotangent:
     def add(sums: Any, block: tuple):
         query, out, cotangent, asking, total = block
         query, mask = _with_mask(query, asking, sight, kind)
-        d_query, *others = _backward(
+        d_query, *gradients = _backward(
             query, cache, mask, out, total, cotangent, kind.soft_cap, sinks
         )
-        return jax.tree.map(jnp.add, sums, others), d_query
+        return jax.tree.map(jnp.add, sums, gradients), d_query
 
     zeros = jnp.zeros(cache.value.shape, total.dtype)  # of keys too: not turned
     no_sinks = None if sinks is None else jnp.zeros(sinks.shape, total.dtype)

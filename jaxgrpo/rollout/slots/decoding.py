@@ -40,6 +40,7 @@ from jaxgrpo.rollout.slots.state import (
     Samples,
     no_samples,
     put,
+    record_experts,
     take,
 )
 from jaxgrpo.rollout.stopping import EarlyStop
@@ -308,10 +309,10 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     fed = params, state.token[..., None], position, Caller(attend, recur=recur), memory
     hidden, memory = model.apply(*fed)
     memory, records = routing.without_records(model.config, memory)
-    experts = jnp.stack(records, -2)[:, :, 0].astype(routing.DTYPE) if records else None
+    state = record_experts(state, records)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)
-    samples, token, ended = _written(parts, state, logits, token, logp, experts)
+    samples, token, ended = _written(parts, state, logits, token, logp)
     index, pauses = state.index + 1, state.pauses
     if pauses is not None:
         pairs = zip((state.index, state.token), (index, token), strict=True)
@@ -367,18 +368,9 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
 
 
 def _written(
-    parts: Parts,
-    state: DecodeState,
-    logits: Array,
-    token: Array,
-    logp: Array,
-    experts: Array | None,
+    parts: Parts, state: DecodeState, logits: Array, token: Array, logp: Array
 ) -> tuple[Samples, Array, Array]:
-    """The samples with one more token each, drawn or given; this token, and who ends with it.
-
-    Args:
-      experts: [D, N, layers, k], of the token that was fed.
-    """
+    """The samples with one more token each, drawn or given; this token, and who ends with it."""
     settings, samples, total = parts.settings, state.samples, state.samples.length.shape[1]
     drawn, next_token = jnp.ones_like(state.live), token.astype(jnp.int32)
     if samples.offset is not None:
@@ -399,8 +391,6 @@ def _written(
         raw = jnp.where(drawn, softmax_logp(logits, token), 0)
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
-    if samples.experts is not None and experts is not None:
-        samples = dataclasses.replace(samples, experts=write(samples.experts, experts, state.index))
     if settings.early_stop is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / _temperature(settings, state)
         number = min(settings.early_stop.tokens, parts.model.config.num_drawable)

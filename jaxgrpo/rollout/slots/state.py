@@ -7,6 +7,7 @@ cache with A rows, each of which up to G samples read: a prompt, or one sample's
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -182,3 +183,14 @@ def put(array: Array, value: Array, *places: Array) -> Array:
 def take(tree: Any, places: Array) -> Any:
     """Entries [D, n, ...] of leaves [D, N, ...] at [D, n], bin by bin."""
     return jax.tree.map(lambda leaf: jax.vmap(lambda row, index: row[index])(leaf, places), tree)
+
+
+def record_experts(state: DecodeState, records: Sequence[Array]) -> DecodeState:
+    """The state with the experts [D, N, 1, k] of each layer of the tokens that were fed."""
+    samples, total = state.samples, state.samples.length.shape[1]
+    if samples.experts is None:
+        return state
+    sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
+    experts = jnp.stack(records, -2)[:, :, 0]
+    experts = put(samples.experts, experts, sample, state.index)
+    return dataclasses.replace(state, samples=dataclasses.replace(samples, experts=experts))
