@@ -1,10 +1,10 @@
-"""A family of models that is not built in: EXAONE 4.0, LGAI-EXAONE/EXAONE-4.0-1.2B on the hub.
+"""A family of models that is not built in: VaultGemma, google/vaultgemma-1b on the hub.
 
 model.family = "examples/own_family.py:family"
 
-Unlike Llama it norms what each branch gives instead of what it reads, and queries and keys head by
-head. Where some layers have a window, those without know no positions. Compared with
-modeling_exaone4.py of transformers by tests/models/test_own_family.py.
+Gemma 2 without the norms behind its branches: norms multiply by 1 + weight, embeddings are scaled,
+scores and logits are soft-capped, and every second layer has a window. Compared with
+modeling_vaultgemma.py of transformers by tests/models/test_own_family.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxgrpo.models.hf import rope
-from jaxgrpo.models.hf.families.base import MODULES, Family, layered, sizes
+from jaxgrpo.models.hf.families.base import MODULES, Family, attention_bias, layered, sizes
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
@@ -21,26 +21,29 @@ def read(fields: Fields) -> dict[str, Any]:
     """The fields of a ModelConfig, from those of a config.json."""
     if "layer_types" not in fields.content:
         fields.problems.append("layer_types: missing; save the folder with transformers again")
-    size_fields = sizes(fields, eps=1e-5)  # what transformers assumes where a folder says nothing
-    turn = rope.read_turn(fields, size_fields["head_dim"], size_fields["max_positions"])
+    # What transformers assumes where a folder says nothing.
+    assumed: dict[str, Any] = {"head_dim": 256, "tied": True, "positions": 8192, "pad": 0}
+    activation = {"activation": "hidden_activation", "act": "gelu_pytorch_tanh"}
+    config = sizes(fields, **assumed, **activation)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     window = fields.nullable("sliding_window", "size", 4096)
-    turns = {SLIDING: turn, FULL: turn if window is None else turn._replace(rope=None)}
-    layers = layered(fields, size_fields["num_layers"], turns, lambda _: FULL, window)
-    return {**size_fields, **layers, "norms": "after", "query_key_norm": "head"}
+    cap = fields.nullable("attn_logit_softcapping", "positive", 50.0)
+    turns = {SLIDING: turn, FULL: turn}
+    return {
+        **config,
+        **attention_bias(fields),
+        **layered(fields, config["num_layers"], turns, lambda _: FULL, window, cap),
+        "norm_offset": 1.0,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "query_scale": fields.take("query_pre_attn_scalar", "positive", 256) ** -0.5,
+        "logit_soft_cap": fields.nullable("final_logit_softcapping", "positive", 30.0),
+    }
 
-
-modules = {  # our module -> theirs, where it is not Llama's
-    **MODULES,
-    "attention_out_norm": "post_attention_layernorm",
-    "feed_forward_out_norm": "post_feedforward_layernorm",
-}
-# Two of Llama's norms do not exist here, and their names mean others.
-del modules["attention_norm"], modules["feed_forward_norm"]
 
 family = Family(
-    "exaone4",
-    "Exaone4ForCausalLM",
+    "vaultgemma",
+    "VaultGemmaForCausalLM",
     read,
-    modules=modules,
-    harmless=("sliding_window_pattern",),  # layer_types says it layer by layer
+    # Our module -> theirs, where it is not Llama's.
+    modules={**MODULES, "feed_forward_norm": "pre_feedforward_layernorm"},
 )

@@ -208,6 +208,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--revision", None, "of the hub, as model.revision"),
         argument("--family", "FILE.py:NAME", "a family of your own, as model.family"),
         argument("--ignore", "FIELD", "of config.json, as in model.ignore", action="append"),
+        switch("--text-only", "the text part alone, as model.text_only"),
         JSON,
         SET,
     ),

@@ -67,6 +67,7 @@ class Project(NamedTuple):
     completion_tokens: int
     steps: int
     stop: str | None = None  # a text that ends a completion
+    text_only: bool = False  # as model.text_only
 
 
 SMALL = Project(
@@ -134,7 +135,7 @@ def project_for(model: str) -> Project:
     from jaxgrpo.models.hf import folders
 
     folder = folders.find_folder(model, with_weights=False)
-    stored = folders.read_config(folder)
+    stored = folders.read_config(folder, text_only=True)
     count = sum(leaf.size for leaf in jax.tree.leaves(decoder.build(stored).shapes))
     has_chat = bool(folders.read_tokenizer(folder).chat_template)
     tokens = min(TOKENS, stored.max_positions // 2)
@@ -148,6 +149,7 @@ def project_for(model: str) -> Project:
         completion_tokens=tokens,
         steps=100,
         stop=None if has_chat else "\n",
+        text_only=stored.text_only,
     )
 
 
@@ -205,6 +207,8 @@ def _lines(project: Project) -> Iterator[tuple[str, str]]:
     """Each line of the config, and its comment."""
     quoted = json.dumps  # TOML's texts are JSON's
     yield f"model.path = {quoted(project.model)}", "a Hugging Face folder, or owner/name on the hub"
+    if project.text_only:
+        yield "model.text_only = true", "the rest of the model is exported as it is"
     yield 'data.path = "data.jsonl"', "also .csv, .parquet, a folder, owner/name on the hub"
     yield f"data.prompt = {quoted(project.prompt)}", "a column, or text with {columns} in it"
     yield 'rewards = [{ use = "reward.py:correct" }]', "your function, in the file beside this one"

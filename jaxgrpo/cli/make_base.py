@@ -48,6 +48,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,  # one layer with the window, one without
         "rope_parameters": {SLIDING: _ROPE, FULL: {**_ROPE, "rope_theta": 1e6}},  # as Gemma 3's
     },
+    "arcee": {"hidden_act": "relu2"},
+    "ministral3": {
+        "rope_parameters": {
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+            **_ROPE,
+        }
+    },
     "olmo3": {"rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
     "qwen3_5_text": {
         "full_attention_interval": 2,

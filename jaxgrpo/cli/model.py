@@ -32,7 +32,7 @@ from jaxgrpo.models.api import (
     Rope,
 )
 from jaxgrpo.models.cache import cache_dtype
-from jaxgrpo.models.hf import families, folders, rope
+from jaxgrpo.models.hf import families, folders, rope, wrapped
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
@@ -52,6 +52,7 @@ def main(
     revision: str | None = None,
     family: str | None = None,
     ignore: Sequence[str] | None = None,
+    text_only: bool = False,
     as_json: bool = False,
     overrides: Sequence[str] = (),
 ) -> int | Document:
@@ -60,7 +61,7 @@ def main(
     Raises: InputError where it cannot be read, is not built or does not divide over the mesh.
     """
     changes = {"model.dtype": dtype, "model.revision": revision, "model.family": family}
-    changes |= {"model.ignore": ignore}
+    changes |= {"model.ignore": ignore, "model.text_only": text_only or None}
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
     model = describe(config)
@@ -167,7 +168,7 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 
 def _extras(model: Mapping[str, Any]) -> str:
     norm = model["query_key_norm"]
-    norm_text = {"none": "", "head": ", each normed", "whole": ", normed as one vector"}[norm]
+    norm_text = {"none": "", "whole": ", normed as one vector"}.get(norm, ", each normed")
     return norm_text + _if(model["attention_bias"], ", biases of queries, keys and values")
 
 
@@ -209,7 +210,7 @@ def _rope_words(rope: Rope | None) -> str:
 
 def _rope_types(config: ModelConfig) -> str:
     """The types of rope of config.json, in words."""
-    tables = rope.tables(json.loads(config.source))
+    tables = rope.tables(wrapped.text_fields(json.loads(config.source)))
     types = {
         name: table.get("rope_type") or table.get("type") or "default"
         for name, table in tables.items()

@@ -108,6 +108,7 @@ class ModelKeys:
     config: Mapping[str, Any] = key({})  # the fields of its config.json, for plans where it is not
     family: str | None = key(None)  # one's own, "path/file.py:family"; None: that of config.json
     ignore: tuple[str, ...] = key(())  # fields of its config.json that change nothing it computes
+    text_only: bool = key(False)  # the text part alone of a model that has others, as of images
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
     float32_head: bool = key(False)  # last norm, output head and logits, in sampling too

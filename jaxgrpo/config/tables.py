@@ -44,6 +44,7 @@ class ModelTable(TypedDict, total=False):
     config: Mapping[str, Any]
     family: str
     ignore: Sequence[str]
+    text_only: bool
     dtype: Floats
     float32_head: bool
     attention: Kernel

@@ -34,6 +34,7 @@ class Rope(NamedTuple):
     share: float = 1.0  # of a head's dimensions, the first ones; the others do not turn
     stretch: tuple[float, ...] = ()  # one for each pair; (): all 1
     scale: float = 1.0  # of cosine and sine, and so of what is turned
+    growth: tuple[float, float] | None = None  # (b, n): queries x (1 + b log(1 + floor(pos / n)))
 
 
 class AttentionKind(NamedTuple):
@@ -84,11 +85,13 @@ class LayerKind(NamedTuple):
     feed: DenseKind | ExpertsKind = DenseKind()
 
 
-Norms = Literal["before", "after", "both"]
-"""Where each branch of a layer is normed: its input, its output (OLMo 2 and 3), or both (Gemma)."""
+Norms = Literal["before", "after", "both", "parallel"]
+"""Where each branch of a layer is normed: its input, its output (OLMo 2 and 3), or both (Gemma).
+"parallel": both branches read one normed input (Cohere 2)."""
 NORMS: tuple[str, ...] = get_args(Norms)
-QueryKeyNorm = Literal["none", "head", "whole"]
-"""Whether queries and keys are normed: not, each head by itself, or all heads as one vector."""
+QueryKeyNorm = Literal["none", "head", "whole", "turned"]
+"""Whether queries and keys are normed: not, each head by itself, or all heads as one vector.
+"turned": head by head, after positions have turned them (Hunyuan)."""
 QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 
 
@@ -179,6 +182,9 @@ class ModelConfig:
     """config.json of the checkpoint that it was read from; a model without one cannot be saved"""
     ignored: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
     """Fields of it that change nothing, as the user says (`model.ignore`)"""
+    gated: bool = True  # whether the feed-forward block has a gate
+    center_norms: bool = False  # norms subtract the mean first: LayerNorm without bias
+    text_only: bool = False  # the text part of a model that has others too (`model.text_only`)
 
     @property
     def periods(self) -> int:

@@ -32,6 +32,7 @@ class Block(nnx.Module):
     """One layer: h += mixer(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
 
     `config.norms` says whether a branch is normed before it, after it (then not before) or both.
+    With "parallel" h += attention(norm(h)) + feed_forward(norm(h)), of one norm.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
@@ -39,7 +40,8 @@ class Block(nnx.Module):
             built = config.norms in places
             return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
 
-        self.attention_norm: Norm = norm("before", "both")
+        self.parallel: bool = config.norms == "parallel"
+        self.attention_norm: Norm = norm("before", "both", "parallel")
         self.feed_forward_norm: Norm = norm("before", "both")
         feed, mixer = kind.feed, kind.mixer
         if isinstance(mixer, DeltaKind):
@@ -70,14 +72,14 @@ class Block(nnx.Module):
         feed, mixer, recorded = kind.feed, kind.mixer, None
         if isinstance(feed, ExpertsKind) and memory is not None:
             memory, recorded = memory
-        branch = self.attention_norm(hidden)
+        normed = branch = self.attention_norm(hidden)
         if isinstance(mixer, DeltaKind):
             branch, memory = self.delta(branch, caller.recur, memory, mixer)
         else:
             turn, attend = angles[mixer.rope], caller.attend
             branch, memory = self.attention(branch, turn, attend, memory, mixer)
         hidden = hidden + self.scaled(self.attention_out_norm(branch))
-        branch = self.feed_forward_norm(hidden)
+        branch = normed if self.parallel else self.feed_forward_norm(hidden)
         if isinstance(feed, ExpertsKind):
             branch, recorded = self.experts(branch, caller.route, spread, recorded, feed)
             memory = LayerMemory(memory, recorded)

@@ -29,11 +29,13 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 Norm = Callable[[Array], Array]
-Angles = tuple[Array, Array] | None
-"""Cosine and sine of the rotary angles, each [*B, Q, 1, turned / 2] float32; None: no turn."""
+Angles = tuple[Array, Array, Array | float] | None
+"""Cosine and sine of the rotary angles, each [*B, Q, 1, turned / 2] float32, and a factor of the
+queries, [*B, Q, 1, 1] or the number 1; None: no turn."""
 
 
 def rotary_angles(position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int) -> Angles:
@@ -54,7 +56,11 @@ def rotary_angles(position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int
     # In a loop of two, which nothing is fused across: XLA on a CPU else computes both again for
     # every head of every layer, a quarter of the time of a small layer's attention.
     cos, sin = jax.lax.map(wave, jnp.asarray([False, True]))
-    return cos, sin
+    if not rope.growth:
+        return cos, sin, 1.0
+    beta, original = rope.growth
+    periods = jnp.floor(position.astype(jnp.float32) / original)
+    return cos, sin, (1 + beta * jnp.log1p(periods))[..., None, None]
 
 
 def turned_dims(rope: Rope, head_dim: int) -> int:
@@ -63,7 +69,7 @@ def turned_dims(rope: Rope, head_dim: int) -> int:
 
 
 def rotate(
-    x: Float[Array, "*B Q heads head_dim"], angles: Angles, scale: float = 1.0
+    x: Float[Array, "*B Q heads head_dim"], angles: Angles, scale: Array | float = 1.0
 ) -> Float[Array, "*B Q heads head_dim"]:
     """Turns the pairs (x[i], x[i + turned / 2]) by their angles, then multiplies all by `scale`.
 
@@ -73,7 +79,7 @@ def rotate(
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     if angles is None:
         return (x.astype(dtype) * scale).astype(x.dtype)
-    cos, sin = (angle.astype(dtype) for angle in angles)
+    cos, sin = (angle.astype(dtype) for angle in angles[:2])
     half = cos.shape[-1]
     first, second, still = jnp.split(x.astype(dtype), [half, 2 * half], axis=-1)
     parts = [first * cos - second * sin, second * cos + first * sin]
@@ -167,6 +173,8 @@ _bfloat16_logits.defvjp(_bfloat16_logits_forward, _bfloat16_logits_backward)
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * (offset + scale), in at least float32, over the last dimensions.
 
+    With config.center_norms of x - mean(x): a LayerNorm without bias.
+
     `sizes` maps the logical name of each of them to its size, in order.
     """
 
@@ -175,11 +183,14 @@ class RMSNorm(nnx.Module):
         self.scale: nnx.Param[Array] = nnx.Param(initial, axes=tuple(sizes))
         self.eps: float = config.rms_norm_eps
         self.offset: float = config.norm_offset
+        self.centers: bool = config.center_norms
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         wide, scale = x.astype(dtype), self.offset + self.scale[...].astype(dtype)
         over = tuple(range(-scale.ndim, 0))
+        if self.centers:
+            wide = wide - jnp.mean(wide, axis=over, keepdims=True)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.eps)
         return _scaled(wide * inverse, scale).astype(x.dtype)
 
@@ -343,14 +354,20 @@ class Attention(nnx.Module):
         )
         scale = config.query_scale
         self.scale: float = config.head_dim**-0.5 if scale is None else scale
+        self.norms_turned: bool = config.query_key_norm == "turned"
 
     def __call__(
         self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: AttentionKind
     ) -> tuple[Array, Any]:
         query, key, value = side_by_side(x, self.query, self.key, self.value)
         query, *gate = jnp.split(query, 1 + self.is_gated, axis=-1)
-        query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, angles, self.scale), rotate(key, angles)
+        growth = 1.0 if angles is None else angles[2]
+        if self.norms_turned:
+            query, key = rotate(query, angles, growth), rotate(key, angles)
+            query, key = rotate(self.query_norm(query), None, self.scale), self.key_norm(key)
+        else:
+            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = rotate(query, angles, self.scale * growth), rotate(key, angles)
         sinks = () if self.sinks is None else (self.sinks[...],)
         out, memory = attend(query, key, value, memory, kind, *sinks)
         return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out), memory
@@ -358,25 +375,32 @@ class Attention(nnx.Module):
 
 def _head_norm(heads: dict[str, int], config: ModelConfig) -> Norm:
     """The norm of queries or keys [..., heads, head_dim]."""
-    if config.query_key_norm == "head":
+    if config.query_key_norm in ("head", "turned"):
         return RMSNorm({"norm": config.head_dim}, config)
     return RMSNorm(heads, config) if config.query_key_norm == "whole" else jax.nn.identity
 
 
 class FeedForward(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x)))."""
 
     def __init__(self, config: ModelConfig, size: int | None, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": size or config.intermediate_size}
         bias = config.feed_forward_bias
-        self.gate: Dense = Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
+        self.gate: Dense | None = (
+            Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
+            if config.gated
+            else None
+        )
         self.up: Dense = Dense("feed_forward/up", embed, mlp, config, rngs, bias=bias)
         self.down: Dense = Dense("feed_forward/down", mlp, embed, config, rngs, bias=bias)
         self.activation: str = config.activation
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        activation = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            return self.down(activation(self.up(x)))
         gate, up = side_by_side(x, self.gate, self.up)
-        return self.down(ACTIVATIONS[self.activation](gate) * up)
+        return self.down(activation(gate) * up)
 
 
 def head_dtype(config: ModelConfig) -> str:

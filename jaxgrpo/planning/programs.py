@@ -81,9 +81,11 @@ def read_model_config(keys: ModelKeys, lora: LoraKeys) -> ModelConfig:
     """
     user_family = own_family(keys.family)
     if keys.config:
-        stored = families.model_config(keys.config, "model.config", user_family, keys.ignore)
+        stored = families.model_config(
+            keys.config, "model.config", user_family, keys.ignore, keys.text_only
+        )
     elif Path(keys.path).expanduser().is_dir():
-        stored = folders.read_config(keys.path, user_family, keys.ignore)
+        stored = folders.read_config(keys.path, user_family, keys.ignore, keys.text_only)
     else:
         raise InputError(
             f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "

@@ -120,9 +120,11 @@ def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, Mode
     """
     folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
     family = own_family(keys.family)
-    stored = folders.read_config(folder, family, keys.ignore)
+    stored = folders.read_config(folder, family, keys.ignore, keys.text_only)
     if keys.config:
-        user_config = families.model_config(keys.config, "model.config", family, keys.ignore)
+        user_config = families.model_config(
+            keys.config, "model.config", family, keys.ignore, keys.text_only
+        )
         names = [field.name for field in dataclasses.fields(user_config)]
         differences = [
             f"{name} = {getattr(user_config, name)!r}, there {getattr(stored, name)!r}"

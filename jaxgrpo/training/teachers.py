@@ -44,7 +44,7 @@ def find_teacher(path: str, pretrained: Pretrained, kernel: str, geometry: Geome
         raise InputError(f'{KEY} = "{path}": no folder here, and a plan uses no network: fetch it')
     folder = folders.find_folder(path, None, False, KEY)
     mesh, dtype = pretrained.mesh, pretrained.model.config.dtype
-    config = dataclasses.replace(folders.read_config(folder), dtype=dtype)
+    config = dataclasses.replace(folders.read_config(folder, text_only=True), dtype=dtype)
     if pretrained.tokenizer is not None:
         _refuse_other_tokens(path, folder, pretrained)
         tokenizer, size = pretrained.tokenizer, config.vocab_size

@@ -20,21 +20,16 @@ from jaxgrpo.models.hf.families import FAMILIES
 
 CLOSE = 2e-4  # of logits, which are of order 1
 LAYERED = ("gemma3_text", "olmo3")  # a rope for each type of layer
-TYPED = ("qwen2", "qwen3", "ministral", "gemma2", "gpt_oss", *LAYERED)  # read layer_types
-MASKED = ("ministral", "gemma2", "gpt_oss", *LAYERED)
+TYPED = (
+    *("qwen2", "qwen3", "ministral", "gemma2", "exaone4", "cohere2", "gpt_oss"),
+    *LAYERED,
+)  # read layer_types
+MASKED = ("ministral", "gemma2", "cohere2", "gpt_oss", *LAYERED)
 """transformers makes a mask of the window even where no layer has one, and fails without."""
 EXPERTS = {"qwen3_moe": "num_experts", "olmoe": "num_experts", "gpt_oss": "num_local_experts"}
 BIASED = (
-    *EXPERTS,
-    "glm4_moe",
-    "qwen3",
-    "llama",
-    "smollm3",
-    "granite",
-    "seed_oss",
-    "gemma2",
-    "gemma3_text",
-    *LAYERED,
+    *(*EXPERTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
+    *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),
 )
 
 flags = st.booleans()
@@ -102,7 +97,7 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": draw(st.sampled_from((1, 2, heads))),
-        "head_dim": draw(st.sampled_from((8, 16) if family == "glm4_moe" else (8, 10, 16))),
+        "head_dim": draw(st.sampled_from(HEADS.get(family, (8, 10, 16)))),
         "tie_word_embeddings": draw(flags),
         activation: draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "relu"))),
         "rms_norm_eps": draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
@@ -117,7 +112,8 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     optional = {
         "attention_bias": family in BIASED,
         "attention_out_bias": family == "seed_oss",
-        "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss"),
+        "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss", "arcee"),
+        "use_bias": family == "ernie4_5",
         "use_sliding_window": False,
     }
     fields |= {name: draw(flags) for name, has in optional.items() if has}
@@ -141,6 +137,10 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         names = ("embedding", "attention", "residual")
         fields |= {f"{name}_multiplier": draw(scales) for name in names}
         fields["logits_scaling"] = draw(scales)
+    if family == "cohere2":
+        fields["logit_scale"] = draw(scales)
+        fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
+        del fields["head_dim"]
     if family.startswith("gemma"):
         fields["query_pre_attn_scalar"] = draw(st.integers(1, 30))
         fields["final_logit_softcapping"] = draw(st.none() | scales)
@@ -154,10 +154,27 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
         return longropes(phi_head_dim)
     if family in LAYERED:
         return st.fixed_dictionaries({FULL: ropes(True), SLIDING: ropes(True)})
+    if family == "ministral3":
+        more = {
+            "llama_4_scaling_beta": scales,
+            "original_max_position_embeddings": st.integers(2, 9),
+        }
+        return st.builds(
+            lambda rope, more: {**rope, **more}, ropes(False), st.fixed_dictionaries(more)
+        )
+    if family == "hunyuan_v1_dense":
+        dynamic = {"rope_type": "dynamic", "factor": 1.0}
+        alphas = st.builds(lambda **more: {**dynamic, **more}, rope_theta=thetas, alpha=scales)
+        return ropes(False) | alphas
     return ropes(False)
 
 
-WINDOWLESS = ("llama", "granite", "seed_oss", "olmo2", "olmoe", "glm4_moe")
+WINDOWLESS = (
+    *("llama", "granite", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
+    *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5"),
+)
+HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16)}
+"""Sizes of heads, where a part of each turns."""
 
 
 @pytest.mark.full

@@ -36,21 +36,22 @@ def forgotten(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def exaone(tmp_path_factory):
+def vault(tmp_path_factory):
     """(transformers' model, its folder)."""
-    from transformers import Exaone4Config
+    from transformers import VaultGemmaConfig
 
-    folder = tmp_path_factory.mktemp("exaone4")
+    folder = tmp_path_factory.mktemp("vaultgemma")
     sizes = {**checkpoints.SIZES, "sliding_window": checkpoints.WINDOW, "layer_types": LAYERS}
-    rope = checkpoints.LLAMA3
-    config = Exaone4Config(**sizes, rope_parameters=rope, sliding_window_pattern="LG")
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    config = VaultGemmaConfig(**sizes, **caps, query_pre_attn_scalar=9)
     return checkpoints.saved(config, folder), folder
 
 
-def test_the_family_of_the_examples_computes_what_transformers_does(exaone, family, tmp_path):
-    theirs, folder = exaone
+def test_the_family_of_the_examples_computes_what_transformers_does(vault, family, tmp_path):
+    theirs, folder = vault
     model, params = jaxgrpo.load_model(folder, family=family)
-    assert [kind.rope is None for kind in model.config.attention] == [False, True, False]
+    windows = [kind.window for kind in model.config.attention]
+    assert windows == [checkpoints.WINDOW, None, checkpoints.WINDOW]
     tokens, mask = checkpoints.batch()
     exported = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     real = mask.astype(bool)
@@ -64,22 +65,18 @@ def test_the_family_of_the_examples_computes_what_transformers_does(exaone, fami
     assert all((expected[name] == exported[name]).all() for name in expected)
 
 
-def test_without_a_window_every_layer_turns(exaone, family):
-    fields = {"sliding_window": None, "layer_types": [checkpoints.FULL] * 3}
-    config = families.model_config(_fields(exaone[1]) | fields, "config.json", family)
-    assert all(kind.rope is not None for kind in config.attention)
-
-
 def _fields(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def test_a_config_names_a_family_and_its_file_is_own_code(exaone, reference):
-    config = minimal_config.read(f"model.path={exaone[1]}", f"model.family={reference}")
-    with pytest.raises(InputError, match=r"model_type = 'exaone4' is not built: .*model\.family"):
-        folders.read_config(exaone[1])
+def test_a_config_names_a_family_and_its_file_is_own_code(vault, reference):
+    config = minimal_config.read(f"model.path={vault[1]}", f"model.family={reference}")
+    with pytest.raises(
+        InputError, match=r"model_type = 'vaultgemma' is not built: .*model\.family"
+    ):
+        folders.read_config(vault[1])
     folder, stored = pretrained.find_config(config.model)
-    assert (folder, stored.family) == (exaone[1], "exaone4")
+    assert (folder, stored.family) == (vault[1], "vaultgemma")
     assert folders.read_config(folder) == stored  # registered: whatever reads it finds it
     assert "own_family.py" in fingerprints.config_facts(config)["own code"]
 
@@ -108,14 +105,16 @@ def test_a_family_may_be_registered_again_but_replaces_no_other(family):
     families.register(family)
     again = family._replace(harmless=())  # the cell of a notebook, run again
     families.register(again)
-    assert families.find_family("exaone4") is again
-    with pytest.raises(InputError, match=r'"exaone4" is that of own_own_family_\w+\.read already'):
+    assert families.find_family("vaultgemma") is again
+    with pytest.raises(
+        InputError, match=r'"vaultgemma" is that of own_own_family_\w+\.read already'
+    ):
         families.register(family._replace(read=_fields))
     with pytest.raises(InputError, match='"llama" is built in and cannot be replaced'):
         families.register(family._replace(model_type="llama"))
 
 
-def test_a_folder_of_another_family_is_refused(exaone, family):
-    renamed = family._replace(model_type="exaone9")
-    with pytest.raises(InputError, match="model_type = 'exaone4', but the family given is"):
-        folders.read_config(exaone[1], renamed)
+def test_a_folder_of_another_family_is_refused(vault, family):
+    renamed = family._replace(model_type="vaultgemma9")
+    with pytest.raises(InputError, match="model_type = 'vaultgemma', but the family given is"):
+        folders.read_config(vault[1], renamed)

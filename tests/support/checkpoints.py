@@ -40,6 +40,14 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 
+GROWING = {
+    **YARN,
+    "factor": 2.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.5,
+    "max_position_embeddings": 64,
+}
+
 RICH: dict[str, dict[str, Any]] = {
     "qwen2": {
         "use_sliding_window": True,
@@ -140,6 +148,31 @@ RICH: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, SLIDING, FULL],
         "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 300.0}, FULL: YARN},
     },
+    "exaone4": {
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": LLAMA3,
+        "sliding_window_pattern": "LG",
+    },
+    "ministral3": {"sliding_window": WINDOW, "rope_parameters": GROWING},
+    "arcee": {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 50.0,
+            "alpha": 9.0,
+            "factor": 1.0,
+        },
+    },
+    "glm4": {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}},
+    "ernie4_5": {"use_bias": True, "rope_parameters": LLAMA3},
+    "cohere2": {
+        "hidden_size": 64,
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "logit_scale": 0.5,  # without biases: those of keys in layers without rope do nothing
+    },
 }
 """Family -> fields that leave what its smallest model would compute."""
 
@@ -149,7 +182,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}
-    if family in ("phi3", "olmo2", "olmo3", "olmoe"):  # they have no head_dim
+    if family in ("phi3", "olmo2", "olmo3", "olmoe", "cohere2"):  # they have no head_dim
         fields.pop("head_dim")
     return CONFIG_MAPPING[family](**fields)
 
@@ -157,10 +190,11 @@ def transformers_config(family: str, **changes: Any) -> Any:
 def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     """A model of transformers with random weights, biases and norms, written to a folder."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    auto = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         corrections = [b for b in model.named_buffers() if b[0].endswith("correction_bias")]
         for name, weight in [*model.named_parameters(), *corrections]:
@@ -169,7 +203,8 @@ def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
             weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)
             if name.endswith("A_log"):  # states that remember some ten tokens, and not one
                 weight.copy_(noise - 3)
-    if (config.pad_token_id or 0) < 0:  # most releases of transformers 5 refuse to save it
+    pad = getattr(config, "pad_token_id", None)
+    if (pad or 0) < 0:  # most releases of transformers 5 refuse to save it
         model.generation_config.pad_token_id = None
     model.save_pretrained(folder, **options)
     return model
@@ -198,10 +233,12 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
 def config_fields(family: str, **changes: Any) -> dict[str, Any]:
     """config.json of a family's rich small model, as transformers writes it."""
     config = transformers_config(family, **changes)
-    architecture = {
+    names = {
         "gemma3_text": "Gemma3ForCausalLM",
+        "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
-    }.get(family)
+    }
+    architecture = names.get(family)
     config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]
     return json.loads(config.to_json_string())
 

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from jaxgrpo.models.api import (
     Model,
     ModelConfig,
 )
-from jaxgrpo.models.hf import families, mapping, replacing, weights
+from jaxgrpo.models.hf import families, mapping, replacing, weights, wrapped
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.mapping import Entry
@@ -51,6 +51,8 @@ INITS = (True, False, "gaussian", "orthogonal", "eva")
 SECONDS = 10.0  # for a regular expression of modules' names and one of them
 
 PREFIX = "base_model.model."
+IN_TEXT = r"(.*[.])?language_model[.](model[.])?layers[.][0-9]+[.]"
+"""The modules of layers of a wrapped model's text part, by each of `wrapped.SPELLINGS`."""
 ALL_LINEAR = "all-linear"
 
 HARMLESS = (
@@ -122,8 +124,8 @@ def read_params(
     """
     folder = storage.local(path, "lora.path")
     family = families.find_family(model.config.family, str(folder))
-    shapes, entries = _parts(model, family)
     with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as files:
+        shapes, entries = _parts(model, family, files)
         weights.check(folder, files, entries, family.tied_head, False, config_file=CONFIG)
         return weights.read_leaves(folder, files, shapes, entries, dtype, shardings)
 
@@ -169,16 +171,27 @@ def refuse_unless_ours(path: Place, bases: Iterable[str | Path] = ()) -> None:
     replacing.refuse_unless_ours(path, CONTENTS, bases)
 
 
-def _parts(model: Model, family: Family) -> tuple[Params, list[list[Entry]]]:
-    """The shapes of a model's adapters, and the tensors of each leaf by PEFT's names."""
+def _parts(
+    model: Model, family: Family, files: Collection[str] = ()
+) -> tuple[Params, list[list[Entry]]]:
+    """The shapes of a model's adapters, and the tensors of each leaf by PEFT's names.
+
+    Args:
+      files: names of the tensors of a folder, where there is one.
+    """
     config = model.config
     if config.lora is None:
         raise InputError("this model has no adapters: build it with ModelConfig.lora")
     refuse_all("PEFT has no such adapters:", _fusion_problems(config, family))
     shapes, _ = lora.split(model.shapes)
     entries = mapping.entries(model._replace(shapes=shapes), family)
+    # Of a wrapped model PEFT writes what its modules are called, today or before 4.52.
+    spellings = wrapped.SPELLINGS if config.text_only else (wrapped.Spelling(),)
+    first = entries[0][0].name
+    read = (spelling for spelling in spellings if PREFIX + spelling.name(first) in files)
+    spelling = next(read, spellings[0])
     return shapes, [
-        [entry._replace(name=PREFIX + entry.name) for entry in leaf_entries]
+        [entry._replace(name=PREFIX + spelling.name(entry.name)) for entry in leaf_entries]
         for leaf_entries in entries
     ]
 
@@ -192,6 +205,11 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     all_endings = [name.rpartition(".")[2] for name in {*family.modules.values(), *hf_modules}]
     # PEFT takes the last part of a name for all modules that end so.
     endings = [name.rpartition(".")[2] for name in hf_modules]
+    targets: Any = sorted(
+        endings if all(all_endings.count(name) == 1 for name in endings) else hf_modules
+    )
+    if config.text_only:  # other parts have modules of the same names
+        targets = IN_TEXT + "({})".format("|".join(map(re.escape, sorted(hf_modules))))
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
     return {
         "peft_type": "LORA",
@@ -200,9 +218,7 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
         "r": settings.rank,
         "lora_alpha": alpha,
         "use_rslora": settings.use_rslora,
-        "target_modules": sorted(
-            endings if all(all_endings.count(name) == 1 for name in endings) else hf_modules
-        ),
+        "target_modules": targets,
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -224,9 +240,17 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
         fields.refuse("target_modules", problem)
         return ()
     adapted, modules = [], _modules(family)
+    spellings = wrapped.SPELLINGS if base.text_only else (wrapped.Spelling(),)
     for hf_module in dict.fromkeys(modules.values()):
         layers = _layers_with(base, next(name for name in modules if modules[name] == hf_module))
-        matched = [i for i in layers if _matches(target_modules, f"model.layers.{i}.{hf_module}")]
+        matched = [
+            i
+            for i in layers
+            if any(
+                _matches(target_modules, spelling.name(f"model.layers.{i}.{hf_module}"))
+                for spelling in spellings
+            )
+        ]
         if matched and len(matched) < len(layers):
             fields.refuse("target_modules", f"has {hf_module} in layers {matched} only: adapt all")
         elif matched:

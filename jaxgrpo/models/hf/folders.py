@@ -17,7 +17,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from jaxgrpo.data import limits, sources, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import adapters, families, mapping, replacing, texts, weights
+from jaxgrpo.models.hf import adapters, families, mapping, replacing, texts, weights, wrapped
 from jaxgrpo.models.hf.families import Family
+from jaxgrpo.models.hf.mapping import Entry
 from jaxgrpo.models.hf.weights import IN_A_COPY
 
 CONTENTS = replacing.Contents(
@@ -62,13 +63,17 @@ MAX_REASON = 200  # characters of another library's message in ours
 
 
 def read_config(
-    path: str | os.PathLike[str], family: Family | None = None, ignored: Collection[str] = ()
+    path: str | os.PathLike[str],
+    family: Family | None = None,
+    ignored: Collection[str] = (),
+    text_only: bool = False,
 ) -> ModelConfig:
     """The ModelConfig of a model folder; its dtype is that of the stored weights.
 
     Args:
       family: one's own, which is registered; None: that of model_type.
       ignored: fields of config.json that change nothing, as the user says.
+      text_only: read the text part of a model that has others too.
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
@@ -81,7 +86,8 @@ def read_config(
         )
     if family is not None:
         families.register(family)
-    config = families.model_config(weights.read_json(source), str(source), family, ignored)
+    config_json = weights.read_json(source)
+    config = families.model_config(config_json, str(source), family, ignored, text_only)
     names = families.find_family(config.family, str(source)).fused_experts
     fused = bool(names) and weights.has_tensor(source.parent, next(iter(names)))
     return dataclasses.replace(config, fused_experts=fused)
@@ -144,7 +150,8 @@ def read_end_tokens(
     source = folder / "generation_config.json"
     if not source.is_file():
         source = folder / "config.json"
-    stored = weights.read_json(source).get("eos_token_id")
+    fields = weights.read_json(source)
+    stored = fields.get("eos_token_id", wrapped.text_fields(fields).get("eos_token_id"))
     end_tokens = [(source, token) for token in (stored if isinstance(stored, list) else [stored])]
     end_tokens.insert(
         0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None))
@@ -195,11 +202,19 @@ def read_params(
     """
     folder = find_folder(path)
     family = families.find_family(model.config.family, str(folder))
-    entries, tied = mapping.entries(model, family), model.config.tie_embeddings
     with weights.agreed(folder, shardings), weights.opened(folder) as files:
-        entries = weights.stored_names(files, entries, family.tied_head) if tied else entries
-        weights.check(folder, files, entries, family.tied_head, tied)
+        entries = _checked(folder, files, model, family)
         return weights.read_leaves(folder, files, model.shapes, entries, dtype, shardings)
+
+
+def _checked(
+    folder: Path, files: Mapping[str, Any], model: Model, family: Family, headers_only: bool = False
+) -> list[list[Entry]]:
+    """The tensors of each leaf, by their names in an opened folder. Raises: as `weights.check`."""
+    entries, tied_head, carried = wrapped.find_tensors(files, model, family, str(folder))
+    tied = model.config.tie_embeddings
+    weights.check(folder, files, entries, tied_head, tied, headers_only, carried=carried)
+    return entries
 
 
 def read_adapted(
@@ -233,6 +248,7 @@ def load_model(
     revision: str | None = None,
     family: Family | None = None,
     ignore: Collection[str] = (),
+    text_only: bool = False,
     adapter: str | os.PathLike[str] | None = None,
     shardings: Any = None,
 ) -> tuple[Model, Params]:
@@ -244,6 +260,7 @@ def load_model(
       revision: of the hub: a branch, tag or commit.
       family: one's own, which is registered; None: that of config.json's model_type.
       ignore: fields of config.json that change nothing the model computes, else refused.
+      text_only: read the text part of a model that has others too, of images for example.
       adapter: folder of an adapter (LoRA) that PEFT wrote for this model; its matrices are then
         parameters beside the weights. `lora.merge` adds them to the weights.
       shardings: tree of shardings like the parameters; None: this process's default device.
@@ -251,7 +268,7 @@ def load_model(
     Raises: InputError naming what is missing, damaged, or not built.
     """
     folder = find_folder(path, revision)
-    config = dataclasses.replace(read_config(folder, family, ignore), dtype=dtype)
+    config = dataclasses.replace(read_config(folder, family, ignore, text_only), dtype=dtype)
     if adapter is None:
         model = decoder.build(config)
         return model, read_params(folder, model, shardings=shardings)
@@ -286,7 +303,8 @@ def save_model(
       card: text of README.md; our title, which marks the folder as ours, is added to it.
       overwrite: replace a model that someone else wrote too.
       base: the model that this one was trained from, whose tokenizer, generation_config.json and
-        config.json are copied as they are, where nothing in them changed.
+        config.json are copied as they are, where nothing in them changed. Of a model that was read
+        with text_only it is needed: its other tensors are copied too.
 
     Raises: InputError if the family's config.json cannot say what the model is, or `path` holds
     anything but a model of ours.
@@ -297,19 +315,35 @@ def save_model(
         model, params = lora.base_model(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
     family = families.find_family(model.config.family, "save_model")
-    tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
-    fields = families.config_fields(model.config, _common_dtype(params))
-    is_writer = jax.process_index() == 0
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
-    with out if is_writer else contextlib.nullcontext() as folder:
-        if folder is not None:
-            source = None if base is None else find_folder(base, with_weights=False)
-            texts.write(folder, fields, generation_config or {}, tokenizer, source)
-            replacing.write_card(folder, card)
-        weights.write(folder, tensors, max_shard_bytes)
+    with _base_tensors(model, family, base) as (entries, carried):
+        tensors = mapping.by_tensor(leaves, entries)
+        fields = families.config_fields(model.config, _common_dtype(params))
+        with out if jax.process_index() == 0 else contextlib.nullcontext() as folder:
+            if folder is not None:
+                source = None if base is None else find_folder(base, with_weights=False)
+                texts.write(folder, fields, generation_config or {}, tokenizer, source)
+                replacing.write_card(folder, card)
+            weights.write(folder, tensors, max_shard_bytes, carried)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo save_model")
+
+
+@contextlib.contextmanager
+def _base_tensors(
+    model: Model, family: Family, base: str | os.PathLike[str] | None
+) -> Iterator[tuple[list[list[Entry]], dict[str, Any]]]:
+    """Where to write each leaf, and the open files of tensors that are copied from the base."""
+    if base is None and model.config.text_only:
+        raise InputError(
+            "save_model: this is the text part of a model that has others too: give the folder "
+            "that it was read from as base=, whose other tensors are copied"
+        )
+    carries = base is not None and (model.config.text_only or family.carried)
+    with weights.opened(find_folder(base)) if carries else contextlib.nullcontext({}) as files:
+        stored = wrapped.find_tensors(files, model, family, str(base))
+        yield stored.entries, {name: files[name] for name in stored.carried}
 
 
 def _common_dtype(params: Params) -> str:
@@ -333,13 +367,11 @@ def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
 
     Raises: InputError naming tensors that are missing, unknown or of another shape.
     """
-    folder, config = find_folder(path), model.config
-    family = families.find_family(config.family, str(folder))
-    entries, counts = mapping.entries(model, family), Counter()
+    folder = find_folder(path)
+    family = families.find_family(model.config.family, str(folder))
+    counts = Counter()
     with weights.opened(folder) as files:
-        tied = config.tie_embeddings
-        entries = weights.stored_names(files, entries, family.tied_head) if tied else entries
-        weights.check(folder, files, entries, family.tied_head, tied, headers_only=True)
+        _checked(folder, files, model, family, headers_only=True)
         for name, file in files.items():
             dtype = file.get_slice(name).get_dtype()
             counts[weights.FLOATS.get(dtype, dtype)] += 1

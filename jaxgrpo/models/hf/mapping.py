@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -41,6 +41,11 @@ INPUTS = {
     for leaf in ("kernel", "lora_a")
 }
 """Those that have more inputs: heads and the dimensions of a head."""
+
+TURNED = tuple(
+    f"attention/{name}/{leaf}" for name in ("query", "key") for leaf in ("kernel", "bias", "lora_b")
+)
+"""Those whose outputs are turned by positions."""
 
 Box = tuple[tuple[int, int], ...]
 """The part of an array with the indices from the first to before the second, in each dimension."""
@@ -76,6 +81,16 @@ class Names(Protocol):
         ...
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether the two dimensions of a head that turn together stand side by side."""
+        ...
+
+    @property
+    def carried(self) -> Sequence[str]:
+        """Beginnings of tensors' names that no model reads."""
+        ...
+
+    @property
     def tied_head(self) -> tuple[str, str]:
         """The head's tensor and the embedding's: a tied checkpoint may hold it a second time."""
         ...
@@ -97,11 +112,23 @@ class Entry(NamedTuple):
     hf_shape: tuple[int, ...]  # of the whole tensor
     expert: int | None = None  # of a tensor [experts, rows, columns]; None: it has no experts
     turn: tuple[int, int] = (0, 1)  # of the last dimension's entries: the first, and to the next
+    turned: int = 0  # dimensions of each head whose rows stand in pairs, where ours are in halves
 
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape of the tensor, or of an expert's part of it."""
         return self.hf_shape if self.expert is None else self.hf_shape[1:]
+
+    def stored_rows(self, rows: slice) -> np.ndarray:
+        """The rows of the tensor that hold some of these, ours: (0, 2, 4, ...; 1, 3, 5, ...).
+
+        >>> Entry("q_proj.bias", (), (2, 6), 0, (0, 12), (12,), 4).stored_rows(slice(0, 12))
+        array([ 0,  2,  1,  3,  4,  5,  6,  8,  7,  9, 10, 11])
+        """
+        half, row = self.turned // 2, np.arange(rows.start, rows.stop) - self.rows[0]
+        place = row % self.shape[-1]
+        pair = np.where(place < half, 2 * place, 2 * (place - half) + 1)
+        return self.rows[0] + row - place + np.where(place < self.turned, pair, place)
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -136,7 +163,9 @@ def _leaf_entries(
     leading = stacked + has_experts
     layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
     fused = config.fused_experts or family.interleaves_experts
-    entry = _tensor(family, path[:start], path[start:], layer_shapes, fused)
+    ropes = [kind.rope for kind in config.attention if kind.rope is not None]
+    turned = int(ropes[0].share * config.head_dim) if family.in_pairs and ropes else 0
+    entry = _tensor(family, path[:start], path[start:], layer_shapes, fused, turned)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
@@ -175,13 +204,19 @@ def _interleaved(family: Names, path: str, entry: Entry, shape: tuple[int, ...])
 
 
 def _tensor(
-    family: Names, prefix: str, path: str, shapes: Mapping[str, tuple[int, ...]], fused: bool
+    family: Names,
+    prefix: str,
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    fused: bool,
+    turned: int,
 ) -> Entry | None:
     """The entry of the leaf `prefix` + `path`, with its name in a layer; None if it has no name.
 
     Args:
       shapes: those of one layer, and of one expert, by whole path.
       fused: experts are as of `fused_experts`.
+      turned: dimensions of a head that stand in pairs.
     """
     module, _, leaf = path.rpartition("/")
     suffix, inputs = LEAVES.get(leaf, ("", None))
@@ -207,7 +242,8 @@ def _tensor(
         columns = (1, shape[-1])
     rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
     name = hf_module if fused_module in family.fused_experts else f"{hf_module}.{suffix}"
-    return Entry(name, (), shape, inputs, rows, hf_shape)
+    turned = turned if path in TURNED else 0
+    return Entry(name, (), shape, inputs, rows, hf_shape, turned=turned)
 
 
 def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict[str, list[Any]]:
@@ -258,6 +294,15 @@ def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
     return start, last + 1, last + 1 - start == size
 
 
+def read_slice(entry: Entry, stored: Any, where: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a tensor, its rows in our order."""
+    if not entry.turned:
+        return stored[where]
+    rows = entry.stored_rows(where[0])
+    first, last = int(rows.min()), int(rows.max())
+    return stored[(slice(first, last + 1), *where[1:])][rows - first]
+
+
 def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
     """A view of the entry's rows, all or a piece of them, in our layout.
 
@@ -277,4 +322,7 @@ def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
         tensor = tensor.reshape(rows, *entry.hf_shape[1:])
     elif entry.inputs is not None:
         tensor = tensor.reshape(*entry.matrix[:0:-1], rows).T
+    if entry.turned:
+        order = entry.stored_rows(slice(*entry.rows)) - entry.rows[0]
+        tensor = tensor[np.argsort(order)]
     return np.ascontiguousarray(tensor)

@@ -35,6 +35,12 @@ class _Sizes(NamedTuple):
     max_positions: int
 
 
+BETA, MAX_POSITIONS = "llama_4_scaling_beta", "max_position_embeddings"
+
+_Make = Callable[[Rope, int, Mapping[str, Any], _Sizes], Turn]
+Types = Mapping[str, tuple[_Make, Mapping[str, bool]]]
+
+
 def read_turn(
     fields: Fields,
     head_dim: int,
@@ -44,6 +50,7 @@ def read_turn(
     original: int | None = None,
     share: float = 1.0,
     ignored: Collection[str] = (),
+    types: Types | None = None,
 ) -> Turn:
     """The one Rope of a model.
 
@@ -54,6 +61,7 @@ def read_turn(
         None: what rope_parameters has.
       share: of each head, where config.json gives none.
       ignored: parameters that change nothing.
+      types: other than TYPES.
     """
     flat = fields.take("rope_theta", "positive", theta)
     share = fields.take("partial_rotary_factor", "positive", share)
@@ -63,7 +71,8 @@ def read_turn(
     parameters = {"rope_theta": flat, "partial_rotary_factor": share, **parameters}
     if original is not None:
         parameters["original_max_position_embeddings"] = original
-    return _turn(fields, name, parameters, _Sizes(head_dim, max_positions), partial)
+    sizes = _Sizes(head_dim, max_positions)
+    return _turn(fields, name, parameters, sizes, partial, types or TYPES)
 
 
 def read_turns_by_type(
@@ -149,14 +158,20 @@ def _read_parameters(fields: Fields) -> tuple[str, dict[str, Any]]:
 
 
 def _turn(
-    fields: Fields, name: str, parameters: Mapping[str, Any], sizes: _Sizes, partial: bool = False
+    fields: Fields,
+    name: str,
+    parameters: Mapping[str, Any],
+    sizes: _Sizes,
+    partial: bool = False,
+    types: Types | None = None,
 ) -> Turn:
+    types = types or TYPES
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # as early Phi-3 folders have it
-    if not isinstance(kind, str) or kind not in TYPES:
-        fields.refuse(name, f"the rope_type {kind!r} is not built; known are {', '.join(TYPES)}")
+    if not isinstance(kind, str) or kind not in types:
+        fields.refuse(name, f"the rope_type {kind!r} is not built; known are {', '.join(types)}")
         return Turn(Rope())
-    make_turn, keys = TYPES[kind]
+    make_turn, keys = types[kind]
     known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
     # Any type may have the first; transformers computes with attention_factor, never the second.
     ignored = {"original_max_position_embeddings", "attn_factor"}
@@ -240,6 +255,23 @@ def _dynamic(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) 
     return Turn(rope, sizes.max_positions)
 
 
+def _stretched_base(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+    """`_dynamic` with the one theta of a fixed alpha, where there is one (Hunyuan)."""
+    if "alpha" not in values:
+        return _dynamic(rope, turned, values, sizes)
+    return Turn(rope._replace(theta=rope.theta * values["alpha"] ** (turned / (turned - 2))))
+
+
+def _growing(make_turn: _Make) -> _Make:
+    """With queries that grow with their position (Ministral 3)."""
+
+    def make(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+        growth = (float(values[BETA]), float(values["original_max_position_embeddings"]))
+        return make_turn(rope._replace(growth=growth), turned, values, sizes)
+
+    return make
+
+
 def _llama3(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
     """Long waves are stretched by a factor, short ones kept, those between in part.
 
@@ -305,9 +337,7 @@ def _frequency(rope: Rope, turned: int) -> np.ndarray:
     return np.float64(rope.theta) ** (-np.arange(0, turned, 2) / turned)
 
 
-_Type = tuple[Callable[[Rope, int, Mapping[str, Any], _Sizes], Turn], Mapping[str, bool]]
-
-TYPES: Mapping[str, _Type] = {
+TYPES: Types = {
     "default": (_plain, {}),
     "linear": (_linear, {"factor": True}),
     "dynamic": (_dynamic, {"factor": True}),
@@ -337,3 +367,13 @@ TYPES: Mapping[str, _Type] = {
     ),
 }
 """Type -> (what it makes of a plain Rope, its parameters and whether each must be given)."""
+
+_UNREAD = dict.fromkeys(("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), False)
+WITH_ALPHA: Types = {**TYPES, "dynamic": (_stretched_base, {"factor": True, **_UNREAD})}
+GROWING: Types = {
+    kind: (
+        _growing(make_turn),
+        {**keys, BETA: True, "original_max_position_embeddings": True, MAX_POSITIONS: False},
+    )
+    for kind, (make_turn, keys) in TYPES.items()
+}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.models.hf import replacing, weights
+from jaxgrpo.models.hf import replacing, weights, wrapped
 from jaxgrpo.models.hf.fields import GENERATION_FIELDS
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -34,7 +34,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 CHAT_TEMPLATES = (TEMPLATE, "chat_template.json")
-TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES)
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSORS)
 """The files of a model folder beside its weights, that act on a run."""
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -66,6 +67,8 @@ def write(
       tokenizer: of a model with a base, its chat template is written alone.
     """
     config = _drop_absent_tokens(config, config)
+    if wrapped.is_wrapped(config):
+        config[wrapped.TEXT] = _drop_absent_tokens(config[wrapped.TEXT], config)
     if base is None:
         _write_first(folder, config, generation, tokenizer)
         return
@@ -101,8 +104,9 @@ def _write_first(
 
 def _change_generation(file: Path, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     # Without the file transformers generates as config.json says.
+    fields = {**wrapped.text_fields(config), **config}
     implied = {
-        name: config[name] for name in (*SPECIAL_TOKENS, *GENERATION_FIELDS) if name in config
+        name: fields[name] for name in (*SPECIAL_TOKENS, *GENERATION_FIELDS) if name in fields
     }
     stored = _read(file) if file.exists() else implied
     changed = {**stored, **changes}
@@ -120,7 +124,7 @@ def _ends(tokens: Any) -> frozenset[Any]:
 def _drop_absent_tokens(fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without pad and begin tokens that the model lacks, with which torch cannot build
     its embedding."""
-    size = config["vocab_size"]
+    size = wrapped.text_fields(config)["vocab_size"]
     lacking = [
         name
         for name in ("bos_token_id", "pad_token_id")

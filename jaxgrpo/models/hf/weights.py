@@ -8,8 +8,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -116,6 +117,7 @@ def check(
     tied: bool,
     headers_only: bool = False,
     config_file: str = "config.json",
+    carried: Collection[str] = (),
 ) -> None:
     """Compares an opened folder with what the parameters are made of, before they are read.
 
@@ -123,12 +125,13 @@ def check(
       tied: the model has no head of its own; then the folder may hold the embedding a second time.
       headers_only: read no values, and so not whether that second one is the embedding.
       config_file: the file that says which tensors there are, for messages.
+      carried: tensors that nothing is made of.
 
     Raises: InputError if tensors are missing, unknown, of another dtype or shape, or if a tied
       head differs from the embedding.
     """
     expected = {entry.name: entry for leaf_entries in entries for entry in leaf_entries}
-    present = set(files)
+    present = set(files).difference(carried)
     repeated = tied and present.issuperset(tied_head)
     if repeated:
         present.remove(tied_head[0])
@@ -148,20 +151,6 @@ def check(
             )
     if repeated and not headers_only:
         _check_tied(folder, files, tied_head)
-
-
-def stored_names(
-    files: Mapping[str, Any], entries: list[list[Entry]], tied_head: tuple[str, str]
-) -> list[list[Entry]]:
-    """The tensors of a tied model by the names in its files, which may hold the embedding as the
-    head only (`safetensors.torch.save_model` leaves that)."""
-    head, embed = tied_head
-    if head not in files or embed in files:
-        return entries
-    return [
-        [entry._replace(name=head) if entry.name == embed else entry for entry in leaf_entries]
-        for leaf_entries in entries
-    ]
 
 
 def _stored(folder: Path, files: Mapping[str, Any], name: str) -> Any:
@@ -320,7 +309,7 @@ def _fill(
     narrow = min((part.dtype, computed), key=lambda dtype: float(jnp.finfo(dtype).max))
     stored = files[entry.name].get_slice(entry.name)
     for piece, where in mapping.pieces(entry, box, PIECE):
-        values = stored[where]
+        values = mapping.read_slice(entry, stored, where)
         if not np.isfinite(values).all():
             raise InputError(_not_finite(folder, entry.name, stored))
         if jnp.finfo(values.dtype).max > jnp.finfo(narrow).max:
@@ -378,12 +367,16 @@ def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
 
 
 def write(
-    folder: Path | None, tensors: Mapping[str, list[tuple[Any, Entry]]], max_shard_bytes: int
+    folder: Path | None,
+    tensors: Mapping[str, list[tuple[Any, Entry]]],
+    max_shard_bytes: int,
+    carried: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Writes parameters as tensors, as `write_tensors`.
 
     Args:
       tensors: name -> its parts, in order: (the leaf, of devices or of the host, where in it).
+      carried: name -> the open file of a tensor that is copied as it is.
 
     Without a folder it takes part in the gathers, and keeps nothing.
     """
@@ -391,7 +384,20 @@ def write(
         name: sum(math.prod(entry.shape) * leaf.dtype.itemsize for leaf, entry in parts)
         for name, parts in tensors.items()
     }
-    write_tensors(folder, sizes, lambda name: gathered(tensors[name]), max_shard_bytes)
+    sizes |= {name: _bytes(file.get_slice(name)) for name, file in carried.items()}
+
+    def read(name: str) -> Any:
+        if name in tensors:
+            return gathered(tensors[name])
+        return None if folder is None else carried[name].get_tensor(name)
+
+    write_tensors(folder, sizes, read, max_shard_bytes)
+
+
+def _bytes(stored: Any) -> int:
+    """Of a tensor in a file, whose dtype is called by its bits: F32, I64, F8_E4M3, BOOL."""
+    bits = re.search(r"\d+", stored.get_dtype())
+    return math.prod(stored.get_shape()) * (int(bits.group()) if bits else 8) // 8
 
 
 def write_tensors(

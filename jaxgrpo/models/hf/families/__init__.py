@@ -12,8 +12,17 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.models.hf import rope
-from jaxgrpo.models.hf.families import experts, gemma, hybrid, llama, mistral, olmo, qwen
+from jaxgrpo.models.hf import rope, wrapped
+from jaxgrpo.models.hf.families import (
+    experts,
+    gemma,
+    hybrid,
+    interleaved,
+    llama,
+    mistral,
+    olmo,
+    qwen,
+)
 from jaxgrpo.models.hf.families.base import Family
 from jaxgrpo.models.hf.fields import Fields
 
@@ -22,8 +31,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(qwen.QWEN2, qwen.QWEN3, llama.LLAMA, llama.SMOLLM3, llama.GRANITE, llama.SEED_OSS),
         *(mistral.MISTRAL, mistral.MINISTRAL, mistral.PHI3, gemma.GEMMA2, gemma.GEMMA3),
-        *(olmo.OLMO2, olmo.OLMO3, experts.QWEN3_MOE, experts.OLMOE),
-        *(experts.GLM4_MOE, experts.GPT_OSS, hybrid.QWEN3_5),
+        *(olmo.OLMO2, olmo.OLMO3, olmo.EXAONE4, mistral.MINISTRAL3, llama.ARCEE, llama.HUNYUAN),
+        *(interleaved.GLM4, interleaved.ERNIE, interleaved.COHERE2),
+        *(experts.QWEN3_MOE, experts.OLMOE, experts.GLM4_MOE, experts.GPT_OSS),
+        hybrid.QWEN3_5,
     )
 }
 """model_type of config.json -> the family, built in or registered."""
@@ -70,8 +81,11 @@ def find_family(model_type: Any, source: str = "") -> Family:
     """Raises: InputError with the nearest names for a family that is not built."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
+        # qwen3_moe is no slip of the pen for qwen3.
+        is_kin = any(str(model_type).startswith(f"{name}_") for name in FAMILIES)
+        hint = f"Known: {', '.join(sorted(FAMILIES))}" if is_kin else suggest(model_type, FAMILIES)
         raise InputError(
-            f"{source}: model_type = {model_type!r} is not built: {suggest(model_type, FAMILIES)}; "
+            f"{source}: model_type = {model_type!r} is not built: {hint}; "
             "model.family names a family of your own (docs/models.md)"
         )
     return family
@@ -82,6 +96,7 @@ def model_config(
     source: str,
     family: Family | None = None,
     ignored: Collection[str] = (),
+    text_only: bool = False,
 ) -> ModelConfig:
     """The ModelConfig of a config.json's fields, in the form of transformers 4 or 5.
 
@@ -89,31 +104,46 @@ def model_config(
       source: where they are from, for messages.
       family: a user's own; None: that of model_type.
       ignored: fields that change nothing, as the user says.
+      text_only: read the text part of a model that has others too.
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
-    family = family or find_family(config_json.get("model_type"), source)
-    if config_json.get("model_type") != family.model_type:
+    text = wrapped.text_fields(config_json)
+    family = family or find_family(text.get("model_type"), source)
+    if text.get("model_type") != family.model_type:
         raise InputError(
-            f"{source}: model_type = {config_json.get('model_type')!r}, but the family given is "
+            f"{source}: model_type = {text.get('model_type')!r}, but the family given is "
             f'"{family.model_type}": take the folder or the family that fits the other'
         )
-    fields = Fields(config_json, ignored=ignored)
+    is_wrapped = wrapped.is_wrapped(config_json)
+    if is_wrapped and not text_only:
+        raise InputError(
+            f"{source}: model_type = {config_json.get('model_type')!r} has a {family.model_type} "
+            "under text_config, and reads more than text: set model.text_only = true to train its "
+            "text part alone (an export keeps the rest as it is)"
+        )
+    fields = Fields(text, ignored=ignored)
     architectures = fields.take("architectures", "texts", [family.architecture])
-    if architectures != [family.architecture]:
+    # Early folders of ERNIE 4.5 have Ernie4_5_ForCausalLM.
+    if [name.replace("_", "") for name in architectures] != [family.architecture.replace("_", "")]:
         fields.refuse("architectures", f"only {family.architecture} is built")
     model_fields = family.read(fields)
     fields.refuse_unread(family.harmless)
-    refuse_all(f"{source} is not a {family.model_type} that can be built:", fields.problems)
+    problems = wrapped.problems(config_json, ignored) if is_wrapped else []
+    problems += fields.problems
+    refuse_all(f"{source} is not a {family.model_type} that can be built:", problems)
     origin = {"source": json.dumps(dict(config_json)), "ignored": tuple(ignored)}
+    origin |= {"text_only": is_wrapped}
     fused = tuple(family.fused.values())
     return ModelConfig(family=family.model_type, fused=fused, **origin, **model_fields)
 
 
 def unread(config: ModelConfig) -> str:
     """What config.json has and is not read though it looks as if it acts; empty: nothing."""
-    config_json = json.loads(config.source or "{}")
-    words = [f"{name} of config.json is not read (model.ignore)" for name in config.ignored]
+    config_json = wrapped.text_fields(json.loads(config.source or "{}"))
+    kind = json.loads(config.source or "{}").get("model_type")
+    words = [f"of the {kind} all but its text (model.text_only)"] if config.text_only else []
+    words += [f"{name} of config.json is not read (model.ignore)" for name in config.ignored]
     if any("attn_factor" in table for table in rope.tables(config_json).values()):
         words.append("attn_factor of its rope is not read, as by transformers")
     return "; ".join(words)
@@ -133,9 +163,13 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     names = [name for name in ("dtype", "torch_dtype") if config_json.get(name) is not None]
     if names or dtype != "float32":  # which a config.json without it means
         config_json |= dict.fromkeys(names or ["dtype"], dtype)
-    config_json |= rope.older_fields(config_json)
+    text = config_json
+    if wrapped.is_wrapped(config_json):
+        text = config_json[wrapped.TEXT]
+        text |= {name: dtype for name in ("dtype", "torch_dtype") if text.get(name) is not None}
+    text |= rope.older_fields(text)
     config_json.pop("quantization_config", None)  # what was read so is written in bfloat16
-    reread = model_config(config_json, "the model's config.json", family, config.ignored)
+    reread = model_config(config_json, "the model's config.json", family, config.ignored, True)
     names = [field.name for field in dataclasses.fields(config) if field.name not in RUN_FIELDS]
     odd = [name for name in names if getattr(config, name) != getattr(reread, name)]
     problems = [

@@ -48,6 +48,7 @@ ACTIVATIONS = MappingProxyType(
         **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_tanh"),
         "gelu": "gelu",
         "relu": "relu",
+        "relu2": "relu2",
     }
 )
 """The name of an activation in config.json -> ours."""
@@ -76,6 +77,11 @@ class Family(NamedTuple):
     harmless: Sequence[str] = ()
     tied_head: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     """A tied checkpoint may hold the embedding a second time, as the head."""
+    in_pairs: bool = False
+    """Whether dimensions 2 i and 2 i + 1 of a head turn together, not i and i + half of them"""
+    carried: Sequence[str] = ()
+    """Beginnings of the names of tensors that transformers does not read either: an export keeps
+    them as they are"""
 
 
 def sizes(
@@ -86,19 +92,20 @@ def sizes(
     tied: bool = False,
     positions: int = 32_768,
     activation: str = "hidden_act",
+    act: str = "silu",
     as_many_kv: bool = False,
     pad: int | None = None,
+    norm_eps: str = "rms_norm_eps",
 ) -> dict[str, Any]:
     """What every family gives.
 
     Args:
-      head_dim, eps, tied, positions, pad: what transformers assumes without head_dim, rms_norm_eps,
-        tie_word_embeddings, max_position_embeddings or pad_token_id. A head_dim that is null, or
-        None here, is hidden_size / heads.
-      activation: the field that names the activation.
+      head_dim, eps, tied, positions, act, pad: what transformers assumes without head_dim, the
+        field norm_eps, tie_word_embeddings, max_position_embeddings, the field activation, or
+        pad_token_id. A head_dim that is null, or None here, is hidden_size / heads.
+      activation, norm_eps: the fields that name the activation, and what norms add.
       as_many_kv: whether transformers assumes as many KV heads as heads where none are given.
     """
-    default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
     # Ones stand in for what is missing, which is a problem already, so that the rest is read too.
     num_heads = fields.take("num_attention_heads", "size") or 1
     hidden = fields.take("hidden_size", "size") or 1
@@ -120,9 +127,9 @@ def sizes(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": fields.take("rms_norm_eps", "positive", eps),
+        "rms_norm_eps": fields.take(norm_eps, "positive", eps),
         "tie_embeddings": fields.take("tie_word_embeddings", "flag", tied),
-        "activation": fields.choice(activation, ACTIVATIONS, default),
+        "activation": fields.choice(activation, ACTIVATIONS, act),
         "max_positions": fields.take("max_position_embeddings", "size", positions),
         "dtype": fields.choice(name, DTYPES, "float32"),
         "query_key_norm": "none",

@@ -22,7 +22,13 @@ def _gemma(fields: Fields, positions: int) -> dict[str, Any]:
     """Norms of (1 + weight) before and after each branch, and scaled embeddings."""
     activation = "hidden_activation"
     config = sizes(
-        fields, head_dim=256, tied=True, positions=positions, activation=activation, pad=0
+        fields,
+        head_dim=256,
+        tied=True,
+        positions=positions,
+        activation=activation,
+        act="gelu_pytorch_tanh",
+        pad=0,
     )
     return {
         **config,

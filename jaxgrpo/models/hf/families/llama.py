@@ -7,6 +7,7 @@ from typing import Any
 from jaxgrpo.models.api import AttentionKind, LayerKind
 from jaxgrpo.models.hf import rope
 from jaxgrpo.models.hf.families.base import (
+    MODULES,
     Family,
     attention_bias,
     layer_types,
@@ -95,3 +96,45 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
 
 
 SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _smollm3, harmless=("max_window_layers",))
+
+
+def _arcee(fields: Fields) -> dict[str, Any]:
+    """Llama without a gate in its feed-forward blocks."""
+    config = sizes(fields, eps=1e-5, positions=4096, act="relu2", as_many_kv=True)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    bias = {"feed_forward_bias": fields.take("mlp_bias", "flag", False)}
+    return {**config, **attention_bias(fields), **bias, **uniform(turn), "gated": False}
+
+
+ARCEE = Family(
+    "arcee",
+    "ArceeForCausalLM",
+    _arcee,
+    modules={name: text for name, text in MODULES.items() if name != "feed_forward/gate"},
+)
+
+
+def _hunyuan(fields: Fields) -> dict[str, Any]:
+    """Llama whose queries and keys are normed after they are turned, and theta may be stretched."""
+    config = sizes(fields, eps=1e-5, positions=2048, as_many_kv=True, pad=0)
+    turn = rope.read_turn(
+        fields, config["head_dim"], config["max_positions"], types=rope.WITH_ALPHA
+    )
+    return {**config, **attention_bias(fields), **uniform(turn), "query_key_norm": "turned"}
+
+
+HUNYUAN = Family(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    _hunyuan,
+    modules={
+        **MODULES,
+        "attention/query_norm": "self_attn.query_layernorm",
+        "attention/key_norm": "self_attn.key_layernorm",
+    },
+    # Of published folders, and read by no code of transformers.
+    harmless=(
+        *("use_qk_norm", "cla_share_factor", "org_vocab_size", "norm_type", "use_rotary_pos_emb"),
+        *("attention_head_dim", "pad_id", "mask_init_id", "dense_list", "pool_type"),
+    ),
+)

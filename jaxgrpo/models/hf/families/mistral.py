@@ -35,6 +35,18 @@ def _ministral(fields: Fields) -> dict[str, Any]:
 MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
 
 
+def _ministral3(fields: Fields) -> dict[str, Any]:
+    """Mistral whose queries grow with their position, beyond the length of training."""
+    config = sizes(fields, head_dim=128, eps=1e-5, positions=262_144, pad=11)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"], types=rope.GROWING)
+    if not any(fields.content.get(name) for name in ("rope_parameters", "rope_scaling")):
+        fields.problems.append("rope_parameters or rope_scaling: missing")
+    return {**config, **uniform(turn, fields.nullable("sliding_window", "size", None))}
+
+
+MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", _ministral3)
+
+
 def _phi3(fields: Fields) -> dict[str, Any]:
     """Mistral that may turn a share of each head."""
     config = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=32_000)

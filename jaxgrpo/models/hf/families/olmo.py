@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, which norm what a branch gives, and queries and keys over all heads at once."""
+"""OLMo 2 and 3 and EXAONE 4, which norm what a branch gives."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _MODULES = {
 
 
 def _olmo(fields: Fields) -> dict[str, Any]:
+    """Queries and keys are normed over all heads at once."""
     return {
         **sizes(fields, eps=1e-5, positions=2048, as_many_kv=True, pad=1),
         **attention_bias(fields),
@@ -55,3 +56,26 @@ def _olmo3(fields: Fields) -> dict[str, Any]:
 
 
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", _olmo3, modules=_MODULES)
+
+
+def _exaone4(fields: Fields) -> dict[str, Any]:
+    """Queries and keys are normed head by head; where some layers have a window, those without
+    know no positions."""
+    config = sizes(fields, eps=1e-5, positions=2048)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    window = fields.nullable("sliding_window", "size", 4096)
+    period = fields.nullable("sliding_window_pattern", "anything", 4)
+    if type(period) is not int or period < 1:
+        if fields.content.get("layer_types") is None:
+            fields.refuse("sliding_window_pattern", "expected layer_types beside it, or a number")
+        period = 1
+
+    def default(i: int) -> str:
+        return SLIDING if (i + 1) % period else FULL
+
+    turns = {SLIDING: turn, FULL: turn if window is None else turn._replace(rope=None)}
+    layers = layered(fields, config["num_layers"], turns, default, window)
+    return {**config, **layers, "norms": "after", "query_key_norm": "head"}
+
+
+EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", _exaone4, modules=_MODULES)

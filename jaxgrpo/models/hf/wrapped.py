@@ -1,0 +1,147 @@
+"""Models whose text part is one of several, as of Gemma 3, Mistral Small 3 and Qwen3.5.
+
+Their config.json has the fields of the text model under `text_config`, and the files have its
+tensors beside those of images, under names that begin with a prefix. `model.text_only` trains that
+part alone; everything else is carried through an export as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.hf import mapping
+from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.mapping import Entry, Names
+
+TEXT = "text_config"
+TIED = "tie_word_embeddings"
+
+
+class Wrapper(NamedTuple):
+    """A class of transformers with a text model in it."""
+
+    architecture: str
+    text: Mapping[str, Any] = MappingProxyType({})
+    """What transformers assumes of fields that text_config may leave out"""
+
+
+_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+WRAPPERS: Mapping[str, Wrapper] = {
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", _GEMMA3),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration"),
+}
+"""model_type of config.json -> the class."""
+
+HARMLESS = (
+    *("text_config", "vision_config", "mm_tokens_per_image", "multimodal_projector_bias"),
+    *("projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
+    *("image_token_index", "boi_token_index", "eoi_token_index", "tie_word_embeddings"),
+)
+"""Fields beside text_config that do not change what the model computes of text."""
+
+
+def is_wrapped(config_json: Mapping[str, Any]) -> bool:
+    return isinstance(config_json.get(TEXT), dict)
+
+
+def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model, of a config.json that may wrap it.
+
+    What holds for the whole model stands beside `text_config` and counts before what is in it.
+    """
+    if not is_wrapped(config_json):
+        return dict(config_json)
+    wrapper = WRAPPERS.get(config_json.get("model_type", ""))
+    text = {**(wrapper.text if wrapper else {}), **config_json[TEXT]}
+    text.pop("architectures", None)
+    common = ("dtype", "torch_dtype", TIED)
+    return text | {name: config_json[name] for name in common if config_json.get(name) is not None}
+
+
+def problems(config_json: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
+    """What is wrong with the fields beside `text_config`."""
+    wrapper = WRAPPERS.get(config_json.get("model_type", ""))
+    if wrapper is None:
+        model_types = ", ".join(WRAPPERS)
+        name = config_json.get("model_type")
+        return [f"model_type = {name!r}: text models are read from {model_types} only"]
+    fields = Fields(config_json, ignored=ignored)
+    architectures = fields.take("architectures", "texts", [wrapper.architecture])
+    if architectures != [wrapper.architecture]:
+        fields.refuse("architectures", f"only {wrapper.architecture} is built")
+    fields.refuse_unread(HARMLESS)
+    return fields.problems
+
+
+class Spelling(NamedTuple):
+    """How files write the names of a text model's tensors."""
+
+    body: str = "model."  # for "model."
+    head: str = ""  # before the other names
+
+    def name(self, name: str) -> str:
+        """
+        >>> SPELLINGS[1].name("model.norm.weight"), SPELLINGS[1].name("lm_head.weight")
+        ('language_model.model.norm.weight', 'language_model.lm_head.weight')
+        """
+        is_body = name.startswith("model.")
+        return self.body + name.removeprefix("model.") if is_body else self.head + name
+
+
+SPELLINGS = (
+    Spelling("model.language_model."),  # as the modules of transformers are called
+    Spelling("language_model.model.", "language_model."),  # before 4.52, and on the hub
+)
+"""Of wrapped models."""
+
+
+class Stored(NamedTuple):
+    """The tensors of a folder: those of each leaf, by their names in the files, and the others."""
+
+    entries: list[list[Entry]]
+    tied_head: tuple[str, str]  # as of a family
+    carried: tuple[str, ...] = ()  # read by nothing, and kept in an export
+
+
+def find_tensors(files: Collection[str], model: Model, family: Names, source: str) -> Stored:
+    """Where a model's tensors are.
+
+    Args:
+      files: names of the tensors of a folder; none: those that we write without a base.
+      source: the folder, for messages.
+
+    Raises: InputError where a wrapped model has no text model under a name that is known.
+    """
+    config, entries = model.config, mapping.entries(model, family)
+    spelling, carried = Spelling(), tuple(family.carried)
+    if config.text_only:
+        spelling = _spelling(files, source)
+        text = spelling.body, spelling.head + family.modules["head"]
+        carried_names = tuple(name for name in files if not name.startswith(text))
+    else:
+        carried_names = tuple(name for name in files if carried and name.startswith(carried))
+    head, embed = (spelling.name(name) for name in family.tied_head)
+    # A tied model may be stored with the head only (`safetensors.torch.save_model` leaves that).
+    is_swapped = config.tie_embeddings and head in files and embed not in files
+    renamed = {embed: head} if is_swapped else {}
+
+    def stored(entry: Entry) -> Entry:
+        name = spelling.name(entry.name)
+        return entry._replace(name=renamed.get(name, name))
+
+    return Stored([[*map(stored, leaf)] for leaf in entries], (head, embed), carried_names)
+
+
+def _spelling(files: Collection[str], source: str) -> Spelling:
+    for spelling in SPELLINGS:
+        if any(name.startswith(spelling.body) for name in files):
+            return spelling
+    bodies = " or ".join(f"{spelling.body}*" for spelling in SPELLINGS)
+    raise InputError(f"{source}: no tensor is called {bodies}: give a folder with the text model")
