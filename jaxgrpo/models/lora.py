@@ -127,7 +127,7 @@ def _merged(config: ModelConfig, adapters: Params, base: Params) -> Params:
     layer = {part: dict(value) for part, value in base.items()}
     for name in config.lora.modules:
         part, linear = name.split("/")
-        if linear not in layer.get(part, {}):  # the layer has no such map
+        if linear not in layer.get(part, ()):  # the layer has no such map
             continue
         _, first = config.holds_a(name).split("/")
         low, high = adapters[part][first]["lora_a"], adapters[part][linear]["lora_b"]

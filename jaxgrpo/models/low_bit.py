@@ -85,7 +85,7 @@ def _quantised_layer(params: Params, weight_dtype: str) -> Params:
     layer = {part: dict(value) for part, value in params.items()}
     for name in LINEAR:
         part, linear = name.split("/")
-        if linear not in layer.get(part, {}):  # the layer has no such map
+        if linear not in layer.get(part, ()):  # the layer has no such map
             continue
         contracted = 2 if name in ("attention/out", "delta/out") else 1  # heads and head_dim
         values, scale = quantised(layer[part][linear]["kernel"], contracted, weight_dtype)

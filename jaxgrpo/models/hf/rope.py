@@ -49,8 +49,8 @@ def read_turn(
     partial: bool = False,
     original: int | None = None,
     share: float = 1.0,
-    types: Types | None = None,
     ignored: Collection[str] = (),
+    types: Types | None = None,
 ) -> Turn:
     """The one Rope of a model.
 
@@ -60,8 +60,8 @@ def read_turn(
       original: the length of training where the field beside rope_parameters does not give it;
         None: what rope_parameters has.
       share: of each head, where config.json gives none.
-      types: other than TYPES.
       ignored: parameters that change nothing.
+      types: other than TYPES.
     """
     flat = fields.take("rope_theta", "positive", theta)
     share = fields.take("partial_rotary_factor", "positive", share)

@@ -100,7 +100,7 @@ QWEN3_5 = Family(
     _qwen3_5,
     modules={**MODULES, **DELTA},
     fused=FUSED,
-    carried=("mtp.",),
-    # what states are held in, where it matters: here always float32; tokens predicted in advance
+    # what states are held in, here always float32; layers that guess further tokens
     harmless=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    carried=("mtp.",),
 )
