@@ -29,7 +29,7 @@ class Base(NamedTuple):
     """The policy that an evaluation measures the distance from."""
 
     model: Model
-    params: Params
+    read: Callable[[], Params]
 
 
 def make_rescorer(
@@ -70,9 +70,10 @@ def make_rescorer(
         static_argnums=4,
     )
     measure = jax.jit(packing.measure_lengths)
-    base_params = {} if base is None else base.params
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
+        sharding.give_back(mesh)  # what sampling took
+        base_params = {} if base is None else base.read()
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
         geometry = packing.make_geometry(sizes, mesh, tokens)
