@@ -30,7 +30,7 @@ class Base(NamedTuple):
     """The policy that an evaluation measures the distance from."""
 
     model: Model
-    params: Params
+    read: Callable[[], Params]
 
 
 def make_rescorer(
@@ -71,10 +71,11 @@ def make_rescorer(
         static_argnums=4,
     )
     measure = jax.jit(packing.measure_lengths)
-    base_params = {} if base is None else base.params
     recurs = model.config.recurs or (base is not None and base.model.config.recurs)
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
+        sharding.give_back(mesh)  # what sampling took
+        base_params = {} if base is None else base.read()
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
         geometry = packing.make_geometry(sizes, mesh, tokens)._replace(recurs=recurs)

@@ -82,7 +82,7 @@ class GatedDelta(nnx.Module):
         return self.out(out.astype(x.dtype)), memory
 
 
-def whole(real: Array) -> Recur:
+def sequences(real: Array) -> Recur:
     """Each sequence by itself; the memory it returns is its state.
 
     Shapes: real [*B, Q], as of `recurrence.over_sequences`.

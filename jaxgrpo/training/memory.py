@@ -6,7 +6,6 @@ working memory of an update is what XLA plans for its program, which `--dry-run`
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
@@ -81,6 +80,7 @@ class Memory(NamedTuple):
     sampler: int  # working memory of decoding: weights as it reads them, logits, a layer's keys
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
+    evaluation: int = 0  # of a CPU: of the second pass of evaluations, with the base that it reads
     frozen: int = 0  # weights under adapters, which all policies share
     process: int = 0  # of a CPU: what the process takes beside its arrays (`process_bytes`)
 
@@ -91,7 +91,8 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return self.process + self.persistent + max(self.sampler + self.decode, self.update)
+        phases = self.sampler + self.decode, self.update, self.evaluation
+        return self.process + self.persistent + max(phases)
 
     def lines(self, limit: int) -> dict[str, str]:
         """What to print: name -> bytes in words."""
@@ -104,6 +105,7 @@ class Memory(NamedTuple):
             "  sampling": f"decode state {shown(self.decode)}, "
             f"working memory {shown(self.sampler)}",
             "  update": f"working memory {update}",
+            **({"  evaluation": f"{shown(self.evaluation)}"} if self.evaluation else {}),
             **({"  process": f"{shown(self.process)} beside those"} if self.process else {}),
         }
 
@@ -145,6 +147,9 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
     to_sample = blueprint.mesh, blueprint.samples_on, blueprint.sampling.weight_dtype
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
+    second_pass = 0
+    if rereads_base(blueprint.samples_on):
+        base, second_pass = 0, evaluation_bytes(blueprint, base)
     num_copies = len({*copies} - {EVAL_BASE, "ema"})
     average = parameter_bytes if "ema" in copies else 0  # in the bits of what is trained
     teachers = blueprint.teachers.values()
@@ -156,7 +161,25 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
         sampler=weights_to_sample(model, *to_sample) + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - copy_bytes if model.config.lora else 0,
+        evaluation=second_pass,
     )
+
+
+def rereads_base(mesh: Mesh) -> bool:
+    """Whether a run reads the base again for each evaluation that measures the KL to it: on a CPU,
+    where a second reads a model of the size that is trained. Elsewhere it stays in memory."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def evaluation_bytes(blueprint: Blueprint, base: int) -> int:
+    """Bytes of an evaluation's second pass: the base's (`base`), the weights that were sampled
+    with, which are stacked for it, and logits of both policies; 0 without a base."""
+    model, mesh = blueprint.model, blueprint.samples_on
+    sampled = weights_to_sample(model, blueprint.mesh, mesh, blueprint.sampling.weight_dtype)
+    layers = _bytes(model.shapes["blocks"], sampling_layout(model, mesh)["blocks"])
+    vocab = model.config.vocab_size
+    logits = 2 * LOGITS * 4 * chunk_tokens(vocab, vocab) * vocab // mesh.shape["tensor"]
+    return base and base + sampled + layers + logits
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
@@ -461,19 +484,6 @@ def process_bytes(mesh: Mesh, copy_bytes: int) -> int:
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
     beside_arrays = max(0, 1024 * int(most) - sum(shard.data.nbytes for shard in shards))
     return (beside_arrays + COMPILING + copy_bytes) // len(mesh.local_devices)
-
-
-def give_back(mesh: Mesh) -> None:
-    """Gives freed memory of CPU devices back to the system, where C's allocator is glibc's.
-
-    It keeps what was smaller than 32 MiB: each layer's weights, once the sampler has read them, and
-    what compiling took. An update would have to find its own beside that.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def free_beside(mesh: Mesh, used_bytes: int) -> int:
