@@ -290,8 +290,7 @@ def activations(model: Model, remat: decoder.Remat) -> int:
     """Bytes of a token in an update: what each layer keeps, and one layer at work.
 
         kept = layers x (hidden states, and what remat says), in the model's dtype
-        work = 2 x E x 4 bytes, values and gradients of a layer's E numbers in float32, and of what
-               its recurrence has
+        work = 2 x E x 4 bytes, values and gradients of E numbers, and of a recurrence, in float32
         E    = 2 hidden + 2 outputs of the layer's linear maps, and 2 hidden at each expert
 
     Of layers of Qwen3-0.6B compiled for a TPU v5e, "full" takes 0.22 MB with four, as counted here;
