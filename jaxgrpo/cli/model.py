@@ -183,10 +183,11 @@ def _kind_words(kind: LayerKind) -> str:
     'window 5, no rope'
     """
     mixer = kind.mixer
-    if not isinstance(mixer, AttentionKind):
-        return f"gated delta rule, {mixer.value_heads} heads"
-    parts = [f"window {mixer.window}" if mixer.window else "full", _rope_words(mixer.rope)]
-    parts += [f"soft cap {mixer.soft_cap:g}"] if mixer.soft_cap else []
+    if isinstance(mixer, AttentionKind):
+        parts = [f"window {mixer.window}" if mixer.window else "full", _rope_words(mixer.rope)]
+        parts += [f"soft cap {mixer.soft_cap:g}"] if mixer.soft_cap else []
+    else:
+        parts = [f"gated delta rule, {mixer.value_heads} heads"]
     if isinstance(feed := kind.feed, ExpertsKind):
         parts.append(f"{feed.top_k} of {feed.number} experts of {feed.size}")
     return ", ".join(parts)

@@ -74,6 +74,7 @@ class ExpertsKind(NamedTuple):
     groups: int = 1  # of experts, side by side, of which a token passes experts of top_groups
     top_groups: int = 1
     shared: int = 0  # size of an expert that all tokens pass; 0: there is none
+    shared_gate: bool = False  # what it gives is times the sigmoid of a number for each token
     bias: bool = False  # of the router and of each expert's maps
     clamp: tuple[float, float] | None = None  # alpha, limit: see `experts.clamped`
 

@@ -70,15 +70,17 @@ class GatedDelta(nnx.Module):
         )
 
     def __call__(self, x: Array, recur: Recur, memory: Any, kind: DeltaKind) -> tuple[Array, Any]:
-        query, key, value = side_by_side(x, self.query, self.key, self.value)
+        maps = self.query, self.key, self.value, self.gate
+        query, key, value, gate = side_by_side(x, *maps)
+        rate, decay = side_by_side(x, self.rate, self.decay)
         dtype = wide(x.dtype)
-        rate = jax.nn.sigmoid(self.rate(x).astype(dtype))
-        speed = jax.nn.softplus(self.decay(x).astype(dtype) + self.bias[...].astype(dtype))
+        rate = jax.nn.sigmoid(rate.astype(dtype))
+        speed = jax.nn.softplus(decay.astype(dtype) + self.bias[...].astype(dtype))
         log_decay = -jnp.exp(self.log_rate[...].astype(dtype)) * speed
         taps = self.query_conv.taps[...], self.key_conv.taps[...], self.value_conv.taps[...]
         inputs = DeltaInputs(query, key, value, log_decay, rate, taps)
         out, memory = recur(inputs, memory, kind)
-        out = self.norm(out).astype(dtype) * jax.nn.silu(self.gate(x).astype(dtype))
+        out = self.norm(out).astype(dtype) * jax.nn.silu(gate.astype(dtype))
         return self.out(out.astype(x.dtype)), memory
 
 

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread, custom_vjp
-from jaxgrpo.models.layers import ACTIVATIONS, FeedForward, matrix
+from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, matrix
 
 LEAST_BLOCK, BLOCK, WIDE_BLOCK = 8, 64, 512
 """Rows of one expert that are multiplied at once: at the least, at most on a CPU, and elsewhere."""
@@ -92,7 +92,8 @@ class Experts(nnx.Module):
     """y = sum over the token's experts of gate_e * down_e(activation(gate_e(x)) * up_e(x)).
 
     Gates are the experts' scores by a softmax over all or a sigmoid of each, in float32;
-    `normalised` ones are divided by their sum. A shared expert is added for all tokens.
+    `normalised` ones are divided by their sum. A shared expert is added for all tokens, in some
+    models times sigmoid(shared_gate(x)).
     """
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
@@ -103,6 +104,11 @@ class Experts(nnx.Module):
         self.down: ExpertMap = ExpertMap(mlp, embed, kind, config, rngs)
         self.shared: FeedForward | None = (
             FeedForward(config, kind.shared, rngs) if kind.shared else None
+        )
+        self.shared_gate: Dense | None = (
+            Dense("experts/shared_gate", embed, {"router": 1}, config, rngs)
+            if kind.shared and kind.shared_gate
+            else None
         )
         self.activation: str = config.activation
 
@@ -133,7 +139,12 @@ class Experts(nnx.Module):
         if self.down.bias is not None:  # once, and not by each device that has a part of mlp
             biases = self.down.bias[...][experts] * gates[..., None]
             mixed_tokens += biases.sum(-2).astype(x.dtype)
-        return mixed_tokens if self.shared is None else mixed_tokens + self.shared(x), memory
+        if self.shared is None:
+            return mixed_tokens, memory
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * jax.nn.sigmoid(self.shared_gate(x))
+        return mixed_tokens + shared, memory
 
 
 def gated(activation: Any, gate: Array, up: Array) -> Array:

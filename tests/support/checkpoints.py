@@ -48,6 +48,28 @@ GROWING = {
     "max_position_embeddings": 64,
 }
 
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+GATED_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
 RICH: dict[str, dict[str, Any]] = {
     "qwen2": {
         "use_sliding_window": True,
@@ -98,20 +120,16 @@ RICH: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
     },
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", FULL, "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 100.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-            "mrope_interleaved": True,
-        },
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, **GATED_EXPERTS},
+    "qwen3_next": {
+        **HYBRID,
+        **GATED_EXPERTS,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", FULL, "linear_attention", "linear_attention"],
+        "mlp_only_layers": [2],
+        "norm_topk_prob": False,
+        "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
     },
     "qwen3_moe": {
         "num_experts": 6,
@@ -237,6 +255,7 @@ def config_fields(family: str, **changes: Any) -> dict[str, Any]:
         "gemma3_text": "Gemma3ForCausalLM",
         "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     }
     architecture = names.get(family)
     config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import LAYERS, Model, ModelConfig
+from jaxgrpo.models.api import LAYERS, DeltaKind, Model, ModelConfig
 
 LEAVES: Mapping[str, tuple[str, int | None]] = {
     "table": ("weight", None),
@@ -63,6 +63,11 @@ class Names(Protocol):
     @property
     def fused(self) -> Mapping[str, tuple[str, ...]]:
         """Hugging Face's module in a layer -> ours whose outputs lie in it, in this order."""
+        ...
+
+    @property
+    def by_head(self) -> Sequence[str]:
+        """Those of `fused` with the outputs of one key head of a delta net after another's."""
         ...
 
     @property
@@ -113,6 +118,7 @@ class Entry(NamedTuple):
     expert: int | None = None  # of a tensor [experts, rows, columns]; None: it has no experts
     turn: tuple[int, int] = (0, 1)  # of the last dimension's entries: the first, and to the next
     turned: int = 0  # dimensions of each head whose rows stand in pairs, where ours are in halves
+    heads: int = 0  # of which each has its rows of all entries side by side; 0: the entries have
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -122,10 +128,19 @@ class Entry(NamedTuple):
     def stored_rows(self, rows: slice) -> np.ndarray:
         """The rows of the tensor that hold some of these, ours: (0, 2, 4, ...; 1, 3, 5, ...).
 
+        With heads it is the part of each head that lies between those of the other entries.
+
+        >>> Entry("in_proj_ba.weight", (), (2, 6), 1, (6, 12), (12, 2), heads=3).stored_rows(
+        ...     slice(6, 12)
+        ... )
+        array([ 2,  3,  6,  7, 10, 11])
         >>> Entry("q_proj.bias", (), (2, 6), 0, (0, 12), (12,), 4).stored_rows(slice(0, 12))
         array([ 0,  2,  1,  3,  4,  5,  6,  8,  7,  9, 10, 11])
         """
         half, row = self.turned // 2, np.arange(rows.start, rows.stop) - self.rows[0]
+        if self.heads:
+            head, place = np.divmod(row, (self.rows[1] - self.rows[0]) // self.heads)
+            return (head * self.hf_shape[0] + self.rows[0]) // self.heads + place
         place = row % self.shape[-1]
         pair = np.where(place < half, 2 * place, 2 * (place - half) + 1)
         return self.rows[0] + row - place + np.where(place < self.turned, pair, place)
@@ -170,6 +185,10 @@ def _leaf_entries(
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
         return [entry]
+    is_part = entry.rows != (0, entry.hf_shape[0])
+    if is_part and entry.name.startswith(tuple(f"{module}." for module in family.by_head)):
+        deltas = (kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind))
+        entry = entry._replace(heads=next(deltas).key_heads)
     if has_experts and family.interleaves_experts:
         entry = _interleaved(family, path[start:], entry, layer_shapes[path])
     width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
@@ -296,7 +315,7 @@ def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
 
 def read_slice(entry: Entry, stored: Any, where: tuple[slice, ...]) -> np.ndarray:
     """A slice of a tensor, its rows in our order."""
-    if not entry.turned:
+    if not entry.turned and not entry.heads:
         return stored[where]
     rows = entry.stored_rows(where[0])
     first, last = int(rows.min()), int(rows.max())

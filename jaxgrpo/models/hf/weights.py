@@ -359,6 +359,9 @@ def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
         row_blocks = [rows(leaf, entry) for leaf, entry in parts]
         if parts[0][1].turn[1] > 1:
             return np.stack(row_blocks, axis=-1).reshape(parts[0][1].matrix)
+        if heads := parts[0][1].heads:
+            by_head = [rows.reshape(heads, -1, *rows.shape[1:]) for rows in row_blocks]
+            return np.concatenate(by_head, axis=1).reshape(parts[0][1].matrix)
         return np.concatenate(row_blocks) if len(row_blocks) > 1 else row_blocks[0]
 
     experts = [joined(group) for _, group in itertools.groupby(parts, lambda p: p[1].expert)]

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxgrpo.models.api import AttentionKind, DenseKind, ExpertsKind, LayerKind
-from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.fields import REQUIRED, Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING, Turn
 
 MODULES: Mapping[str, str] = MappingProxyType(
@@ -69,6 +69,8 @@ class Family(NamedTuple):
     modules: Mapping[str, str] = MODULES
     fused: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     """Module of a layer -> ours, whose outputs lie side by side in it"""
+    by_head: Sequence[str] = ()
+    """Those of `fused` with the outputs of one key head of a delta net after another's"""
     experts: Mapping[str, str] = MappingProxyType({})
     """Our map of experts -> Hugging Face's module of one of them, {} for its number"""
     fused_experts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -96,6 +98,7 @@ def sizes(
     as_many_kv: bool = False,
     pad: int | None = None,
     norm_eps: str = "rms_norm_eps",
+    width: int | None = None,
 ) -> dict[str, Any]:
     """What every family gives.
 
@@ -105,6 +108,7 @@ def sizes(
         pad_token_id. A head_dim that is null, or None here, is hidden_size / heads.
       activation, norm_eps: the fields that name the activation, and what norms add.
       as_many_kv: whether transformers assumes as many KV heads as heads where none are given.
+      width: what stands in for an intermediate_size that may be left out.
     """
     # Ones stand in for what is missing, which is a problem already, so that the rest is read too.
     num_heads = fields.take("num_attention_heads", "size") or 1
@@ -122,7 +126,7 @@ def sizes(
         "vocab_size": vocab,
         "pad_token": _pad_token(fields.nullable("pad_token_id", "token", pad), vocab or 1),
         "hidden_size": hidden,
-        "intermediate_size": fields.take("intermediate_size", "size"),
+        "intermediate_size": fields.take("intermediate_size", "size", width or REQUIRED),
         "num_layers": fields.take("num_hidden_layers", "layers") or 1,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,

@@ -24,19 +24,24 @@ _MODULES = {**MODULES, "experts/router": "mlp.gate"}
 
 
 def read_experts(
-    fields: Fields, number: str, count: int, width: int | None, normalised: bool = False
+    fields: Fields,
+    number: str,
+    count: int,
+    width: int | None,
+    normalised: bool = False,
+    top_k: int = 8,
 ) -> ExpertsKind:
     """The experts of a layer.
 
     Args:
       number: the field that says how many, `count` without it.
       width: of each.
-      normalised: what transformers assumes without norm_topk_prob.
+      normalised, top_k: what transformers assumes without norm_topk_prob, num_experts_per_tok.
     """
     if fields.take("output_router_logits", "flag", False):
         fields.refuse("output_router_logits", "the router's own loss is not built; set it to false")
     fields.take("router_aux_loss_coef", "number", 0.001)
-    top_k = fields.take("num_experts_per_tok", "size", 8)
+    top_k = fields.take("num_experts_per_tok", "size", top_k)
     total = fields.take(number, "size", count)
     if top_k > total:
         fields.refuse("num_experts_per_tok", f"expected at most {total}, the experts of {number}")
@@ -44,8 +49,17 @@ def read_experts(
     return ExpertsKind(total, min(top_k, total), width or 1, normalised)
 
 
+def sparse_feeds(
+    fields: Fields, count: int, experts: ExpertsKind
+) -> list[DenseKind | ExpertsKind]:
+    """The experts in every layer, or in those that two fields say."""
+    step = fields.take("decoder_sparse_step", "size", 1)
+    dense = fields.take("mlp_only_layers", "counts", [])
+    return [DenseKind() if i in dense or (i + 1) % step else experts for i in range(count)]
+
+
 def _qwen3_moe(fields: Fields) -> dict[str, Any]:
-    """Qwen3 with experts in every layer, or in those that two fields say."""
+    """Qwen3 with experts."""
     config = sizes(fields)
     turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     uses_window = fields.take("use_sliding_window", "flag", False)
@@ -53,14 +67,8 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     window = window if uses_window else None
     number = "num_local_experts" if "num_local_experts" in fields.content else "num_experts"
     experts = read_experts(fields, number, 128, fields.take("moe_intermediate_size", "size", 768))
-    step = fields.take("decoder_sparse_step", "size", 1)
-    dense = fields.take("mlp_only_layers", "counts", [])
-    feeds = [
-        DenseKind() if i in dense or (i + 1) % step else experts
-        for i in range(config["num_layers"])
-    ]
     config |= {**attention_bias(fields), **uniform(turn, window), "query_key_norm": "head"}
-    return with_feeds(config, feeds)
+    return with_feeds(config, sparse_feeds(fields, config["num_layers"], experts))
 
 
 QWEN3_MOE = Family(

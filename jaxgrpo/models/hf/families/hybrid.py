@@ -1,19 +1,23 @@
-"""Families some of whose layers recur in place of attending: Qwen3.5, its text part."""
+"""Families some of whose layers recur in place of attending: Qwen3.5, its text part; Qwen3-Next."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
 from typing import Any
 
-from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind
+from jaxgrpo.models.api import AttentionKind, DeltaKind, ExpertsKind, LayerKind
 from jaxgrpo.models.hf import rope
 from jaxgrpo.models.hf.families.base import (
+    EXPERTS,
+    FUSED_EXPERTS,
     MODULES,
     Family,
     attention_bias,
     shortest_pattern,
     sizes,
+    with_feeds,
 )
+from jaxgrpo.models.hf.families.experts import read_experts, sparse_feeds
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL
 
@@ -71,8 +75,9 @@ def layers(fields: Fields, count: int, attention: AttentionKind) -> dict[str, An
     return {"pattern": shortest_pattern([kinds[kind] for kind in types])}
 
 
-def _qwen3_5(fields: Fields) -> dict[str, Any]:
-    config = sizes(fields, head_dim=256)
+def _hybrid(fields: Fields, width: int | None = None) -> dict[str, Any]:
+    """Qwen3.5, and what those with experts have in common with it."""
+    config = sizes(fields, head_dim=256, width=width)
     turn = rope.read_turn(
         fields,
         config["head_dim"],
@@ -97,10 +102,59 @@ def _qwen3_5(fields: Fields) -> dict[str, Any]:
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    _qwen3_5,
+    _hybrid,
     modules={**MODULES, **DELTA},
     fused=FUSED,
     # what states are held in, here always float32; layers that guess further tokens
     harmless=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     carried=("mtp.",),
+)
+
+
+def _gated_experts(fields: Fields, count: int, top_k: int) -> ExpertsKind:
+    """Experts beside one that all tokens pass, with a gate."""
+    width = fields.take("moe_intermediate_size", "size", 512)
+    experts = read_experts(fields, "num_experts", count, width, normalised=True, top_k=top_k)
+    shared = fields.take("shared_expert_intermediate_size", "size", 512)
+    return experts._replace(shared=shared, shared_gate=True)
+
+
+def _qwen3_5_moe(fields: Fields) -> dict[str, Any]:
+    # transformers normalises whatever norm_topk_prob says.
+    experts = _gated_experts(fields, 256, 8)._replace(normalised=True)
+    config = _hybrid(fields, experts.size)
+    return with_feeds(config, [experts] * config["num_layers"])
+
+
+QWEN3_5_MOE = QWEN3_5._replace(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    read=_qwen3_5_moe,
+    modules=QWEN3_5.modules
+    | {
+        "experts/router": "mlp.gate",
+        "experts/shared_gate": "mlp.shared_expert_gate",
+        **{f"experts/shared/{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")},
+    },
+    experts=EXPERTS,
+    fused_experts=FUSED_EXPERTS,
+)
+
+
+def _qwen3_next(fields: Fields) -> dict[str, Any]:
+    experts = _gated_experts(fields, 512, 10)
+    config = _hybrid(fields, 5632)
+    return with_feeds(config, sparse_feeds(fields, config["num_layers"], experts))
+
+
+_BY_HEAD = {
+    "linear_attn.in_proj_qkvz": ("delta/query", "delta/key", "delta/value", "delta/gate"),
+    "linear_attn.in_proj_ba": ("delta/rate", "delta/decay"),
+}
+QWEN3_NEXT = QWEN3_5_MOE._replace(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    read=_qwen3_next,
+    fused={**_BY_HEAD, "linear_attn.conv1d": FUSED["linear_attn.conv1d"]},
+    by_head=(*_BY_HEAD,),
 )
