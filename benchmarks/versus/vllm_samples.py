@@ -30,7 +30,7 @@ class Sampling(NamedTuple):
 
 
 def make_engine(folder: str, work: Sampling) -> Any:
-    from vllm import LLM
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     return LLM(
         model=folder,
@@ -44,7 +44,7 @@ def make_engine(folder: str, work: Sampling) -> Any:
 
 
 def draw(engine: Any, work: Sampling) -> dict[str, float]:
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     settings = SamplingParams(
         n=work.samples,
@@ -63,7 +63,7 @@ def draw(engine: Any, work: Sampling) -> dict[str, float]:
 
 
 def score(engine: Any, tokens: list[int]) -> dict[str, list[float]]:
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     (answer,) = engine.generate([{"prompt_token_ids": tokens}], settings, use_tqdm=False)

@@ -15,6 +15,7 @@ Source: Yang et al. 2024, arXiv 2412.06464. Everything is computed in at least f
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -51,6 +52,11 @@ class DeltaInputs(NamedTuple):
     log_decay: Array  # [*B, Q, value_heads], at most 0
     rate: Array  # [*B, Q, value_heads], from 0 to 1
     filters: tuple[Array, Array, Array]  # [heads, size, width], of query, key and value
+
+    def with_tokens(self, leaves: Iterable[Array]) -> DeltaInputs:
+        """The same filters over other tokens: all but the filters, in order."""
+        query, key, value, log_decay, rate = leaves
+        return DeltaInputs(query, key, value, log_decay, rate, self.filters)
 
     @property
     def mixed(self) -> tuple[Array, Array, Array]:
@@ -91,7 +97,7 @@ def over_sequences(
       real: [*B, Q] bool.
       start: the state before each sequence.
       begins: [*B, Q / chunk_size(Q), rounded up] bool, chunks with which a segment begins, which
-        starts from `start` and knows nothing of what is before it. None: one segment each.
+        starts from `start` and not from what is before it. None: one segment each.
 
     Returns: (outputs [*B, Q, value_heads, value_dim]; the state behind the last real token, if
     those that are not real are the last ones, and there is one segment).
@@ -129,7 +135,7 @@ def token_by_token(inputs: DeltaInputs, real: Array, start: DeltaState) -> tuple
 
     def body(state: DeltaState, xs: tuple[Array, ...]) -> tuple[DeltaState, Array]:
         *leaves, is_real = xs
-        out, new = step(DeltaInputs(*leaves, inputs.filters), state)
+        out, new = step(inputs.with_tokens(leaves), state)
         mask = lambda leaf: is_real.reshape(*is_real.shape, *[1] * (leaf.ndim - axis))  # noqa: E731
         return jax.tree.map(lambda new, old: jnp.where(mask(new), new, old), new, state), out
 

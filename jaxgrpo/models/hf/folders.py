@@ -340,8 +340,9 @@ def _base_tensors(
             "save_model: this is the text part of a model that has others too: give the folder "
             "that it was read from as base=, whose other tensors are copied"
         )
-    carries = base is not None and (model.config.text_only or family.carried)
-    with weights.opened(find_folder(base)) if carries else contextlib.nullcontext({}) as files:
+    carries = model.config.text_only or family.carried
+    folder = find_folder(base) if base is not None and carries else None
+    with contextlib.nullcontext({}) if folder is None else weights.opened(folder) as files:
         stored = wrapped.find_tensors(files, model, family, str(base))
         yield stored.entries, {name: files[name] for name in stored.carried}
 
