@@ -171,14 +171,11 @@ def rereads_base(mesh: Mesh) -> bool:
 
 
 def evaluation_bytes(blueprint: Blueprint, base: int) -> int:
-    """Bytes of an evaluation's second pass: the base's (`base`), the weights that were sampled
-    with, which are stacked for it, and logits of both policies; 0 without a base."""
-    model, mesh = blueprint.model, blueprint.samples_on
-    sampled = weights_to_sample(model, blueprint.mesh, mesh, blueprint.sampling.weight_dtype)
-    layers = _bytes(model.shapes["blocks"], sampling_layout(model, mesh)["blocks"])
-    vocab = model.config.vocab_size
-    logits = 2 * LOGITS * 4 * chunk_tokens(vocab, vocab) * vocab // mesh.shape["tensor"]
-    return base and base + sampled + layers + logits
+    """Bytes of an evaluation's second pass: the base's (`base`), the two heads as a CPU multiplies
+    with them, and logits of both policies; 0 without a base."""
+    config, tensor = blueprint.model.config, blueprint.samples_on.shape["tensor"]
+    logits = LOGITS * 4 * chunk_tokens(config.vocab_size, config.vocab_size) * config.vocab_size
+    return base and base + 2 * (logits + 4 * config.hidden_size * config.vocab_size) // tensor
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Learner, Rollouts, Stream
+from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, sharding
@@ -44,7 +44,7 @@ from jaxgrpo.training.replay import SavedRollouts
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rollout_source import first_stream, make_rollout_source
 from jaxgrpo.update import packing, step
-from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, trained
+from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, params_of, trained
 from jaxgrpo.update.optimizer import make_optimizer
 
 DIVIDED = {
@@ -109,6 +109,19 @@ class Setup(NamedTuple):
     def sync(self) -> step.Sync:
         """`step.Steps.sync`: learner -> parameters to sample with."""
         return self.steps.sync
+
+    def params_to_evaluate(self, learner: Learner) -> Params:
+        """The policy as evaluations take it: as `sync` gives it, but on a CPU as the update has it.
+
+        Nothing overwrites it there meanwhile, and the sampler's copy is gone when the second pass
+        begins, which would stack it again.
+        """
+        blueprint = self.blueprint
+        mesh, config = blueprint.mesh, blueprint.model.config
+        takes_as_is = blueprint.samples_on == mesh and mesh.shape["fsdp"] == 1
+        if takes_as_is and mesh.devices.flat[0].platform == "cpu" and config.dtype == "float32":
+            return params_of(learner)
+        return self.sync(learner)
 
     @property
     def collect(self) -> Callable[..., tuple[Stream, Collected]]:
