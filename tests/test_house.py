@@ -274,14 +274,14 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 5235,  # with kernels for GPUs, chunks of what slots hold, and samplers in 8 bits
+    "models": 5248,  # with kernels for GPUs, chunks of what slots hold, and samplers in 8 bits
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 4239,  # with turns, samples that keep their slots, and what draws for queries
     "update": 1808,  # with what the kernels of a run are chosen by
     "config": 2132,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6955,  # with a page of conversations, versions of tokens, and what fits an update
+    "training": 6984,  # with a page of conversations, versions of tokens, and what fits an update
     "planning": 1708,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered
