@@ -21,10 +21,10 @@ from jaxgrpo.planning import costs, programs, topologies
 
 UPDATE_BYTES = {"h100:1": 8.0e12, "v5e:2x4": 703e9, "h200:1": 8.0e12}
 """That an update of Qwen3-0.6B moves on each chip (docs/performance.md, on chips not here)."""
-SECONDS = {"h200:1": {"decode": 6.6e-3, "update": 4.49}, "cpu": {"decode": 0.26, "update": 4.0}}
+SECONDS = {"h200:1": {"decode": 6.6e-3, "update": 4.49}, "cpu": {"decode": 0.179, "update": 25.3}}
 """Measured: of a step of decoding, and of an update (benchmarks/results/2026-11-27-h200.md and
-2026-11-27-vllm.md)."""
-CPU_PEAK, CPU_BANDWIDTH = 190e9, 17e9
+2026-11-27-laptop.md)."""
+CPU_PEAK, CPU_BANDWIDTH = 325e9, 21.3e9
 """Measured there: FLOP/s of a float32 product of 2,048 x 2,048 x 2,048, bytes/s of a sum."""
 SMOLLM2 = {
     "model_type": "llama",

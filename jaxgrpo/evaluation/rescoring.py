@@ -55,8 +55,7 @@ def make_rescorer(
     No array holds the logits of more than a chunk of tokens. None if nothing is asked for.
 
     Args:
-      temperature: of the sampling distribution, for both policies; what top-k and top-p cut away
-        is in it.
+      temperature: of the sampling distribution before top-k and top-p, for both policies.
       tokens: per bin and micro-batch, as in training. None: see `update.packing.default_tokens`.
 
     Raises: InputError if the base has another vocabulary.

@@ -223,7 +223,7 @@ def _over_chunks(
         out = D_i query S + (D_ij query_i . key_j) new
         S <- D_C S + (D_Ci key)^T new
     """
-    dtype, (size, key_heads) = key.dtype, key.shape[-3:-1]
+    dtype, key_heads = key.dtype, key.shape[-2]
     shared = value.shape[-2] // key_heads
 
     def by_heads(x: Array) -> Array:
@@ -233,21 +233,9 @@ def _over_chunks(
         return jnp.moveaxis(x, axis, axis + 2)
 
     query, key = (jnp.swapaxes(x, -3, -2)[..., None, :, :] for x in (query, key))
-    value, rate, decay = by_heads(value), by_heads(rate)[..., None], by_heads(log_decay)
-    total = jnp.cumsum(decay, axis=-1)
-    lower = np.tri(size, dtype=bool)
-    between = jnp.exp(jnp.where(lower, total[..., None] - total[..., None, :], -jnp.inf))
-    transposed = jnp.swapaxes(key, -1, -2)
-    system = jnp.where(
-        np.tri(size, k=-1, dtype=bool), rate * between * _product(key, transposed), 0
+    parts = _chunk_parts(
+        query, key, by_heads(value), by_heads(rate)[..., None], by_heads(log_decay)
     )
-    inverse = invert(system)
-    begun = jnp.exp(total)[..., None]
-    written = _product(inverse, rate * value)
-    read = _product(inverse, rate * begun * key)
-    scores = between * _product(query, transposed)
-    left = jnp.exp(total[..., -1:] - total)[..., None] * key
-    parts = written, read, scores, begun * query, left, begun[..., -1:, :]
     chunks = log_decay.ndim - 3
     first = jnp.zeros(log_decay.shape[: chunks + 1], bool) if begins is None else begins
     xs = [jnp.moveaxis(x, chunks, 0) for x in (*parts, first[..., None, None, None, None])]
@@ -264,6 +252,25 @@ def _over_chunks(
     out = jnp.moveaxis(jnp.moveaxis(out, 0, chunks), -2, chunks + 1)
     out = out.reshape(*out.shape[:-3], key_heads * shared, out.shape[-1])
     return out, state.reshape(*state.shape[:-4], key_heads * shared, *state.shape[-2:])
+
+
+def _chunk_parts(
+    query: Array, key: Array, value: Array, rate: Array, log_decay: Array
+) -> tuple[Array, ...]:
+    """What each chunk adds to `_over_chunks` whatever its state, heads first: T rate value,
+    T rate D_i key, D_ij query_i . key_j, D_i query, D_Ci key and D_C."""
+    size, total = key.shape[-2], jnp.cumsum(log_decay, axis=-1)
+    lower = np.tri(size, dtype=bool)
+    between = jnp.exp(jnp.where(lower, total[..., None] - total[..., None, :], -jnp.inf))
+    transposed = jnp.swapaxes(key, -1, -2)
+    strictly_lower = np.tri(size, k=-1, dtype=bool)
+    inverse = invert(jnp.where(strictly_lower, rate * between * _product(key, transposed), 0))
+    begun = jnp.exp(total)[..., None]
+    written = _product(inverse, rate * value)
+    read = _product(inverse, rate * begun * key)
+    scores = between * _product(query, transposed)
+    left = jnp.exp(total[..., -1:] - total)[..., None] * key
+    return written, read, scores, begun * query, left, begun[..., -1:, :]
 
 
 @custom_vjp()

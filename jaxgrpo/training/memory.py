@@ -26,7 +26,6 @@ from jaxgrpo.models import decoder, lora, low_bit, sharding
 from jaxgrpo.models.api import AttentionKind, DeltaKind, Model
 from jaxgrpo.models.counts import Outputs, count_recurrence, layer_outputs
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
-from jaxgrpo.models.resharding import moved_entries
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.slots.capacity import LOGITS, capacity
 from jaxgrpo.update import packing
@@ -34,7 +33,6 @@ from jaxgrpo.update.forward import (
     Blueprint,
     held_dtype,
     opt_layout,
-    param_layout,
     read_by_update,
     sampling_layout,
     trained,
@@ -172,14 +170,11 @@ def rereads_base(mesh: Mesh) -> bool:
 
 
 def evaluation_bytes(blueprint: Blueprint, base: int) -> int:
-    """Bytes of an evaluation's second pass: the base's (`base`), the weights that were sampled
-    with, which are stacked for it, and logits of both policies; 0 without a base."""
-    model, mesh = blueprint.model, blueprint.samples_on
-    sampled = weights_to_sample(model, blueprint.mesh, mesh, blueprint.sampling.weight_dtype)
-    layers = _bytes(model.shapes["blocks"], sampling_layout(model, mesh)["blocks"])
-    vocab = model.config.vocab_size
-    logits = 2 * LOGITS * 4 * chunk_tokens(vocab, vocab) * vocab // mesh.shape["tensor"]
-    return base and base + sampled + layers + logits
+    """Bytes of an evaluation's second pass: the base's (`base`), the two heads as a CPU multiplies
+    with them, and logits of both policies; 0 without a base."""
+    config, tensor = blueprint.model.config, blueprint.samples_on.shape["tensor"]
+    logits = LOGITS * 4 * chunk_tokens(config.vocab_size, config.vocab_size) * config.vocab_size
+    return base and base + 2 * (logits + 4 * config.hidden_size * config.vocab_size) // tensor
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
@@ -450,21 +445,6 @@ def sampler_weight_bytes(
     if mesh.shape["fsdp"] > 1 or model.config.lora is None:
         return all_weights + layer_weights * is_merged
     return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
-
-
-def sync_bytes(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> int:
-    """Bytes that a sync brings to each device, the most of them, from others.
-
-    What the device samples with, in the model's dtype, less what it holds of that for the update. A
-    program may move parts in more than one hop: compiled for a TPU v5e it brings exactly this from
-    fsdp 8 to tensor 4, and 1.4 times as much from fsdp 4 x tensor 2.
-    """
-    received = dict.fromkeys(mesh.devices.flat, 0)
-    layouts = param_layout(model, mesh), sampling_layout(model, sampling_mesh)
-    for leaf, *leaf_layouts in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
-        for device, number in moved_entries(leaf.shape, *leaf_layouts).items():
-            received[device] += number * np.dtype(leaf.dtype).itemsize
-    return max(received.values())
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:

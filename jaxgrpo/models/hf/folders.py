@@ -313,12 +313,11 @@ def save_model(
         raise InputError(OTHER_PARAMETERS)
     if model.config.lora is not None:
         model, params = lora.base_model(model), lora.merge(model, params)
-    leaves = jax.tree.leaves(params)
     family = families.find_family(model.config.family, "save_model")
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
     with _base_tensors(model, family, base) as (entries, carried):
-        tensors = mapping.by_tensor(leaves, entries)
+        tensors = mapping.by_tensor(jax.tree.leaves(params), entries)
         fields = families.config_fields(model.config, _common_dtype(params))
         with out if jax.process_index() == 0 else contextlib.nullcontext() as folder:
             if folder is not None:
