@@ -147,7 +147,8 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     second_pass = 0
     if rereads_base(blueprint.samples_on):
-        base, second_pass = 0, evaluation_bytes(blueprint, base)
+        head = model.config.vocab_size, model.config.hidden_size
+        base, second_pass = 0, evaluation_bytes(*head, blueprint.samples_on.shape["tensor"], base)
     num_copies = len({*copies} - {EVAL_BASE, "ema"})
     average = parameter_bytes if "ema" in copies else 0  # in the bits of what is trained
     teachers = blueprint.teachers.values()
@@ -169,12 +170,11 @@ def rereads_base(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def evaluation_bytes(blueprint: Blueprint, base: int) -> int:
+def evaluation_bytes(vocab_size: int, hidden_size: int, tensor: int, base: int) -> int:
     """Bytes of an evaluation's second pass: the base's (`base`), the two heads as a CPU multiplies
     with them, and logits of both policies; 0 without a base."""
-    config, tensor = blueprint.model.config, blueprint.samples_on.shape["tensor"]
-    logits = LOGITS * 4 * chunk_tokens(config.vocab_size, config.vocab_size) * config.vocab_size
-    return base and base + 2 * (logits + 4 * config.hidden_size * config.vocab_size) // tensor
+    logits = LOGITS * 4 * chunk_tokens(vocab_size, vocab_size) * vocab_size
+    return base and base + 2 * (logits + 4 * hidden_size * vocab_size) // tensor
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
