@@ -289,9 +289,9 @@ def activations(model: Model, remat: decoder.Remat) -> int:
         }[remat]
 
     def numbers_at_work(layer: Outputs) -> int:
-        mixer, numbers = layer.kind.mixer, layer.numbers
-        recurs = isinstance(mixer, DeltaKind)
-        return numbers + (math.ceil(count_recurrence(mixer).numbers) if recurs else 0)
+        mixer = layer.kind.mixer
+        delta = count_recurrence(mixer).numbers if isinstance(mixer, DeltaKind) else 0
+        return layer.numbers + math.ceil(delta)
 
     work = max(2 * 4 * numbers_at_work(layer) for layer in outputs)
     return sum(layer.layers * layer_bytes(layer) for layer in outputs) + work
