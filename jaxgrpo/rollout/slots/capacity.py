@@ -102,8 +102,7 @@ def capacity(
     Args:
       settings: `slots` as they are asked for; 0: all samples at once.
       prompts: that are drawn at once, over all bins.
-      group: samples of each.
-      width: tokens that each may have.
+      group, width: samples of each, and tokens that each may have.
     """
     config, tensor, bins = model.config, mesh.shape["tensor"], sharding.num_bins(mesh)
     sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
@@ -129,9 +128,8 @@ def capacity(
     shared = cache_bytes(sizes.rows, sizes.width) if rings else 0
     state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
     sequences = sizes.slots + sizes.rows
-    samples = (
-        sizes.prompts * group * longest * _token_bytes(routing.recorded(config.kinds), settings)
-    )
+    token_bytes = _token_bytes(routing.recorded(config.kinds), settings)
+    samples = sizes.prompts * group * longest * token_bytes
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
