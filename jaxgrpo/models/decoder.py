@@ -369,7 +369,7 @@ def _check(config: ModelConfig) -> None:
         activations = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {activations}')
     problems += [] if config.lora is None else _odd_lora(config.lora, config.adapted)
-    problems += _odd_experts(config)
+    problems += _odd_experts(config.kinds, config.lora, config.weight_dtype)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
@@ -389,8 +389,10 @@ def _odd_lora(lora: LoraConfig, adapted: tuple[str, ...]) -> list[str]:
     return problems
 
 
-def _odd_experts(config: ModelConfig) -> list[str]:
-    feeds = {kind.feed for kind in config.kinds if isinstance(kind.feed, ExpertsKind)}
+def _odd_experts(
+    kinds: Sequence[LayerKind], lora: LoraConfig | None, weight_dtype: str | None
+) -> list[str]:
+    feeds = {kind.feed for kind in kinds if isinstance(kind.feed, ExpertsKind)}
     problems = [
         f"{feed}: top_k must be from 1 to the number of experts"
         for feed in feeds
@@ -408,13 +410,13 @@ def _odd_experts(config: ModelConfig) -> list[str]:
         problems.append("layers have experts of several top_k: one is built")
     if not feeds:
         return problems
-    if config.lora is not None and any("feed" in name for name in config.lora.modules):
+    if lora is not None and any("feed" in name for name in lora.modules):
         problems.append(
-            f"lora.targets = {config.lora.targets!r}: matches feed-forward maps, and experts have "
+            f"lora.targets = {lora.targets!r}: matches feed-forward maps, and experts have "
             'no adapters yet; set lora.targets = "attention/.*"'
         )
-    if config.weight_dtype is not None:
-        problems.append(f"weight_dtype = {config.weight_dtype}: experts are not read in 8 bits yet")
+    if weight_dtype is not None:
+        problems.append(f"weight_dtype = {weight_dtype}: experts are not read in 8 bits yet")
     return problems
 
 

@@ -32,7 +32,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
         sizes = {"embed": config.hidden_size, "router": kind.number}
-        self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config, rngs)
+        self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config.dtype, rngs)
         bias = jnp.zeros(kind.number, config.dtype)
         self.bias: nnx.Param[Array] | None = (
             nnx.Param(bias, axes=("router",)) if kind.bias else None
@@ -81,7 +81,7 @@ class ExpertMap(nnx.Module):
         rngs: nnx.Rngs,
     ):
         sizes = {"experts": kind.number, **inputs, **outputs}
-        self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config, rngs)
+        self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config.dtype, rngs)
         zeros = jnp.zeros((kind.number, *outputs.values()), config.dtype)
         self.bias: nnx.Param[Array] | None = (
             nnx.Param(zeros, axes=("experts", *outputs)) if kind.bias else None

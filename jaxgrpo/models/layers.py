@@ -8,7 +8,6 @@ identity up to scale, as in the Hugging Face models of these families (`initiali
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -102,8 +101,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
-        table_config = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
-        self.table: nnx.Param[Array] = matrix(shape, ("vocab", "embed"), table_config, rngs)
+        dtype = head_dtype(config) if wide else config.dtype
+        self.table: nnx.Param[Array] = matrix(shape, ("vocab", "embed"), dtype, rngs)
         self.dtype: str = config.dtype
         self.wide: bool = wide
         self.pad: int | None = config.pad_token
@@ -275,8 +274,7 @@ class Dense(nnx.Module):
         """
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         weight_dtype = config.weight_dtype
-        kernel_config = dataclasses.replace(config, dtype=weight_dtype or config.dtype)
-        self.kernel: nnx.Param[Array] = matrix(shape, axes, kernel_config, rngs)
+        self.kernel: nnx.Param[Array] = matrix(shape, axes, weight_dtype or config.dtype, rngs)
         unit = jnp.ones(tuple(outputs.values()), jnp.float32)
         self.kernel_scale: nnx.Param[Array] | None = (
             None if weight_dtype is None else nnx.Param(unit, axes=tuple(outputs))
@@ -409,12 +407,12 @@ def head_dtype(config: ModelConfig) -> str:
 
 
 def matrix(
-    shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, rngs: nnx.Rngs
+    shape: tuple[int, ...], axes: tuple[str, ...], dtype: str, rngs: nnx.Rngs
 ) -> nnx.Param[Array]:
     """Weights as training from nothing begins with them."""
     # Drawn in float32 whatever the dtype: the same key gives the same weights, rounded.
     value = INITIAL_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value.astype(config.dtype), axes=axes)
+    return nnx.Param(value.astype(dtype), axes=axes)
 
 
 def _uniform(

@@ -109,8 +109,7 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
 @st.composite
 def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """Fields of config.json over those of the family's small model."""
-    heads = draw(st.sampled_from((2, 4)))
-    layers = draw(st.integers(1, 5))
+    heads, layers = draw(st.sampled_from((2, 4))), draw(st.integers(1, 5))
     activation = "hidden_activation" if family.startswith("gemma") else "hidden_act"
     fields = {
         "vocab_size": draw(st.integers(checkpoints.VOCAB, 99)),
