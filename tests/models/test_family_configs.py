@@ -26,7 +26,9 @@ TYPED = (
 )  # read layer_types
 MASKED = ("ministral", "gemma2", "cohere2", "gpt_oss", *LAYERED)
 """transformers makes a mask of the window even where no layer has one, and fails without."""
-EXPERTS = {"qwen3_moe": "num_experts", "olmoe": "num_experts", "gpt_oss": "num_local_experts"}
+HYBRID = ("qwen3_5_moe_text", "qwen3_next")
+EXPERTS = dict.fromkeys(("qwen3_moe", "olmoe", *HYBRID), "num_experts")
+EXPERTS |= {"gpt_oss": "num_local_experts"}
 BIASED = (
     *(*EXPERTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
     *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),
@@ -96,8 +98,16 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if family in EXPERTS:
         fields[EXPERTS[family]] = draw(st.sampled_from((4, 5, 8)))
         fields["num_experts_per_tok"] = draw(st.integers(1, 4))
-        if family != "gpt_oss":
+        if family not in ("gpt_oss", "qwen3_5_moe_text"):
             fields["norm_topk_prob"] = draw(flags)
+    if family in HYBRID:
+        sizes = st.sampled_from((1, 2))
+        keys = draw(sizes)
+        fields |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(sizes)}
+        fields |= {"full_attention_interval": draw(st.integers(1, 3))}
+        fields["shared_expert_intermediate_size"] = draw(st.integers(3, 20))
+    if family == "qwen3_next":
+        fields["decoder_sparse_step"] = draw(st.integers(1, 2))
     if family == "glm4_moe":
         fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
         fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
@@ -182,7 +192,7 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
 
 WINDOWLESS = (
     *("llama", "granite", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
-    *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5"),
+    *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", *HYBRID),
 )
 HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16)}
 """Sizes of heads, where a part of each turns."""

@@ -49,9 +49,7 @@ def read_experts(
     return ExpertsKind(total, min(top_k, total), width or 1, normalised)
 
 
-def sparse_feeds(
-    fields: Fields, count: int, experts: ExpertsKind
-) -> list[DenseKind | ExpertsKind]:
+def sparse_feeds(fields: Fields, count: int, experts: ExpertsKind) -> list[DenseKind | ExpertsKind]:
     """The experts in every layer, or in those that two fields say."""
     step = fields.take("decoder_sparse_step", "size", 1)
     dense = fields.take("mlp_only_layers", "counts", [])
