@@ -1,14 +1,20 @@
-"""`generate` of Hugging Face transformers on the same device, with the weights of our model."""
+"""What draws beside our sampler with the weights of our model: `generate` of Hugging Face
+transformers on the same device, or vLLM's build for CPUs, a process of another Python."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import tempfile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from benchmarks.common import timed
+from benchmarks.versus import vllm_samples
 from benchmarks.versus.work import THREADS, generation
 from benchmarks.workloads import END, PAD, Workload
 from jaxgrpo.core.types import Params, Prompts, Rollouts
@@ -116,3 +122,72 @@ class Transformers:
         ends = completions == END
         length = np.where(ends.any(1), ends.argmax(1) + 1, completions.shape[1])
         return int(length.sum())
+
+
+class Vllm:
+    """vLLM with the model's folder and the prompts' token ids (`versus/vllm_samples.py`).
+
+    It has the cores of this process, a gigabyte of keys and values for each of them, its defaults
+    for the rest, and its engine in the process that is asked.
+
+    Args:
+      python: of an environment that has vLLM.
+
+    Raises: RuntimeError where it ends before it answers.
+    """
+
+    cache = "pages"
+
+    def __init__(
+        self, model: Model, params: Params, prompts: Prompts, workload: Workload, python: str
+    ):
+        tokens, mask = (np.asarray(a) for a in (prompts.prompt_tokens, prompts.prompt_mask))
+        ids = [row[is_token].tolist() for row, is_token in zip(tokens, mask, strict=True)]
+        sizes = workload.samples, workload.completion, END if workload.ragged else None
+        self.folder = tempfile.TemporaryDirectory()
+        home = Path(self.folder.name)
+        folders.save_model(model, params, home / "model")
+        sampling = vllm_samples.Sampling(ids, *sizes, model.config.dtype)
+        (home / "model" / vllm_samples.FILE).write_text(json.dumps(sampling._asdict()))
+        self.log = home / "log"
+        cores = sorted(os.sched_getaffinity(0))
+        environment = os.environ | {
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_KVCACHE_SPACE": str(len(cores)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop("PYTHONPATH", None)
+        self.process = subprocess.Popen(
+            [python, vllm_samples.__file__, str(home / "model")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            text=True,
+            env=environment,
+        )
+
+    def run(self, seed: int) -> Run:
+        """Samples the workload; vLLM draws from its default seed, one round after another."""
+        answer = self._ask({"round": seed})
+        return Run(answer["seconds"], answer["tokens"])
+
+    def difference(self, rollouts: Rollouts) -> float:
+        """As that of `Transformers`."""
+        prompt = np.asarray(rollouts.prompt_tokens[0])[np.asarray(rollouts.prompt_mask[0])]
+        live = np.asarray(rollouts.token_mask[0, 0])
+        completion = np.asarray(rollouts.completion_tokens[0, 0])[live]
+        logp = self._ask({"score": np.concatenate([prompt, completion]).tolist()})["logp"]
+        ours = np.asarray(rollouts.behavior_logp[0, 0])[live]
+        return float(np.abs(np.asarray(logp[-len(completion) :]) - ours).max())
+
+    def _ask(self, request: Any) -> Any:
+        assert self.process.stdin
+        assert self.process.stdout
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            words = self.log.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"vLLM ended with {self.process.wait()}; its last words:\n{words}")
+        return json.loads(line)

@@ -1,9 +1,11 @@
-"""What sampling costs, beside `generate` of Hugging Face transformers on the same weights.
+"""What sampling costs, beside `generate` of Hugging Face transformers on the same weights, or vLLM.
 
     python -m benchmarks.sampling [--quick] [--workloads S/A,S/C] [--pairs 5] [--slots 64]
-                                  [--devices 2]
+                                  [--devices 2] [--engine vllm --vllm-python PYTHON]
 
-A workload is a model (S, M, V, Q) and what it samples (A, B, C, G): benchmarks/workloads.py. Both
+A workload is a model (S, M, V, L, Q) and what it samples (A, B, C, E, G): benchmarks/workloads.py.
+With --engine vllm the peer is vLLM's build for CPUs, of an environment of its own: PYTHON is that
+environment's, by default what VLLM_PYTHON says; S/A and L/E are compared, without limits. Both
 engines draw from the whole distribution on two cores or on one GPU, in turn (ours, theirs, ours,
 ...) after a first run of each; theirs has the faster of two kinds of cache. A ratio is theirs over
 ours in seconds per generated token, since on ragged workloads two draws differ in length. It is
@@ -26,6 +28,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,7 +39,7 @@ from rich.table import Table
 from benchmarks import contest
 from benchmarks.common import Interval, report, timed, verdict
 from benchmarks.contest import in_turn
-from benchmarks.peers import THREADS, Run, Transformers
+from benchmarks.peers import THREADS, Run, Transformers, Vllm
 from benchmarks.programs import (
     LARGER_TPU,
     decode_program,
@@ -66,6 +69,7 @@ RAGGED, FIXED = "S/C", "S/A"
 MAX_SLOT_STEPS = 1.15  # per token of the ragged workload
 MAX_RAGGED = 1.5  # its seconds per token over those of the fixed one
 MAX_TEMPORARIES = 0.15  # of a decoding program, over its arguments
+WITH_VLLM = ("S/A", "L/E")
 QUICK = {"S/A": 5, "S/C": 5, "S/B": 3}  # pairs at most
 SAME = {"float32": 1e-3, "bfloat16": 0.5}  # nats by which the peer's log-probs differ at most
 GROUPS = (1, 8, 32)  # samples that share a prompt; the first and the last if it must be quick
@@ -116,16 +120,25 @@ def draw_all(*arguments: Any) -> Rollouts:
     return draw(*arguments).finish()
 
 
-def rival(ours: Ours, console: Console) -> Transformers | None:
-    """The peer with its faster cache, once it is seen to have our distribution."""
+def rival(ours: Ours, vllm_python: str | None, console: Console) -> Transformers | Vllm | None:
+    """The peer, once it is seen to have our distribution; transformers with its faster cache.
+
+    Args:
+      vllm_python: of vLLM's environment; None: transformers.
+    """
+    parts = ours.model, ours.params, ours.prompts, ours.workload
     try:
-        peer = Transformers(ours.model, ours.params, ours.prompts, ours.workload)
+        peer = Vllm(*parts, vllm_python) if vllm_python else Transformers(*parts)
     except (ImportError, RuntimeError) as error:
         console.print(f"transformers' models need torch for this device ({error}): left out")
         return None
     difference = peer.difference(ours.rollouts)
     if difference > SAME[ours.config.dtype]:
         raise SystemExit(f"peer: its log-probs differ by {difference}: not the same model")
+    if isinstance(peer, Vllm):
+        console.print(f"  log-probs of vLLM differ by {difference:.1e}")
+        peer.run(0)
+        return peer
     runs = peer.choose_cache()
     times = ", ".join(f"{cache} {run.seconds:.2f} s" for cache, run in runs.items())
     console.print(f"  a quarter by transformers: {times}; log-probs differ by {difference:.1e}")
@@ -144,13 +157,17 @@ def rate(runs: Sequence[Run]) -> float:
 
 
 def measure(
-    name: str, pairs: int, find_ours: Callable[[str], Ours], console: Console
+    name: str,
+    pairs: int,
+    find_ours: Callable[[str], Ours],
+    vllm_python: str | None,
+    console: Console,
 ) -> dict[str, Any]:
     """The numbers of one workload, of which every contender has run once before it is timed."""
     console.print(f"{name}, {pairs} pairs")
     ours = find_ours(name)
     ours.run(0)
-    peer = rival(ours, console)
+    peer = rival(ours, vllm_python, console)
     contenders = {"ours": ours.run}
     if peer is not None:
         contenders["peer"] = peer.run
@@ -162,7 +179,8 @@ def measure(
     result: dict[str, Any] = {"tokens_per_second": rate(runs["ours"])}
     if peer is not None:
         median, low, high = ratio(runs, "peer", "ours")
-        result |= {"ratio": median, "low": low, "high": high, "limit": LIMITS.get(name)}
+        result |= {"ratio": median, "low": low, "high": high}
+        result["limit"] = None if vllm_python else LIMITS.get(name)
         result |= {"peer_tokens_per_second": rate(runs["peer"]), "peer_cache": peer.cache}
     if ours.workload.ragged:
         result |= raggedness(runs, ours.rollouts, console)
@@ -197,7 +215,7 @@ def raggedness(runs: Pairs, rollouts: Rollouts, console: Console) -> dict[str, A
 
 
 def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    table = Table("workload", "tokens/s", "transformers", "cache", "ratio", "95%", "limit", "")
+    table = Table("workload", "tokens/s", "peer", "cache", "ratio", "95%", "limit", "")
     for name, numbers in results.items():
         row = [name, f"{numbers['tokens_per_second']:.0f}"]
         if "ratio" in numbers:
@@ -303,12 +321,20 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5, help="with 9 the intervals are narrower")
     parser.add_argument("--slots", type=int, default=64, help="samples decoded at once; 0: all")
     parser.add_argument("--devices", type=int, default=THREADS, help="that the cores become")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON"), metavar="PYTHON")
     arguments = parser.parse_args()
+    if arguments.engine == "transformers":
+        arguments.vllm_python = None
+    elif not Path(arguments.vllm_python or "").is_file():
+        text = "give the Python of an environment with vLLM, by this option or as VLLM_PYTHON"
+        parser.error(f"--vllm-python {arguments.vllm_python}: {text}")
     for name in ("pairs", "devices"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)}: give 1 or more")
     if arguments.workloads is None:
-        arguments.workloads = list(QUICK if arguments.quick else LIMITS)
+        usual = QUICK if arguments.quick else LIMITS
+        arguments.workloads = list(WITH_VLLM if arguments.vllm_python else usual)
     for name in arguments.workloads:
         if name not in names:
             parser.error(f"--workloads: {name!r} is none; choose from {', '.join(names)}")
@@ -328,11 +354,12 @@ def main() -> None:
     results = {}
     for name in arguments.workloads:
         most = QUICK.get(name, 1) if arguments.quick else arguments.pairs
-        results[name] = measure(name, min(arguments.pairs, most), find_ours, console)
+        pairs, python = min(arguments.pairs, most), arguments.vllm_python
+        results[name] = measure(name, pairs, find_ours, python, console)
     show(results, console)
     result: dict[str, Any] = {**about, "quick": arguments.quick, "pairs": arguments.pairs}
     result |= {"slots": slots, **results}
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" and not arguments.vllm_python:
         result |= without_peer(find_ours(RAGGED), arguments.quick, console)
     report({**result, "seconds": time.perf_counter() - began})
 

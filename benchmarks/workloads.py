@@ -1,6 +1,7 @@
 """The models and workloads that the comparisons with TRL, Tunix and transformers share.
 
-S, M and V are small, for CPUs, in float32; Q is Qwen3-0.6B in bfloat16, for a GPU.
+S, M and V are small, for CPUs, in float32, and so is L, SmolLM2-135M's shape; Q is Qwen3-0.6B in
+bfloat16, for a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SMALL = {  # hidden, layers, vocabulary
     "M": (512, 8, 4096),
     "V": (256, 4, 151_936),
 }
-MODELS = (*SMALL, "Q")
+MODELS = (*SMALL, "L", "Q")
 PAD, END, UNKNOWN = 0, 1, 2  # the special tokens, which no prompt holds
 
 
@@ -46,6 +47,7 @@ WORKLOADS = {
     "B": Workload(4, 16, 256, 256, 64),
     "C": Workload(16, 8, 32, 256, 256, ragged=True),
     "D": Workload(16, 8, 32, 256, 256, ragged=True, flat=0.6),
+    "E": Workload(8, 8, 44, 48, 64),
     "H": Workload(8, 8, 512, 512, 1024),
     "G": Workload(32, 8, 64, 512, 1024, ragged=True),  # a step of configs/gsm8k_qwen3_0p6b.toml
 }
@@ -54,6 +56,8 @@ WORKLOADS = {
 def model_config(name: str) -> ModelConfig:
     if name == "Q":
         return qwen3_0p6b()
+    if name == "L":
+        return smollm2_135m()
     hidden, layers, vocab = SMALL[name]
     return ModelConfig(
         vocab_size=vocab,
@@ -63,6 +67,21 @@ def model_config(name: str) -> ModelConfig:
         num_heads=hidden // 64,
         num_kv_heads=hidden // 128,
         head_dim=64,
+    )
+
+
+def smollm2_135m() -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        query_key_norm="none",
+        tie_embeddings=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -135,6 +136,7 @@ def _measure(
     if base_keys is not None:
         pretrained = find_model(*base_keys, config.rollout, train.remat, policy.mesh)
         anchor = load_base(pretrained, policy.mesh, train.seed)
+        anchor = anchor._replace(read=functools.cache(anchor.read))
     tokens = train.tokens_per_micro_batch
     run = make_evaluator(keys, policy, questions, anchor, tokens)
     with telling(console, "evaluation"):

@@ -40,15 +40,19 @@ _GEMMA = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
-_CLAMPED = {"num_experts_per_tok": 2, "intermediate_size": 38}
 _HYBRID = {
     "full_attention_interval": 2,
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
 }
-_GATED = {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 38}
-_GATED |= {"shared_expert_intermediate_size": 32}
+_SHARED = {
+    "num_experts": 4,
+    **_EXPERTS,
+    **_HYBRID,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 37),
+}
+_CLAMPED = {"num_experts_per_tok": 2, "intermediate_size": 38}
 SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "sliding_window": 8},
     "gemma3_text": {
@@ -66,9 +70,9 @@ SMALL: dict[str, dict[str, Any]] = {
         }
     },
     "olmo3": {"rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
-    "qwen3_5_text": _HYBRID,
-    "qwen3_5_moe_text": {**_HYBRID, **_GATED},
-    "qwen3_next": {**_HYBRID, **_GATED},
+    "qwen3_5_text": {**_HYBRID, "intermediate_size": 188},
+    "qwen3_5_moe_text": _SHARED,
+    "qwen3_next": _SHARED,
     "qwen3_moe": {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 48},
     "olmoe": {"num_experts": 4, **_EXPERTS, "intermediate_size": 48},
     "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "moe_intermediate_size": 38},

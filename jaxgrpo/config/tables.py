@@ -176,6 +176,7 @@ class TrainTable(TypedDict, total=False):
     remat: Remat
     on_no_live_sample: Literal["step", "skip"]
     stop_after_not_finite: int
+    routing: Literal["replay", "fresh"]
 
 
 class EvalTable(TypedDict, total=False):

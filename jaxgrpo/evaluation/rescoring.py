@@ -30,7 +30,7 @@ class Base(NamedTuple):
     """The policy that an evaluation measures the distance from."""
 
     model: Model
-    params: Params
+    read: Callable[[], Params]
 
 
 def make_rescorer(
@@ -55,8 +55,7 @@ def make_rescorer(
     No array holds the logits of more than a chunk of tokens. None if nothing is asked for.
 
     Args:
-      temperature: of the sampling distribution, for both policies; what top-k and top-p cut away
-        is in it.
+      temperature: of the sampling distribution before top-k and top-p, for both policies.
       tokens: per bin and micro-batch, as in training. None: see `update.packing.default_tokens`.
 
     Raises: InputError if the base has another vocabulary.
@@ -71,10 +70,11 @@ def make_rescorer(
         static_argnums=4,
     )
     measure = jax.jit(packing.measure_lengths)
-    base_params = {} if base is None else base.params
     recurs = model.config.recurs or (base is not None and base.model.config.recurs)
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
+        sharding.give_back(mesh)  # what sampling took
+        base_params = {} if base is None else base.read()
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
         geometry = packing.make_geometry(sizes, mesh, tokens)._replace(recurs=recurs)

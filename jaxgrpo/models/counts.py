@@ -46,9 +46,10 @@ def linear_maps(model: Model) -> Iterator[LinearMap]:
             counts[name] = size
         split = 1 if sizes[0][0] == "embed" else -1
         inputs, outputs = (math.prod(size for _, size in part) for part in _halves(sizes, split))
-        is_expert = "experts" in axes and isinstance(kind.feed, ExpertsKind)
-        active = kind.feed.top_k if is_expert else 1
-        yield LinearMap((names[0], names[1]), kind, *counts.values(), active, inputs, outputs)
+        feed = kind.feed
+        active = feed.top_k if "experts" in axes and isinstance(feed, ExpertsKind) else 1
+        layers, experts = counts.values()
+        yield LinearMap((names[0], names[1]), kind, layers, experts, active, inputs, outputs)
 
 
 def _halves(sizes: list, split: int) -> tuple[list, list]:

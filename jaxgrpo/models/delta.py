@@ -84,7 +84,7 @@ class GatedDelta(nnx.Module):
         return self.out(out.astype(x.dtype)), memory
 
 
-def whole(real: Array) -> Recur:
+def sequences(real: Array) -> Recur:
     """Each sequence by itself; the memory it returns is its state.
 
     Shapes: real [*B, Q], as of `recurrence.over_sequences`.
@@ -181,7 +181,7 @@ def decode(is_paused: Array | None) -> Recur:
         del kind
         prompts, slots = memory
         leaves = (leaf.reshape(-1, *leaf.shape[3:]) for leaf in inputs[:5])
-        out, new = recurrence.step(DeltaInputs(*leaves, inputs.filters), slots)
+        out, new = recurrence.step(inputs.with_tokens(leaves), slots)
         if is_paused is not None:
             stays = is_paused.reshape(-1)
             keep = lambda old, new: jnp.where(_beside(stays, old), old, new)  # noqa: E731

@@ -15,6 +15,7 @@ Source: Yang et al. 2024, arXiv 2412.06464. Everything is computed in at least f
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -51,6 +52,11 @@ class DeltaInputs(NamedTuple):
     log_decay: Array  # [*B, Q, value_heads], at most 0
     rate: Array  # [*B, Q, value_heads], from 0 to 1
     filters: tuple[Array, Array, Array]  # [heads, size, width], of query, key and value
+
+    def with_tokens(self, leaves: Iterable[Array]) -> DeltaInputs:
+        """The same filters over other tokens: all but the filters, in order."""
+        query, key, value, log_decay, rate = leaves
+        return DeltaInputs(query, key, value, log_decay, rate, self.filters)
 
     @property
     def mixed(self) -> tuple[Array, Array, Array]:
@@ -91,7 +97,7 @@ def over_sequences(
       real: [*B, Q] bool.
       start: the state before each sequence.
       begins: [*B, Q / chunk_size(Q), rounded up] bool, chunks with which a segment begins, which
-        starts from `start` and knows nothing of what is before it. None: one segment each.
+        starts from `start` and not from what is before it. None: one segment each.
 
     Returns: (outputs [*B, Q, value_heads, value_dim]; the state behind the last real token, if
     those that are not real are the last ones, and there is one segment).
@@ -129,7 +135,7 @@ def token_by_token(inputs: DeltaInputs, real: Array, start: DeltaState) -> tuple
 
     def body(state: DeltaState, xs: tuple[Array, ...]) -> tuple[DeltaState, Array]:
         *leaves, is_real = xs
-        out, new = step(DeltaInputs(*leaves, inputs.filters), state)
+        out, new = step(inputs.with_tokens(leaves), state)
         mask = lambda leaf: is_real.reshape(*is_real.shape, *[1] * (leaf.ndim - axis))  # noqa: E731
         return jax.tree.map(lambda new, old: jnp.where(mask(new), new, old), new, state), out
 
@@ -217,7 +223,7 @@ def _over_chunks(
         out = D_i query S + (D_ij query_i . key_j) new
         S <- D_C S + (D_Ci key)^T new
     """
-    dtype, (size, key_heads) = key.dtype, key.shape[-3:-1]
+    dtype, key_heads = key.dtype, key.shape[-2]
     shared = value.shape[-2] // key_heads
 
     def by_heads(x: Array) -> Array:
@@ -227,21 +233,9 @@ def _over_chunks(
         return jnp.moveaxis(x, axis, axis + 2)
 
     query, key = (jnp.swapaxes(x, -3, -2)[..., None, :, :] for x in (query, key))
-    value, rate, decay = by_heads(value), by_heads(rate)[..., None], by_heads(log_decay)
-    total = jnp.cumsum(decay, axis=-1)
-    lower = np.tri(size, dtype=bool)
-    between = jnp.exp(jnp.where(lower, total[..., None] - total[..., None, :], -jnp.inf))
-    transposed = jnp.swapaxes(key, -1, -2)
-    system = jnp.where(
-        np.tri(size, k=-1, dtype=bool), rate * between * _product(key, transposed), 0
+    parts = _chunk_parts(
+        query, key, by_heads(value), by_heads(rate)[..., None], by_heads(log_decay)
     )
-    inverse = invert(system)
-    begun = jnp.exp(total)[..., None]
-    written = _product(inverse, rate * value)
-    read = _product(inverse, rate * begun * key)
-    scores = between * _product(query, transposed)
-    left = jnp.exp(total[..., -1:] - total)[..., None] * key
-    parts = written, read, scores, begun * query, left, begun[..., -1:, :]
     chunks = log_decay.ndim - 3
     first = jnp.zeros(log_decay.shape[: chunks + 1], bool) if begins is None else begins
     xs = [jnp.moveaxis(x, chunks, 0) for x in (*parts, first[..., None, None, None, None])]
@@ -258,6 +252,25 @@ def _over_chunks(
     out = jnp.moveaxis(jnp.moveaxis(out, 0, chunks), -2, chunks + 1)
     out = out.reshape(*out.shape[:-3], key_heads * shared, out.shape[-1])
     return out, state.reshape(*state.shape[:-4], key_heads * shared, *state.shape[-2:])
+
+
+def _chunk_parts(
+    query: Array, key: Array, value: Array, rate: Array, log_decay: Array
+) -> tuple[Array, ...]:
+    """What each chunk adds to `_over_chunks` whatever its state, heads first: T rate value,
+    T rate D_i key, D_ij query_i . key_j, D_i query, D_Ci key and D_C."""
+    size, total = key.shape[-2], jnp.cumsum(log_decay, axis=-1)
+    lower = np.tri(size, dtype=bool)
+    between = jnp.exp(jnp.where(lower, total[..., None] - total[..., None, :], -jnp.inf))
+    transposed = jnp.swapaxes(key, -1, -2)
+    strictly_lower = np.tri(size, k=-1, dtype=bool)
+    inverse = invert(jnp.where(strictly_lower, rate * between * _product(key, transposed), 0))
+    begun = jnp.exp(total)[..., None]
+    written = _product(inverse, rate * value)
+    read = _product(inverse, rate * begun * key)
+    scores = between * _product(query, transposed)
+    left = jnp.exp(total[..., -1:] - total)[..., None] * key
+    return written, read, scores, begun * query, left, begun[..., -1:, :]
 
 
 @custom_vjp()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
 
@@ -93,22 +93,3 @@ def _between(source: Sequence[Axes], target: Sequence[Axes]) -> list[Axes]:
         for axes, target_axes in zip(source, target, strict=True)
     ]
     return [(*staying, *coming) for staying, coming in zip(stays, comes, strict=True)]
-
-
-def moved_entries(shape: tuple[int, ...], source: Sharding, target: Sharding) -> dict[Any, int]:
-    """device -> entries of an array that it has in the layout `target` and not in `source`."""
-    entries = {}
-    source_indices, target_indices = (
-        layout.devices_indices_map(shape) for layout in (source, target)
-    )
-    for device, index in target_indices.items():
-        sides = [*zip(shape, index, source_indices[device], strict=True)]
-        target_size = math.prod(_common(size, part, part) for size, part, _ in sides)
-        entries[device] = target_size - math.prod(_common(*side) for side in sides)
-    return entries
-
-
-def _common(size: int, left: slice, right: slice) -> int:
-    """Entries of a dimension that are in both."""
-    (low, high, _), (start, stop, _) = left.indices(size), right.indices(size)
-    return max(0, min(high, stop) - max(low, start))

@@ -145,7 +145,7 @@ def _is_likeliest(apply: Any, unembed: Any, params: Params, tokens: Array, real:
 
 def call_alone(position: Int[Array, "B T"], real: Bool[Array, "B T"]) -> Caller:
     """What a model leaves to its caller, for rows that are a sequence each."""
-    return Caller(causal(position, real), recur=delta.whole(real))
+    return Caller(causal(position, real), recur=delta.sequences(real))
 
 
 def _hidden_before(apply: Any, params: Params, tokens: Array, real: Array) -> tuple[Array, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -435,3 +436,17 @@ def _ways(mesh: AnyMesh, split: str | tuple[str, ...] | None) -> int:
 def _names(split: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The axes of a mesh that divide a dimension."""
     return (split,) if isinstance(split, str) else split or ()
+
+
+def give_back(mesh: Mesh) -> None:
+    """Gives freed memory of CPU devices back to the system, where C's allocator is glibc's.
+
+    It keeps what was smaller than 32 MiB: each layer's weights, once the sampler has read them, the
+    parts in which a state is saved, and what compiling took. What comes next would have to find its
+    own beside that.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -120,8 +120,8 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     prompt_flops = prompts * (2.0 * numbers.active * width + attention_flops(config, 0, width))
     tokens = steps * numbers.work
     sample_flops = prompts * group * (2.0 * tokens + attention_flops(config, width, steps))
-    taken = capacity(blueprint.model, settings, mesh, prompts, group, width)
-    state = (taken.state - taken.recurrent) / 2 + 2 * taken.recurrent
+    occupied = capacity(blueprint.model, settings, mesh, prompts, group, width)
+    state = (occupied.state - occupied.recurrent) / 2 + 2 * occupied.recurrent
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
     read = settings.segment_tokens * (weights + state)

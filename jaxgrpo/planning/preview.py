@@ -280,7 +280,7 @@ def _evaluation(run: setup.Setup) -> dict[str, str]:
         return {}
     keys, distance = run.config.eval, "without the KL to the base"
     if run.config.measures_kl_to_base:
-        distance = "with the KL to the base, which stays in memory (eval.kl_to_base)"
+        distance = "with the KL to the base, which lies in memory for it (eval.kl_to_base)"
     prompts = len(run.inputs.held_out.rows[: keys.prompts])
     return {"evaluation": f"{prompts} prompts x {keys.samples} samples, {distance}"}
 

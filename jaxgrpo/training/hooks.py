@@ -227,7 +227,7 @@ class Evaluations:
         last = number == run.config.train.steps
         if not (last or is_due(number, run.config.eval.every)):
             return step
-        return step.with_values(self.measure(run.sync(step.learner), number))
+        return step.with_values(self.measure(run.params_to_evaluate(step.learner), number))
 
     def measure(self, params: Params, number: int) -> dict[str, float]:
         """The metrics of an evaluation of the policy after step `number`, as they are logged."""
@@ -265,7 +265,7 @@ class Evaluations:
         if saved_facts == facts and process.broadcast(opened.folder.base) == plain(metrics):
             return
         if step == 0:
-            values = self.measure(run.sync(learner), 0)
+            values = self.measure(run.params_to_evaluate(learner), 0)
             progress.resets = see(run.config.reference, progress.resets, values)
             opened.log.step(0, values)
         else:
@@ -274,7 +274,7 @@ class Evaluations:
             values = self.measure(policy_for_run(run).read_params(), 0)
             lines = {0: values}
             if step == run.config.train.steps:
-                lines[step] = self.measure(run.sync(learner), step)
+                lines[step] = self.measure(run.params_to_evaluate(learner), step)
             opened.log.replace_evaluations(step, lines)
         progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 

@@ -29,7 +29,7 @@ from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.rewards import Rewards
-from jaxgrpo.training import memory, parameters
+from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.export import export
 from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, make_hooks
@@ -163,6 +163,7 @@ def take(
             save_if_due(opened, step)
         opened.watch.phase("end of the run")
         opened.checkpoints.wait()
+        sharding.give_back(opened.run.inputs.pretrained.mesh)
         summary = write_results(opened, learner, evaluate is not None)
         process.meet()
     return Run(opened.folder.place, summary, learner, stream)
@@ -178,7 +179,7 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
         live_groups = functools.partial(run.live_groups, learner)
         stream, collected = run.collect(params, number - 1, stream, live_groups, clock)
     del params, live_groups  # what is sampled with makes room for the update
-    memory.give_back(run.inputs.pretrained.mesh)
+    sharding.give_back(run.inputs.pretrained.mesh)
     with clock("prepare"):
         learner, prepared = run.prepare(learner, collected.rollouts)
     with clock("update"):
@@ -203,6 +204,7 @@ def save_if_due(opened: OpenRun, step: StepEnd) -> None:
     best_step = best[0] if best else None
     if stop or number in (best_step, last) or is_due(number, config.checkpoint.every):
         opened.watch.phase(f"step {number}: save")
+        sharding.give_back(opened.run.inputs.pretrained.mesh)
         opened.checkpoints.best = best_step
         keeper.save(step.learner, step.stream, number, must=bool(stop) or number == last)
     if stop and number < last:

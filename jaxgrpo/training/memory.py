@@ -6,7 +6,6 @@ working memory of an update is what XLA plans for its program, which `--dry-run`
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
@@ -27,7 +26,6 @@ from jaxgrpo.models import decoder, lora, low_bit, sharding
 from jaxgrpo.models.api import AttentionKind, DeltaKind, Model
 from jaxgrpo.models.counts import Outputs, count_recurrence, layer_outputs
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
-from jaxgrpo.models.resharding import moved_entries
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.slots.capacity import LOGITS, capacity
 from jaxgrpo.update import packing
@@ -35,7 +33,6 @@ from jaxgrpo.update.forward import (
     Blueprint,
     held_dtype,
     opt_layout,
-    param_layout,
     read_by_update,
     sampling_layout,
     trained,
@@ -81,6 +78,7 @@ class Memory(NamedTuple):
     sampler: int  # working memory of decoding: weights as it reads them, logits, a layer's keys
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
+    evaluation: int = 0  # of a CPU: of the second pass of evaluations, with the base that it reads
     frozen: int = 0  # weights under adapters, which all policies share
     process: int = 0  # of a CPU: what the process takes beside its arrays (`process_bytes`)
 
@@ -91,7 +89,8 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return self.process + self.persistent + max(self.sampler + self.decode, self.update)
+        phases = self.sampler + self.decode, self.update, self.evaluation
+        return self.process + self.persistent + max(phases)
 
     def lines(self, limit: int) -> dict[str, str]:
         """What to print: name -> bytes in words."""
@@ -104,6 +103,7 @@ class Memory(NamedTuple):
             "  sampling": f"decode state {shown(self.decode)}, "
             f"working memory {shown(self.sampler)}",
             "  update": f"working memory {update}",
+            **({"  evaluation": f"{shown(self.evaluation)}"} if self.evaluation else {}),
             **({"  process": f"{shown(self.process)} beside those"} if self.process else {}),
         }
 
@@ -145,6 +145,9 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
     to_sample = blueprint.mesh, blueprint.samples_on, blueprint.sampling.weight_dtype
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
+    second_pass = 0
+    if rereads_base(blueprint.samples_on):
+        base, second_pass = 0, evaluation_bytes(blueprint, base)
     num_copies = len({*copies} - {EVAL_BASE, "ema"})
     average = parameter_bytes if "ema" in copies else 0  # in the bits of what is trained
     teachers = blueprint.teachers.values()
@@ -156,7 +159,22 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
         sampler=weights_to_sample(model, *to_sample) + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - copy_bytes if model.config.lora else 0,
+        evaluation=second_pass,
     )
+
+
+def rereads_base(mesh: Mesh) -> bool:
+    """Whether a run reads the base again for each evaluation that measures the KL to it: on a CPU,
+    where a second reads a model of the size that is trained. Elsewhere it stays in memory."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def evaluation_bytes(blueprint: Blueprint, base: int) -> int:
+    """Bytes of an evaluation's second pass: the base's (`base`), the two heads as a CPU multiplies
+    with them, and logits of both policies; 0 without a base."""
+    config, tensor = blueprint.model.config, blueprint.samples_on.shape["tensor"]
+    logits = LOGITS * 4 * chunk_tokens(config.vocab_size, config.vocab_size) * config.vocab_size
+    return base and base + 2 * (logits + 4 * config.hidden_size * config.vocab_size) // tensor
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
@@ -267,8 +285,7 @@ def activations(model: Model, remat: decoder.Remat) -> int:
     """Bytes of a token in an update: what each layer keeps, and one layer at work.
 
         kept = layers x (hidden states, and what remat says), in the model's dtype
-        work = 2 x E x 4 bytes, values and gradients of a layer's E numbers in float32, and of what
-               its recurrence has
+        work = 2 x E x 4 bytes, values and gradients of E numbers, and of a recurrence, in float32
         E    = 2 hidden + 2 outputs of the layer's linear maps, and 2 hidden at each expert
 
     Of layers of Qwen3-0.6B compiled for a TPU v5e, "full" takes 0.22 MB with four, as counted here;
@@ -430,21 +447,6 @@ def sampler_weight_bytes(
     return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 
 
-def sync_bytes(model: Model, mesh: Mesh, sampling_mesh: Mesh) -> int:
-    """Bytes that a sync brings to each device, the most of them, from others.
-
-    What the device samples with, in the model's dtype, less what it holds of that for the update. A
-    program may move parts in more than one hop: compiled for a TPU v5e it brings exactly this from
-    fsdp 8 to tensor 4, and 1.4 times as much from fsdp 4 x tensor 2.
-    """
-    received = dict.fromkeys(mesh.devices.flat, 0)
-    layouts = param_layout(model, mesh), sampling_layout(model, sampling_mesh)
-    for leaf, *leaf_layouts in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
-        for device, number in moved_entries(leaf.shape, *leaf_layouts).items():
-            received[device] += number * np.dtype(leaf.dtype).itemsize
-    return max(received.values())
-
-
 def parameters(model: Model, mesh: AnyMesh) -> int:
     """Bytes of one copy of the parameters, in the model's dtype."""
     return _bytes(model.shapes, sharding.param_shardings(mesh, model.axes, model.shapes))
@@ -461,19 +463,6 @@ def process_bytes(mesh: Mesh, copy_bytes: int) -> int:
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
     beside_arrays = max(0, 1024 * int(most) - sum(shard.data.nbytes for shard in shards))
     return (beside_arrays + COMPILING + copy_bytes) // len(mesh.local_devices)
-
-
-def give_back(mesh: Mesh) -> None:
-    """Gives freed memory of CPU devices back to the system, where C's allocator is glibc's.
-
-    It keeps what was smaller than 32 MiB: each layer's weights, once the sampler has read them, and
-    what compiling took. An update would have to find its own beside that.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def free_beside(mesh: Mesh, used_bytes: int) -> int:

@@ -228,3 +228,23 @@ def make_sampling_settings(
         kv_cache_dtype=rollout.kv_cache_dtype,
         weight_dtype=rollout.weight_dtype,
     )
+
+
+def check_recurrent(models: Sequence[Model], mesh: Mesh, has_forks: bool) -> bool:
+    """Whether a run has models with layers that recur. Raises: InputError for what these cannot be
+    trained with."""
+    if not any(model.config.recurs for model in models):
+        return False
+    problems = []
+    if (context := mesh.shape["context"]) > 1:
+        problems.append(
+            f"mesh.context = {context}: a state goes from token to token; divide by mesh.fsdp or "
+            "mesh.tensor instead"
+        )
+    if has_forks:
+        problems.append(
+            'data.history = "fork": a conversation that is rewritten begins inside a row, and '
+            'states begin with chunks; set it to "exact"'
+        )
+    refuse_all("a model with layers that recur cannot be trained so:", problems)
+    return True

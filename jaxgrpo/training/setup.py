@@ -20,8 +20,8 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
-from jaxgrpo.core.errors import InputError, refuse_all
-from jaxgrpo.core.types import Learner, Rollouts, Stream
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, routing, sharding
@@ -39,12 +39,12 @@ from jaxgrpo.training.experience import with_experience
 from jaxgrpo.training.growing import brought_fields, make_trees
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
-from jaxgrpo.training.pretrained import Pretrained, sampling_settings
+from jaxgrpo.training.pretrained import Pretrained, check_recurrent, sampling_settings
 from jaxgrpo.training.replay import SavedRollouts
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rollout_source import first_stream, make_rollout_source
 from jaxgrpo.update import packing, step
-from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, trained
+from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, params_of, trained
 from jaxgrpo.update.optimizer import make_optimizer
 
 DIVIDED = {
@@ -109,6 +109,19 @@ class Setup(NamedTuple):
     def sync(self) -> step.Sync:
         """`step.Steps.sync`: learner -> parameters to sample with."""
         return self.steps.sync
+
+    def params_to_evaluate(self, learner: Learner) -> Params:
+        """The policy as evaluations take it: as `sync` gives it, but on a CPU as the update has it.
+
+        Nothing overwrites it there meanwhile, and the sampler's copy is gone when the second pass
+        begins, which would stack it again.
+        """
+        blueprint = self.blueprint
+        mesh, config = blueprint.mesh, blueprint.model.config
+        takes_as_is = blueprint.samples_on == mesh and mesh.shape["fsdp"] == 1
+        if takes_as_is and mesh.devices.flat[0].platform == "cpu" and config.dtype == "float32":
+            return params_of(learner)
+        return self.sync(learner)
 
     @property
     def collect(self) -> Callable[..., tuple[Stream, Collected]]:
@@ -307,11 +320,9 @@ def build_method(
     teaching = config.teachers, pretrained, config.model.attention, geometry
     scoring = teachers.find_teachers(*teaching)
     models = model, *(teacher.model for teacher in scoring.values())
-    if any(scored.config.recurs for scored in models):
-        geometry = geometry._replace(recurs=True)
-        _refuse_recurrent(mesh, config.data.forks)
-    axes = trained(model, model.axes)
-    optimizer = make_optimizer(axes, updates=train.updates, **vars(config.optimizer))
+    geometry = geometry._replace(recurs=check_recurrent(models, mesh, config.data.forks))
+    keys = vars(config.optimizer)
+    optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
     blueprint = Blueprint(
         model=model,
         chain=chain,
@@ -447,22 +458,6 @@ def _geometry(
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     return geometry._replace(routed=routed)
-
-
-def _refuse_recurrent(mesh: Mesh, has_forks: bool) -> None:
-    """Raises: InputError for what layers that recur cannot be trained with."""
-    problems = []
-    if (context := mesh.shape["context"]) > 1:
-        problems.append(
-            f"mesh.context = {context}: a state goes from token to token; divide by mesh.fsdp or "
-            "mesh.tensor instead"
-        )
-    if has_forks:
-        problems.append(
-            'data.history = "fork": a conversation that is rewritten begins inside a row, and '
-            'states begin with chunks; set it to "exact"'
-        )
-    refuse_all("a model with layers that recur cannot be trained so:", problems)
 
 
 def _sampling_mesh(rollout: RolloutKeys, tensor: int, mesh: Mesh) -> Mesh:

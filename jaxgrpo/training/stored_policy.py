@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from rich.console import Console
 
 from jaxgrpo.config import files as configs
@@ -28,7 +29,13 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.environments.calls import Parser
-from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_questions
+from jaxgrpo.evaluation.evaluate import (
+    Evaluate,
+    Evaluation,
+    Policy,
+    make_evaluator,
+    make_questions,
+)
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import params_per_layer
@@ -301,7 +308,7 @@ def seed_key(seed: int) -> np.ndarray:
 
 
 def load_base(pretrained: Pretrained, mesh: Mesh, seed: int) -> Base:
-    """A model as a base on a mesh: one more copy of its parameters in memory.
+    """A model as a base on a mesh: what it reads is one more copy of its parameters in memory.
 
     Fresh adapters add nothing; those of lora.path belong to it.
     """
@@ -309,7 +316,7 @@ def load_base(pretrained: Pretrained, mesh: Mesh, seed: int) -> Base:
     if pretrained.has_fresh_adapters:
         base = decoder.build(lora.base_config(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
-    return Base(base, pretrained.read_params(seed, base, layout=layout))
+    return Base(base, lambda: pretrained.read_params(seed, base, layout=layout))
 
 
 def find_base(run: Setup) -> Base:
@@ -330,8 +337,8 @@ def find_base(run: Setup) -> Base:
     else:
         return load_base(run.inputs.pretrained, blueprint.samples_on, run.config.train.seed)
     if blueprint.has_two_meshes:
-        params = jax.jit(functools.partial(_move, layouts))(params)
-    return Base(model, params)
+        return Base(model, functools.partial(jax.jit(functools.partial(_move, layouts)), params))
+    return Base(model, lambda: params)
 
 
 def _move(layouts: Sequence[Params], params: Params) -> Params:
@@ -362,7 +369,21 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
         questions = make_questions(keys, held_out, scorer, config.scorer_name, converse)
         base = find_base(run) if config.measures_kl_to_base else None
         tokens = config.train.tokens_per_micro_batch
-        return make_evaluator(keys, policy_for_run(run), questions, base, tokens)
+        if base is None:
+            return make_evaluator(keys, policy_for_run(run), questions, None, tokens)
+        read = functools.cache(base.read)
+        base = base._replace(read=read)
+        evaluate = make_evaluator(keys, policy_for_run(run), questions, base, tokens)
+        if not memory.rereads_base(run.blueprint.samples_on):
+            return evaluate
+
+        def evaluate_and_forget(params: Params, key: ArrayLike, step: int) -> Evaluation:
+            try:
+                return evaluate(params, key, step)
+            finally:
+                read.cache_clear()
+
+        return evaluate_and_forget
 
     return share("evaluator", make)
 

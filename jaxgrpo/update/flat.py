@@ -132,15 +132,15 @@ def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:
         return moved(_joined(row_out, prompt_out), flat.origin, flat.place)
 
     def attend(query, key, value, memory: None, kind: AttentionKind, sinks: Array | None = None):
-        row_parts, prompt_parts = zip(*map(apart, (query, key, value)), strict=True)
-        prompt_out, prefix = attend_prompts(*prompt_parts, memory, kind, sinks)
-        row_out, _ = attend_rows(*row_parts, prefix, kind, sinks)
+        queries, keys, values = map(apart, (query, key, value))
+        prompt_out, prefix = attend_prompts(queries[1], keys[1], values[1], memory, kind, sinks)
+        row_out, _ = attend_rows(queries[0], keys[0], values[0], prefix, kind, sinks)
         return together(row_out, prompt_out), memory
 
     def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
         del kind
         row_parts, prompt_parts = zip(*map(apart, inputs[:5]), strict=True)
-        parts = (DeltaInputs(*leaves, inputs.filters) for leaves in (row_parts, prompt_parts))
+        parts = inputs.with_tokens(row_parts), inputs.with_tokens(prompt_parts)
         return together(*recur_rows(*parts)), memory
 
     return Caller(attend, recur=recur)

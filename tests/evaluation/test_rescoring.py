@@ -45,7 +45,7 @@ def rescored(case, mesh=None, **options):
         confidence=True,
         logp=True,
         rank=True,
-        base=Base(model, bases),
+        base=Base(model, lambda: bases),
         **options,
     )
     assert run is not None
@@ -91,7 +91,7 @@ def test_four_devices_say_what_one_says(case, axis):
 def test_the_base_itself_is_at_no_distance(case):
     rollouts, ours, _, _ = case
     model, mesh = tiny.model(), one_device()
-    run = make_rescorer(model, mesh, temperature=1.0, base=Base(model, ours))
+    run = make_rescorer(model, mesh, temperature=1.0, base=Base(model, lambda: ours))
     assert run is not None
     scores = run(ours, rollouts)
     assert set(scores) == {"kl", "clamped", "logp_gap"}
@@ -114,7 +114,7 @@ def test_only_what_is_asked_for_is_run(case):
 def test_a_base_with_another_vocabulary_is_refused():
     wider = tiny.model(tiny.UNIFORM.__class__(**{**vars(tiny.UNIFORM), "vocab_size": 41}))
     with pytest.raises(InputError, match="the base has 41 tokens and the model 40"):
-        make_rescorer(tiny.model(), one_device(), temperature=1.0, base=Base(wider, {}))
+        make_rescorer(tiny.model(), one_device(), temperature=1.0, base=Base(wider, dict))
 
 
 def test_exact_and_estimated_kl_agree_in_expectation(case):
@@ -128,7 +128,9 @@ def test_exact_and_estimated_kl_agree_in_expectation(case):
         token_mask=jnp.ones((4, tiny.VOCAB, 1), bool),
     )
     model = tiny.model()
-    run = make_rescorer(model, one_device(), temperature=TEMPERATURE, base=Base(model, bases))
+    run = make_rescorer(
+        model, one_device(), temperature=TEMPERATURE, base=Base(model, lambda: bases)
+    )
     assert run is not None
     scores = jax.device_get(run(ours, every_token))
     estimated = np.exp(p[0, 0, 0]) @ scores["logp_gap"][0, :, 0]

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from moved import moved_entries
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
 from jaxgrpo.models.resharding import moved, refined
-from jaxgrpo.training.memory import moved_entries
 
 pytestmark = pytest.mark.slow
 

@@ -112,8 +112,8 @@ def changed(example: DeltaInputs, lengths: list[int]) -> DeltaInputs:
 
 def test_keys_that_repeat_lose_no_digits():
     """Powers of a triangle of ones grow to 1e17, where its inverse has ones alone."""
-    ones = np.tri(CHUNK, k=-1, dtype=np.float32)
-    inverse = np.asarray(recurrence.invert(jnp.asarray(ones)))
+    triangle = np.tri(CHUNK, k=-1, dtype=np.float32)
+    inverse = np.asarray(recurrence.invert(jnp.asarray(triangle)))
     np.testing.assert_array_equal(inverse, np.eye(CHUNK) - np.eye(CHUNK, k=-1))
     example = inputs(1, 4 * CHUNK)
     example = example._replace(

@@ -1,11 +1,13 @@
 """What the benchmark of sampling compares: the same prompts, the same model, time per token."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
 from engines import draw_all, make_engine
 
-from benchmarks.peers import Run, Transformers
+from benchmarks.peers import Run, Transformers, Vllm
 from benchmarks.programs import deep_config
 from benchmarks.sampling import in_turn, ratio, work_settings
 from benchmarks.workloads import Workload, build, make_prompts
@@ -39,3 +41,18 @@ def test_a_ratio_is_of_seconds_per_token_in_each_round():
     runs = in_turn({"ours": ours.__getitem__, "peer": theirs.__getitem__}, rounds=3)
     median, low, high = ratio(runs, "peer", "ours")
     np.testing.assert_allclose((median, low, high), (4.0, 3.0, 4.5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="vLLM has an environment of its own")
+def test_vllm_has_our_model_and_counts_what_it_generates(ragged):
+    work = SMALL._replace(ragged=ragged)
+    model, params = build(deep_config(2), ragged)
+    prompts = make_prompts(work, 512)
+    engine = make_engine(model, work_settings(work, 64), prompts)
+    key = jax.random.key_data(jax.random.key(0))
+    rollouts = draw_all(engine, params, prompts, key, work.samples)
+    peer = Vllm(model, params, prompts, work, os.environ["VLLM_PYTHON"])
+    assert peer.difference(rollouts) < 1e-4
+    assert (min(peer.run(seed).tokens for seed in range(3)) == 2 * 3 * 5) is not ragged

@@ -123,7 +123,7 @@ def test_an_evaluation_measures_over_tokens_with_text():
     tokens = np.where(rollouts.token_mask, rollouts.completion_tokens % 2, tiny.PAD)
     rollouts = dataclasses.replace(rollouts, completion_tokens=jnp.asarray(tokens))
     # A base whose tokenizer has text for all tokens is compared on those of the policy.
-    base = Base(tiny.model(), tiny.params())
+    base = Base(tiny.model(), tiny.params)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     rescore = make_rescorer(tiny.model(few), mesh, temperature=1.0, confidence=True, base=base)
     assert rescore is not None

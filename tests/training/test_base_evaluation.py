@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxgrpo.training import loop
 from jaxgrpo.training.fingerprints import evaluation_facts
 from jaxgrpo.training.records.folder import evaluation_metrics
 from jaxgrpo.training.setup import setup
-from jaxgrpo.training.stored_policy import find_base
+from jaxgrpo.training.stored_policy import evaluator_for_run, find_base
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
 
@@ -116,12 +117,30 @@ def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_
     changes = {**EVAL, "eval.kl_to_base": True, **lora}
     run = setup(small_run.config(tmp_path / "r", **changes))
     base = find_base(run)
+    params = base.read()
     in_memory = {id(leaf) for leaf in jax.tree.leaves(run.learner.frozen)}
-    sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]
-    assert run.memory.copies == (0 if lora else sum(sizes))
-    assert all((id(leaf) in in_memory) == bool(lora) for leaf in jax.tree.leaves(base.params))
+    sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(params)]
+    assert run.memory.copies == 0  # on a CPU it is read for each evaluation
+    assert (run.memory.evaluation > sum(sizes)) != bool(lora)
+    assert all((id(leaf) in in_memory) == bool(lora) for leaf in jax.tree.leaves(params))
     stored = folders.read_params(Path(small_run.base()), base.model)
-    jax.tree.map(np.testing.assert_array_equal, base.params, stored)
+    jax.tree.map(np.testing.assert_array_equal, params, stored)
+
+
+def test_a_base_that_is_read_from_disk_is_in_memory_during_evaluations_only(tmp_path):
+    run = setup(small_run.config(tmp_path / "r", **EVAL, **{"eval.kl_to_base": True}))
+    base_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.learner.trainable))
+    evaluate, params = evaluator_for_run(run), run.sync(run.learner)
+
+    def in_memory() -> int:
+        gc.collect()
+        return sum(leaf.nbytes for leaf in jax.live_arrays())
+
+    before = in_memory()
+    metrics = [evaluate(params, run.stream.key, 0).metrics for _ in range(2)]
+    assert in_memory() - before < base_bytes / 2
+    assert abs(metrics[0]["kl_to_base"]) < 1e-6
+    assert metrics[0] == metrics[1]
 
 
 def differing(left: dict[str, Any], right: dict[str, Any]) -> set[str]:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import small_run
+from moved import sync_bytes
 from processes import together
 from resuming import assert_same_bits, died_and_resumed
 
@@ -159,14 +160,10 @@ def test_what_a_sync_brings_is_counted(tmp_path):
     two = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": 4})).blueprint
     alone = setup(config(tmp_path / "r", {"data": 4})).blueprint
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(single.model.shapes))
-    assert memory.sync_bytes(alone.model, alone.mesh, alone.samples_on) == 0
+    assert sync_bytes(alone.model, alone.mesh, alone.samples_on) == 0
     # Three quarters of what fsdp has divided come from others; norms of heads are everywhere.
-    assert (
-        0.7 * total
-        < memory.sync_bytes(single.model, single.mesh, single.samples_on)
-        <= 0.75 * total
-    )
-    assert 0.17 * total < memory.sync_bytes(two.model, two.mesh, two.samples_on) <= 0.19 * total
+    assert 0.7 * total < sync_bytes(single.model, single.mesh, single.samples_on) <= 0.75 * total
+    assert 0.17 * total < sync_bytes(two.model, two.mesh, two.samples_on) <= 0.19 * total
     bytes_ = (
         memory.weights_to_sample(single.model, single.mesh, single.samples_on),
         memory.weights_to_sample(two.model, two.mesh, two.samples_on),

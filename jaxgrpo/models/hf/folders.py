@@ -314,12 +314,11 @@ def save_model(
         raise InputError(OTHER_PARAMETERS)
     if model.config.lora is not None:
         model, params = lora.base_model(model), lora.merge(model, params)
-    leaves = jax.tree.leaves(params)
     family = families.find_family(model.config.family, "save_model")
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
     with _base_tensors(model, family, base) as (entries, carried):
-        tensors = mapping.by_tensor(leaves, entries)
+        tensors = mapping.by_tensor(jax.tree.leaves(params), entries)
         fields = families.config_fields(model.config, _common_dtype(params))
         with out if jax.process_index() == 0 else contextlib.nullcontext() as folder:
             if folder is not None:
@@ -341,8 +340,9 @@ def _base_tensors(
             "save_model: this is the text part of a model that has others too: give the folder "
             "that it was read from as base=, whose other tensors are copied"
         )
-    carries = base is not None and (model.config.text_only or family.carried)
-    with weights.opened(find_folder(base)) if carries else contextlib.nullcontext({}) as files:
+    carries = model.config.text_only or family.carried
+    folder = find_folder(base) if base is not None and carries else None
+    with contextlib.nullcontext({}) if folder is None else weights.opened(folder) as files:
         stored = wrapped.find_tensors(files, model, family, str(base))
         yield stored.entries, {name: files[name] for name in stored.carried}
 

@@ -277,7 +277,7 @@ def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict
     }
 
 
-def pieces(entry: Entry, box: Box, limit: int) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+def pieces(entry: Entry, box: Box, limit: int) -> Iterator[tuple[Box, tuple[slice | int, ...]]]:
     """Divides a part of our parameter into pieces that are each a plain slice of the tensor.
 
     Args:

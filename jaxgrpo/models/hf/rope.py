@@ -157,6 +157,29 @@ def _read_parameters(fields: Fields) -> tuple[str, dict[str, Any]]:
     return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
 
 
+def _odd_values(
+    kind: str, keys: Mapping[str, bool], parameters: Mapping[str, Any], values: Mapping[str, Any]
+) -> list[str]:
+    """What is wrong with the parameters of a rope type.
+
+    Args:
+      keys: those of the type, and whether it needs them.
+      values: the parameters as they are read.
+    """
+    known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
+    # Any type may have the first; transformers computes with attention_factor, never the second.
+    ignored = {"original_max_position_embeddings", "attn_factor"}
+    unknown = sorted(set(parameters) - known_keys - ignored)
+    problems = [f"{key} is not built for the rope type {kind!r}" for key in unknown]
+    problems += [
+        f"{key} = {value!r}"
+        for key, value in values.items()
+        if key in known_keys and not _fits(key, value)
+    ]
+    needed = ["rope_theta", *(key for key in keys if keys[key])]
+    return problems + [f"{key} is missing" for key in needed if key not in values]
+
+
 def _turn(
     fields: Fields,
     name: str,
@@ -172,33 +195,21 @@ def _turn(
         fields.refuse(name, f"the rope_type {kind!r} is not built; known are {', '.join(types)}")
         return Turn(Rope())
     make_turn, keys = types[kind]
-    known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
-    # Any type may have the first; transformers computes with attention_factor, never the second.
-    ignored = {"original_max_position_embeddings", "attn_factor"}
-    unknown = sorted(set(parameters) - known_keys - ignored)
-    for key in unknown:
-        fields.refuse(name, f"{key} is not built for the rope type {kind!r}")
     values = {
         "partial_rotary_factor": 1.0,
         **{k: v for k, v in parameters.items() if v is not None},
     }
     if "truncate" in parameters and parameters["truncate"] is None:
         values["truncate"] = False  # as transformers has it, though without the key it is true
-    odd = [
-        f"{key} = {value!r}"
-        for key, value in values.items()
-        if key in known_keys and not _fits(key, value)
-    ]
-    needed = ["rope_theta", *(key for key in keys if keys[key])]
-    odd += [f"{key} is missing" for key in needed if key not in values]
+    odd = _odd_values(kind, keys, parameters, values)
     for problem in odd:
         fields.refuse(name, problem)
     share = values["partial_rotary_factor"]
-    if not odd and share != 1 and not partial:
+    if _fits("partial_rotary_factor", share) and share != 1 and not partial:
         fields.refuse(
             name, "partial_rotary_factor: this family turns whole heads; take another model"
         )
-    if odd or unknown:
+    if odd:
         return Turn(Rope())
     rope = Rope(float(values["rope_theta"]), float(share))
     turned = int(sizes.head_dim * share)

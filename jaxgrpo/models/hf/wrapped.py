@@ -54,7 +54,7 @@ def is_wrapped(config_json: Mapping[str, Any]) -> bool:
 def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text model, of a config.json that may wrap it.
 
-    What holds for the whole model stands beside `text_config` and counts before what is in it.
+    Fields of the whole model are beside `text_config`, and count before those in it.
     """
     if not is_wrapped(config_json):
         return dict(config_json)

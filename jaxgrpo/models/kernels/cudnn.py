@@ -11,7 +11,6 @@ Source: jax.nn.dot_product_attention(implementation="cudnn").
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -21,6 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, ModelConfig
+from jaxgrpo.models.kernels import compute_capability
 from jaxgrpo.models.kernels.plain import take_per_bin
 
 WIDEST_HEAD, WIDEST_BEFORE_HOPPER = 256, 128
@@ -40,12 +40,11 @@ def refusals(
       samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
       mesh: the run's; None on one device.
     """
-    problems, capability = [], HOPPER
-    if mesh is not None and (name := getattr(mesh.devices.flat[0], "compute_capability", "")):
-        if not re.fullmatch(r"\d+\.\d", name):
-            problems.append(f"compute capability {name}: it is for NVIDIA's GPUs")
-        else:
-            capability = float(name)
+    problems, device = [], None if mesh is None else mesh.devices.flat[0]
+    capability = compute_capability(device)
+    if capability is None and (name := getattr(device, "compute_capability", "")):
+        problems.append(f"compute capability {name}: it is for NVIDIA's GPUs")
+    capability = capability or HOPPER
     widest = WIDEST_HEAD if capability >= HOPPER else WIDEST_BEFORE_HOPPER
     if config.dtype not in ("bfloat16", "float16"):
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float16")

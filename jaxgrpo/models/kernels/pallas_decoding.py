@@ -12,7 +12,6 @@ FlashAttention-2, arXiv 2307.08691, algorithm 1.
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from jax.experimental.pallas import triton
 
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.cache import FP8, LINES, Lines
+from jaxgrpo.models.kernels import compute_capability
 from jaxgrpo.models.kernels.plain import Partial
 
 with warnings.catch_warnings():  # JAX 0.11 says that it will leave it out
@@ -36,6 +36,7 @@ PROGRAMS = 512
 has fewer, the tokens of each prompt are split among several."""
 WARPS, STAGES = 4, 3  # of a block of threads; blocks of LINES tokens that are loaded ahead
 NARROWEST_HEAD, WIDEST_HEAD = 16, 256
+LEAST, LEAST_FOR_FP8 = 8.0, 8.9  # compute capability of an NVIDIA GPU
 
 
 def refusals(device: Any, model: Model, dtype: str) -> list[str]:
@@ -47,15 +48,15 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
     """
     problems, config = [], model.config
     size, shared = config.head_dim, config.num_heads // config.num_kv_heads
-    capability = getattr(device, "compute_capability", "")  # of others than NVIDIA's: no number
-    if re.fullmatch(r"[1-7]\.\d", capability):
-        problems.append(f"compute capability {capability}: it takes 8.0 and above")
+    capability = compute_capability(device) or LEAST_FOR_FP8
+    if capability < LEAST:
+        problems.append(f"compute capability {capability}: it takes {LEAST} and above")
     if config.dtype != "bfloat16":
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16")
     if dtype not in (config.dtype, FP8):
         problems.append(f"keys and values in {dtype}: it takes the model's dtype, or fp8")
-    if dtype == FP8 and re.fullmatch(r"8\.[0-8]", capability):
-        problems.append(f"compute capability {capability}: fp8 takes 8.9 and above")
+    if dtype == FP8 and capability < LEAST_FOR_FP8:
+        problems.append(f"compute capability {capability}: fp8 takes {LEAST_FOR_FP8} and above")
     if size & (size - 1) or not NARROWEST_HEAD <= size <= WIDEST_HEAD:
         sizes = f"{NARROWEST_HEAD} to {WIDEST_HEAD}"
         problems.append(f"head_dim = {size}: it takes powers of two from {sizes}")

@@ -104,17 +104,14 @@ def capacity(
       group: samples of each.
       width: tokens that each may have.
     """
-    config = model.config
-    bins = sharding.num_bins(mesh)
+    config, tensor, bins = model.config, mesh.shape["tensor"], sharding.num_bins(mesh)
     sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
-    heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
     device = mesh.devices.flat[0]
-    platform = device.platform
-    dtype = cache_dtype(settings.kv_cache_dtype, config)
+    dtype, platform = cache_dtype(settings.kv_cache_dtype, config), device.platform
     has_lines = choose_decoding(device, model, dtype, mesh, settings.attention).has_lines
     size = jnp.dtype(dtype).itemsize
-    half = heads * config.head_dim * size  # a column of keys or values
+    half = config.num_kv_heads // tensor * config.head_dim * size  # a column of keys or values
 
     def cache_bytes(batch: int, columns: int) -> int:
         key_columns = -(-columns // LANES) * LANES if platform == "tpu" else columns
@@ -129,27 +126,30 @@ def capacity(
 
     rings = [ring_bytes(kind.window) for kind in config.attention]
     shared = cache_bytes(sizes.rows, sizes.width) if rings else 0
-    state_bytes = _state_bytes(config, mesh.shape["tensor"])
-    states = (sizes.slots + sizes.rows) * sum(state_bytes)
-    largest = max(rings, default=0)
-    extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
-    extra += math.prod(routing.recorded(config) or (0,)) * jnp.dtype(routing.DTYPE).itemsize
-    samples = sizes.prompts * group * longest * extra
+    state_bytes, largest = _state_bytes(config, tensor), max(rings, default=0)
+    sequences = sizes.slots + sizes.rows
+    samples = sizes.prompts * group * longest * _token_bytes(config, settings)
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
         copied = max(copied, (largest + shared) * jnp.dtype(config.dtype).itemsize)
-    logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
-        state=len(rings) * shared + sum(rings) + states + samples,
+        state=len(rings) * shared + sum(rings) + sequences * sum(state_bytes) + samples,
         recurrent=sizes.slots * sum(state_bytes),
         working=max(
-            LOGITS * logits,
+            LOGITS * (4 * sizes.slots * config.vocab_size // tensor),
             largest + shared,
-            (sizes.slots + sizes.rows) * max(state_bytes, default=0),
+            sequences * max(state_bytes, default=0),
             copied,
         ),
     )
+
+
+def _token_bytes(config: ModelConfig, settings: SamplingSettings) -> int:
+    """Bytes that are kept of a sample for each of its tokens, beside keys and values."""
+    experts = math.prod(routing.recorded(config) or (0,)) * jnp.dtype(routing.DTYPE).itemsize
+    sums = 4 * settings.untempered + 4 * (settings.early_stop is not None)
+    return PER_TOKEN + sums + experts
 
 
 def _state_bytes(config: ModelConfig, tensor: int) -> list[int]:

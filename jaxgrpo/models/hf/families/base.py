@@ -115,11 +115,7 @@ def sizes(
     hidden = fields.take("hidden_size", "size") or 1
     if head_dim is None or "head_dim" in fields.content:
         head_dim = fields.take("head_dim", "size", max(1, hidden // num_heads))
-    if not as_many_kv and "num_key_value_heads" not in fields.content:
-        fields.problems.append("num_key_value_heads: missing")
-    num_kv_heads = fields.take("num_key_value_heads", "size", num_heads)
-    if num_heads % num_kv_heads:
-        fields.refuse("num_key_value_heads", f"expected a divisor of {num_heads} heads")
+    num_kv_heads = _kv_heads(fields, num_heads, as_many_kv)
     name = "dtype" if fields.content.get("dtype") is not None else "torch_dtype"
     vocab = fields.take("vocab_size", "size")
     return {
@@ -138,6 +134,15 @@ def sizes(
         "dtype": fields.choice(name, DTYPES, "float32"),
         "query_key_norm": "none",
     }
+
+
+def _kv_heads(fields: Fields, num_heads: int, as_many: bool) -> int:
+    if not as_many and "num_key_value_heads" not in fields.content:
+        fields.problems.append("num_key_value_heads: missing")
+    num_kv_heads = fields.take("num_key_value_heads", "size", num_heads)
+    if num_heads % num_kv_heads:
+        fields.refuse("num_key_value_heads", f"expected a divisor of {num_heads} heads")
+    return num_kv_heads
 
 
 def _pad_token(token_id: int | None, vocab: int) -> int | None:

@@ -130,8 +130,8 @@ QWEN3_5_MOE = QWEN3_5._replace(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     read=_qwen3_5_moe,
-    modules=QWEN3_5.modules
-    | {
+    modules={
+        **QWEN3_5.modules,
         "experts/router": "mlp.gate",
         "experts/shared_gate": "mlp.shared_expert_gate",
         **{f"experts/shared/{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")},

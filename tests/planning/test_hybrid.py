@@ -1,0 +1,46 @@
+"""The plan of a model most of whose layers recur: Qwen3.5 9B, by formula, on eight v6e chips."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxgrpo.config import files
+from jaxgrpo.models import counts, lora
+from jaxgrpo.models.api import DeltaKind
+from jaxgrpo.planning import costs, plan, programs, topologies
+from jaxgrpo.rollout.slots.capacity import capacity
+
+STATE = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+"""Bytes of a sample's states: 24 layers of 32 float32 matrices, and three inputs in bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def run():
+    read = files.load("qwen3_5_9b_lora_v6e")
+    chips = topologies.topology(str(read.plan.topology), read.plan.slices)
+    return programs.build_run(read, chips.devices), chips.chip
+
+
+def test_its_layers_and_weights_are_counted(run):
+    model = run[0].blueprint.model
+    kinds = [kind.mixer for kind in model.config.kinds if isinstance(kind.mixer, DeltaKind)]
+    assert len(kinds) == 24
+    base = sum(leaf.size for leaf in jax.tree.leaves(lora.base_model(model).shapes))
+    assert 8.9e9 < base < 9.1e9
+    # 5.2 million operations of a token in a layer, 1.2% of its products.
+    flops = counts.count_recurrence(kinds[0]).flops
+    assert 4.5e6 < flops < 6e6
+    assert flops * 24 < 0.02 * 2 * counts.count_weights(model).active
+
+
+def test_states_of_slots_are_counted_and_it_fits(run):
+    built, chip = run
+    blueprint = built.blueprint
+    settings = blueprint.sampling._replace(slots=64)
+    sizes = blueprint.samples_on, 64, 4, 512
+    needed = capacity(blueprint.model, settings, *sizes)
+    bins, tensor = 2, blueprint.samples_on.shape["tensor"]
+    assert needed.recurrent == 64 // bins * STATE // tensor
+    assert plan.peak_bytes(plan.memory_parts(built)) <= chip.memory
+    assert costs.program_work(built)["decode"].read > 2 * needed.recurrent
