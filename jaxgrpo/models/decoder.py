@@ -142,10 +142,8 @@ def build(
     ) -> tuple[Array, Any]:
         hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
-        angles = {
-            rope: rotary_angles(positions, rope, config.head_dim)
-            for rope in dict.fromkeys(mixer.rope for mixer in config.attention)
-        }
+        ropes = dict.fromkeys(mixer.rope for mixer in config.attention)
+        angles = {rope: rotary_angles(positions, rope, config.head_dim) for rope in ropes}
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
             block = modules[kind].bind(params)
@@ -164,7 +162,8 @@ def build(
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    return Model(config, init, apply, unembed, _axes(config, modules, shapes), shapes)
+    axes = _axes((config.lead, config.pattern), modules, shapes)
+    return Model(config, init, apply, unembed, axes, shapes)
 
 
 def _exclude_textless(config: ModelConfig, logits: Array) -> Array:
@@ -237,7 +236,11 @@ def _init(config: ModelConfig, modules: Modules, key: Array) -> Params:
     return params
 
 
-def _axes(config: ModelConfig, modules: Modules, shapes: Params) -> Params:
+def _axes(
+    kinds: tuple[Sequence[LayerKind], Sequence[LayerKind]], modules: Modules, shapes: Params
+) -> Params:
+    """Args: kinds: those of the lead, and of the pattern."""
+
     def stacked(axes: Params) -> Params:
         is_names = lambda node: type(node) is tuple  # noqa: E731
         return jax.tree.map(lambda names: ("layers", *names), axes, is_leaf=is_names)
@@ -245,8 +248,7 @@ def _axes(config: ModelConfig, modules: Modules, shapes: Params) -> Params:
     axes: Params = {}
     for name, tree in shapes.items():
         if name in LAYERS:
-            kinds = config.lead if name == "lead" else config.pattern
-            axes[name] = {i: modules[kinds[int(i)]].axes for i in tree}
+            axes[name] = {i: modules[kinds[name != "lead"][int(i)]].axes for i in tree}
         else:
             axes[name] = modules[name].axes
     return {**axes, "blocks": {k: stacked(layer) for k, layer in axes["blocks"].items()}}
@@ -366,14 +368,14 @@ def _check(config: ModelConfig) -> None:
     if config.activation not in ACTIVATIONS:
         activations = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {activations}')
-    problems += [] if config.lora is None else _odd_lora(config, config.lora)
+    problems += [] if config.lora is None else _odd_lora(config.lora, config.adapted)
     problems += _odd_experts(config)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
 
 
-def _odd_lora(config: ModelConfig, lora: LoraConfig) -> list[str]:
+def _odd_lora(lora: LoraConfig, adapted: tuple[str, ...]) -> list[str]:
     problems = []
     if lora.rank < 1:
         problems.append(f"lora.rank = {lora.rank}: must be at least 1")
@@ -381,7 +383,7 @@ def _odd_lora(config: ModelConfig, lora: LoraConfig) -> list[str]:
         problems.append(f"lora.alpha = {lora.alpha}: must be above 0 and finite")
     if problem := pattern_problem(lora.targets):
         return [*problems, f"lora.targets = {lora.targets!r}: {problem}"]
-    if not config.adapted:
+    if not adapted:
         linear_maps = ", ".join(LINEAR)
         problems.append(f"lora.targets = {lora.targets!r}: matches none of {linear_maps}")
     return problems

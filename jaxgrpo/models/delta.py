@@ -28,10 +28,10 @@ FASTEST = 16.0
 class Taps(nnx.Module):
     """The numbers by which a channel's last tokens are summed, the current one's last."""
 
-    def __init__(self, heads: dict[str, int], width: int, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, heads: dict[str, int], width: int, dtype: str, rngs: nnx.Rngs):
         shape, bound = (*heads.values(), width), width**-0.5
         value = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
-        self.taps: nnx.Param[Array] = nnx.Param(value.astype(config.dtype), axes=(*heads, "taps"))
+        self.taps: nnx.Param[Array] = nnx.Param(value.astype(dtype), axes=(*heads, "taps"))
 
 
 class GatedDelta(nnx.Module):
@@ -51,9 +51,9 @@ class GatedDelta(nnx.Module):
         self.query: Dense = Dense("delta/query", embed, keys, config, rngs)
         self.key: Dense = Dense("delta/key", embed, keys, config, rngs)
         self.value: Dense = Dense("delta/value", embed, values, config, rngs)
-        self.query_conv: Taps = Taps(keys, kind.conv, config, rngs)
-        self.key_conv: Taps = Taps(keys, kind.conv, config, rngs)
-        self.value_conv: Taps = Taps(values, kind.conv, config, rngs)
+        self.query_conv: Taps = Taps(keys, kind.conv, config.dtype, rngs)
+        self.key_conv: Taps = Taps(keys, kind.conv, config.dtype, rngs)
+        self.value_conv: Taps = Taps(values, kind.conv, config.dtype, rngs)
         self.gate: Dense = Dense("delta/gate", embed, values, config, rngs)
         self.rate: Dense = Dense("delta/rate", embed, heads, config, rngs)
         self.decay: Dense = Dense("delta/decay", embed, heads, config, rngs)

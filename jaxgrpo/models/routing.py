@@ -7,7 +7,7 @@ own gate values and gradients, of the experts that drew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.models.api import ExpertsKind, LayerMemory, ModelConfig, highest_scores
+from jaxgrpo.models.api import ExpertsKind, LayerKind, LayerMemory, highest_scores
 
 EXPERTS = "experts"
 """The field [P, G, T, layers, k] of rollouts: the experts of what each token was drawn from."""
@@ -24,14 +24,14 @@ NONE = -1
 """In a record: nothing was recorded, so the router chooses."""
 
 
-def recorded(config: ModelConfig) -> tuple[int, int] | None:
+def recorded(kinds: Sequence[LayerKind]) -> tuple[int, int] | None:
     """(layers with experts, experts of a token), of what is recorded of a token; None: no layer."""
-    feeds = [kind.feed for kind in config.kinds if isinstance(kind.feed, ExpertsKind)]
+    feeds = [kind.feed for kind in kinds if isinstance(kind.feed, ExpertsKind)]
     return (len(feeds), feeds[0].top_k) if feeds else None
 
 
 def with_records(
-    config: ModelConfig, memory: tuple[Any, ...], records: Array | None = None
+    kinds: Sequence[LayerKind], memory: tuple[Any, ...], records: Array | None = None
 ) -> tuple[Any, ...]:
     """The memory of each layer's mixer, with the experts of the layers that have some beside it.
 
@@ -39,7 +39,7 @@ def with_records(
       records: [*B, layers, k]; None: of none.
     """
     number, entries = 0, []
-    for kind, entry in zip(config.kinds, memory, strict=True):
+    for kind, entry in zip(kinds, memory, strict=True):
         if isinstance(kind.feed, ExpertsKind):
             record = None if records is None else records[..., number, :]
             entry, number = LayerMemory(entry, record), number + 1
@@ -48,11 +48,11 @@ def with_records(
 
 
 def without_records(
-    config: ModelConfig, memory: tuple[Any, ...]
+    kinds: Sequence[LayerKind], memory: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[Any]]:
     """(the memory of each layer's mixer, what `route` made of that of each layer's experts)."""
     mixers, records = [], []
-    for kind, entry in zip(config.kinds, memory, strict=True):
+    for kind, entry in zip(kinds, memory, strict=True):
         if isinstance(kind.feed, ExpertsKind):
             entry, record = entry
             records.append(record)
@@ -82,7 +82,7 @@ def in_rows(fields: Mapping[str, Array], source: Array) -> dict[str, Array]:
     return {EXPERTS: jnp.where(source[..., None, None] >= 0, moved, NONE).astype(DTYPE)}
 
 
-def load_metrics(config: ModelConfig, experts: Array) -> Metrics:
+def load_metrics(kinds: Sequence[LayerKind], experts: Array) -> Metrics:
     """How evenly the experts were used by the tokens of which there are records.
 
         routing/load    tokens of the busiest expert of a layer over the mean of its experts
@@ -90,7 +90,7 @@ def load_metrics(config: ModelConfig, experts: Array) -> Metrics:
 
     Shapes: experts [P, G, T, layers, k].
     """
-    number = max(kind.feed.number for kind in config.kinds if isinstance(kind.feed, ExpertsKind))
+    number = max(kind.feed.number for kind in kinds if isinstance(kind.feed, ExpertsKind))
     layers = jnp.moveaxis(experts, -2, 0).reshape(experts.shape[-2], -1)
     counts = jnp.stack([jnp.bincount(layer + 1, length=number + 1)[1:] for layer in layers])
     counts = counts.astype(jnp.float32)

@@ -147,7 +147,8 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     second_pass = 0
     if rereads_base(blueprint.samples_on):
-        base, second_pass = 0, evaluation_bytes(blueprint, base)
+        head = model.config.vocab_size, model.config.hidden_size
+        base, second_pass = 0, evaluation_bytes(*head, blueprint.samples_on.shape["tensor"], base)
     num_copies = len({*copies} - {EVAL_BASE, "ema"})
     average = parameter_bytes if "ema" in copies else 0  # in the bits of what is trained
     teachers = blueprint.teachers.values()
@@ -169,12 +170,11 @@ def rereads_base(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def evaluation_bytes(blueprint: Blueprint, base: int) -> int:
+def evaluation_bytes(vocab_size: int, hidden_size: int, tensor: int, base: int) -> int:
     """Bytes of an evaluation's second pass: the base's (`base`), the two heads as a CPU multiplies
     with them, and logits of both policies; 0 without a base."""
-    config, tensor = blueprint.model.config, blueprint.samples_on.shape["tensor"]
-    logits = LOGITS * 4 * chunk_tokens(config.vocab_size, config.vocab_size) * config.vocab_size
-    return base and base + 2 * (logits + 4 * config.hidden_size * config.vocab_size) // tensor
+    logits = LOGITS * 4 * chunk_tokens(vocab_size, vocab_size) * vocab_size
+    return base and base + 2 * (logits + 4 * hidden_size * vocab_size) // tensor
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
@@ -285,31 +285,30 @@ def activations(model: Model, remat: decoder.Remat) -> int:
     """Bytes of a token in an update: what each layer keeps, and one layer at work.
 
         kept = layers x (hidden states, and what remat says), in the model's dtype
-        work = 2 x E x 4 bytes, values and gradients of E numbers, and of a recurrence, in float32
-        E    = 2 hidden + 2 outputs of the layer's linear maps, and 2 hidden at each expert
+        work = 2 x E x 4 bytes, values and gradients of E numbers in float32
+        E    = 2 hidden + 2 outputs of the linear maps, 2 hidden at each expert, recurrence
 
     Of layers of Qwen3-0.6B compiled for a TPU v5e, "full" takes 0.22 MB with four, as counted here;
     "dots" 18 kB more for each layer (25 here), "none" about 97 kB (106 here, in float32).
     """
-    config = model.config
-    hidden, size = config.hidden_size, jnp.dtype(config.dtype).itemsize
-    attended, outputs = config.num_heads * config.head_dim, [*layer_outputs(model)]
+    config, size = model.config, jnp.dtype(model.config.dtype).itemsize
+    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
+    outputs = [*layer_outputs(model)]
 
     def layer_bytes(layer: Outputs) -> int:
-        attends = isinstance(layer.kind.mixer, AttentionKind)
+        by_attention = attended * isinstance(layer.kind.mixer, AttentionKind)
         return {
             "full": hidden * size,
-            "attention": (hidden + attended * attends) * size,
+            "attention": (hidden + by_attention) * size,
             "dots": layer.products * size,
             "none": 4 * layer.numbers,
         }[remat]
 
     def numbers_at_work(layer: Outputs) -> int:
-        mixer = layer.kind.mixer
-        recurs = isinstance(mixer, DeltaKind)
+        recurs = isinstance(mixer := layer.kind.mixer, DeltaKind)
         return layer.numbers + (math.ceil(count_recurrence(mixer).numbers) if recurs else 0)
 
-    work = max(2 * 4 * numbers_at_work(layer) for layer in outputs)
+    work = max(8 * numbers_at_work(layer) for layer in outputs)
     return sum(layer.layers * layer_bytes(layer) for layer in outputs) + work
 
 

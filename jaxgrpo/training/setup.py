@@ -222,7 +222,7 @@ def _assemble(
     lacking = blueprint.chain.needs.difference(*rows[:1])
     share, has_turns = config.experience.share, config.has_turns
     forks = blueprint.geometry.has_forks
-    recorded = routing.recorded(blueprint.model.config)
+    recorded = routing.recorded(blueprint.model.config.kinds)
     arguments = grown, config.rollout, share, has_turns, lacking, forks, recorded
     brought = brought_fields(*arguments)
     world = run_inputs.world
@@ -307,7 +307,7 @@ def build_method(
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    routed = routing.recorded(model.config) if train.routing == "replay" else None
+    routed = routing.recorded(model.config.kinds) if train.routing == "replay" else None
     geometry = _geometry(rollout, train, mesh, config.data.forks, routed)
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)

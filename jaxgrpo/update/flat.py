@@ -100,10 +100,10 @@ def _replayed(
     # What is picked from nowhere is 0, which is an expert.
     record = record.reshape(len(record), -1, *record.shape[3:])
     record = _picked(record + 1, flat.origin) - 1
-    memory = routing.with_records(config, (None,) * config.num_layers, record)
+    memory = routing.with_records(config.kinds, (None,) * config.num_layers, record)
     stacked = stacked_memory(config, memory)
     hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
-    _, rerouted = routing.without_records(config, memory_per_layer(config, memory))
+    _, rerouted = routing.without_records(config.kinds, memory_per_layer(config, memory))
     return hidden, {REROUTED: jnp.stack(rerouted).mean(0, dtype=jnp.float32)}
 
 

@@ -76,7 +76,7 @@ class Preparer:
         constrain = sharding.constrain(blueprint.mesh)
         self.move_rollouts: Jitted = jax.jit(functools.partial(_move_rollouts, constrain))
         self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
-        load = functools.partial(routing.load_metrics, blueprint.model.config)
+        load = functools.partial(routing.load_metrics, blueprint.model.config.kinds)
         self.load: Jitted = jax.jit(load)
         self.scatter: Jitted = jax.jit(packing.scatter)
         self.measure: Jitted = jax.jit(packing.measure_lengths)

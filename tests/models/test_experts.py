@@ -98,7 +98,7 @@ def test_the_load_of_experts_is_counted_where_there_are_records():
     record = np.full((1, 1, 4, 2, 2), routing.NONE, np.int16)
     record[0, 0, :3, 0] = [[0, 1], [0, 2], [0, 3]]  # of the second layer nothing is known
     record[0, 0, :3, 1] = [[4, 5], [4, 5], [4, 5]]
-    metrics = routing.load_metrics(CONFIG, jnp.asarray(record))
+    metrics = routing.load_metrics(CONFIG.kinds, jnp.asarray(record))
     load, dead = (metrics[f"routing/{name}"] for name in ("load", "dead"))
     assert float(load.total / load.weight) == 3.0  # 3 of 6 tokens' experts, over 6 experts
     assert float(dead.total / dead.weight) == (2 + 4) / 12

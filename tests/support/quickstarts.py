@@ -25,6 +25,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("--family", "gemma3_text"),
     # A layer with a gated delta rule, and one with gated attention on a quarter of turned heads.
     "qwen3_5_text": ("--family", "qwen3_5_text"),
+    # Four experts, of which each token passes two.
+    "qwen3_moe": ("--family", "qwen3_moe"),
+    # The same of five with biases and a clamp; sinks, and a window in every second layer.
+    "gpt_oss": ("--family", "gpt_oss"),
     # Ten times the learning rate, all linear maps and alpha = 32, as in LoRA Without Regret
     # (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
     "lora": (

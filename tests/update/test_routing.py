@@ -59,7 +59,7 @@ def steps(config=CONFIG, routed=True, mesh=(1, 1, 1), width=WIDTH):
     sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
     mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     sizes = PROMPTS, GROUP, width, STEPS, sharding.num_bins(mesh)
-    recorded = routing.recorded(config) if routed else None
+    recorded = routing.recorded(config.kinds) if routed else None
     blueprint = Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(mesh)),
         chain=advantages.build("grpo"),
@@ -95,7 +95,7 @@ def plain_experts(config, values, rollouts):
         _, memory = model.apply(values, tokens[None], position, Caller(attend), None)
         return jnp.moveaxis(memory["blocks"]["0"].experts[:, 0], 0, 1)
 
-    expected = np.full((*rollouts.token_mask.shape, *routing.recorded(config)), -1)
+    expected = np.full((*rollouts.token_mask.shape, *routing.recorded(config.kinds)), -1)
     for p, g in np.ndindex(PROMPTS, GROUP):
         prompt = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
         length = int(rollouts.token_mask[p, g].sum())

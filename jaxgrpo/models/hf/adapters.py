@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from jaxgrpo.models.api import (
     LINEAR,
     AttentionKind,
     DeltaKind,
+    LayerKind,
     LoraConfig,
     Model,
     ModelConfig,
@@ -242,7 +243,8 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
     adapted, modules = [], _modules(family)
     spellings = wrapped.SPELLINGS if base.text_only else (wrapped.Spelling(),)
     for hf_module in dict.fromkeys(modules.values()):
-        layers = _layers_with(base, next(name for name in modules if modules[name] == hf_module))
+        name = next(name for name in modules if modules[name] == hf_module)
+        layers = _layers_with(base.kinds, name)
         matched = [
             i
             for i in layers
@@ -268,11 +270,12 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
     return tuple(adapted)
 
 
-def _layers_with(config: ModelConfig, name: str) -> list[int]:
+def _layers_with(kinds: Sequence[LayerKind], name: str) -> list[int]:
     """The layers that have a map of LINEAR."""
     absent = {"attention": DeltaKind, "delta": AttentionKind}.get(name.split("/")[0])
-    kinds = enumerate(config.kinds)
-    return [i for i, kind in kinds if absent is None or not isinstance(kind.mixer, absent)]
+    return [
+        i for i, kind in enumerate(kinds) if absent is None or not isinstance(kind.mixer, absent)
+    ]
 
 
 def _matches(target_modules: str | list[str], name: str) -> bool:

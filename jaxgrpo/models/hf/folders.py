@@ -88,8 +88,8 @@ def read_config(
         families.register(family)
     config_json = weights.read_json(source)
     config = families.model_config(config_json, str(source), family, ignored, text_only)
-    known = families.find_family(config.family, str(source))
-    name, carried = next(iter(known.fused_experts), None), tuple(known.carried)
+    tensors = families.find_family(config.family, str(source))
+    name, carried = next(iter(tensors.fused_experts), None), tuple(tensors.carried)
     fused = name is not None and weights.has_tensor(source.parent, name, carried)
     return dataclasses.replace(config, fused_experts=fused)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgrpo.models import delta, routing, sharding
-from jaxgrpo.models.api import DeltaKind, Model, ModelConfig
+from jaxgrpo.models.api import DeltaKind, LayerKind, Model
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -101,8 +102,7 @@ def capacity(
     Args:
       settings: `slots` as they are asked for; 0: all samples at once.
       prompts: that are drawn at once, over all bins.
-      group: samples of each.
-      width: tokens that each may have.
+      group, width: samples of each, and tokens that each may have.
     """
     config, tensor, bins = model.config, mesh.shape["tensor"], sharding.num_bins(mesh)
     sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
@@ -126,9 +126,10 @@ def capacity(
 
     rings = [ring_bytes(kind.window) for kind in config.attention]
     shared = cache_bytes(sizes.rows, sizes.width) if rings else 0
-    state_bytes, largest = _state_bytes(config, tensor), max(rings, default=0)
+    state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
     sequences = sizes.slots + sizes.rows
-    samples = sizes.prompts * group * longest * _token_bytes(config, settings)
+    token_bytes = _token_bytes(routing.recorded(config.kinds), settings)
+    samples = sizes.prompts * group * longest * token_bytes
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
@@ -145,22 +146,26 @@ def capacity(
     )
 
 
-def _token_bytes(config: ModelConfig, settings: SamplingSettings) -> int:
-    """Bytes that are kept of a sample for each of its tokens, beside keys and values."""
-    experts = math.prod(routing.recorded(config) or (0,)) * jnp.dtype(routing.DTYPE).itemsize
+def _token_bytes(recorded: tuple[int, int] | None, settings: SamplingSettings) -> int:
+    """Bytes of a sample for each of its tokens, beside keys and values.
+
+    Args:
+      recorded: as `routing.recorded`.
+    """
+    experts = math.prod(recorded or (0,)) * jnp.dtype(routing.DTYPE).itemsize
     sums = 4 * settings.untempered + 4 * (settings.early_stop is not None)
     return PER_TOKEN + sums + experts
 
 
-def _state_bytes(config: ModelConfig, tensor: int) -> list[int]:
+def _state_bytes(kinds: Sequence[LayerKind], dtype: str, tensor: int) -> list[int]:
     """Bytes of a sequence's state on a device, of each layer that recurs."""
 
     def layer_bytes(kind: DeltaKind) -> int:
-        empty = functools.partial(delta.empty_states, kind, config.dtype, (1,), lambda x, _: x)
+        empty = functools.partial(delta.empty_states, kind, dtype, (1,), lambda x, _: x)
         leaves = jax.tree.leaves(jax.eval_shape(empty))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // tensor
 
-    mixers = (kind.mixer for kind in config.kinds)
+    mixers = (kind.mixer for kind in kinds)
     return [layer_bytes(mixer) for mixer in mixers if isinstance(mixer, DeltaKind)]
 
 

@@ -96,7 +96,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         pauses=Pauses(mask=empty.astype(bool), clock=empty) if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
-        samples=no_samples(settings, bins, places, routing.recorded(config)),
+        samples=no_samples(settings, bins, places, routing.recorded(config.kinds)),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple(memory(kind.mixer) for kind in config.kinds),
@@ -171,9 +171,9 @@ def prefill(
     shared, rings = zip(*state.memory, strict=True)
     config = parts.model.config
     caller = Caller(chunk(row, start, length), recur=delta.chunk(row, start, length))
-    shared = routing.with_records(config, shared)
+    shared = routing.with_records(config.kinds, shared)
     _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, caller, shared)
-    shared, _ = routing.without_records(config, shared)
+    shared, _ = routing.without_records(config.kinds, shared)
     return dataclasses.replace(state, memory=tuple(zip(shared, rings, strict=True)))
 
 
@@ -305,10 +305,10 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     else:
         attend = decode(state.clock, index, state.row_length, sharing)
     recur = delta.decode(None if state.pauses is None else state.pauses.mask)
-    memory = routing.with_records(model.config, state.memory)
+    memory = routing.with_records(model.config.kinds, state.memory)
     fed = params, state.token[..., None], position, Caller(attend, recur=recur), memory
     hidden, memory = model.apply(*fed)
-    memory, records = routing.without_records(model.config, memory)
+    memory, records = routing.without_records(model.config.kinds, memory)
     state = record_experts(state, records)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(parts, state, logits)

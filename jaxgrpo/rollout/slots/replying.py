@@ -142,9 +142,9 @@ def give(
     position = take(state.row_length, row)[..., None] + number
     attend, config = slot_chunk(pieces, state.row_length, state.clock), parts.model.config
     caller = Caller(attend, recur=delta.slot_chunk(slot, size))
-    memory = routing.with_records(config, state.memory)
+    memory = routing.with_records(config.kinds, state.memory)
     _, memory = parts.model.apply(params, tokens, position, caller, memory)
-    memory, _ = routing.without_records(config, memory)
+    memory, _ = routing.without_records(config.kinds, memory)
     last = jnp.take_along_axis(words, jnp.maximum(size - 1, 0)[..., None], -1)[..., 0]
     state = dataclasses.replace(
         state,
