@@ -146,7 +146,6 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "attention_out_bias": family == "seed_oss",
         "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss", "arcee"),
         "use_bias": family == "ernie4_5",
-        "use_sliding_window": False,
     }
     fields |= {name: draw(flags) for name, has in optional.items() if has}
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
