@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen2": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "gemma3_text": {"target_modules": r".*\.(o_proj|gate_proj|k_proj)"},
     "qwen3_5_text": {"target_modules": "all-linear"},
+    "qwen3_next": {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
 }
 """What is adapted, by the family; everything in the others."""

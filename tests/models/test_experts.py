@@ -120,6 +120,10 @@ def edited(folder, target, change):
     return target
 
 
+def without(part):
+    return lambda tensors: {n: value for n, value in tensors.items() if part not in n}
+
+
 def fused(tensors):
     """All experts of a layer as transformers 5 may save them."""
     rest = {name: value for name, value in tensors.items() if ".experts." not in name}
@@ -197,10 +201,27 @@ def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path):
         jaxgrpo.load_model(path)
 
 
-def test_a_missing_router_and_another_number_of_experts_are_one_line_each(folder, tmp_path):
-    def without(part):
-        return lambda tensors: {n: value for n, value in tensors.items() if part not in n}
+def test_layers_that_guess_further_are_carried_and_do_not_say_how_experts_are_stored(tmp_path):
+    """Qwen3-Next's tensors under mtp.; and its shared expert needs its gate."""
+    checkpoints.saved(checkpoints.transformers_config("qwen3_next"), tmp_path / "plain")
+    guessing = {"mtp.layers.0.mlp.experts.gate_up_proj": np.arange(8, dtype=np.float32)}
+    path = edited(tmp_path / "plain", tmp_path / "mtp", lambda tensors: {**tensors, **guessing})
+    model, params = jaxgrpo.load_model(path)
+    assert not model.config.fused_experts
+    jaxgrpo.save_model(model, params, tmp_path / "again", base=path)
+    written, stored = (
+        load_file(place / "model.safetensors") for place in (tmp_path / "again", path)
+    )
+    assert written.keys() == stored.keys()
+    assert all(np.array_equal(written[name], stored[name]) for name in stored)
+    path = edited(path, tmp_path / "gateless", without("layers.0.mlp.shared_expert_gate"))
+    with pytest.raises(
+        InputError, match=r"missing: \S*layers\.0\.mlp\.shared_expert_gate\.weight$"
+    ):
+        jaxgrpo.load_model(path)
 
+
+def test_a_missing_router_and_another_number_of_experts_are_one_line_each(folder, tmp_path):
     path = edited(folder, tmp_path / "router", without("0.mlp.gate."))
     with pytest.raises(InputError, match=r"missing: model\.layers\.0\.mlp\.gate\.weight"):
         jaxgrpo.load_model(path)

@@ -26,7 +26,10 @@ TYPED = (
 )  # read layer_types
 MASKED = ("ministral", "gemma2", "cohere2", "gpt_oss", *LAYERED)
 """transformers makes a mask of the window even where no layer has one, and fails without."""
-EXPERTS = {"qwen3_moe": "num_experts", "olmoe": "num_experts", "gpt_oss": "num_local_experts"}
+GATED = ("qwen3_5_moe_text", "qwen3_next")
+HYBRID = ("qwen3_5_text", *GATED)
+EXPERTS = dict.fromkeys(("qwen3_moe", "olmoe", *GATED), "num_experts")
+EXPERTS |= {"gpt_oss": "num_local_experts"}
 BIASED = (
     *(*EXPERTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
     *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),
@@ -96,8 +99,17 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if family in EXPERTS:
         fields[EXPERTS[family]] = draw(st.sampled_from((4, 5, 8)))
         fields["num_experts_per_tok"] = draw(st.integers(1, 4))
-        if family != "gpt_oss":
+        if family not in ("gpt_oss", "qwen3_5_moe_text"):
             fields["norm_topk_prob"] = draw(flags)
+    if family in HYBRID:
+        sizes = st.sampled_from((1, 2))
+        keys = draw(sizes)
+        fields |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(sizes)}
+        fields |= {"full_attention_interval": draw(st.integers(1, 3))}
+    if family in GATED:
+        fields["shared_expert_intermediate_size"] = draw(st.integers(3, 20))
+    if family == "qwen3_next":
+        fields["decoder_sparse_step"] = draw(st.integers(1, 2))
     if family == "glm4_moe":
         fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
         fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
@@ -133,7 +145,6 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "attention_out_bias": family == "seed_oss",
         "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss", "arcee"),
         "use_bias": family == "ernie4_5",
-        "use_sliding_window": False,
     }
     fields |= {name: draw(flags) for name, has in optional.items() if has}
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
@@ -181,7 +192,7 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
 
 WINDOWLESS = (
     *("llama", "granite", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
-    *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5"),
+    *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", *HYBRID),
 )
 HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16)}
 """Sizes of heads, where a part of each turns."""
@@ -199,7 +210,7 @@ def test_a_drawn_config_gives_the_logits_of_transformers(family):
     )
     @given(changes(family))
     def law(fields: dict[str, Any]) -> None:
-        gone = {"layer_types"} - ({"layer_types"} if family in TYPED else set())
+        gone = set() if family in (*TYPED, *HYBRID) else {"layer_types"}
         gone |= {"sliding_window"} if family in WINDOWLESS else set()
         fields = {name: value for name, value in fields.items() if name not in gone}
         with TemporaryDirectory() as folder:

@@ -140,7 +140,7 @@ def test_a_family_by_a_kernel_has_the_log_probs_of_whole_sequences(family, name,
     if name == "blocks":
         monkeypatch.setattr(plain, "BLOCK_BYTES", 2 * 3 * 4 * 21 * 4)  # 2 queries of 3 rows
     alone = name == "cudnn"  # one sample in each row
-    run = family_runs.run(family, family_runs.SHORT, kernel=KERNELS[name])
+    run = family_runs.run(family, family_runs.shortest(family), kernel=KERNELS[name])
     expected, _ = family_runs.plain(family, alone)
     np.testing.assert_allclose(
         family_runs.scored(run, alone), expected, rtol=0, atol=family_runs.CLOSE

@@ -88,8 +88,9 @@ def read_config(
         families.register(family)
     config_json = weights.read_json(source)
     config = families.model_config(config_json, str(source), family, ignored, text_only)
-    names = families.find_family(config.family, str(source)).fused_experts
-    fused = bool(names) and weights.has_tensor(source.parent, next(iter(names)))
+    tensors = families.find_family(config.family, str(source))
+    name, carried = next(iter(tensors.fused_experts), None), tuple(tensors.carried)
+    fused = name is not None and weights.has_tensor(source.parent, name, carried)
     return dataclasses.replace(config, fused_experts=fused)
 
 

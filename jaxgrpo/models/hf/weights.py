@@ -77,14 +77,22 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
         yield mxfp4.unpacked(files)
 
 
-def has_tensor(folder: Path, ending: str) -> bool:
-    """Whether a tensor of a folder has such a name; no where its weights are not there."""
+def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool:
+    """Whether a tensor of a folder has such a name; no where its weights are not there.
+
+    Args:
+      carried: beginnings of the names of those that do not count.
+    """
+
+    def is_found(names: Iterable[str]) -> bool:
+        return any(name.endswith(ending) and not name.startswith(carried) for name in names)
+
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        return any(name.endswith(ending) for name in read_json(folder / INDEX)["weight_map"])
+        return is_found(read_json(folder / INDEX)["weight_map"])
     if not (folder / SINGLE).is_file():
         return False
     with opened(folder) as files:
-        return any(name.endswith(ending) for name in files)
+        return is_found(files)
 
 
 def weight_files(folder: Path) -> list[Path]:
