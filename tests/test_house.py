@@ -281,7 +281,7 @@ LINES = {
     "update": 1808,  # with what the kernels of a run are chosen by
     "config": 2132,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 6984,  # with a page of conversations, versions of tokens, and what fits an update
+    "training": 6985,  # with a page of conversations, versions of tokens, and what fits an update
     "planning": 1708,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 2650,
     "cli": 3290,  # with saved samples judged again, and queries answered
