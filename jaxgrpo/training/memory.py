@@ -147,8 +147,9 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     second_pass = 0
     if rereads_base(blueprint.samples_on):
-        head = model.config.vocab_size, model.config.hidden_size
-        base, second_pass = 0, evaluation_bytes(*head, blueprint.samples_on.shape["tensor"], base)
+        beside = second_pass_bytes(model.config.hidden_size, model.config.vocab_size)
+        beside //= blueprint.samples_on.shape["tensor"]
+        base, second_pass = 0, base and base + beside
     num_copies = len({*copies} - {EVAL_BASE, "ema"})
     average = parameter_bytes if "ema" in copies else 0  # in the bits of what is trained
     teachers = blueprint.teachers.values()
@@ -170,11 +171,10 @@ def rereads_base(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def evaluation_bytes(vocab_size: int, hidden_size: int, tensor: int, base: int) -> int:
-    """Bytes of an evaluation's second pass: the base's (`base`), the two heads as a CPU multiplies
-    with them, and logits of both policies; 0 without a base."""
-    logits = LOGITS * 4 * chunk_tokens(vocab_size, vocab_size) * vocab_size
-    return base and base + 2 * (logits + 4 * hidden_size * vocab_size) // tensor
+def second_pass_bytes(hidden: int, vocab: int) -> int:
+    """Bytes of an evaluation's second pass beside the base: the two heads as a CPU multiplies with
+    them, and logits of both policies."""
+    return 2 * (LOGITS * 4 * chunk_tokens(vocab, vocab) * vocab + 4 * hidden * vocab)
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
