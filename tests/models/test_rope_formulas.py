@@ -72,7 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
 def at_position_1(turn: rope.Turn, head_dim: int) -> np.ndarray:
     """Cosine and sine of each pair's angle, times the scale."""
     with jax.disable_jit():  # each case would be a program of its own
-        angles = rotary_angles(jnp.asarray([1]), turn.rope, head_dim)
+        *angles, growth = rotary_angles(jnp.asarray([1]), turn.rope, head_dim)
+    assert growth == 1  # of queries
     return np.asarray(angles, float).reshape(2, -1)
 
 

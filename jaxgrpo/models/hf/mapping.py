@@ -313,13 +313,15 @@ def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
     return start, last + 1, last + 1 - start == size
 
 
-def read_slice(entry: Entry, stored: Any, where: tuple[slice, ...]) -> np.ndarray:
+def read_slice(entry: Entry, stored: Any, where: tuple[int | slice, ...]) -> np.ndarray:
     """A slice of a tensor, its rows in our order."""
     if not entry.turned and not entry.heads:
         return stored[where]
-    rows = entry.stored_rows(where[0])
+    rows_of_ours, *columns = where
+    assert isinstance(rows_of_ours, slice)  # experts have no heads
+    rows = entry.stored_rows(rows_of_ours)
     first, last = int(rows.min()), int(rows.max())
-    return stored[(slice(first, last + 1), *where[1:])][rows - first]
+    return stored[(slice(first, last + 1), *columns)][rows - first]
 
 
 def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
