@@ -68,7 +68,11 @@ def test_chunks_are_tokens_one_by_one_with_their_gradients(dtype):
         assert furthest(chunks, tokens) < EXACT[dtype]
 
 
-@pytest.mark.parametrize("cut", [1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 149])
+full = pytest.mark.full
+CUTS = [pytest.param(cut, marks=full) for cut in (1, CHUNK - 1, 149)]
+
+
+@pytest.mark.parametrize("cut", [3, CHUNK, CHUNK + 1, *CUTS])
 def test_a_sequence_goes_on_from_the_state_of_its_beginning(cut):
     example = inputs(2, 150)
     full, start = jnp.ones((2, 150), bool), some_state(example)
@@ -82,7 +86,7 @@ def test_a_sequence_goes_on_from_the_state_of_its_beginning(cut):
     assert furthest((jnp.concatenate([first, second], 1), state), expected) < 1e-5
 
 
-@pytest.mark.parametrize("number", [1, 2, 6])
+@pytest.mark.parametrize("number", [1, 2, pytest.param(6, marks=full)])
 def test_segments_of_a_row_know_nothing_of_one_another(number):
     """Lengths round the borders of chunks; behind each, and in its chunk, other numbers."""
     lengths = [CHUNK, 1, CHUNK + 1, CHUNK - 1, 2 * CHUNK, 5][:number]
@@ -157,6 +161,7 @@ def test_the_rule_is_that_of_transformers():
         np.testing.assert_allclose(state.matrix, expected_state.numpy(), atol=2e-5)
 
 
+@full
 def test_states_are_float32_where_the_model_computes_in_bfloat16():
     example = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), inputs(1, 70))
     for form in (recurrence.over_sequences, recurrence.token_by_token):
