@@ -65,7 +65,7 @@ NOT_REPRODUCED = {
     "2506.13585": "CISPO in half of DAPO's steps with 32B, and the model of 456B",
     "2507.16806": "its calibration in questions of several hops; rlcr shows it on a small task",
     "2507.18071": "stable training of a mixture of experts: experts",
-    "2412.06464": "`tests/models/test_recurrence.py`",
+    "2412.06464": "language models of 1.3 billion parameters, trained from nothing",
     "2507.19457": "prompts that a model writes after reading failures: such a model",
     "2507.20673": TASKS,
     "2508.08221": TASKS,
