@@ -23,8 +23,8 @@ def read(fields: Fields) -> dict[str, Any]:
         fields.problems.append("layer_types: missing; save the folder with transformers again")
     # What transformers assumes where a folder says nothing.
     assumed: dict[str, Any] = {"head_dim": 256, "tied": True, "positions": 8192, "pad": 0}
-    activation = {"activation": "hidden_activation", "act": "gelu_pytorch_tanh"}
-    config = sizes(fields, **assumed, **activation)
+    assumed |= {"activation": "hidden_activation", "act": "gelu_pytorch_tanh"}
+    config = sizes(fields, **assumed)
     turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     window = fields.nullable("sliding_window", "size", 4096)
     cap = fields.nullable("attn_logit_softcapping", "positive", 50.0)

@@ -63,7 +63,7 @@ _INPUT_KEYS = (
     *("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat"),
     *_TURN_KEYS,
 )
-_LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat")
+_LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat", "train.routing")
 _COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
 _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")
 _UPDATE_KEYS = (*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS)

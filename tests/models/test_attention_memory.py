@@ -12,7 +12,7 @@ import pytest
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import TrainBatch
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import AttentionKind, KeyValue, ModelConfig
+from jaxgrpo.models.api import AttentionKind, KeyValue, LayerKind, ModelConfig
 from jaxgrpo.models.attention import rows_with_prefix
 from jaxgrpo.models.kernels import plain
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -29,7 +29,7 @@ MODEL = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    pattern=(AttentionKind(window=1024), AttentionKind(soft_cap=20.0)),
+    pattern=(LayerKind(AttentionKind(window=1024)), LayerKind(AttentionKind(soft_cap=20.0))),
 )
 
 

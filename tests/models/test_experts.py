@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+from typing import Any
 
 import checkpoints
 import jax
@@ -60,10 +61,11 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
 def test_no_array_has_all_tokens_at_all_experts():
     """9 tokens at 2 of 6 experts are 18 rows, and not 54."""
     model = build(CONFIG)
-    program = jax.jit(functools.partial(tiny.whole_logps.__wrapped__, CONFIG)).lower(
+    log_probs: Any = tiny.whole_logps
+    program = jax.jit(functools.partial(log_probs.__wrapped__, CONFIG)).lower(
         model.shapes, tiny.rollouts(np.zeros((1, 1)), 5, 4)
     )
-    text = program.compile().as_text()
+    text = str(program.compile().as_text())
     tokens = 5 + 4
     assert re.search(rf"[\[,]{tokens * FEED.top_k},32\]", text)
     assert not re.search(rf"[\[,]{FEED.number},{tokens},(32|16)\]", text)
@@ -98,7 +100,7 @@ def test_the_load_of_experts_is_counted_where_there_are_records():
     record = np.full((1, 1, 4, 2, 2), routing.NONE, np.int16)
     record[0, 0, :3, 0] = [[0, 1], [0, 2], [0, 3]]  # of the second layer nothing is known
     record[0, 0, :3, 1] = [[4, 5], [4, 5], [4, 5]]
-    metrics = routing.load_metrics(CONFIG.kinds, jnp.asarray(record))
+    metrics: Any = routing.load_metrics(CONFIG.kinds, jnp.asarray(record))
     load, dead = (metrics[f"routing/{name}"] for name in ("load", "dead"))
     assert float(load.total / load.weight) == 3.0  # 3 of 6 tokens' experts, over 6 experts
     assert float(dead.total / dead.weight) == (2 + 4) / 12

@@ -28,8 +28,10 @@ MASKED = ("ministral", "gemma2", "cohere2", "gpt_oss", *LAYERED)
 """transformers makes a mask of the window even where no layer has one, and fails without."""
 GATED = ("qwen3_5_moe_text", "qwen3_next")
 HYBRID = ("qwen3_5_text", *GATED)
-EXPERTS = dict.fromkeys(("qwen3_moe", "olmoe", *GATED), "num_experts")
-EXPERTS |= {"gpt_oss": "num_local_experts"}
+EXPERTS: dict[str, str] = {
+    **dict.fromkeys(("qwen3_moe", "olmoe", *GATED), "num_experts"),
+    "gpt_oss": "num_local_experts",
+}
 BIASED = (
     *(*EXPERTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
     *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,7 @@ def test_feed_forward_gates_with_silu_or_with_the_tanh_form_of_gelu():
 
     x = 30 * np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
     for name, activation in (("silu", silu), ("gelu_tanh", gelu_tanh)):
-        module = FeedForward(config(activation=name), None, rngs())
+        module: Any = FeedForward(config(activation=name), None, rngs())
         gate, up, down = (
             np.asarray(part.kernel[...]) for part in (module.gate, module.up, module.down)
         )

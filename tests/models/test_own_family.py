@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import checkpoints
 import minimal_config
@@ -42,7 +43,7 @@ def vault(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("vaultgemma")
     sizes = {**checkpoints.SIZES, "sliding_window": checkpoints.WINDOW, "layer_types": LAYERS}
-    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    caps: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     config = VaultGemmaConfig(**sizes, **caps, query_pre_attn_scalar=9)
     return checkpoints.saved(config, folder), folder
 

@@ -78,7 +78,7 @@ def test_a_sequence_goes_on_from_the_state_of_its_beginning(cut):
     full, start = jnp.ones((2, 150), bool), some_state(example)
     expected = recurrence.over_sequences(example, full, start)
     parts = [
-        DeltaInputs(*(leaf[:, piece] for leaf in example[:5]), example.filters)
+        example.with_tokens(leaf[:, piece] for leaf in example[:5])
         for piece in (slice(cut), slice(cut, None))
     ]
     first, state = recurrence.over_sequences(parts[0], full[:, :cut], start)
@@ -96,13 +96,15 @@ def test_segments_of_a_row_know_nothing_of_one_another(number):
     real = np.zeros((1, begins[-1] * CHUNK), bool)
     for begin, length in zip(begins[:-1] * CHUNK, lengths, strict=True):
         real[0, begin : begin + length] = True
-    start = some_state(example)
-    packed = jax.jit(lambda example: recurrence.over_sequences(example, real, start, starts)[0])
+    masks, start = (jnp.asarray(real), jnp.asarray(starts)), some_state(example)
+    packed = jax.jit(
+        lambda example: recurrence.over_sequences(example, masks[0], start, masks[1])[0]
+    )
     out, moved = packed(example), packed(jax.tree.map(lambda x: x, changed(example, lengths)))
     for k, (begin, length) in enumerate(zip(begins[:-1] * CHUNK, lengths, strict=True)):
         piece = slice(begin, begin + length)
-        alone = DeltaInputs(*(leaf[:, piece] for leaf in example[:5]), example.filters)
-        expected, _ = recurrence.token_by_token(alone, np.ones((1, length), bool), start)
+        alone = example.with_tokens(leaf[:, piece] for leaf in example[:5])
+        expected, _ = recurrence.token_by_token(alone, jnp.ones((1, length), bool), start)
         assert furthest(out[:, piece], expected) < 1e-5
         is_equal = bool((out[:, piece] == moved[:, piece]).all())
         assert is_equal == (k > 0), "only the first segment was changed"
@@ -125,7 +127,7 @@ def test_keys_that_repeat_lose_no_digits():
         log_decay=jnp.zeros_like(example.log_decay),
         rate=jnp.ones_like(example.rate),
     )
-    arguments = example, np.ones((1, 4 * CHUNK), bool), recurrence.first_state(example)
+    arguments = example, jnp.ones((1, 4 * CHUNK), bool), recurrence.first_state(example)
     chunks, tokens = recurrence.over_sequences(*arguments), recurrence.token_by_token(*arguments)
     assert furthest(chunks, tokens) < 1e-5
 
@@ -141,7 +143,7 @@ def test_the_rule_is_that_of_transformers():
     )
     start = recurrence.first_state(example)
     start = start._replace(matrix=some_state(example).matrix)
-    out, state = recurrence.over_sequences(example, np.ones((2, 150), bool), start)
+    out, state = recurrence.over_sequences(example, jnp.ones((2, 150), bool), start)
     convolved = map(jax.nn.silu, example.mixed)
     arrays = (*convolved, example.log_decay, example.rate)
     tensors = [torch.tensor(np.asarray(array)) for array in arrays]
@@ -165,7 +167,7 @@ def test_the_rule_is_that_of_transformers():
 def test_states_are_float32_where_the_model_computes_in_bfloat16():
     example = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), inputs(1, 70))
     for form in (recurrence.over_sequences, recurrence.token_by_token):
-        out, state = form(example, np.ones((1, 70), bool), recurrence.first_state(example))
+        out, state = form(example, jnp.ones((1, 70), bool), recurrence.first_state(example))
         assert out.dtype == jnp.bfloat16
         assert state.matrix.dtype == jnp.float32
         assert {leaf.dtype for leaf in state.tail} == {jnp.dtype("bfloat16")}

@@ -72,9 +72,10 @@ CASES: dict[str, dict[str, Any]] = {
 def at_position_1(turn: rope.Turn, head_dim: int) -> np.ndarray:
     """Cosine and sine of each pair's angle, times the scale."""
     with jax.disable_jit():  # each case would be a program of its own
-        *angles, growth = rotary_angles(jnp.asarray([1]), turn.rope, head_dim)
-    assert growth == 1  # of queries
-    return np.asarray(angles, float).reshape(2, -1)
+        angles = rotary_angles(jnp.asarray([1]), turn.rope, head_dim)
+    assert angles is not None
+    assert angles[2] == 1  # growth of queries
+    return np.asarray(angles[:2], float).reshape(2, -1)
 
 
 def transformers_rope(rope_fields: dict[str, Any]) -> tuple[np.ndarray, float]:

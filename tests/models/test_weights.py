@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import subprocess
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -236,7 +237,7 @@ def test_pieces_are_plain_slices_that_make_up_just_the_part_that_is_asked_for(se
     flat = [int(np.prod(group)) for group in groups if group] or [1]
     first, more = (int(n) for n in rng.integers(0, 5, size=2))
     hf_shape = (first + flat[0] + more, *(shape[1:] if inputs is None else flat[1:]))
-    entry = mapping.Entry("t", None, shape, inputs, (first, first + flat[0]), hf_shape)
+    entry = mapping.Entry("t", (), shape, inputs, (first, first + flat[0]), hf_shape)
     tensor = np.arange(np.prod(hf_shape)).reshape(hf_shape)
     ours = tensor[first : first + flat[0]]
     ours = (ours if inputs is None else ours.T).reshape(shape)
@@ -249,7 +250,8 @@ def test_pieces_are_plain_slices_that_make_up_just_the_part_that_is_asked_for(se
         visits[index] += 1
         values = tensor[where]
         assert values.size <= limit
-        assert where[0].start >= first
+        rows: Any = where[0]
+        assert rows.start >= first
         np.testing.assert_array_equal(
             mapping.to_ours(entry, values, ours[index].shape), ours[index]
         )

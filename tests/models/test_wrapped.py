@@ -60,7 +60,8 @@ def config_with_images(kind: str, tied: bool) -> Any:
             text |= {"model_type": kind, "rope_parameters": checkpoints.GROWING}
             kind = "mistral3"
         sight = {**SIGHT, "model_type": "pixtral", "head_dim": 16}
-    return CONFIG_MAPPING[kind](text_config=text, vision_config=dict(sight), **indices)
+    make_config: Any = CONFIG_MAPPING[kind]
+    return make_config(text_config=text, vision_config=dict(sight), **indices)
 
 
 class Case(NamedTuple):
@@ -171,7 +172,7 @@ def test_a_run_reads_the_text_part(case):
     assert model.config.family == case.model.config.family
     assert programs.read_model_config(config.model, config.lora).text_only
     assert families.unread(model.config).startswith("of the ")
-    sizes = SimpleNamespace(
+    sizes: Any = SimpleNamespace(
         max_prompt_tokens=8, max_completion_tokens=8, longest=16, samples_per_row=1
     )
     teacher = teachers.find_teacher(str(case.folder), run_model, "xla", sizes)
@@ -225,7 +226,7 @@ def test_a_run_trains_resumes_and_exports_the_text_part(tmp_path):
     stored_base = tensors(base)
     carried = [name for name in stored_base if not name.startswith("language_model.")]
     for folder in (run.path / "model", run.export(tmp_path / "out")):
-        stored = tensors(folder)
+        stored = tensors(Path(folder))
         assert stored.keys() == stored_base.keys()
         assert all(np.array_equal(stored[name], stored_base[name]) for name in carried)
         again = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()

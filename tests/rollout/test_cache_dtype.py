@@ -59,7 +59,8 @@ def row_pass(tokens, rounded, memory):
     model, position = tiny.model(), jnp.arange(len(tokens))[None]
     inner = causal(position, position >= 0)
 
-    def attend(query, key, value, memory, kind):
+    def attend(query, key, value, memory, kind, sinks=None):
+        del sinks
         read = rounded(key, memory.key), rounded(value, memory.value)
         return inner(query, read[0], read[1], None, kind)[0], KeyValue(tie(key), tie(value))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import small_run
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.slow
 def base(tmp_path_factory):
     """A barely warm base model with experts, as `small_run.base`."""
     path = tmp_path_factory.mktemp("base") / "base"
-    options = {"steps": 40, "batch": 64, "hidden_size": 32}
+    options: dict[str, Any] = {"steps": 40, "batch": 64, "hidden_size": 32}
     make_base.make_base(path, family="qwen3_moe", **options)
     return str(path)
 

@@ -95,7 +95,8 @@ def plain_experts(config, values, rollouts):
         _, memory = model.apply(values, tokens[None], position, Caller(attend), None)
         return jnp.moveaxis(memory["blocks"]["0"].experts[:, 0], 0, 1)
 
-    expected = np.full((*rollouts.token_mask.shape, *routing.recorded(config.kinds)), -1)
+    recorded = routing.recorded(config.kinds) or ()
+    expected = np.full((*rollouts.token_mask.shape, *recorded), -1)
     for p, g in np.ndindex(PROMPTS, GROUP):
         prompt = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
         length = int(rollouts.token_mask[p, g].sum())
