@@ -413,7 +413,8 @@ def _odd_experts(
     if lora is not None and any("feed" in name for name in lora.modules):
         problems.append(
             f"lora.targets = {lora.targets!r}: matches feed-forward maps, and experts have "
-            'no adapters yet; set lora.targets = "attention/.*"'
+            "no adapters yet; adapt the mixers alone, in a run's config by "
+            'lora.targets = ".*attn[.].*_proj.*"'
         )
     if weight_dtype is not None:
         problems.append(f"weight_dtype = {weight_dtype}: experts are not read in 8 bits yet")
