@@ -23,7 +23,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import lora
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import ExpertsKind, Model
 from jaxgrpo.models.hf import adapters, families, folders, wrapped
 from jaxgrpo.planning import programs
 from jaxgrpo.training import loop, pretrained, teachers
@@ -189,8 +189,8 @@ def test_adapters_have_the_names_that_peft_gives_them(case, is_text, tmp_path):
         again = type(case.theirs).from_pretrained(case.folder, attn_implementation="eager")
         return again.eval()
 
-    # Experts have no adapters.
-    linear = "out_proj" if case.model.config.fused_experts else "down_proj"
+    has_experts = any(isinstance(kind.feed, ExpertsKind) for kind in case.model.config.kinds)
+    linear = "out_proj" if has_experts else "down_proj"  # experts have no adapters
     names = rf".*language_model.*\.(q_proj|{linear})" if is_text else ["q_proj", linear]
     peft = checkpoints.peft_model(full(), tmp_path / "theirs", target_modules=names)
     if not is_text and not case.model.config.recurs:  # where images have other names
