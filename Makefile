@@ -12,7 +12,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
-	@echo "make quickstarts the same with Llama, with Gemma 3 and by LoRA; fails if one learns too little"
+	@echo "make quickstarts the same with five other families and by LoRA; fails if one learns too little"
 	@echo "make agents      a small model learns to use a tool: base and trained"
 	@echo "make real-model  import a model that was pretrained, train it, compare with transformers"
 	@echo "make real-methods compare methods on that model and write docs/real-model.md: two hours"
