@@ -368,8 +368,10 @@ def _check(config: ModelConfig) -> None:
     if config.activation not in ACTIVATIONS:
         activations = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {activations}')
-    problems += [] if config.lora is None else _odd_lora(config.lora, config.adapted)
-    problems += _odd_experts(config.kinds, config.lora, config.weight_dtype)
+    lora = config.lora
+    adapted = () if lora is None or pattern_problem(lora.targets) else config.adapted
+    problems += [] if lora is None else _odd_lora(lora, adapted)
+    problems += _odd_experts(config.kinds, adapted, config.weight_dtype)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
@@ -390,7 +392,7 @@ def _odd_lora(lora: LoraConfig, adapted: tuple[str, ...]) -> list[str]:
 
 
 def _odd_experts(
-    kinds: Sequence[LayerKind], lora: LoraConfig | None, weight_dtype: str | None
+    kinds: Sequence[LayerKind], adapted: tuple[str, ...], weight_dtype: str | None
 ) -> list[str]:
     feeds = {kind.feed for kind in kinds if isinstance(kind.feed, ExpertsKind)}
     problems = [
@@ -410,10 +412,10 @@ def _odd_experts(
         problems.append("layers have experts of several top_k: one is built")
     if not feeds:
         return problems
-    if lora is not None and any("feed" in name for name in lora.modules):
+    if any("feed" in name for name in adapted):
         problems.append(
-            f"lora.targets = {lora.targets!r}: matches feed-forward maps, and experts have "
-            "no adapters yet; adapt the mixers alone, in a run's config by "
+            "lora.targets: matches feed-forward maps, and experts have no adapters yet; adapt "
+            "the mixers alone, in a run's config by "
             'lora.targets = ".*attn[.].*_proj.*"'
         )
     if weight_dtype is not None:

@@ -134,7 +134,7 @@ class Entry(NamedTuple):
         ...     slice(6, 12)
         ... )
         array([ 2,  3,  6,  7, 10, 11])
-        >>> Entry("q_proj.bias", (), (2, 6), 0, (0, 12), (12,), 4).stored_rows(slice(0, 12))
+        >>> Entry("q_proj.bias", (), (2, 6), 0, (0, 12), (12,), turned=4).stored_rows(slice(0, 12))
         array([ 0,  2,  1,  3,  4,  5,  6,  8,  7,  9, 10, 11])
         """
         half, row = self.turned // 2, np.arange(rows.start, rows.stop) - self.rows[0]
