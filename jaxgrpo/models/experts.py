@@ -133,7 +133,11 @@ class Experts(nnx.Module):
             (self.gate.kernel[...], (None, None, "mlp")),
             (self.up.kernel[...], (None, None, "mlp")),
             (self.down.kernel[...], (None, "mlp", None)),
-            *((each.bias[...], (None, "mlp")) for each in (self.gate, self.up) if each.bias),
+            *(
+                (each.bias[...], (None, "mlp"))
+                for each in (self.gate, self.up)
+                if each.bias is not None
+            ),
         )
         mixed_tokens = spread(mix, tokens, weights)
         if self.down.bias is not None:  # once, and not by each device that has a part of mlp
