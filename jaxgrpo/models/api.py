@@ -108,6 +108,23 @@ LINEAR = (
 """The linear maps of a layer, which may have adapters."""
 
 
+WIDE = ("router/correction", "delta/log_rate", "delta/bias", "delta/norm/scale")
+"""The ends of leaves that have at least float32 whatever a model's dtype: they are small, computed
+in float32, and often published so beside weights in bfloat16."""
+
+
+def is_wide(path: Sequence[Any]) -> bool:
+    """Whether a leaf is one of WIDE, by its keys in the parameters."""
+    return "/".join(str(key.key) for key in path).endswith(WIDE)
+
+
+def in_dtype(params: Params, dtype: str) -> Params:
+    """The parameters in a dtype, but those of WIDE as they are."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_wide(path) else leaf.astype(dtype), params
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters beside the linear maps that `targets` names:

@@ -57,17 +57,13 @@ class GatedDelta(nnx.Module):
         self.gate: Dense = Dense("delta/gate", embed, values, config, rngs)
         self.rate: Dense = Dense("delta/rate", embed, heads, config, rngs)
         self.decay: Dense = Dense("delta/decay", embed, heads, config, rngs)
-        self.norm: RMSNorm = RMSNorm(
-            {"norm": kind.value_dim}, dataclasses.replace(config, norm_offset=0.0)
-        )
+        dtype = str(wide(jnp.dtype(config.dtype)))
+        in_wide = dataclasses.replace(config, norm_offset=0.0, dtype=dtype)
+        self.norm: RMSNorm = RMSNorm({"norm": kind.value_dim}, in_wide)
         self.out: Dense = Dense("delta/out", values, embed, config, rngs)
         spread = jax.random.uniform(rngs.params(), (kind.value_heads,), jnp.float32, 0.01, FASTEST)
-        self.log_rate: nnx.Param[Array] = nnx.Param(
-            jnp.log(spread).astype(config.dtype), axes=("heads",)
-        )
-        self.bias: nnx.Param[Array] = nnx.Param(
-            jnp.ones(kind.value_heads, config.dtype), axes=("heads",)
-        )
+        self.log_rate: nnx.Param[Array] = nnx.Param(jnp.log(spread).astype(dtype), axes=("heads",))
+        self.bias: nnx.Param[Array] = nnx.Param(jnp.ones(kind.value_heads, dtype), axes=("heads",))
 
     def __call__(self, x: Array, recur: Recur, memory: Any, kind: DeltaKind) -> tuple[Array, Any]:
         maps = self.query, self.key, self.value, self.gate

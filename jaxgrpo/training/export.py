@@ -21,7 +21,7 @@ from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.models import decoder, lora
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import Model, in_dtype
 from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
@@ -109,7 +109,7 @@ def _cast(model: Model, params: Params, dtype: str) -> tuple[Model, Params]:
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")
     model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
-    return model, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return model, in_dtype(params, dtype)
 
 
 def _evaluation(folder: Place, step: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, RolloutSpec, Stream
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora, sharding
-from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
+from jaxgrpo.models.api import LoraConfig, Model, ModelConfig, in_dtype
 from jaxgrpo.models.hf import adapters, folders
 from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
@@ -244,5 +244,4 @@ def refuse_unwritable(bases: Sequence[str], trains_adapters: bool, folder: Place
 
 def _merged(model: Model, params: Params) -> Params:
     """Of one dtype, in which a wide head (model.float32_head) was stored too."""
-    dtype = model.config.dtype
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), lora.merge(model, params))
+    return in_dtype(lora.merge(model, params), model.config.dtype)

@@ -12,6 +12,7 @@ Change = tuple[str, dict[str, Any]]
 
 ABSENT: Any = object()
 HEADS, LAYERS = 4, 3
+LINEAR = "linear_attention"
 ACTIVATIONS = ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh", 3]
 MULTIPLIERS = [1.0, 2, 0.3, -0.5, 0]
 
@@ -39,6 +40,7 @@ OWN: dict[str, list[Any]] = {
         [FULL],
         [FULL, FULL, "chunked_attention"],
         [],
+        *([LINEAR] * LAYERS, [FULL, LINEAR, LINEAR], [FULL, FULL, LINEAR], [LINEAR, LINEAR, FULL]),
     ],
     "no_rope_layers": [[0, 1, 1], [1, 1, 1], [0, 0, 0], [True, False, True], [1, 1], [1] * 4, []],
     "no_rope_layer_interval": [1, 3, 0],
@@ -55,6 +57,41 @@ OWN: dict[str, list[Any]] = {
     "use_cache": [False],
     "pretraining_tp": [2],
     "initializer_range": [0.5],
+    "hidden_size": [48, 36, 0],
+    "intermediate_size": [40, 0],
+    "pad_token_id": [5, -1, 999, [0, 1]],
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "eod_token_id"), [5, [1, 2], -1]),
+    "layer_norm_eps": [1e-3, 0],
+    "logit_scale": MULTIPLIERS,
+    "use_bias": [True, False, 1],
+    "sliding_window_pattern": [2, 1, "LLG", 0],
+    "clip_qkv": [0.1, 8.0],
+    "swiglu_alpha": [1.0, 2, 0, -1.0],
+    "swiglu_limit": [0.5, 3, 0, -1.0],
+    # of experts
+    "num_experts_per_tok": [1, 4, 6, 9, 0],
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), [4, 12, 1, 0]),
+    "norm_topk_prob": [True, False, 1],
+    "output_router_logits": [True, False],
+    "router_aux_loss_coef": [0.0, 0.5],
+    "moe_intermediate_size": [16, 0],
+    "shared_expert_intermediate_size": [16, 0],
+    "decoder_sparse_step": [2, 3, 9, 0],
+    "mlp_only_layers": [[], [0], [0, 1, 2, 3], [-1], [7]],
+    "first_k_dense_replace": [0, 2, 9, -1],
+    "n_group": [1, 2, 3, 8, 0],
+    "topk_group": [1, 4, 5, 0],
+    "n_shared_experts": [1, 3, 0],
+    "routed_scaling_factor": [1, 0.3, 0, -1.0],
+    "use_qk_norm": [True, False, 1],
+    "num_nextn_predict_layers": [0, 3],
+    # of layers that recur
+    "linear_conv_kernel_dim": [2, 3, 6, 1, 0],
+    "linear_key_head_dim": [16, 4, 0],
+    "linear_value_head_dim": [8, 32, 0],
+    "linear_num_key_heads": [1, 4, 3, 0],
+    "linear_num_value_heads": [2, 8, 3, 0],
+    "full_attention_interval": [1, 2, 9],
 }
 """Field that transformers writes for a family -> other values. Null and absent come with them."""
 
@@ -87,6 +124,16 @@ ADDED: dict[str, list[Any]] = {
     "use_bidirectional_attention": [True, False],
     "scale_attn_weights": [False],
     "norm_topk_prob": [True],
+    "full_attention_interval": [2],
+    "attn_output_gate": [False, True],
+    "mtp_num_hidden_layers": [1],
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), [4]),
+    "swiglu_limit": [1.0],
+    "clip_qkv": [0.1],
+    "use_qk_norm": [True],
+    "n_shared_experts": [1],
+    "decoder_sparse_step": [2],
+    "mlp_only_layers": [[0]],
 }
 """Field that a family's config.json may hold although transformers does not write it -> values."""
 

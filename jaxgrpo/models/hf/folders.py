@@ -30,7 +30,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import limits, sources, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora
-from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.api import Model, ModelConfig, is_wide
 from jaxgrpo.models.hf import adapters, families, mapping, replacing, texts, weights, wrapped
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.mapping import Entry
@@ -317,40 +317,44 @@ def save_model(
     family = families.find_family(model.config.family, "save_model")
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
-    with _base_tensors(model, family, base) as (entries, carried):
+    dtype = _common_dtype(params)
+    with _base_tensors(model, family, base, dtype) as (entries, carried, dtypes):
         tensors = mapping.by_tensor(jax.tree.leaves(params), entries)
-        fields = families.config_fields(model.config, _common_dtype(params))
+        fields = families.config_fields(model.config, dtype)
         with out if jax.process_index() == 0 else contextlib.nullcontext() as folder:
             if folder is not None:
                 source = None if base is None else find_folder(base, with_weights=False)
                 texts.write(folder, fields, generation_config or {}, tokenizer, source)
                 replacing.write_card(folder, card)
-            weights.write(folder, tensors, max_shard_bytes, carried)
+            weights.write(folder, tensors, max_shard_bytes, carried, dtypes)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
 
 @contextlib.contextmanager
 def _base_tensors(
-    model: Model, family: Family, base: str | os.PathLike[str] | None
-) -> Iterator[tuple[list[list[Entry]], dict[str, Any]]]:
-    """Where to write each leaf, and the open files of tensors that are copied from the base."""
+    model: Model, family: Family, base: str | os.PathLike[str] | None, dtype: str
+) -> Iterator[tuple[list[list[Entry]], dict[str, Any], dict[str, np.dtype]]]:
+    """Where to write each leaf, the open files of tensors that are copied from the base, and the
+    dtypes of `weights.stored_dtypes`."""
     if base is None and model.config.text_only:
         raise InputError(
             "save_model: this is the text part of a model that has others too: give the folder "
             "that it was read from as base=, whose other tensors are copied"
         )
-    carries = model.config.text_only or family.carried
-    folder = find_folder(base) if base is not None and carries else None
-    with contextlib.nullcontext({}) if folder is None else weights.opened(folder) as files:
+    folder = None if base is None else find_folder(base)
+    has_weights = folder is not None and any(folder.glob("*.safetensors*"))
+    with weights.opened(folder) if has_weights else contextlib.nullcontext({}) as files:
         stored = wrapped.find_tensors(files, model, family, str(base))
-        yield stored.entries, {name: files[name] for name in stored.carried}
+        names = {entry.name for leaf_entries in stored.entries for entry in leaf_entries}
+        dtypes = weights.stored_dtypes(files, names.intersection(files), dtype)
+        yield stored.entries, {name: files[name] for name in stored.carried}, dtypes
 
 
 def _common_dtype(params: Params) -> str:
-    """The dtype of all but what is float32 in any checkpoint."""
+    """The dtype of all leaves but those that are wide."""
     paths = jax.tree_util.tree_leaves_with_path(params)
-    dtypes = sorted({str(leaf.dtype) for path, leaf in paths if path[-1].key != "correction"})
+    dtypes = sorted({str(leaf.dtype) for path, leaf in paths if not is_wide(path)})
     if len(dtypes) != 1:
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
     return dtypes[0]

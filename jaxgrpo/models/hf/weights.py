@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -381,27 +382,45 @@ def write(
     tensors: Mapping[str, list[tuple[Any, Entry]]],
     max_shard_bytes: int,
     carried: Mapping[str, Any] = MappingProxyType({}),
+    dtypes: Mapping[str, np.dtype] = MappingProxyType({}),
 ) -> None:
     """Writes parameters as tensors, as `write_tensors`.
 
     Args:
       tensors: name -> its parts, in order: (the leaf, of devices or of the host, where in it).
       carried: name -> the open file of a tensor that is copied as it is.
+      dtypes: name -> that of a tensor, where it is not that of its leaf.
 
     Without a folder it takes part in the gathers, and keeps nothing.
     """
+    dtypes = {name: parts[0][0].dtype for name, parts in tensors.items()} | dict(dtypes)
     sizes = {
-        name: sum(math.prod(entry.shape) * leaf.dtype.itemsize for leaf, entry in parts)
+        name: sum(math.prod(entry.shape) for _, entry in parts) * dtypes[name].itemsize
         for name, parts in tensors.items()
     }
     sizes |= {name: _bytes(file.get_slice(name)) for name, file in carried.items()}
 
     def read(name: str) -> Any:
         if name in tensors:
-            return gathered(tensors[name])
+            return gathered(tensors[name]).astype(dtypes[name], copy=False)
         return None if folder is None else carried[name].get_tensor(name)
 
     write_tensors(folder, sizes, read, max_shard_bytes)
+
+
+def stored_dtypes(
+    files: Mapping[str, Any], names: Collection[str], dtype: str
+) -> dict[str, np.dtype]:
+    """Name -> the dtype of a tensor in a folder, for an export in the dtype that most of them have.
+
+    So some that the folder has in more bits are written in these. Of an export in another dtype,
+    and of tensors in a dtype that cannot hold it, nothing is returned.
+    """
+    by_name = {name: jnp.dtype(FLOATS[files[name].get_slice(name).get_dtype()]) for name in names}
+    [(most, _)] = Counter(by_name.values()).most_common(1) or [(None, 0)]
+    if most != jnp.dtype(dtype):
+        return {}
+    return {name: kind for name, kind in by_name.items() if jnp.promote_types(kind, most) == kind}
 
 
 def _bytes(stored: Any) -> int:

@@ -19,6 +19,9 @@ from jaxgrpo.models.hf.mapping import Entry, Names
 
 TEXT = "text_config"
 TIED = "tie_word_embeddings"
+FURTHER = "eh_proj.weight"
+"""What a layer that predicts a further token has beside others: GLM-4.5 and DeepSeek number it
+behind the model's layers, and transformers does not read it."""
 
 
 class Wrapper(NamedTuple):
@@ -126,6 +129,7 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
         text = spelling.body, spelling.head + family.modules["head"]
         carried_names = tuple(name for name in files if not name.startswith(text))
     else:
+        carried += tuple(name.removesuffix(FURTHER) for name in files if name.endswith(FURTHER))
         carried_names = tuple(name for name in files if carried and name.startswith(carried))
     head, embed = (spelling.name(name) for name in family.tied_head)
     # A tied model may be stored with the head only (`safetensors.torch.save_model` leaves that).
