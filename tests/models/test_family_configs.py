@@ -37,6 +37,8 @@ BIASED = (
     *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),
 )
 
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+
 flags = st.booleans()
 factors = st.floats(1.0, 8.0)
 thetas = st.floats(20.0, 1e5)
@@ -91,9 +93,6 @@ def longropes(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
     return {**rope, "rope_type": "longrope", **long, **more}
 
 
-HEAD_DIMS = {"glm4": (8, 12, 16), "glm4_moe": (8, 16)}  # half of which turns
-
-
 @st.composite
 def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """Fields of families that have some."""
@@ -132,7 +131,7 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "num_key_value_heads": draw(st.sampled_from((1, 2, heads))),
         "head_dim": draw(st.sampled_from(HEADS.get(family, (8, 10, 16)))),
         "tie_word_embeddings": draw(flags),
-        activation: draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "relu"))),
+        activation: draw(st.sampled_from(ACTIVATIONS[: 1 if family in HYBRID else None])),
         "rms_norm_eps": draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
         "sliding_window": draw((st.nothing() if family in MASKED else st.none()) | windows),
         "layer_types": None,

@@ -10,13 +10,16 @@ Source: OCP Microscaling Formats (MX) 1.0, section 5.3, which calls the numbers 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxgrpo.core.errors import InputError
+
 BLOCKS, SCALES = "_blocks", "_scales"
-GROUP = 32  # inputs that share a scale
+GROUP, BYTES = 32, 16  # inputs that share a scale, and what they take
 _POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
 """The number that each 4 bits stand for."""
@@ -51,8 +54,11 @@ class Tensor:
         return values[:, begin : begin + inputs.stop - inputs.start].T.astype(ml_dtypes.bfloat16)
 
 
-def unpacked(files: Mapping[str, Any]) -> dict[str, Any]:
-    """The files of an opened folder by the names of whole tensors."""
+def unpacked(files: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The files of an opened folder by the names of whole tensors.
+
+    Raises: InputError where the two parts of a tensor do not fit, or it is there as a whole too.
+    """
     names = {name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
     names = {name for name in names if name + SCALES in files}
     packed = {name + ending for name in names for ending in (BLOCKS, SCALES)}
@@ -61,4 +67,18 @@ def unpacked(files: Mapping[str, Any]) -> dict[str, Any]:
     def stored(name: str) -> Any:
         return files[name].get_slice(name)
 
-    return plain | {name: Tensor(stored(name + BLOCKS), stored(name + SCALES)) for name in names}
+    for name in sorted(names):
+        blocks, scales = stored(name + BLOCKS), stored(name + SCALES)
+        shape = [*blocks.get_shape()[:3], BYTES]
+        kinds = blocks.get_dtype(), scales.get_dtype()
+        is_right = len(shape) == 4 and kinds == ("U8", "U8") and scales.get_shape() == shape[:3]
+        if name in plain or not is_right or blocks.get_shape() != shape:
+            parts = (f"{part.get_dtype()} {part.get_shape()}" for part in (blocks, scales))
+            twice = ", and as a whole" if name in plain else ""
+            raise InputError(
+                f"{folder}: {name} is stored as blocks and scales, {' and '.join(parts)}{twice}: "
+                f"expected U8 [experts, outputs, groups, {BYTES}] and U8 [experts, outputs, "
+                "groups] alone; copy the folder again"
+            )
+        plain[name] = Tensor(blocks, scales)
+    return plain

@@ -75,7 +75,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
             names = (name for name in shard.keys() if not name.endswith(COMPUTED))  # noqa: SIM118
             files.update(dict.fromkeys(names, shard))
-        yield mxfp4.unpacked(files)
+        yield mxfp4.unpacked(files, folder)
 
 
 def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool:
@@ -89,7 +89,7 @@ def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool
         return any(name.endswith(ending) and not name.startswith(carried) for name in names)
 
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        return is_found(read_json(folder / INDEX)["weight_map"])
+        return is_found(_weight_map(folder / INDEX))
     if not (folder / SINGLE).is_file():
         return False
     with opened(folder) as files:
@@ -102,7 +102,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
-        names = _shards(index)
+        names = sorted(set(_weight_map(index).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise InputError(
@@ -150,6 +150,7 @@ def check(
         raise InputError(
             f"{folder}: the tensors are not those that {config_file} describes; "
             + "; ".join(problems)
+            + f": copy the folder again, or put the {config_file} of these weights beside them"
         )
     for entry in expected.values():
         stored = _stored(folder, files, entry.name)
@@ -462,8 +463,8 @@ def write_tensors(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(index: Path) -> list[str]:
-    """The files that an index names, all of them in its own folder."""
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the file that an index names, in its own folder."""
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise InputError(
@@ -475,4 +476,4 @@ def _shards(index: Path) -> list[str]:
                 f"{index}: {tensor} is in {name!r}, expected the name of a file in that folder: "
                 "nothing outside a model's folder is read; copy the folder again"
             )
-    return sorted(set(table.values()))
+    return table

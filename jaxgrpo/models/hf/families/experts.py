@@ -151,7 +151,8 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
         **layered(fields, config["num_layers"], turns, default, window),
     }
     pattern = [kind._replace(mixer=kind.mixer._replace(sinks=True)) for kind in config["pattern"]]
-    if fields.take("quantization_config", "object", {}).get("quant_method", "mxfp4") != "mxfp4":
+    packing = fields.take("quantization_config", "object", {})
+    if packing and packing.get("quant_method") != "mxfp4":
         fields.refuse("quantization_config", "of quantised weights only mxfp4 is read")
     width = config["intermediate_size"]
     experts = read_experts(fields, "num_local_experts", 128, width, normalised=True)

@@ -86,6 +86,8 @@ def _hybrid(fields: Fields, width: int | None = None) -> dict[str, Any]:
         share=0.25,
         ignored=OF_IMAGES,
     )
+    if config["activation"] != "silu":  # which acts on convolutions too
+        fields.refuse("hidden_act", "layers that recur are built with silu only")
     if not fields.take("attn_output_gate", "flag", True):
         fields.refuse("attn_output_gate", "only gated attention is built")
     return {
