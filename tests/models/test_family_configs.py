@@ -195,7 +195,7 @@ WINDOWLESS = (
     *("llama", "granite", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
     *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", *HYBRID),
 )
-HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16)}
+HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16), **dict.fromkeys(HYBRID, (16, 24))}
 """Sizes of heads, where a part of each turns."""
 
 

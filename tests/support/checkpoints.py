@@ -245,7 +245,9 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
     position = np.maximum(mask.cumsum(1) - 1, 0)
     with torch.no_grad():
         inputs = [torch.as_tensor(array) for array in (tokens, mask, position)]
-        return model(inputs[0], attention_mask=inputs[1], position_ids=inputs[2]).logits.numpy()
+        options = {"attention_mask": inputs[1], "position_ids": inputs[2]}
+        # A cache cannot say how long it is where no layer attends.
+        return model(inputs[0], **options, use_cache=False).logits.numpy()
 
 
 def config_fields(family: str, **changes: Any) -> dict[str, Any]:

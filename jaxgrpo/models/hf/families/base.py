@@ -151,6 +151,12 @@ def _pad_token(token_id: int | None, vocab: int) -> int | None:
     return token if token is not None and 0 <= token < vocab else None
 
 
+def refuse_without_rope(fields: Fields) -> None:
+    """Of families for which transformers assumes more than a theta: releases may differ in it."""
+    if not any(fields.content.get(name) for name in ("rope_parameters", "rope_scaling")):
+        fields.problems.append("rope_parameters or rope_scaling: missing")
+
+
 def attention_bias(fields: Fields, default: bool = False) -> dict[str, bool]:
     """Biases of queries, keys, values and the output, by one field."""
     bias = fields.take("attention_bias", "flag", default)

@@ -13,6 +13,7 @@ from jaxgrpo.models.hf.families.base import (
     Family,
     attention_bias,
     layered,
+    refuse_without_rope,
     sizes,
     uniform,
     with_feeds,
@@ -140,6 +141,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     """Every second layer has a window; heads have sinks, experts biases and a clamped SwiGLU."""
     config = sizes(fields, head_dim=64, eps=1e-5, positions=131_072)
     turn = rope.read_turn(fields, config["head_dim"], config["max_positions"], theta=150_000.0)
+    refuse_without_rope(fields)
     window = fields.nullable("sliding_window", "size", 128)
     turns = {FULL: turn, SLIDING: turn}
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from jaxgrpo.models.hf import rope
-from jaxgrpo.models.hf.families.base import Family, layered, sizes, uniform
+from jaxgrpo.models.hf.families.base import (
+    Family,
+    layered,
+    refuse_without_rope,
+    sizes,
+    uniform,
+)
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
@@ -39,8 +45,7 @@ def _ministral3(fields: Fields) -> dict[str, Any]:
     """Mistral whose queries grow with their position, beyond the length of training."""
     config = sizes(fields, head_dim=128, eps=1e-5, positions=262_144, pad=11)
     turn = rope.read_turn(fields, config["head_dim"], config["max_positions"], types=rope.GROWING)
-    if not any(fields.content.get(name) for name in ("rope_parameters", "rope_scaling")):
-        fields.problems.append("rope_parameters or rope_scaling: missing")
+    refuse_without_rope(fields)
     return {**config, **uniform(turn, fields.nullable("sliding_window", "size", None))}
 
 
