@@ -9,13 +9,16 @@ from typing import Any
 
 import checkpoints
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 import jaxgrpo
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
+from jaxgrpo.models.api import in_dtype
 from jaxgrpo.models.hf import families, folders
 
 CONFIG = {
@@ -248,3 +251,31 @@ def test_positions_are_there_in_the_fields_of_transformers_4_too(family, older):
         "rope_parameters": fields["rope_parameters"],
     }
     assert families.model_config(exported_fields, "a test") == config
+
+
+def test_tensors_keep_the_dtype_that_the_base_has_them_in(tmp_path):
+    """Some in float32 beside bfloat16, as Qwen3.5 is published."""
+    changes = {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "dtype": "bfloat16"}
+    fields = checkpoints.config_fields("qwen3_5_text", **changes)
+    model = decoder.build(families.model_config(fields, "a test"))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), model.shapes)
+    base, delta = tmp_path / "base", "model.layers.0.linear_attn"
+    jaxgrpo.save_model(model, params, base)
+    stored = load_file(base / "model.safetensors")
+    assert stored[f"{delta}.norm.weight"].dtype == np.float32
+    for name, dtype in ((f"{delta}.dt_bias", jnp.bfloat16), ("model.norm.weight", np.float32)):
+        stored[name] = stored[name].astype(dtype)
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    model, params = jaxgrpo.load_model(base, "bfloat16")
+    trained = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)  # as runs hold weights
+    for number, weights in enumerate((params, in_dtype(trained, "bfloat16"))):
+        jaxgrpo.save_model(model, weights, tmp_path / str(number), base=base)
+        ours = load_file(tmp_path / str(number) / "model.safetensors")
+        assert {name: tensor.dtype for name, tensor in ours.items()} == {
+            name: tensor.dtype for name, tensor in stored.items()
+        }
+        assert all(np.array_equal(ours[name], stored[name]) for name in stored)
+    jaxgrpo.save_model(model, trained, tmp_path / "trained", base=base)
+    ours = load_file(tmp_path / "trained/model.safetensors")
+    assert {str(tensor.dtype) for tensor in ours.values()} == {"float32"}

@@ -288,20 +288,48 @@ def test_a_folder_without_the_text_model_is_refused(case, tmp_path):
         jaxgrpo.load_model(tmp_path / "m", text_only=True)
 
 
+def test_a_text_model_that_transformers_took_out_of_a_full_one_is_read(case, tmp_path):
+    """Qwen3.5's is saved under the full model's names, and written so again."""
+    if not case.model.config.recurs:
+        return
+    fields = json.loads((case.folder / "config.json").read_text())["text_config"]
+    fields["architectures"] = [families.FAMILIES[fields["model_type"]].architecture]
+    text = {n: a for n, a in tensors(case.folder).items() if "language_model" in n or "lm_" in n}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(fields))
+    save_file(text, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    model, params = jaxgrpo.load_model(tmp_path / "base")
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, case.params)))
+    jaxgrpo.save_model(model, params, tmp_path / "ours", base=tmp_path / "base")
+    assert tensors(tmp_path / "ours").keys() == text.keys()
+
+
 def test_tensors_that_transformers_ignores_are_carried(tmp_path, monkeypatch):
-    """As those of layers that predict several tokens, by a list of the family."""
+    """As those of layers that predict further tokens: by a list of the family, or as numbered
+    behind the model's layers."""
     fields = checkpoints.config_fields("llama")
     checkpoints.redrawn(fields, tmp_path / "base")
-    more = {"mtp.layers.0.weight": np.arange(6, dtype=np.int64)}
     stored = load_file(tmp_path / "base/model.safetensors")
-    save_file(stored | more, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"unknown: mtp\.layers\.0\.weight"):
-        jaxgrpo.load_model(tmp_path / "base")
+    numbers = np.arange(6, dtype=np.int64)
+    layer = {"model.layers.3.mlp.up_proj.weight": numbers.astype(np.float16)}
+    more = {"mtp.layers.0.weight": numbers} | layer
+
+    def read(more: dict[str, np.ndarray]) -> Any:
+        save_file(stored | more, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+        return jaxgrpo.load_model(tmp_path / "base")
+
+    with pytest.raises(InputError, match=r"unknown: model\.layers\.3\..*, mtp\.layers\.0\.weight"):
+        read(more)
     family = families.FAMILIES["llama"]._replace(carried=("mtp.",))
     monkeypatch.setitem(families.FAMILIES, "llama", family)
-    model, params = jaxgrpo.load_model(tmp_path / "base")
+    with pytest.raises(InputError, match=r"unknown: model\.layers\.3\.mlp\.up_proj\.weight: "):
+        read(more)
+    more["model.layers.3.eh_proj.weight"] = numbers
+    model, params = read(more)
     jaxgrpo.save_model(model, params, tmp_path / "ours", base=tmp_path / "base")
     exported = load_file(tmp_path / "ours/model.safetensors")
     assert exported.keys() == stored.keys() | more.keys()
-    np.testing.assert_array_equal(exported["mtp.layers.0.weight"], np.arange(6))
-    assert folders.read_dtypes(tmp_path / "base", model)["I64"] == 1
+    for name, tensor in more.items():
+        np.testing.assert_array_equal(exported[name], tensor)
+        assert exported[name].dtype == tensor.dtype
+    assert folders.read_dtypes(tmp_path / "base", model)["I64"] == 2

@@ -129,6 +129,9 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
         text = spelling.body, spelling.head + family.modules["head"]
         carried_names = tuple(name for name in files if not name.startswith(text))
     else:
+        # So transformers saves the text model alone that it read from a full one's files.
+        if any(name.startswith(SPELLINGS[0].body) for name in files):
+            spelling = SPELLINGS[0]
         carried += tuple(name.removesuffix(FURTHER) for name in files if name.endswith(FURTHER))
         carried_names = tuple(name for name in files if carried and name.startswith(carried))
     head, embed = (spelling.name(name) for name in family.tied_head)
