@@ -179,6 +179,8 @@ ROPES: list[dict[str, Any]] = [
     {**YARN, "beta_fast": None},
     {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5},
     {**YARN, "mscale": 0.7},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 0.0},
+    {**YARN, "beta_fast": 0, "beta_slow": 0.5},
     {**YARN, "truncate": False},
     {**YARN, "truncate": None},
     {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
@@ -188,6 +190,11 @@ ROPES: list[dict[str, Any]] = [
     {**LONGROPE, "short_factor": [1.5]},
     {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"},
 ]
+
+
+GROWING = ("llama_4_scaling_beta", "original_max_position_embeddings")
+FLAT = {"rope_type": "default", "llama_4_scaling_beta": 0.0}
+"""Of Ministral 3, without which it is refused; and not growing."""
 
 
 def config_changes(fields: dict[str, Any]) -> Iterator[Change]:
@@ -209,7 +216,8 @@ def rope_changes(fields: dict[str, Any]) -> Iterator[Change]:
     plain = _with(fields, rope_parameters=ABSENT)
     yield "rope_parameters", plain
     yield "rope_parameters", _with(fields, rope_parameters=None)
-    for rope in ROPES:
+    growing = {name: now[name] for name in GROWING if "llama_4_scaling_beta" in now}
+    for rope in ROPES if not growing else [{**growing, **rope} for rope in [*ROPES, FLAT]]:
         if FULL in now:
             for kind in (FULL, SLIDING):
                 yield "rope_parameters", _with(fields, rope_parameters={**now, kind: rope})

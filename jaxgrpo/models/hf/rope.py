@@ -35,6 +35,8 @@ class _Sizes(NamedTuple):
     max_positions: int
 
 
+OFF_AT_0 = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Parameters of yarn that are as good as absent where they are 0 (Devstral 2)."""
 BETA, MAX_POSITIONS = "llama_4_scaling_beta", "max_position_embeddings"
 
 _Make = Callable[[Rope, int, Mapping[str, Any], _Sizes], Turn]
@@ -195,10 +197,9 @@ def _turn(
         fields.refuse(name, f"the rope_type {kind!r} is not built; known are {', '.join(types)}")
         return Turn(Rope())
     make_turn, keys = types[kind]
-    values = {
-        "partial_rotary_factor": 1.0,
-        **{k: v for k, v in parameters.items() if v is not None},
-    }
+    is_off = lambda k, v: v is None or (k in OFF_AT_0 and v == 0)  # noqa: E731
+    values = {"partial_rotary_factor": 1.0}
+    values |= {k: v for k, v in parameters.items() if not is_off(k, v)}
     if "truncate" in parameters and parameters["truncate"] is None:
         values["truncate"] = False  # as transformers has it, though without the key it is true
     odd = _odd_values(kind, keys, parameters, values)
@@ -248,7 +249,8 @@ def _fits(key: str, value: Any) -> bool:
         return isinstance(value, bool)
     if key in ("short_factor", "long_factor"):
         return isinstance(value, list) and all(_fits("factor", factor) for factor in value)
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    return is_number and (value > 0 or (key == BETA and value == 0))
 
 
 def _plain(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
