@@ -317,8 +317,7 @@ def save_model(
     family = families.find_family(model.config.family, "save_model")
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
-    dtype = _common_dtype(params)
-    with _base_tensors(model, family, base, dtype) as (entries, carried, dtypes):
+    with _base_tensors(model, family, base, dtype := _common_dtype(params)) as (entries, *of_base):
         tensors = mapping.by_tensor(jax.tree.leaves(params), entries)
         fields = families.config_fields(model.config, dtype)
         with out if jax.process_index() == 0 else contextlib.nullcontext() as folder:
@@ -326,7 +325,7 @@ def save_model(
                 source = None if base is None else find_folder(base, with_weights=False)
                 texts.write(folder, fields, generation_config or {}, tokenizer, source)
                 replacing.write_card(folder, card)
-            weights.write(folder, tensors, max_shard_bytes, carried, dtypes)
+            weights.write(folder, tensors, max_shard_bytes, *of_base)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 

@@ -69,11 +69,9 @@ def unpacked(files: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     for name in sorted(names):
         blocks, scales = stored(name + BLOCKS), stored(name + SCALES)
-        shape = [*blocks.get_shape()[:3], BYTES]
-        kinds = blocks.get_dtype(), scales.get_dtype()
-        is_right = len(shape) == 4 and kinds == ("U8", "U8") and scales.get_shape() == shape[:3]
-        if name in plain or not is_right or blocks.get_shape() != shape:
-            parts = (f"{part.get_dtype()} {part.get_shape()}" for part in (blocks, scales))
+        parts = [f"{part.get_dtype()} {part.get_shape()}" for part in (blocks, scales)]
+        shape = [*scales.get_shape(), BYTES]
+        if name in plain or len(shape) != 4 or parts != [f"U8 {shape}", f"U8 {shape[:3]}"]:
             twice = ", and as a whole" if name in plain else ""
             raise InputError(
                 f"{folder}: {name} is stored as blocks and scales, {' and '.join(parts)}{twice}: "

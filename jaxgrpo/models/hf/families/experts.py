@@ -109,14 +109,11 @@ def _glm4_moe(fields: Fields) -> dict[str, Any]:
     width = fields.take("moe_intermediate_size", "size", 1408)
     experts = read_experts(fields, "n_routed_experts", 128, width, normalised=True)
     groups, top_groups = (fields.take(name, "size", 1) for name in ("n_group", "topk_group"))
-    width_of_group, odd = divmod(experts.number, groups)
-    too_small = groups > 1 and width_of_group < 2
-    if odd or too_small or top_groups > groups or experts.top_k > width_of_group * top_groups:
-        why = f"must divide n_routed_experts = {experts.number} into groups of 2 and more, with "
-        why += (
-            f"at least num_experts_per_tok = {experts.top_k} in topk_group = {top_groups} of them"
-        )
-        fields.refuse("n_group", why)
+    each, odd = divmod(experts.number, groups)
+    if odd or each < 2 <= groups or top_groups > groups or experts.top_k > each * top_groups:
+        why = f"n_routed_experts = {experts.number} must divide into groups of 2 or more, and "
+        few = f"topk_group = {top_groups} of them hold num_experts_per_tok = {experts.top_k}"
+        fields.refuse("n_group", why + few)
     experts = experts._replace(
         scores="sigmoid",
         scale=fields.take("routed_scaling_factor", "positive", 1.0),

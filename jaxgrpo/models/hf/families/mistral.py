@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxgrpo.models.hf import rope
-from jaxgrpo.models.hf.families.base import (
-    Family,
-    layered,
-    refuse_without_rope,
-    sizes,
-    uniform,
-)
+from jaxgrpo.models.hf.families.base import Family, layered, refuse_without_rope, sizes, uniform
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
