@@ -81,7 +81,7 @@ def check(family: str, every: int, folder: Path) -> dict[str, list[str]]:
 
 LEFT_BY_OTHERS = {
     **dict.fromkeys(("max_sequence_length", "seq_length", "model_max_length"), 2048),
-    **dict.fromkeys(("end_token_id", "unk_token_id", "image_token_id", "boi_token_id"), 3),
+    **dict.fromkeys(("end_token_id", "unk_token_id", "image_token_id", "im_newline_id"), 3),
     **dict.fromkeys(("use_flash_attn", "qkv_bias", "gradient_checkpointing"), True),
     "neftune_noise_alpha": 5.0,
     "dual_chunk_attention_config": {"chunk_size": 8},

@@ -149,8 +149,8 @@ class Fields:
                 continue
             if name in REFUSED:
                 self.refuse(name, REFUSED[name])
-            elif name.endswith("_token_id") and type(value) is int:
-                continue  # of a tokenizer, whatever it is for
+            elif name.endswith("_id") and type(value) is int:
+                continue  # a token, whatever it is for
             elif name not in GENERAL and not name.startswith(GENERAL_PREFIXES):
                 is_model = not self.file.startswith("adapter")
                 noun = "model" if is_model else "adapter"
