@@ -216,7 +216,9 @@ def _turn(
     turned = int(sizes.head_dim * share)
     if turned < 2 or turned % 2 or turned > sizes.head_dim:
         fields.refuse(
-            name, f"turns {turned} of head_dim = {sizes.head_dim}: expected an even number"
+            name,
+            f"turns {turned} of head_dim, or hidden_size / num_attention_heads, = "
+            f"{sizes.head_dim}: expected an even number",
         )
         return Turn(rope)
     undefined = _undefined(kind, turned, values)
