@@ -118,7 +118,7 @@ SLOW = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "glm4_moe",
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*SLOW}))
 def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
-    assert {"equal", "refused"} & check(family, 48, tmp_path).keys()
+    assert {"equal", "refused"} & check(family, 72, tmp_path).keys()
 
 
 @pytest.mark.full
