@@ -76,6 +76,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 48},
     "olmoe": {"num_experts": 4, **_EXPERTS, "intermediate_size": 48},
     "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "moe_intermediate_size": 38},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
     "gpt_oss": {"num_local_experts": 5, **_CLAMPED, "sliding_window": 8},
 }
 """Family -> what config.json of its base model says beside the sizes."""

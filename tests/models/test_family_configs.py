@@ -30,7 +30,7 @@ GATED = ("qwen3_5_moe_text", "qwen3_next")
 HYBRID = ("qwen3_5_text", *GATED)
 EXPERTS: dict[str, str] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", *GATED), "num_experts"),
-    "gpt_oss": "num_local_experts",
+    **dict.fromkeys(("gpt_oss", "granitemoe"), "num_local_experts"),
 }
 BIASED = (
     *(*EXPERTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
@@ -156,10 +156,11 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         fields["no_rope_layers"] = draw(
             st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
         )
-    if family == "granite":
+    if family in ("granite", "granitemoe"):
         names = ("embedding", "attention", "residual")
         fields |= {f"{name}_multiplier": draw(scales) for name in names}
-        fields["logits_scaling"] = draw(scales)
+        # Divided by less, the logits of experts are of order 10.
+        fields["logits_scaling"] = draw(st.floats(1.0, 4.0) if family in EXPERTS else scales)
     if family == "cohere2":
         fields["logit_scale"] = draw(scales)
         fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
@@ -193,7 +194,7 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
 
 
 WINDOWLESS = (
-    *("llama", "granite", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
+    *("llama", "granite", "granitemoe", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
     *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", *HYBRID),
 )
 HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16)}

@@ -34,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         *(olmo.OLMO2, olmo.OLMO3, olmo.EXAONE4, mistral.MINISTRAL3, llama.ARCEE, llama.HUNYUAN),
         *(interleaved.GLM4, interleaved.ERNIE, interleaved.COHERE2),
         *(experts.QWEN3_MOE, experts.OLMOE, experts.GLM4_MOE, experts.GPT_OSS),
+        experts.GRANITE_MOE,
         *(hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.QWEN3_NEXT),
     )
 }

@@ -1,4 +1,4 @@
-"""Families with experts: Qwen3-MoE, OLMoE, GLM-4.5 and GPT-OSS."""
+"""Families with experts: Qwen3-MoE, OLMoE, Granite-MoE, GLM-4.5 and GPT-OSS."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxgrpo.models.hf.families.base import (
     uniform,
     with_feeds,
 )
+from jaxgrpo.models.hf.families.llama import read_granite
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
@@ -96,6 +97,29 @@ OLMOE = Family(
     modules=_MODULES,
     experts=EXPERTS,
     fused_experts=FUSED_EXPERTS,
+)
+
+
+def _granite_moe(fields: Fields) -> dict[str, Any]:
+    """Granite with experts in every layer; in files those of a layer are always one tensor."""
+    config = read_granite(fields)
+    width = config["intermediate_size"]
+    experts = read_experts(fields, "num_local_experts", 8, width, top_k=2)
+    # transformers takes a softmax over the token's own experts, which is that over all, normalised.
+    experts = experts._replace(normalised=True)
+    return with_feeds({**config, "fused_experts": True}, [experts] * config["num_layers"])
+
+
+GRANITE_MOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    _granite_moe,
+    modules={**MODULES, "experts/router": "block_sparse_moe.router.layer"},
+    experts=EXPERTS,
+    fused_experts={
+        f"block_sparse_moe.{name}_linear.weight": maps
+        for name, maps in zip(("input", "output"), FUSED_EXPERTS.values(), strict=True)
+    },
 )
 
 

@@ -33,7 +33,7 @@ LLAMA = Family(
 )
 
 
-def _granite(fields: Fields) -> dict[str, Any]:
+def read_granite(fields: Fields) -> dict[str, Any]:
     """Llama with a number each for embeddings, attention, branches and logits."""
     return {
         **_llama(fields),
@@ -44,7 +44,7 @@ def _granite(fields: Fields) -> dict[str, Any]:
     }
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _granite)
+GRANITE = Family("granite", "GraniteForCausalLM", read_granite)
 
 
 def _seed_oss(fields: Fields) -> dict[str, Any]:
