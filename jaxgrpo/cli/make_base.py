@@ -53,6 +53,16 @@ _SHARED = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 37),
 }
 _CLAMPED = {"num_experts_per_tok": 2, "intermediate_size": 38}
+_LATENTS = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("num_key_value_heads", "q_lora_rank", "head_dim")),
+    "qk_rope_head_dim": 8,
+    "moe_intermediate_size": 36,
+    "n_shared_experts": 1,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "sliding_window": 8},
     "gemma3_text": {
@@ -75,6 +85,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3_next": _SHARED,
     "qwen3_moe": {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 48},
     "olmoe": {"num_experts": 4, **_EXPERTS, "intermediate_size": 48},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), {**_LATENTS, "first_k_dense_replace": 1}),
+    "glm4_moe_lite": _LATENTS,
     "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "moe_intermediate_size": 38},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
     "gpt_oss": {"num_local_experts": 5, **_CLAMPED, "sliding_window": 8},

@@ -25,6 +25,7 @@ from jaxgrpo.models.api import (
 )
 from jaxgrpo.models.delta import GatedDelta
 from jaxgrpo.models.experts import Experts
+from jaxgrpo.models.latent import LatentAttention
 from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm
 
 
@@ -47,7 +48,8 @@ class Block(nnx.Module):
         if isinstance(mixer, DeltaKind):
             self.delta: GatedDelta = GatedDelta(config, mixer, rngs)
         else:
-            self.attention: Attention = Attention(config, mixer, rngs)
+            attention = Attention if mixer.latent is None else LatentAttention
+            self.attention: Attention | LatentAttention = attention(config, mixer, rngs)
         if isinstance(feed, ExpertsKind):
             self.experts: Experts = Experts(config, feed, rngs)
         else:
@@ -76,8 +78,7 @@ class Block(nnx.Module):
         if isinstance(mixer, DeltaKind):
             branch, memory = self.delta(branch, caller.recur, memory, mixer)
         else:
-            turn, attend = angles[mixer.rope], caller.attend
-            branch, memory = self.attention(branch, turn, attend, memory, mixer)
+            branch, memory = self.attention(branch, angles[mixer.rope], caller, memory, mixer)
         hidden = hidden + self.scaled(self.attention_out_norm(branch))
         branch = normed if self.parallel else self.feed_forward_norm(hidden)
         if isinstance(feed, ExpertsKind):

@@ -142,8 +142,8 @@ def build(
     ) -> tuple[Array, Any]:
         hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
-        ropes = dict.fromkeys(mixer.rope for mixer in config.attention)
-        angles = {rope: rotary_angles(positions, rope, config.head_dim) for rope in ropes}
+        turned = {mixer.rope: mixer.positioned(config.head_dim) for mixer in config.attention}
+        angles = {rope: rotary_angles(positions, rope, size) for rope, size in turned.items()}
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
             block = modules[kind].bind(params)
@@ -425,7 +425,11 @@ def _odd_experts(
 
 def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
     if isinstance(kind.mixer, AttentionKind):
-        return _odd_rope(kind.mixer.rope, head_dim)
+        latent = kind.mixer.latent
+        odd = latent is not None and (min(latent._replace(query=latent.query or 1)) < 1)
+        odd = odd or (latent is not None and head_dim != latent.plain + latent.turned)
+        problems = [f"{latent}: expected sizes of 1 or more, head_dim = plain + turned"] * odd
+        return problems + _odd_rope(kind.mixer.rope, kind.mixer.positioned(head_dim))
     if min(kind.mixer) < 1 or kind.mixer.value_heads % kind.mixer.key_heads or kind.mixer.conv < 2:
         why = "sizes of 1 or more, value_heads a multiple of key_heads, conv 2 or more"
         return [f"{kind.mixer}: expected {why}"]

@@ -6,6 +6,7 @@ takes no more than this. The formulas are written out where they are computed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxgrpo.core.chips import Chip
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import DeltaKind, Model, ModelConfig
+from jaxgrpo.models.api import AttentionKind, DeltaKind, Model, ModelConfig
 from jaxgrpo.models.counts import count_recurrence, count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
@@ -61,19 +62,26 @@ class Bound(NamedTuple):
         return self._fields[int(np.argmax(self))]
 
 
-def attention_flops(config: ModelConfig, tokens_before: int, tokens: int) -> float:
-    """Of `tokens` queries behind `tokens_before` others: 4 heads head_dim per pair that is seen.
+def attention_flops(
+    config: ModelConfig, tokens_before: int, tokens: int, samples: bool = False
+) -> float:
+    """Of `tokens` queries behind `tokens_before` others: 4 heads head_dim per pair that is seen, or
+    2 heads times the sizes of a key and a value where these differ, as those that a sampler keeps
+    of latents.
 
     Position p, from 0, sees p + 1 keys, or those of its window. Layers that recur do as much for
     each token (`counts.count_recurrence`).
     """
     visible_keys = np.arange(tokens_before + 1, tokens_before + tokens + 1, dtype=np.float64)
-    pairs = sum(
-        np.minimum(visible_keys, kind.window or math.inf).sum() for kind in config.attention
-    )
+
+    def head_flops(kind: AttentionKind) -> float:
+        sizes = config.head_dim, kind.latent.value if kind.latent else config.head_dim
+        seen = np.minimum(visible_keys, kind.window or math.inf).sum()
+        return 2.0 * sum(config.cached(kind)[1:] if samples else sizes) * float(seen)
+
     mixers = [kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind)]
     recurrence = tokens * sum(count_recurrence(mixer).flops for mixer in mixers)
-    return 4.0 * config.num_heads * config.head_dim * float(pairs) + recurrence
+    return config.num_heads * sum(map(head_flops, config.attention)) + recurrence
 
 
 def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
@@ -117,9 +125,10 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     side, chunk = chunk_shape(sizes)
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
     numbers = count_weights(blueprint.model)
-    prompt_flops = prompts * (2.0 * numbers.active * width + attention_flops(config, 0, width))
+    attended = functools.partial(attention_flops, config, samples=True)
+    prompt_flops = prompts * (2.0 * numbers.active * width + attended(0, width))
     tokens = steps * numbers.work
-    sample_flops = prompts * group * (2.0 * tokens + attention_flops(config, width, steps))
+    sample_flops = prompts * group * (2.0 * tokens + attended(width, steps))
     occupied = capacity(blueprint.model, settings, mesh, prompts, group, width)
     state = (occupied.state - occupied.recurrent) / 2 + 2 * occupied.recurrent
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps

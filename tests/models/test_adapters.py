@@ -34,7 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
 }
 """What is adapted, by the family; everything in the others."""
-ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", *_LATENT]}
 """Of families with experts, whose maps have no adapters."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The fields of adapter_config.json that must be there."""

@@ -32,8 +32,9 @@ EXPERTS: dict[str, str] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", *GATED), "num_experts"),
     **dict.fromkeys(("gpt_oss", "granitemoe"), "num_local_experts"),
 }
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 BIASED = (
-    *(*EXPERTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
+    *(*EXPERTS, *LATENTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
     *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),
 )
 
@@ -112,11 +113,22 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
         fields["shared_expert_intermediate_size"] = draw(st.integers(3, 20))
     if family == "qwen3_next":
         fields["decoder_sparse_step"] = draw(st.integers(1, 2))
-    if family == "glm4_moe":
+    if family in ("glm4_moe", *LATENTS):
         fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
-        fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
-        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
+        fields |= {"num_experts_per_tok": draw(st.integers(1, 2))}
         fields["routed_scaling_factor"] = draw(scales)
+        fields["norm_topk_prob"] = draw(flags)
+    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
+    if family == "glm4_moe":
+        fields["use_qk_norm"] = draw(flags)
+    if family == "deepseek_v2":
+        fields["topk_method"] = draw(st.sampled_from(("greedy", "group_limited_greedy")))
+    if family in LATENTS:
+        names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        fields |= {name: draw(st.sampled_from((8, 10, 12))) for name in names}
+        fields["qk_rope_head_dim"] = draw(st.sampled_from((4, 6)))
+        fields["q_lora_rank"] = draw(st.none() | st.integers(8, 20))
     return fields
 
 
@@ -145,13 +157,19 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     optional = {
         "attention_bias": family in BIASED,
         "attention_out_bias": family == "seed_oss",
-        "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss", "arcee"),
+        "mlp_bias": family == "deepseek_v2"
+        or family in ("llama", "smollm3", "granite", "seed_oss", "arcee"),
         "use_bias": family == "ernie4_5",
     }
     fields |= {name: draw(flags) for name, has in optional.items() if has}
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
     fields |= draw(experts(family))
+    if family in LATENTS:
+        fields["num_key_value_heads"] = heads
+    if family == "glm4_moe_lite":
+        kinds = st.sampled_from(("dense", "sparse"))
+        fields["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
     if family == "smollm3":
         fields["no_rope_layers"] = draw(
             st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
@@ -194,7 +212,7 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
 
 
 WINDOWLESS = (
-    *("llama", "granite", "granitemoe", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
+    *("llama", "granite", "granitemoe", *LATENTS, "seed_oss", "olmo2", "olmoe", "glm4_moe"),
     *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", *HYBRID),
 )
 HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16)}

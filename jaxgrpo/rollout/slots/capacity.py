@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgrpo.models import delta, routing, sharding
-from jaxgrpo.models.api import DeltaKind, LayerKind, Model
+from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -111,21 +111,23 @@ def capacity(
     dtype, platform = cache_dtype(settings.kv_cache_dtype, config), device.platform
     has_lines = choose_decoding(device, model, dtype, mesh, settings.attention).has_lines
     size = jnp.dtype(dtype).itemsize
-    half = config.num_kv_heads // tensor * config.head_dim * size  # a column of keys or values
 
-    def cache_bytes(batch: int, columns: int) -> int:
+    def cache_bytes(kind: AttentionKind, batch: int, columns: int) -> int:
+        heads, key_size, value_size = config.cached(kind)
         key_columns = -(-columns // LANES) * LANES if platform == "tpu" else columns
-        return batch * half * (key_columns + columns)
+        numbers = key_size * key_columns + value_size * columns
+        return batch * max(1, heads // tensor) * numbers * size
 
-    def ring_bytes(window: int | None) -> int:
+    def ring_bytes(kind: AttentionKind) -> int:
+        in_slots = functools.partial(cache_bytes, kind, sizes.slots)
         if has_lines:
-            return cache_bytes(sizes.slots, Lines.columns(longest))
+            return in_slots(Lines.columns(longest))
         block = settings.segment_tokens
-        parts, columns = older_parts(min(longest, window or longest), block)
-        return cache_bytes(sizes.slots, block) + parts * cache_bytes(sizes.slots, columns)
+        parts, columns = older_parts(min(longest, kind.window or longest), block)
+        return in_slots(block) + parts * in_slots(columns)
 
-    rings = [ring_bytes(kind.window) for kind in config.attention]
-    shared = cache_bytes(sizes.rows, sizes.width) if rings else 0
+    rings = [ring_bytes(kind) for kind in config.attention]
+    shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
     state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
     sequences = sizes.slots + sizes.rows
     token_bytes = _token_bytes(routing.recorded(config.kinds), settings)

@@ -22,6 +22,9 @@ from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 _MODULES = {**MODULES, "experts/router": "mlp.gate"}
+SHARED_MODULES = _MODULES | {
+    f"experts/shared/{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+}
 
 
 def read_experts(
@@ -123,22 +126,39 @@ GRANITE_MOE = Family(
 )
 
 
+def read_grouped(
+    fields: Fields,
+    *,
+    count: int = 128,
+    width: int = 1408,
+    top_k: int = 8,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    shared: int = 1,
+) -> ExpertsKind:
+    """Experts with a sigmoid each, in groups, beside some that all tokens pass, as one.
+
+    Args: what transformers assumes without the fields.
+    """
+    width = fields.take("moe_intermediate_size", "size", width)
+    experts = read_experts(fields, "n_routed_experts", count, width, normalised=True, top_k=top_k)
+    return experts._replace(
+        scores="sigmoid",
+        scale=fields.take("routed_scaling_factor", "positive", scale),
+        groups=fields.take("n_group", "size", groups),
+        top_groups=fields.take("topk_group", "size", top_groups),
+        shared=width * fields.take("n_shared_experts", "size", shared),
+    )
+
+
 def _glm4_moe(fields: Fields) -> dict[str, Any]:
     """Dense layers first; a sigmoid for each expert, groups of them, and one that all pass."""
     config = sizes(fields, eps=1e-5, positions=131_072)
     turn = rope.read_turn(
         fields, config["head_dim"], config["max_positions"], partial=True, share=0.5
     )
-    width = fields.take("moe_intermediate_size", "size", 1408)
-    experts = read_experts(fields, "n_routed_experts", 128, width, normalised=True)
-    groups, top_groups = (fields.take(name, "size", 1) for name in ("n_group", "topk_group"))
-    experts = experts._replace(
-        scores="sigmoid",
-        scale=fields.take("routed_scaling_factor", "positive", 1.0),
-        groups=groups,
-        top_groups=top_groups,
-        shared=width * fields.take("n_shared_experts", "size", 1),
-    )
+    experts = read_grouped(fields)
     dense, count = fields.take("first_k_dense_replace", "count", 1), config["num_layers"]
     config |= {
         **uniform(turn),
@@ -152,8 +172,7 @@ GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     _glm4_moe,
-    modules=_MODULES
-    | {f"experts/shared/{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
+    modules=SHARED_MODULES,
     experts=EXPERTS,
     fused_experts=FUSED_EXPERTS,
     harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # of layers that are not in the files
