@@ -74,6 +74,8 @@ class DeltaKind(NamedTuple):
     key_dim: int
     value_dim: int
     conv: int = 4  # tokens that its short convolution reads
+    reach: float = 1.0  # rates of writing go from 0 to it; above 1 what is read may change its sign
+    eps: float | None = None  # of the norm of its output; None: `ModelConfig.rms_norm_eps`
 
 
 class DenseKind(NamedTuple):
@@ -104,6 +106,7 @@ class LayerKind(NamedTuple):
 
     mixer: AttentionKind | DeltaKind = AttentionKind()
     feed: DenseKind | ExpertsKind = DenseKind()
+    norms: Norms | None = None  # None: `ModelConfig.norms`
 
     def has(self, name: str) -> bool:
         """Whether its layers have a linear map, of the names in LINEAR; gates may be absent."""
@@ -112,8 +115,7 @@ class LayerKind(NamedTuple):
             return part in ("feed_forward", "delta")
         if (latent := self.mixer.latent) is None:
             return name in LINEAR[:4]
-        queries = ("query", "turned_query") if latent.query is None else QUERIES_OF_LATENTS
-        return part == "attention" and linear in (*queries, *LATENT_MAPS)
+        return part == "attention" and linear not in QUERIES[latent.query is None]
 
 
 Norms = Literal["before", "after", "both", "parallel"]
@@ -129,17 +131,15 @@ QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 NEVER = -1e20
 """Logit of a token that is never drawn: at any temperature no probability, and no gradient."""
 
-QUERIES_OF_LATENTS = ("query_down", "query_up", "turned_query_up")
-LATENT_MAPS = ("latent", "turned_key", "key", "value", "out")
+QUERIES = ("query", "turned_query"), ("query_down", "query_up", "turned_query_up")
 LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
     *("delta/query", "delta/key", "delta/value", "delta/gate", "delta/rate", "delta/decay"),
     "delta/out",
-    *(f"attention/{name}" for name in ("turned_query", *QUERIES_OF_LATENTS)),
-    *("attention/latent", "attention/turned_key"),
+    *(f"attention/{name}" for name in ("turned_query", *QUERIES[1], "latent", "turned_key")),
 )
-"""The linear maps of a layer, which may have adapters."""
+"""The linear maps of a layer, which may have adapters; QUERIES are those of latents, by `query`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -374,9 +374,8 @@ class Caller(NamedTuple):
     route: Route = highest_scores
     recur: Recur = no_recurrence
     keeps_latents: bool = False
-    """Of layers with latents `attend` gets these, as keys and values of one head, and queries to
-    read them: what decoding keeps is small. Otherwise it gets each head's keys and values, which
-    are less work."""
+    """Whether `attend` gets latents as keys and values of one head, which are few to keep, where
+    layers have some. Otherwise it gets each head's keys and values, which are less work."""
 
 
 class LayerMemory(NamedTuple):

@@ -32,16 +32,19 @@ from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm
 class Block(nnx.Module):
     """One layer: h += mixer(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
 
-    `config.norms` says whether a branch is normed before it, after it (then not before) or both.
+    The kind, or `config.norms`, says whether a branch is normed before it, after it (then not
+    before) or both.
     With "parallel" h += attention(norm(h)) + feed_forward(norm(h)), of one norm.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
+        norms = kind.norms or config.norms
+
         def norm(*places: str) -> Norm:
-            built = config.norms in places
+            built = norms in places
             return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
 
-        self.parallel: bool = config.norms == "parallel"
+        self.parallel: bool = norms == "parallel"
         self.attention_norm: Norm = norm("before", "both", "parallel")
         self.feed_forward_norm: Norm = norm("before", "both")
         feed, mixer = kind.feed, kind.mixer

@@ -430,7 +430,11 @@ def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
         odd = odd or (latent is not None and head_dim != latent.plain + latent.turned)
         problems = [f"{latent}: expected sizes of 1 or more, head_dim = plain + turned"] * odd
         return problems + _odd_rope(kind.mixer.rope, kind.mixer.positioned(head_dim))
-    if min(kind.mixer) < 1 or kind.mixer.value_heads % kind.mixer.key_heads or kind.mixer.conv < 2:
+    if (
+        min(kind.mixer[:6]) < 1
+        or kind.mixer.value_heads % kind.mixer.key_heads
+        or kind.mixer.conv < 2
+    ):
         why = "sizes of 1 or more, value_heads a multiple of key_heads, conv 2 or more"
         return [f"{kind.mixer}: expected {why}"]
     return []

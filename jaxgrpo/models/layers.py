@@ -287,9 +287,9 @@ class Dense(nnx.Module):
         rank = 0 if lora is None else lora.rank
         has_a = lora is not None and config.holds_a(name) == name
         self.lora_a: nnx.Param[Array] | None = (
-            _uniform(inputs, rank, config, rngs) if has_a else None
+            _uniform(inputs, rank, config.dtype, rngs) if has_a else None
         )
-        self.lora_b: nnx.Param[Array] | None = _zeros(rank, outputs, config) if rank else None
+        self.lora_b: nnx.Param[Array] | None = _zeros(rank, outputs, config.dtype) if rank else None
         self.scale: float = 0.0 if lora is None else lora.scale
 
     def __call__(
@@ -430,9 +430,7 @@ def matrix(
     return nnx.Param(value.astype(dtype), axes=axes)
 
 
-def _uniform(
-    inputs: dict[str, int], rank: int, config: ModelConfig, rngs: nnx.Rngs
-) -> nnx.Param[Array]:
+def _uniform(inputs: dict[str, int], rank: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param[Array]:
     """lora_a [*inputs, rank], uniform within 1 / sqrt(inputs).
 
     Source: the default of PEFT, kaiming_uniform_(a=sqrt(5)), and zeros as lora_b.
@@ -440,10 +438,9 @@ def _uniform(
     bound, shape = math.prod(inputs.values()) ** -0.5, (*inputs.values(), rank)
     # A stream of its own: the weights are those of a model without adapters.
     value = jax.random.uniform(rngs.lora(), shape, jnp.float32, -bound, bound)
-    return nnx.Param(value.astype(config.dtype), axes=(*inputs, "rank"))
+    return nnx.Param(value.astype(dtype), axes=(*inputs, "rank"))
 
 
-def _zeros(rank: int, outputs: dict[str, int], config: ModelConfig) -> nnx.Param[Array]:
+def _zeros(rank: int, outputs: dict[str, int], dtype: str) -> nnx.Param[Array]:
     """lora_b [rank, *outputs]."""
-    zero = jnp.zeros((rank, *outputs.values()), config.dtype)
-    return nnx.Param(zero, axes=("rank", *outputs))
+    return nnx.Param(jnp.zeros((rank, *outputs.values()), dtype), axes=("rank", *outputs))

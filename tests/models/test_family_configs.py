@@ -27,7 +27,7 @@ TYPED = (
 MASKED = ("ministral", "gemma2", "cohere2", "gpt_oss", *LAYERED)
 """transformers makes a mask of the window even where no layer has one, and fails without."""
 GATED = ("qwen3_5_moe_text", "qwen3_next")
-HYBRID = ("qwen3_5_text", *GATED)
+HYBRID = ("qwen3_5_text", "olmo_hybrid", *GATED)
 EXPERTS: dict[str, str] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", *GATED), "num_experts"),
     **dict.fromkeys(("gpt_oss", "granitemoe"), "num_local_experts"),
@@ -108,7 +108,10 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
         sizes = st.sampled_from((1, 2))
         keys = draw(sizes)
         fields |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(sizes)}
-        fields |= {"full_attention_interval": draw(st.integers(1, 3))}
+        if family == "olmo_hybrid":
+            fields["linear_allow_neg_eigval"] = draw(flags)
+        else:
+            fields |= {"full_attention_interval": draw(st.integers(1, 3))}
     if family in GATED:
         fields["shared_expert_intermediate_size"] = draw(st.integers(3, 20))
     if family == "qwen3_next":
@@ -165,6 +168,10 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
     fields |= draw(experts(family))
+    if family == "granitemoehybrid":
+        fields["layer_types"] = [FULL] * layers
+        fields["position_embedding_type"] = draw(st.sampled_from((None, "rope")))
+        fields["shared_intermediate_size"] = draw(st.integers(8, 40))
     if family in LATENTS:
         fields["num_key_value_heads"] = heads
     if family == "glm4_moe_lite":
@@ -174,7 +181,7 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         fields["no_rope_layers"] = draw(
             st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
         )
-    if family in ("granite", "granitemoe"):
+    if family in ("granite", "granitemoe", "granitemoehybrid"):
         names = ("embedding", "attention", "residual")
         fields |= {f"{name}_multiplier": draw(scales) for name in names}
         # Divided by less, the logits of experts are of order 10.
@@ -208,11 +215,23 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
         dynamic = {"rope_type": "dynamic", "factor": 1.0}
         alphas = st.builds(lambda **more: {**dynamic, **more}, rope_theta=thetas, alpha=scales)
         return ropes(False) | alphas
+    if family == "olmo_hybrid":
+        return ropes(False) | st.just({"rope_type": "default", "rope_theta": None})
     return ropes(False)
 
 
 WINDOWLESS = (
-    *("llama", "granite", "granitemoe", *LATENTS, "seed_oss", "olmo2", "olmoe", "glm4_moe"),
+    *(
+        "llama",
+        "granite",
+        "granitemoe",
+        "granitemoehybrid",
+        *LATENTS,
+        "seed_oss",
+        "olmo2",
+        "olmoe",
+        "glm4_moe",
+    ),
     *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", *HYBRID),
 )
 HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16)}
@@ -231,7 +250,7 @@ def test_a_drawn_config_gives_the_logits_of_transformers(family):
     )
     @given(changes(family))
     def law(fields: dict[str, Any]) -> None:
-        gone = set() if family in (*TYPED, *HYBRID) else {"layer_types"}
+        gone = set() if family in (*TYPED, *HYBRID, "granitemoehybrid") else {"layer_types"}
         gone |= {"sliding_window"} if family in WINDOWLESS else set()
         fields = {name: value for name, value in fields.items() if name not in gone}
         with TemporaryDirectory() as folder:

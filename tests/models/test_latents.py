@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import planned
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
+from jaxgrpo.cli.main import main
+from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import counts, decoder, lora
 from jaxgrpo.models.api import Caller, LoraConfig
@@ -168,7 +171,10 @@ def test_weights_in_fp8_are_read_by_blocks_and_written_as_bfloat16(tmp_path):
     fields = json.loads((tmp_path / "plain/config.json").read_text())
     expected, stored = {}, {}
     rng = np.random.default_rng(0)
-    for name, tensor in load_file(tmp_path / "plain/model.safetensors").items():
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    # A layer that guesses further, which an export keeps.
+    tensors["model.layers.2.eh_proj.weight"] = rng.normal(size=(160, 320)).astype(np.float32)
+    for name, tensor in tensors.items():
         stored[name] = tensor
         if tensor.ndim < 2 or "embed" in name or "lm_head" in name or name.endswith("gate.weight"):
             continue
@@ -189,3 +195,21 @@ def test_weights_in_fp8_are_read_by_blocks_and_written_as_bfloat16(tmp_path):
     assert all(np.array_equal(written[name], tensor) for name, tensor in expected.items())
     assert not any(name.endswith(fp8.SCALES) for name in written)
     assert "quantization_config" not in json.loads((tmp_path / "ours/config.json").read_text())
+
+
+@pytest.mark.full
+def test_deepseek_v3_is_described_and_planned_from_its_config_json(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    assert main(["model", str(tmp_path), "--json", "--set", "model.dtype='bfloat16'"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["parameters"] == 671_026_419_200
+    assert described["bytes"]["cached"] == 61 * (576 + 512) * 2
+    changes = {
+        "model": {"path": str(tmp_path), "dtype": "bfloat16"},
+        "mesh": {"fsdp": 64, "tensor": 8},
+        "rollout.prompts_per_step": 64,
+    }
+    (tmp_path / "run.toml").write_text(files.to_toml(planned.config(**changes)))
+    options = ("--formula", "--topology", "v5p:8x8x8", "--json")
+    assert main(["plan", str(tmp_path / "run.toml"), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 671_026_419_200

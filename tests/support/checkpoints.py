@@ -121,6 +121,18 @@ RICH: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "logits_scaling": 2.5,
     },
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "layer_types": [FULL] * 3,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.5,
+        "attention_bias": True,
+        "mamba_n_heads": 4,
+    },
     "granitemoe": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
@@ -159,6 +171,12 @@ RICH: dict[str, dict[str, Any]] = {
             SLIDING: {"rope_type": "default", "rope_theta": 100.0},
             FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
+    },
+    "olmo_hybrid": {
+        **{name: size for name, size in HYBRID.items() if name.startswith("linear_")},
+        "layer_types": ["linear_attention", FULL, "linear_attention"],
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": {**HYBRID, **GATED_EXPERTS},
@@ -240,7 +258,14 @@ def transformers_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}
-    without = ("phi3", "olmo2", "olmo3", "olmoe", "cohere2")  # a head_dim of their own
+    without = (
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "olmo_hybrid",
+        "cohere2",
+    )  # a head_dim of their own
     if family in without or "kv_lora_rank" in fields:
         fields.pop("head_dim")
     return CONFIG_MAPPING[family](**fields)

@@ -89,7 +89,8 @@ def read_config(
     config_json = weights.read_json(source)
     config = families.model_config(config_json, str(source), family, ignored, text_only)
     tensors = families.find_family(config.family, str(source))
-    name, carried = next(iter(tensors.fused_experts), None), tuple(tensors.carried)
+    name = next(iter(tensors.fused_experts), None)
+    carried = wrapped.carried_names(tensors, config.num_layers)
     fused = name is not None and weights.has_tensor(source.parent, name, carried)
     return dataclasses.replace(config, fused_experts=config.fused_experts or fused)
 

@@ -181,7 +181,7 @@ def _leaf_entries(
     leading = stacked + has_experts
     layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
     fused = config.fused_experts or family.interleaves_experts
-    turned = _turned_dims(config, module) if family.in_pairs else 0
+    turned = _turned_dims(config.attention, config.head_dim, module) if family.in_pairs else 0
     entry = _tensor(family, path[:start], path[start:], layer_shapes, fused, turned)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
@@ -211,12 +211,13 @@ def _leaf_entries(
     return [at(period, expert) for period in periods for expert in range(number)]
 
 
-def _turned_dims(config: ModelConfig, module: str) -> int:
+def _turned_dims(kinds: Sequence[AttentionKind], head_dim: int, module: str) -> int:
     """The dimensions of a head that positions turn, of the outputs of a module in a layer."""
-    kind = next((kind for kind in config.attention if kind.rope is not None), AttentionKind())
-    turned = TURNED if kind.latent is None else TURNED_OF_LATENTS
-    is_turned = kind.rope is not None and module in turned
-    return turned_dims(kind.rope, kind.positioned(config.head_dim)) if is_turned else 0
+    for kind in kinds:
+        turned = TURNED if kind.latent is None else TURNED_OF_LATENTS
+        if kind.rope is not None and module in turned:
+            return turned_dims(kind.rope, kind.positioned(head_dim))
+    return 0
 
 
 def _interleaved(family: Names, path: str, entry: Entry, shape: tuple[int, ...]) -> Entry:

@@ -110,6 +110,11 @@ class Stored(NamedTuple):
     carried: tuple[str, ...] = ()  # read by nothing, and kept in an export
 
 
+def carried_names(family: Names, layers: int) -> tuple[str, ...]:
+    """The beginnings of names of tensors that no model of so many layers reads."""
+    return tuple(name.format(layers=layers) for name in family.carried)
+
+
 def find_tensors(files: Collection[str], model: Model, family: Names, source: str) -> Stored:
     """Where a model's tensors are.
 
@@ -120,13 +125,13 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
     Raises: InputError where a wrapped model has no text model under a name that is known.
     """
     config, entries = model.config, mapping.entries(model, family)
-    spelling, carried = Spelling(), tuple(family.carried)
+    spelling, carried = Spelling(), carried_names(family, config.num_layers)
     if config.text_only:
         spelling = _spelling(files, source)
         text = spelling.body, spelling.head + family.modules["head"]
-        carried_names = tuple(name for name in files if not name.startswith(text))
+        unread = tuple(name for name in files if not name.startswith(text))
     else:
-        carried_names = tuple(name for name in files if carried and name.startswith(carried))
+        unread = tuple(name for name in files if carried and name.startswith(carried))
     head, embed = (spelling.name(name) for name in family.tied_head)
     # A tied model may be stored with the head only (`safetensors.torch.save_model` leaves that).
     is_swapped = config.tie_embeddings and head in files and embed not in files
@@ -136,7 +141,7 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
         name = spelling.name(entry.name)
         return entry._replace(name=renamed.get(name, name))
 
-    return Stored([[*map(stored, leaf)] for leaf in entries], (head, embed), carried_names)
+    return Stored([[*map(stored, leaf)] for leaf in entries], (head, embed), unread)
 
 
 def _spelling(files: Collection[str], source: str) -> Spelling:

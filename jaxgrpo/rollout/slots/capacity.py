@@ -106,11 +106,10 @@ def capacity(
     """
     config, tensor, bins = model.config, mesh.shape["tensor"], sharding.num_bins(mesh)
     sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
-    longest = settings.max_completion_tokens
-    device = mesh.devices.flat[0]
+    longest, device = settings.max_completion_tokens, mesh.devices.flat[0]
     dtype, platform = cache_dtype(settings.kv_cache_dtype, config), device.platform
     has_lines = choose_decoding(device, model, dtype, mesh, settings.attention).has_lines
-    size = jnp.dtype(dtype).itemsize
+    size = jnp.dtype(dtype).itemsize  # of a number
 
     def cache_bytes(kind: AttentionKind, batch: int, columns: int) -> int:
         heads, key_size, value_size = config.cached(kind)
@@ -129,9 +128,8 @@ def capacity(
     rings = [ring_bytes(kind) for kind in config.attention]
     shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
     state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
-    sequences = sizes.slots + sizes.rows
-    token_bytes = _token_bytes(routing.recorded(config.kinds), settings)
-    samples = sizes.prompts * group * longest * token_bytes
+    sequences, recorded = sizes.slots + sizes.rows, routing.recorded(config.kinds)
+    samples = sizes.prompts * group * longest * _token_bytes(recorded, settings)
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read

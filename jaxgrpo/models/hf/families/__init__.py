@@ -35,8 +35,14 @@ FAMILIES: dict[str, Family] = {
         *(olmo.OLMO2, olmo.OLMO3, olmo.EXAONE4, mistral.MINISTRAL3, llama.ARCEE, llama.HUNYUAN),
         *(interleaved.GLM4, interleaved.ERNIE, interleaved.COHERE2),
         *(experts.QWEN3_MOE, experts.OLMOE, experts.GLM4_MOE, experts.GPT_OSS),
-        *(experts.GRANITE_MOE, latents.DEEPSEEK_V2, latents.DEEPSEEK_V3, latents.GLM4_MOE_LITE),
-        *(hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.QWEN3_NEXT),
+        *(
+            llama.GRANITE4,
+            experts.GRANITE_MOE,
+            latents.DEEPSEEK_V2,
+            latents.DEEPSEEK_V3,
+            latents.GLM4_MOE_LITE,
+        ),
+        *(hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.QWEN3_NEXT, hybrid.OLMO_HYBRID),
     )
 }
 """model_type of config.json -> the family, built in or registered."""
@@ -47,6 +53,16 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 RUN_FIELDS = ("source", "dtype", "float32_head", "without_text", "fused_experts")
 """Fields of a ModelConfig that a run, a tokenizer or the files of weights decide; the others must
 be those of its config.json."""
+
+
+LACKING = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of short convolutions"),
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "bamba"), "layers of Mamba-2"),
+    "gemma4_text": "heads of two sizes, embeddings for each layer and caches of other layers",
+    "kimi_linear": "a decay for each channel",
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), "attention to chosen tokens"),
+}
+"""model_type -> what it needs and no kind of layer has."""
 
 
 def register(family: Family) -> None:
@@ -87,9 +103,11 @@ def find_family(model_type: Any, source: str = "") -> Family:
         FAMILIES.get(ALIASES.get(model_type, model_type)) if isinstance(model_type, str) else None
     )
     if family is None:
+        lacking = LACKING.get(str(model_type))
         # qwen3_moe is no slip of the pen for qwen3.
         is_kin = any(str(model_type).startswith(f"{name}_") for name in FAMILIES)
         hint = f"Known: {', '.join(sorted(FAMILIES))}" if is_kin else suggest(model_type, FAMILIES)
+        hint = f"it needs {lacking}, which no kind of layer has" if lacking else hint
         raise InputError(
             f"{source}: model_type = {model_type!r} is not built: {hint}; "
             "model.family names a family of your own (docs/models.md)"

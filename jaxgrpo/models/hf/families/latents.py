@@ -127,6 +127,7 @@ DEEPSEEK_V3 = Family(
         *("aux_loss_alpha", "seq_aux", "ep_size"),
     ),
     in_pairs=True,
+    carried=("model.layers.{layers}.",),
 )
 
 
