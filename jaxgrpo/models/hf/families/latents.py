@@ -57,13 +57,14 @@ def _by_latents(
     turn = rope.read_turn(fields, latent.turned, config["max_positions"])
     fp8.read_quantisation(fields)
     layer = LayerKind(AttentionKind(rope=turn.rope, latent=latent))
+    table = {} if fields.problems else rope.tables(fields.content).get("", {})
     return {
         **config,
         **attention_bias(fields),
         "pattern": (layer,),
         "position_limit": turn.limit,
         "head_dim": head_dim,
-        "query_scale": head_dim**-0.5 * _temperature(rope.tables(fields.content).get("", {})),
+        "query_scale": head_dim**-0.5 * _temperature(table),
     }
 
 
