@@ -425,16 +425,15 @@ def _odd_experts(
 
 def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
     if isinstance(kind.mixer, AttentionKind):
-        latent = kind.mixer.latent
-        odd = latent is not None and (min(latent._replace(query=latent.query or 1)) < 1)
-        odd = odd or (latent is not None and head_dim != latent.plain + latent.turned)
-        problems = [f"{latent}: expected sizes of 1 or more, head_dim = plain + turned"] * odd
+        problems, latent = [], kind.mixer.latent
+        if latent is not None:
+            sizes = *latent[:4], 1 if latent.query is None else latent.query
+            if min(sizes) < 1 or head_dim != latent.plain + latent.turned:
+                why = f"expected sizes of 1 or more, plain + turned = head_dim = {head_dim}"
+                problems.append(f"{latent}: {why}")
         return problems + _odd_rope(kind.mixer.rope, kind.mixer.positioned(head_dim))
-    if (
-        min(kind.mixer[:6]) < 1
-        or kind.mixer.value_heads % kind.mixer.key_heads
-        or kind.mixer.conv < 2
-    ):
+    least, key_heads = min(kind.mixer[:6]), kind.mixer.key_heads
+    if least < 1 or kind.mixer.value_heads % key_heads or kind.mixer.conv < 2:
         why = "sizes of 1 or more, value_heads a multiple of key_heads, conv 2 or more"
         return [f"{kind.mixer}: expected {why}"]
     return []

@@ -315,14 +315,14 @@ class Dense(nnx.Module):
         """The kernel with scale and adapters, for products with the other side of it.
 
         Args:
-          before: of fused maps the one with their lora_a, where this has none.
+          before: the map that this one is fused with, which has their lora_a.
         """
         kernel: Any = self.kernel[...]
         if self.kernel_scale is not None:
             kernel = kernel * self.kernel_scale[...]
         if self.lora_b is None:
             return kernel
-        lora_a = self.lora_a or (before and before.lora_a)
+        lora_a = self.lora_a if before is None else before.lora_a
         assert lora_a is not None  # fused maps are adapted all or none
         return kernel + self.scale * jnp.tensordot(lora_a[...], self.lora_b[...], axes=1)
 
