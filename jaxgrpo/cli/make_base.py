@@ -40,10 +40,13 @@ _GEMMA = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
-_HYBRID = {
-    "full_attention_interval": 2,
+_SIZES = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+}
+_HYBRID = {
+    "full_attention_interval": 2,
+    **_SIZES,
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
 }
 _SHARED = {
@@ -53,6 +56,16 @@ _SHARED = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 37),
 }
 _CLAMPED = {"num_experts_per_tok": 2, "intermediate_size": 38}
+_LATENTS = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("num_key_value_heads", "q_lora_rank", "head_dim")),
+    "qk_rope_head_dim": 8,
+    "moe_intermediate_size": 36,
+    "n_shared_experts": 1,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "sliding_window": 8},
     "gemma3_text": {
@@ -71,11 +84,22 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "olmo3": {"rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
     "qwen3_5_text": {**_HYBRID, "intermediate_size": 188},
+    "olmo_hybrid": {**_SIZES, "intermediate_size": 196},
     "qwen3_5_moe_text": _SHARED,
     "qwen3_next": _SHARED,
     "qwen3_moe": {"num_experts": 4, **_EXPERTS, "moe_intermediate_size": 48},
     "olmoe": {"num_experts": 4, **_EXPERTS, "intermediate_size": 48},
+    "deepseek_v2": _LATENTS,
+    "deepseek_v3": _LATENTS,
+    "glm4_moe_lite": _LATENTS,
     "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "moe_intermediate_size": 38},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 192,
+        "layer_types": [FULL] * 2,
+        "position_embedding_type": "rope",
+    },
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
     "gpt_oss": {"num_local_experts": 5, **_CLAMPED, "sliding_window": 8},
 }
 """Family -> what config.json of its base model says beside the sizes."""

@@ -186,6 +186,7 @@ def _kind_words(kind: LayerKind) -> str:
     if isinstance(mixer, AttentionKind):
         parts = [f"window {mixer.window}" if mixer.window else "full", _rope_words(mixer.rope)]
         parts += [f"soft cap {mixer.soft_cap:g}"] if mixer.soft_cap else []
+        parts += [f"latents of {mixer.latent.size}"] if mixer.latent else []
     else:
         parts = [f"gated delta rule, {mixer.value_heads} heads"]
     if isinstance(feed := kind.feed, ExpertsKind):
@@ -244,8 +245,9 @@ def _on_devices(
     trained_bytes, moment_bytes = memory.training_bytes(model, mesh, optimizer)
     computed_bytes, model_config = memory.parameters(model, mesh), model.config
     number = jnp.dtype(cache).itemsize
-    heads = model_config.num_kv_heads // sizes.tensor
-    cached_bytes = len(model_config.attention) * 2 * heads * model_config.head_dim * number
+    cached = [model_config.cached(kind) for kind in model_config.attention]
+    numbers = (max(1, heads // sizes.tensor) * (key + value) for heads, key, value in cached)
+    cached_bytes = sum(numbers) * number
     return {
         "mesh": dict(zip(sharding.AXES, shape, strict=True)),
         "optimizer": keys.use,

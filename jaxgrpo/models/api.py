@@ -37,6 +37,21 @@ class Rope(NamedTuple):
     growth: tuple[float, float] | None = None  # (b, n): queries x (1 + b log(1 + floor(pos / n)))
 
 
+class Latent(NamedTuple):
+    """Sizes of attention whose keys and values are linear maps of one short vector of each token.
+
+    A head's query and key have `plain` dimensions that know no position, and behind them `turned`
+    ones, which of keys are the same for all heads.
+    Source: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.
+    """
+
+    size: int  # of the vector
+    plain: int
+    turned: int
+    value: int  # of a head's value
+    query: int | None = None  # of a vector that queries are maps of; None: of the hidden state
+
+
 class AttentionKind(NamedTuple):
     """How a layer attends: over everything before it, or over a window of positions."""
 
@@ -44,6 +59,11 @@ class AttentionKind(NamedTuple):
     rope: Rope | None = Rope()  # None: queries and keys know no position
     soft_cap: float | None = None  # c: scores are c * tanh(score / c) before they are masked
     sinks: bool = False  # each head has a score of its own, whose weight goes to no value
+    latent: Latent | None = None  # None: keys and values are maps of the hidden state
+
+    def positioned(self, head_dim: int) -> int:
+        """The dimensions of a head of so many that may turn."""
+        return head_dim if self.latent is None else self.latent.turned
 
 
 class DeltaKind(NamedTuple):
@@ -54,6 +74,8 @@ class DeltaKind(NamedTuple):
     key_dim: int
     value_dim: int
     conv: int = 4  # tokens that its short convolution reads
+    reach: float = 1.0  # rates of writing go from 0 to it; above 1 what is read may change its sign
+    eps: float | None = None  # of the norm of its output; None: `ModelConfig.rms_norm_eps`
 
 
 class DenseKind(NamedTuple):
@@ -84,6 +106,16 @@ class LayerKind(NamedTuple):
 
     mixer: AttentionKind | DeltaKind = AttentionKind()
     feed: DenseKind | ExpertsKind = DenseKind()
+    norms: Norms | None = None  # None: `ModelConfig.norms`
+
+    def has(self, name: str) -> bool:
+        """Whether its layers have a linear map, of the names in LINEAR; gates may be absent."""
+        part, _, linear = name.partition("/")
+        if part == "feed_forward" or isinstance(self.mixer, DeltaKind):
+            return part in ("feed_forward", "delta")
+        if (latent := self.mixer.latent) is None:
+            return name in LINEAR[:4]
+        return part == "attention" and linear not in QUERIES[latent.query is None]
 
 
 Norms = Literal["before", "after", "both", "parallel"]
@@ -99,13 +131,15 @@ QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 NEVER = -1e20
 """Logit of a token that is never drawn: at any temperature no probability, and no gradient."""
 
+QUERIES = ("query", "turned_query"), ("query_down", "query_up", "turned_query_up")
 LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
     *("delta/query", "delta/key", "delta/value", "delta/gate", "delta/rate", "delta/decay"),
     "delta/out",
+    *(f"attention/{name}" for name in ("turned_query", *QUERIES[1], "latent", "turned_key")),
 )
-"""The linear maps of a layer, which may have adapters."""
+"""The linear maps of a layer, which may have adapters; QUERIES are those of latents, by `query`."""
 
 
 WIDE = ("router/correction", "delta/log_rate", "delta/bias", "delta/norm/scale")
@@ -227,11 +261,16 @@ class ModelConfig:
     @property
     def adapted(self) -> tuple[str, ...]:
         """The names in LINEAR that have adapters, of the maps that its layers have."""
-        absent = () if self.attention else ("attention/",)
-        absent += () if self.recurs else ("delta/",)
-        absent += () if self.gated else ("feed_forward/gate",)
-        modules = () if self.lora is None else self.lora.modules
-        return tuple(name for name in modules if not name.startswith(absent))
+        kinds, modules = {*self.kinds}, () if self.lora is None else self.lora.modules
+        absent = () if self.gated else ("feed_forward/gate",)
+        modules = (name for name in modules if name not in absent)
+        return tuple(name for name in modules if any(kind.has(name) for kind in kinds))
+
+    def cached(self, kind: AttentionKind) -> tuple[int, int, int]:
+        """What decoding keeps of a token in a layer: (heads, size of a key, size of a value)."""
+        if (latent := kind.latent) is None:
+            return self.num_kv_heads, self.head_dim, self.head_dim
+        return 1, latent.size + latent.turned, latent.size
 
     @property
     def longest(self) -> int:
@@ -288,7 +327,7 @@ class KeyValue(NamedTuple):
     """Keys (after RoPE) and values of one layer, or of a stack of layers."""
 
     key: Array  # [..., positions, kv_heads, head_dim]
-    value: Array  # same shape
+    value: Array  # same shape, of latents (`Latent`) another head_dim
 
 
 @runtime_checkable
@@ -351,6 +390,9 @@ class Caller(NamedTuple):
     attend: Attend
     route: Route = highest_scores
     recur: Recur = no_recurrence
+    keeps_latents: bool = False
+    """Whether `attend` gets latents as keys and values of one head, which are few to keep, where
+    layers have some. Otherwise it gets each head's keys and values, which are less work."""
 
 
 class LayerMemory(NamedTuple):

@@ -323,8 +323,8 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
 
     def attend(query, key, value, memory: tuple[Cache, Ring], kind: AttentionKind, sinks=None):
         prefix, ring = memory
-        slot_shape = (-1, *key.shape[3:])
-        ring = written(ring, clock, key.reshape(slot_shape), value.reshape(slot_shape))
+        tokens = (leaf.reshape(-1, *leaf.shape[3:]) for leaf in (key, value))
+        ring = written(ring, clock, *tokens)
         grouped_query = grouped(query, prefix)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
         flat = grouped_query.reshape(-1, *grouped_query.shape[2:])
         reach = index.reshape(-1, 1)

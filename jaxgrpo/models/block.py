@@ -25,29 +25,34 @@ from jaxgrpo.models.api import (
 )
 from jaxgrpo.models.delta import GatedDelta
 from jaxgrpo.models.experts import Experts
+from jaxgrpo.models.latent import LatentAttention
 from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm
 
 
 class Block(nnx.Module):
     """One layer: h += mixer(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
 
-    `config.norms` says whether a branch is normed before it, after it (then not before) or both.
+    The kind, or `config.norms`, says whether a branch is normed before it, after it (then not
+    before) or both.
     With "parallel" h += attention(norm(h)) + feed_forward(norm(h)), of one norm.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
+        norms = kind.norms or config.norms
+
         def norm(*places: str) -> Norm:
-            built = config.norms in places
+            built = norms in places
             return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
 
-        self.parallel: bool = config.norms == "parallel"
+        self.parallel: bool = norms == "parallel"
         self.attention_norm: Norm = norm("before", "both", "parallel")
         self.feed_forward_norm: Norm = norm("before", "both")
         feed, mixer = kind.feed, kind.mixer
         if isinstance(mixer, DeltaKind):
             self.delta: GatedDelta = GatedDelta(config, mixer, rngs)
         else:
-            self.attention: Attention = Attention(config, mixer, rngs)
+            attention = Attention if mixer.latent is None else LatentAttention
+            self.attention: Attention | LatentAttention = attention(config, mixer, rngs)
         if isinstance(feed, ExpertsKind):
             self.experts: Experts = Experts(config, feed, rngs)
         else:
@@ -76,8 +81,7 @@ class Block(nnx.Module):
         if isinstance(mixer, DeltaKind):
             branch, memory = self.delta(branch, caller.recur, memory, mixer)
         else:
-            turn, attend = angles[mixer.rope], caller.attend
-            branch, memory = self.attention(branch, turn, attend, memory, mixer)
+            branch, memory = self.attention(branch, angles[mixer.rope], caller, memory, mixer)
         hidden = hidden + self.scaled(self.attention_out_norm(branch))
         branch = normed if self.parallel else self.feed_forward_norm(hidden)
         if isinstance(feed, ExpertsKind):

@@ -1,8 +1,8 @@
 """What the layers of a model multiply and keep, counted from the shapes and axes of its kernels.
 
 All that plans memory and time reads this count. A leaf "kernel" of a layer is a linear map: its
-inputs are the first dimension if that is "embed", and all but the last otherwise. In front of them
-may be "layers", which are stacked, and "experts", of which a token passes some.
+inputs are the first dimension if that is "embed" or "latent", and all but the last otherwise. In
+front of them may be "layers", which are stacked, and "experts", of which a token passes some.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def linear_maps(model: Model) -> Iterator[LinearMap]:
         while sizes[0][0] in counts:
             name, size = sizes.pop(0)
             counts[name] = size
-        split = 1 if sizes[0][0] == "embed" else -1
+        split = 1 if sizes[0][0] in ("embed", "latent") else -1
         inputs, outputs = (math.prod(size for _, size in part) for part in _halves(sizes, split))
         feed = kind.feed
         active = feed.top_k if "experts" in axes and isinstance(feed, ExpertsKind) else 1

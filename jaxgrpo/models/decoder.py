@@ -142,8 +142,8 @@ def build(
     ) -> tuple[Array, Any]:
         hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
-        ropes = dict.fromkeys(mixer.rope for mixer in config.attention)
-        angles = {rope: rotary_angles(positions, rope, config.head_dim) for rope in ropes}
+        turned = {mixer.rope: mixer.positioned(config.head_dim) for mixer in config.attention}
+        angles = {rope: rotary_angles(positions, rope, size) for rope, size in turned.items()}
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
             block = modules[kind].bind(params)
@@ -425,8 +425,15 @@ def _odd_experts(
 
 def _odd_kind(kind: LayerKind, head_dim: int) -> list[str]:
     if isinstance(kind.mixer, AttentionKind):
-        return _odd_rope(kind.mixer.rope, head_dim)
-    if min(kind.mixer) < 1 or kind.mixer.value_heads % kind.mixer.key_heads or kind.mixer.conv < 2:
+        problems, latent = [], kind.mixer.latent
+        if latent is not None:
+            sizes = *latent[:4], 1 if latent.query is None else latent.query
+            if min(sizes) < 1 or head_dim != latent.plain + latent.turned:
+                why = f"expected sizes of 1 or more, plain + turned = head_dim = {head_dim}"
+                problems.append(f"{latent}: {why}")
+        return problems + _odd_rope(kind.mixer.rope, kind.mixer.positioned(head_dim))
+    least, key_heads = min(kind.mixer[:6]), kind.mixer.key_heads
+    if least < 1 or kind.mixer.value_heads % key_heads or kind.mixer.conv < 2:
         why = "sizes of 1 or more, value_heads a multiple of key_heads, conv 2 or more"
         return [f"{kind.mixer}: expected {why}"]
     return []

@@ -38,7 +38,7 @@ class GatedDelta(nnx.Module):
     """out(norm(o) * silu(gate(x))), where o is what the gated delta rule gives of
 
         query(x), key(x), value(x), behind their convolutions
-        rate = sigmoid(rate(x)),    log_decay = -exp(log_rate) softplus(decay(x) + bias)
+        rate = reach sigmoid(rate(x)),    log_decay = -exp(log_rate) softplus(decay(x) + bias)
 
     Source: Yang et al. 2024, arXiv 2412.06464, section 3.3, as Qwen3.5 has it.
     """
@@ -58,7 +58,9 @@ class GatedDelta(nnx.Module):
         self.rate: Dense = Dense("delta/rate", embed, heads, config, rngs)
         self.decay: Dense = Dense("delta/decay", embed, heads, config, rngs)
         dtype = str(wide(jnp.dtype(config.dtype)))
-        in_wide = dataclasses.replace(config, norm_offset=0.0, dtype=dtype)
+        in_wide = dataclasses.replace(
+            config, norm_offset=0.0, dtype=dtype, rms_norm_eps=kind.eps or config.rms_norm_eps
+        )
         self.norm: RMSNorm = RMSNorm({"norm": kind.value_dim}, in_wide)
         self.out: Dense = Dense("delta/out", values, embed, config, rngs)
         spread = jax.random.uniform(rngs.params(), (kind.value_heads,), jnp.float32, 0.01, FASTEST)
@@ -71,6 +73,7 @@ class GatedDelta(nnx.Module):
         rate, decay = side_by_side(x, self.rate, self.decay)
         dtype = wide(x.dtype)
         rate = jax.nn.sigmoid(rate.astype(dtype))
+        rate = rate if kind.reach == 1.0 else rate * kind.reach
         speed = jax.nn.softplus(decay.astype(dtype) + self.bias[...].astype(dtype))
         log_decay = -jnp.exp(self.log_rate[...].astype(dtype)) * speed
         taps = self.query_conv.taps[...], self.key_conv.taps[...], self.value_conv.taps[...]

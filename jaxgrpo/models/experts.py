@@ -55,7 +55,7 @@ class Router(nnx.Module):
     ) -> Float[Array, "*B experts"]:
         """What experts are chosen by: without gradient, -inf in groups that a token does not pass.
 
-        A group's score is the sum of its two highest.
+        A group's score is the sum of its two highest, without corrections its highest.
         """
         scores = jax.lax.stop_gradient(scores)
         if self.correction is not None:
@@ -63,7 +63,7 @@ class Router(nnx.Module):
         if kind.groups == 1:
             return scores
         by_group = scores.reshape(*scores.shape[:-1], kind.groups, -1)
-        group_scores = jax.lax.top_k(by_group, 2)[0].sum(-1)
+        group_scores = jax.lax.top_k(by_group, 1 + (self.correction is not None))[0].sum(-1)
         first = jax.lax.top_k(group_scores, kind.top_groups)[1]
         is_first = (jnp.arange(kind.groups) == first[..., None]).any(-2)
         return jnp.where(is_first[..., None], by_group, -jnp.inf).reshape(scores.shape)

@@ -1,7 +1,7 @@
 """The modules of a decoder, defined in Flax NNX; `decoder.py` runs them over plain dicts.
 
 Every parameter names its dimensions in the metadata `axes`, never a mesh: "vocab", "embed",
-"heads", "kv_heads", "head_dim", "mlp", "rank" of adapters, and "norm" for the scales of norms.
+"heads", "kv_heads", "head_dim", "mlp", "latent", "rank" of adapters, "norm" for scales of norms.
 Matrices are drawn from a normal of standard deviation 0.02, biases are 0 and a norm begins as the
 identity up to scale, as in the Hugging Face models of these families (`initializer_range`).
 """
@@ -20,7 +20,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import Attend, AttentionKind, ModelConfig, Rope, custom_vjp
+from jaxgrpo.models.api import AttentionKind, Caller, ModelConfig, Rope, custom_vjp
 
 INITIAL_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -287,9 +287,9 @@ class Dense(nnx.Module):
         rank = 0 if lora is None else lora.rank
         has_a = lora is not None and config.holds_a(name) == name
         self.lora_a: nnx.Param[Array] | None = (
-            _uniform(inputs, rank, config, rngs) if has_a else None
+            _uniform(inputs, rank, config.dtype, rngs) if has_a else None
         )
-        self.lora_b: nnx.Param[Array] | None = _zeros(rank, outputs, config) if rank else None
+        self.lora_b: nnx.Param[Array] | None = _zeros(rank, outputs, config.dtype) if rank else None
         self.scale: float = 0.0 if lora is None else lora.scale
 
     def __call__(
@@ -310,6 +310,21 @@ class Dense(nnx.Module):
             return y
         bias = self.bias[...]
         return (y.astype(jnp.promote_types(y.dtype, bias.dtype)) + bias).astype(y.dtype)
+
+    def matrix(self, before: Dense | None = None) -> Any:
+        """The kernel with scale and adapters, for products with the other side of it.
+
+        Args:
+          before: the map that this one is fused with, which has their lora_a.
+        """
+        kernel: Any = self.kernel[...]
+        if self.kernel_scale is not None:
+            kernel = kernel * self.kernel_scale[...]
+        if self.lora_b is None:
+            return kernel
+        lora_a = self.lora_a if before is None else before.lora_a
+        assert lora_a is not None  # fused maps are adapted all or none
+        return kernel + self.scale * jnp.tensordot(lora_a[...], self.lora_b[...], axes=1)
 
     def low(self, x: Float[Array, "..."]) -> Any:
         """x · lora_a; None without one."""
@@ -355,7 +370,7 @@ class Attention(nnx.Module):
         self.norms_turned: bool = config.query_key_norm == "turned"
 
     def __call__(
-        self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: AttentionKind
+        self, x: Array, angles: Angles, caller: Caller, memory: Any, kind: AttentionKind
     ) -> tuple[Array, Any]:
         query, key, value = side_by_side(x, self.query, self.key, self.value)
         query, *gate = jnp.split(query, 1 + self.is_gated, axis=-1)
@@ -367,7 +382,7 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
             query, key = rotate(query, angles, self.scale * growth), rotate(key, angles)
         sinks = () if self.sinks is None else (self.sinks[...],)
-        out, memory = attend(query, key, value, memory, kind, *sinks)
+        out, memory = caller.attend(query, key, value, memory, kind, *sinks)
         return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out), memory
 
 
@@ -415,9 +430,7 @@ def matrix(
     return nnx.Param(value.astype(dtype), axes=axes)
 
 
-def _uniform(
-    inputs: dict[str, int], rank: int, config: ModelConfig, rngs: nnx.Rngs
-) -> nnx.Param[Array]:
+def _uniform(inputs: dict[str, int], rank: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param[Array]:
     """lora_a [*inputs, rank], uniform within 1 / sqrt(inputs).
 
     Source: the default of PEFT, kaiming_uniform_(a=sqrt(5)), and zeros as lora_b.
@@ -425,10 +438,9 @@ def _uniform(
     bound, shape = math.prod(inputs.values()) ** -0.5, (*inputs.values(), rank)
     # A stream of its own: the weights are those of a model without adapters.
     value = jax.random.uniform(rngs.lora(), shape, jnp.float32, -bound, bound)
-    return nnx.Param(value.astype(config.dtype), axes=(*inputs, "rank"))
+    return nnx.Param(value.astype(dtype), axes=(*inputs, "rank"))
 
 
-def _zeros(rank: int, outputs: dict[str, int], config: ModelConfig) -> nnx.Param[Array]:
+def _zeros(rank: int, outputs: dict[str, int], dtype: str) -> nnx.Param[Array]:
     """lora_b [rank, *outputs]."""
-    zero = jnp.zeros((rank, *outputs.values()), config.dtype)
-    return nnx.Param(zero, axes=("rank", *outputs))
+    return nnx.Param(jnp.zeros((rank, *outputs.values()), dtype), axes=("rank", *outputs))

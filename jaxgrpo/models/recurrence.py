@@ -50,7 +50,7 @@ class DeltaInputs(NamedTuple):
     key: Array  # same shape
     value: Array  # [*B, Q, value_heads, value_dim]
     log_decay: Array  # [*B, Q, value_heads], at most 0
-    rate: Array  # [*B, Q, value_heads], from 0 to 1
+    rate: Array  # [*B, Q, value_heads], from 0 to 1, or 2
     filters: tuple[Array, Array, Array]  # [heads, size, width], of query, key and value
 
     def with_tokens(self, leaves: Iterable[Array]) -> DeltaInputs:

@@ -40,6 +40,7 @@ TRAINING: Rules = {
     "mlp": "tensor",
     "experts": None,  # of stacked maps, each of which is divided by "mlp"
     "router": None,
+    "latent": None,
     "rank": None,
     "norm": None,
     "taps": None,

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxgrpo.core.chips import Chip
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import DeltaKind, Model, ModelConfig
+from jaxgrpo.models.api import AttentionKind, DeltaKind, Model, ModelConfig
 from jaxgrpo.models.counts import count_recurrence, count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
@@ -61,19 +61,24 @@ class Bound(NamedTuple):
         return self._fields[int(np.argmax(self))]
 
 
-def attention_flops(config: ModelConfig, tokens_before: int, tokens: int) -> float:
-    """Of `tokens` queries behind `tokens_before` others: 4 heads head_dim per pair that is seen.
+def attention_flops(config: ModelConfig, before: int, tokens: int, cached: bool = False) -> float:
+    """Of `tokens` queries behind `before` others: 4 heads head_dim per pair that is seen, or of
+    latents 2 heads times the sizes of a key and a value, which are others where a sampler keeps
+    them (`cached`).
 
     Position p, from 0, sees p + 1 keys, or those of its window. Layers that recur do as much for
     each token (`counts.count_recurrence`).
     """
-    visible_keys = np.arange(tokens_before + 1, tokens_before + tokens + 1, dtype=np.float64)
-    pairs = sum(
-        np.minimum(visible_keys, kind.window or math.inf).sum() for kind in config.attention
-    )
+    visible_keys = np.arange(before + 1, before + tokens + 1, dtype=np.float64)
+
+    def per_head(kind: AttentionKind) -> float:
+        value = kind.latent.value if kind.latent else config.head_dim
+        size = sum(config.cached(kind)[1:]) if cached else config.head_dim + value
+        return 2.0 * size * float(np.minimum(visible_keys, kind.window or math.inf).sum())
+
     mixers = [kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind)]
     recurrence = tokens * sum(count_recurrence(mixer).flops for mixer in mixers)
-    return 4.0 * config.num_heads * config.head_dim * float(pairs) + recurrence
+    return config.num_heads * sum(map(per_head, config.attention)) + recurrence
 
 
 def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
@@ -117,9 +122,9 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     side, chunk = chunk_shape(sizes)
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
     numbers = count_weights(blueprint.model)
-    prompt_flops = prompts * (2.0 * numbers.active * width + attention_flops(config, 0, width))
-    tokens = steps * numbers.work
-    sample_flops = prompts * group * (2.0 * tokens + attention_flops(config, width, steps))
+    attended = attention_flops(config, 0, width, True), attention_flops(config, width, steps, True)
+    prompt_flops = prompts * (2.0 * numbers.active * width + attended[0])
+    sample_flops = prompts * group * (2.0 * steps * numbers.work + attended[1])
     occupied = capacity(blueprint.model, settings, mesh, prompts, group, width)
     state = (occupied.state - occupied.recurrent) / 2 + 2 * occupied.recurrent
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps

@@ -129,7 +129,7 @@ def copy_schedule(scheduled: Any, opt_state: Any) -> Any:
 
 
 def decay_mask(axes: Params) -> Params:
-    """True for the weights that decay: matrices, which have "embed" or "rank" beside another axis.
+    """True for the weights that decay: matrices, which have one of SIDES beside another axis.
 
     Norm scales and biases do not.
     """
@@ -151,7 +151,7 @@ def muon_dimensions(axes: Params) -> Params:
     def dimensions(names: tuple[str | None, ...]) -> Any:
         if not _is_matrix(names) or "vocab" in names:
             return None
-        side_name = "rank" if "rank" in names else "embed"
+        side_name = next(name for name in SIDES if name in names)
         side = (names.index(side_name),)
         opposite = tuple(
             place for place, name in enumerate(names) if name not in (*STACKED, side_name)
@@ -171,10 +171,12 @@ def _by_place(dimensions: Params) -> Callable[[Any], Any]:
 
 STACKED = ("layers", "experts")
 """Logical axes along which a parameter is several."""
+SIDES = ("rank", "embed", "latent")
+"""Those of which a matrix has one on one side, and all else on the other; the first that it has."""
 
 
 def _is_matrix(names: tuple[str | None, ...]) -> bool:
-    return not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {*STACKED}) > 1
+    return not {*SIDES}.isdisjoint(names) and len(set(names) - {*STACKED}) > 1
 
 
 def _factory(use: str) -> tuple[str, Any]:

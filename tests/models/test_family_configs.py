@@ -27,13 +27,14 @@ TYPED = (
 MASKED = ("ministral", "gemma2", "cohere2", "gpt_oss", *LAYERED)
 """transformers makes a mask of the window even where no layer has one, and fails without."""
 GATED = ("qwen3_5_moe_text", "qwen3_next")
-HYBRID = ("qwen3_5_text", *GATED)
+HYBRID = ("qwen3_5_text", "olmo_hybrid", *GATED)
 EXPERTS: dict[str, str] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", *GATED), "num_experts"),
-    "gpt_oss": "num_local_experts",
+    **dict.fromkeys(("gpt_oss", "granitemoe"), "num_local_experts"),
 }
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 BIASED = (
-    *(*EXPERTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
+    *(*EXPERTS, *LATENTS, "glm4_moe", "arcee", "hunyuan_v1_dense", "glm4", "cohere2"),
     *("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED),
 )
 
@@ -106,16 +107,30 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
         sizes = st.sampled_from((1, 2))
         keys = draw(sizes)
         fields |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(sizes)}
-        fields |= {"full_attention_interval": draw(st.integers(1, 3))}
+        if family == "olmo_hybrid":
+            fields["linear_allow_neg_eigval"] = draw(flags)
+        else:
+            fields |= {"full_attention_interval": draw(st.integers(1, 3))}
     if family in GATED:
         fields["shared_expert_intermediate_size"] = draw(st.integers(3, 20))
     if family == "qwen3_next":
         fields["decoder_sparse_step"] = draw(st.integers(1, 2))
-    if family == "glm4_moe":
+    if family in ("glm4_moe", *LATENTS):
         fields |= {"n_group": draw(st.sampled_from((1, 2, 4))), "topk_group": 1}
-        fields |= {"num_experts_per_tok": draw(st.integers(1, 2)), "use_qk_norm": draw(flags)}
-        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
+        fields |= {"num_experts_per_tok": draw(st.integers(1, 2))}
         fields["routed_scaling_factor"] = draw(scales)
+        fields["norm_topk_prob"] = draw(flags)
+    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        fields["first_k_dense_replace"] = draw(st.integers(0, 3))
+    if family == "glm4_moe":
+        fields["use_qk_norm"] = draw(flags)
+    if family == "deepseek_v2":
+        fields["topk_method"] = draw(st.sampled_from(("greedy", "group_limited_greedy")))
+    if family in LATENTS:
+        names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        fields |= {name: draw(st.sampled_from((8, 10, 12))) for name in names}
+        fields["qk_rope_head_dim"] = draw(st.sampled_from((4, 6)))
+        fields["q_lora_rank"] = draw(st.none() | st.integers(8, 20))
     return fields
 
 
@@ -144,21 +159,32 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     optional = {
         "attention_bias": family in BIASED,
         "attention_out_bias": family == "seed_oss",
-        "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss", "arcee"),
+        "mlp_bias": family == "deepseek_v2"
+        or family in ("llama", "smollm3", "granite", "seed_oss", "arcee"),
         "use_bias": family == "ernie4_5",
     }
     fields |= {name: draw(flags) for name, has in optional.items() if has}
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
     fields |= draw(experts(family))
+    if family == "granitemoehybrid":
+        fields["layer_types"] = [FULL] * layers
+        fields["position_embedding_type"] = draw(st.sampled_from((None, "rope")))
+        fields["shared_intermediate_size"] = draw(st.integers(8, 40))
+    if family in LATENTS:
+        fields["num_key_value_heads"] = heads
+    if family == "glm4_moe_lite":
+        kinds = st.sampled_from(("dense", "sparse"))
+        fields["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
     if family == "smollm3":
         fields["no_rope_layers"] = draw(
             st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
         )
-    if family == "granite":
+    if family in ("granite", "granitemoe", "granitemoehybrid"):
         names = ("embedding", "attention", "residual")
         fields |= {f"{name}_multiplier": draw(scales) for name in names}
-        fields["logits_scaling"] = draw(scales)
+        # Divided by less, the logits of experts are of order 10.
+        fields["logits_scaling"] = draw(st.floats(1.0, 4.0) if family in EXPERTS else scales)
     if family == "cohere2":
         fields["logit_scale"] = draw(scales)
         fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
@@ -188,11 +214,23 @@ def _draw_ropes(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, A
         dynamic = {"rope_type": "dynamic", "factor": 1.0}
         alphas = st.builds(lambda **more: {**dynamic, **more}, rope_theta=thetas, alpha=scales)
         return ropes(False) | alphas
+    if family == "olmo_hybrid":
+        return ropes(False) | st.just({"rope_type": "default", "rope_theta": None})
     return ropes(False)
 
 
 WINDOWLESS = (
-    *("llama", "granite", "seed_oss", "olmo2", "olmoe", "glm4_moe"),
+    *(
+        "llama",
+        "granite",
+        "granitemoe",
+        "granitemoehybrid",
+        *LATENTS,
+        "seed_oss",
+        "olmo2",
+        "olmoe",
+        "glm4_moe",
+    ),
     *("arcee", "hunyuan_v1_dense", "glm4", "ernie4_5", *HYBRID),
 )
 HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16), **dict.fromkeys(HYBRID, (16, 24))}
@@ -211,7 +249,7 @@ def test_a_drawn_config_gives_the_logits_of_transformers(family):
     )
     @given(changes(family))
     def law(fields: dict[str, Any]) -> None:
-        gone = set() if family in (*TYPED, *HYBRID) else {"layer_types"}
+        gone = set() if family in (*TYPED, *HYBRID, "granitemoehybrid") else {"layer_types"}
         gone |= {"sliding_window"} if family in WINDOWLESS else set()
         fields = {name: value for name, value in fields.items() if name not in gone}
         with TemporaryDirectory() as folder:

@@ -112,7 +112,15 @@ def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_pa
     assert outcome("", fields, tmp_path) == "equal"
 
 
-SLOW = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "glm4_moe", "olmoe")
+SLOW = (
+    "granitemoe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "gpt_oss",
+    "glm4_moe",
+    "olmoe",
+)
 """Families of which a change takes seconds; the next test tries all of theirs."""
 
 

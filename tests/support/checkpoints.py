@@ -70,7 +70,38 @@ GATED_EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+}
+
 RICH: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+        "mlp_bias": True,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3": {**LATENTS, "first_k_dense_replace": 1, "attention_bias": True},
+    "glm4_moe_lite": {
+        **LATENTS,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
+    },
     "qwen2": {
         "use_sliding_window": True,
         "sliding_window": WINDOW,
@@ -89,6 +120,27 @@ RICH: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.4,
         "residual_multiplier": 0.7,
         "logits_scaling": 2.5,
+    },
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "layer_types": [FULL] * 3,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.5,
+        "attention_bias": True,
+        "mamba_n_heads": 4,
+    },
+    "granitemoe": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.5,
+        "attention_bias": True,
     },
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": WINDOW, "hidden_act": "gelu"},
@@ -119,6 +171,12 @@ RICH: dict[str, dict[str, Any]] = {
             SLIDING: {"rope_type": "default", "rope_theta": 100.0},
             FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
+    },
+    "olmo_hybrid": {
+        **{name: size for name, size in HYBRID.items() if name.startswith("linear_")},
+        "layer_types": ["linear_attention", FULL, "linear_attention"],
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": {**HYBRID, **GATED_EXPERTS},
@@ -200,7 +258,15 @@ def transformers_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}
-    if family in ("phi3", "olmo2", "olmo3", "olmoe", "cohere2"):  # they have no head_dim
+    without = (
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "olmo_hybrid",
+        "cohere2",
+    )  # a head_dim of their own
+    if family in without or "kv_lora_rank" in fields:
         fields.pop("head_dim")
     return CONFIG_MAPPING[family](**fields)
 

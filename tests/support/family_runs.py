@@ -40,7 +40,7 @@ from jaxgrpo.update.step import Steps, build_steps
 
 PROMPTS, GROUP, WIDTH = 4, 3, 9  # P, G and S: one prompt has one token, one has nine
 SHORT = 12  # tokens of the longest completion of an update
-HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
 CHUNKED = 140  # the same where layers recur: two chunks, and a part of a third
 LONG = 40  # of a sampled one: more than the 32 columns in which decoding keeps a window
 

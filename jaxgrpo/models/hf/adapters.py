@@ -29,8 +29,6 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora
 from jaxgrpo.models.api import (
     LINEAR,
-    AttentionKind,
-    DeltaKind,
     LayerKind,
     LoraConfig,
     Model,
@@ -272,10 +270,7 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
 
 def _layers_with(kinds: Sequence[LayerKind], name: str) -> list[int]:
     """The layers that have a map of LINEAR."""
-    absent = {"attention": DeltaKind, "delta": AttentionKind}.get(name.split("/")[0])
-    return [
-        i for i, kind in enumerate(kinds) if absent is None or not isinstance(kind.mixer, absent)
-    ]
+    return [i for i, kind in enumerate(kinds) if kind.has(name)]
 
 
 def _matches(target_modules: str | list[str], name: str) -> bool:

@@ -89,9 +89,10 @@ def read_config(
     config_json = weights.read_json(source)
     config = families.model_config(config_json, str(source), family, ignored, text_only)
     tensors = families.find_family(config.family, str(source))
-    name, carried = next(iter(tensors.fused_experts), None), tuple(tensors.carried)
+    name = next(iter(tensors.fused_experts), None)
+    carried = tuple(tensors.carried)
     fused = name is not None and weights.has_tensor(source.parent, name, carried)
-    return dataclasses.replace(config, fused_experts=fused)
+    return dataclasses.replace(config, fused_experts=config.fused_experts or fused)
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:

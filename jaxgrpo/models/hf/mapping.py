@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import LAYERS, DeltaKind, Model, ModelConfig
+from jaxgrpo.models.api import LAYERS, AttentionKind, DeltaKind, Model, ModelConfig
+from jaxgrpo.models.layers import turned_dims
 
 LEAVES: Mapping[str, tuple[str, int | None]] = {
     "table": ("weight", None),
@@ -42,10 +43,9 @@ INPUTS = {
 }
 """Those that have more inputs: heads and the dimensions of a head."""
 
-TURNED = tuple(
-    f"attention/{name}/{leaf}" for name in ("query", "key") for leaf in ("kernel", "bias", "lora_b")
-)
-"""Those whose outputs are turned by positions."""
+TURNED = ("attention/query", "attention/key")
+TURNED_OF_LATENTS = tuple(f"attention/turned_{name}" for name in ("query", "query_up", "key"))
+"""Modules whose outputs are turned by positions."""
 
 Box = tuple[tuple[int, int], ...]
 """The part of an array with the indices from the first to before the second, in each dimension."""
@@ -128,7 +128,8 @@ class Entry(NamedTuple):
     def stored_rows(self, rows: slice) -> np.ndarray:
         """The rows of the tensor that hold some of these, ours: (0, 2, 4, ...; 1, 3, 5, ...).
 
-        With heads it is the part of each head that lies between those of the other entries.
+        With heads it is the part of each head that lies between those of the other entries, which
+        may be turned too.
 
         >>> Entry("in_proj_ba.weight", (), (2, 6), 1, (6, 12), (12, 2), heads=3).stored_rows(
         ...     slice(6, 12)
@@ -138,12 +139,13 @@ class Entry(NamedTuple):
         array([ 0,  2,  1,  3,  4,  5,  6,  8,  7,  9, 10, 11])
         """
         half, row = self.turned // 2, np.arange(rows.start, rows.stop) - self.rows[0]
-        if self.heads:
-            head, place = np.divmod(row, (self.rows[1] - self.rows[0]) // self.heads)
-            return (head * self.hf_shape[0] + self.rows[0]) // self.heads + place
         place = row % self.shape[-1]
         pair = np.where(place < half, 2 * place, 2 * (place - half) + 1)
-        return self.rows[0] + row - place + np.where(place < self.turned, pair, place)
+        row = row - place + np.where(place < self.turned, pair, place)
+        if not self.heads:
+            return self.rows[0] + row
+        head, place = np.divmod(row, (self.rows[1] - self.rows[0]) // self.heads)
+        return (head * self.hf_shape[0] + self.rows[0]) // self.heads + place
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -174,12 +176,12 @@ def _leaf_entries(
     parts = path.split("/")
     in_layer, stacked = parts[0] in LAYERS, parts[0] == "blocks"
     start = len("/".join(parts[:2])) + 1 if in_layer else 0
-    has_experts = path[start:].rpartition("/")[0] in family.experts
+    module = path[start:].rpartition("/")[0]
+    has_experts = module in family.experts
     leading = stacked + has_experts
     layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
     fused = config.fused_experts or family.interleaves_experts
-    ropes = [kind.rope for kind in config.attention if kind.rope is not None]
-    turned = int(ropes[0].share * config.head_dim) if family.in_pairs and ropes else 0
+    turned = _turned_dims(config.attention, config.head_dim, module) if family.in_pairs else 0
     entry = _tensor(family, path[:start], path[start:], layer_shapes, fused, turned)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
@@ -188,7 +190,8 @@ def _leaf_entries(
     is_part = entry.rows != (0, entry.hf_shape[0])
     if is_part and entry.name.startswith(tuple(f"{module}." for module in family.by_head)):
         deltas = (kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind))
-        entry = entry._replace(heads=next(deltas).key_heads)
+        in_delta = module.startswith("delta/")
+        entry = entry._replace(heads=next(deltas).key_heads if in_delta else config.num_heads)
     if has_experts and family.interleaves_experts:
         entry = _interleaved(family, path[start:], entry, layer_shapes[path])
     width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
@@ -206,6 +209,15 @@ def _leaf_entries(
 
     periods = range(config.periods if stacked else 1)
     return [at(period, expert) for period in periods for expert in range(number)]
+
+
+def _turned_dims(kinds: Sequence[AttentionKind], head_dim: int, module: str) -> int:
+    """The dimensions of a head that positions turn, of the outputs of a module in a layer."""
+    for kind in kinds:
+        turned = TURNED if kind.latent is None else TURNED_OF_LATENTS
+        if kind.rope is not None and module in turned:
+            return turned_dims(kind.rope, kind.positioned(head_dim))
+    return 0
 
 
 def _interleaved(family: Names, path: str, entry: Entry, shape: tuple[int, ...]) -> Entry:
@@ -261,7 +273,7 @@ def _tensor(
         columns = (1, shape[-1])
     rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
     name = hf_module if fused_module in family.fused_experts else f"{hf_module}.{suffix}"
-    turned = turned if path in TURNED else 0
+    turned = turned if leaf != "lora_a" else 0
     return Entry(name, (), shape, inputs, rows, hf_shape, turned=turned)
 
 

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
-from jaxgrpo.models.hf import mapping, mxfp4
+from jaxgrpo.models.hf import fp8, mapping, mxfp4
 from jaxgrpo.models.hf.mapping import Box, Entry
 from jaxgrpo.models.sharding import to_host
 
@@ -69,13 +69,15 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
     """
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
+        paths: dict[str, Path] = {}
         for path in [folder / file] if file else weight_files(folder):
             problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
             with refusing(problem, SafetensorError, OSError):
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
-            names = (name for name in shard.keys() if not name.endswith(COMPUTED))  # noqa: SIM118
+            names = [name for name in shard.keys() if not name.endswith(COMPUTED)]  # noqa: SIM118
             files.update(dict.fromkeys(names, shard))
-        yield mxfp4.unpacked(files, folder)
+            paths.update(dict.fromkeys(names, path))
+        yield fp8.unpacked(mxfp4.unpacked(files, folder), paths)
 
 
 def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool:

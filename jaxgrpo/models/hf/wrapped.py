@@ -127,13 +127,13 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
     if config.text_only:
         spelling = _spelling(files, source)
         text = spelling.body, spelling.head + family.modules["head"]
-        carried_names = tuple(name for name in files if not name.startswith(text))
+        unread = tuple(name for name in files if not name.startswith(text))
     else:
         # So transformers saves the text model alone that it read from a full one's files.
         if any(name.startswith(SPELLINGS[0].body) for name in files):
             spelling = SPELLINGS[0]
         carried += tuple(name.removesuffix(FURTHER) for name in files if name.endswith(FURTHER))
-        carried_names = tuple(name for name in files if carried and name.startswith(carried))
+        unread = tuple(name for name in files if carried and name.startswith(carried))
     head, embed = (spelling.name(name) for name in family.tied_head)
     # A tied model may be stored with the head only (`safetensors.torch.save_model` leaves that).
     is_swapped = config.tie_embeddings and head in files and embed not in files
@@ -143,7 +143,7 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
         name = spelling.name(entry.name)
         return entry._replace(name=renamed.get(name, name))
 
-    return Stored([[*map(stored, leaf)] for leaf in entries], (head, embed), carried_names)
+    return Stored([[*map(stored, leaf)] for leaf in entries], (head, embed), unread)
 
 
 def _spelling(files: Collection[str], source: str) -> Spelling:

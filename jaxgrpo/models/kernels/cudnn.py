@@ -54,6 +54,8 @@ def refusals(
         problems.append("soft-capped scores: it has none")
     if any(kind.sinks for kind in config.attention):
         problems.append("sinks: it has none")
+    if any(kind.latent for kind in config.attention):
+        problems.append("latents: values have another size than keys")
     if samples_per_row is None:
         problems.append(
             "rows of any samples: their number must be bounded, and each see its prompt"

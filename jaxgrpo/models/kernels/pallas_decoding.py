@@ -68,6 +68,8 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
         problems.append("soft-capped scores: it has none")
     if any(kind.sinks for kind in config.attention):
         problems.append("sinks: it has none")
+    if any(kind.latent for kind in config.attention):
+        problems.append("latents: values have another size than keys")
     return problems
 
 

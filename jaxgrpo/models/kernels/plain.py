@@ -87,7 +87,8 @@ def attended(
 ) -> Array:
     """softmax(scores) value over the keys that each query sees; the query comes scaled.
 
-    Shapes: query [*B, Q, heads, head_dim]; key, value [*B, N, kv_heads, head_dim]; sinks [heads].
+    Shapes: query [*B, Q, heads, head_dim]; key, value [*B, N, kv_heads, head_dim], which of values
+    may be another; sinks [heads].
     """
     size = block_size(query, key.shape[-3])
     if size == query.shape[-3]:
@@ -210,10 +211,13 @@ def _in_blocks_backward(kind: AttentionKind, size: int, saved: tuple, cotangent:
         )
         return jax.tree.map(jnp.add, sums, gradients), d_query
 
-    zeros = jnp.zeros(cache.value.shape, total.dtype)  # of keys too: not turned
+    # Keys not turned.
+    zeros = [
+        jnp.zeros((*cache.value.shape[:-1], leaf.shape[-1]), total.dtype) for leaf in (key, value)
+    ]
     no_sinks = None if sinks is None else jnp.zeros(sinks.shape, total.dtype)
     blocks = (*(_blocks(leaf, size, -3) for leaf in (query, out, cotangent)), _asking(sight, size))
-    first = [(zeros, zeros), no_sinks]
+    first = [(*zeros,), no_sinks]
     (d_cache, d_sinks), d_query = jax.lax.scan(add, first, (*blocks, total))
     d_cache = (_from_heads_first(leaf, key.dtype) for leaf in d_cache)
     return _unblocked(d_query, query), *d_cache, None, _narrow(d_sinks, sinks)
@@ -360,13 +364,13 @@ def partial_over(query: Array, cache: Cache, mask: Array, soft_cap: float | None
     Where a query sees no column, `highest` is the lowest finite number, so that joined with another
     part it weighs nothing.
     """
-    *batch, shared, width, head_dim = query.shape
+    *batch, shared, width, _ = query.shape
     scores = _masked(_scores(query, cache, soft_cap), mask)
     highest = scores.max(-1)
     weight = jnp.exp(scores - highest[..., None])
     flat = weight.reshape(*batch, shared * width, -1).astype(query.dtype)
     value = times_cache("...cn,...nh->...ch", flat, cache.value)
-    return Partial(value.reshape(*batch, shared, width, head_dim), highest, weight.sum(-1))
+    return Partial(value.reshape(*batch, shared, width, -1), highest, weight.sum(-1))
 
 
 def _scores(query: Array, cache: Cache, soft_cap: float | None) -> Array:
@@ -454,8 +458,8 @@ def grouped(query: Array, cache: Cache) -> Array:
 
 
 def ungrouped(out: Array, like: Array) -> Array:
-    """The inverse of `grouped`, in the shape and dtype of the query."""
-    return jnp.moveaxis(out, -2, -4).reshape(like.shape).astype(like.dtype)
+    """The inverse of `grouped`, in the dtype of the query and, but for head_dim, its shape."""
+    return jnp.moveaxis(out, -2, -4).reshape(*like.shape[:-1], -1).astype(like.dtype)
 
 
 def take_per_bin(values: Array, index: Array) -> Array:

@@ -40,6 +40,8 @@ def refusals(config: ModelConfig, row: int, mesh: Mesh | None = None) -> list[st
         problems.append(f"rows of {row} tokens: it takes at most {LONGEST}")
     if any(kind.sinks for kind in config.attention):
         problems.append("sinks: it has none")
+    if any(kind.latent for kind in config.attention):
+        problems.append("latents: values have another size than keys")
     if mesh is not None and mesh.shape["context"] > 1:
         problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgrpo.models import delta, routing, sharding
-from jaxgrpo.models.api import DeltaKind, LayerKind, Model
+from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -106,30 +106,30 @@ def capacity(
     """
     config, tensor, bins = model.config, mesh.shape["tensor"], sharding.num_bins(mesh)
     sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
-    longest = settings.max_completion_tokens
-    device = mesh.devices.flat[0]
+    longest, device = settings.max_completion_tokens, mesh.devices.flat[0]
     dtype, platform = cache_dtype(settings.kv_cache_dtype, config), device.platform
     has_lines = choose_decoding(device, model, dtype, mesh, settings.attention).has_lines
-    size = jnp.dtype(dtype).itemsize
-    half = config.num_kv_heads // tensor * config.head_dim * size  # a column of keys or values
+    size = jnp.dtype(dtype).itemsize  # of a number
 
-    def cache_bytes(batch: int, columns: int) -> int:
+    def cache_bytes(kind: AttentionKind, batch: int, columns: int) -> int:
+        heads, key_size, value_size = config.cached(kind)
         key_columns = -(-columns // LANES) * LANES if platform == "tpu" else columns
-        return batch * half * (key_columns + columns)
+        numbers = key_size * key_columns + value_size * columns
+        return batch * max(1, heads // tensor) * numbers * size
 
-    def ring_bytes(window: int | None) -> int:
+    def ring_bytes(kind: AttentionKind) -> int:
+        in_slots = functools.partial(cache_bytes, kind, sizes.slots)
         if has_lines:
-            return cache_bytes(sizes.slots, Lines.columns(longest))
+            return in_slots(Lines.columns(longest))
         block = settings.segment_tokens
-        parts, columns = older_parts(min(longest, window or longest), block)
-        return cache_bytes(sizes.slots, block) + parts * cache_bytes(sizes.slots, columns)
+        parts, columns = older_parts(min(longest, kind.window or longest), block)
+        return in_slots(block) + parts * in_slots(columns)
 
-    rings = [ring_bytes(kind.window) for kind in config.attention]
-    shared = cache_bytes(sizes.rows, sizes.width) if rings else 0
+    rings = [ring_bytes(kind) for kind in config.attention]
+    shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
     state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
-    sequences = sizes.slots + sizes.rows
-    token_bytes = _token_bytes(routing.recorded(config.kinds), settings)
-    samples = sizes.prompts * group * longest * token_bytes
+    sequences, recorded = sizes.slots + sizes.rows, routing.recorded(config.kinds)
+    samples = sizes.prompts * group * longest * _token_bytes(recorded, settings)
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read

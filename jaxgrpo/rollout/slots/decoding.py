@@ -64,10 +64,10 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
     dtype = cache_dtype(settings.kv_cache_dtype, config)
     empty = jnp.zeros((bins, slots), jnp.int32)
 
-    def cache(batch: tuple[int, ...], columns: int) -> Cache:
-        heads = (*batch, config.num_kv_heads)
-        key = jnp.zeros((*heads, config.head_dim, columns), dtype)
-        value = jnp.zeros((*heads, columns, config.head_dim), dtype)
+    def cache(kind: AttentionKind, batch: tuple[int, ...], columns: int) -> Cache:
+        heads, key_size, value_size = config.cached(kind)
+        key = jnp.zeros((*batch, heads, key_size, columns), dtype)
+        value = jnp.zeros((*batch, heads, columns, value_size), dtype)
         axes = ("bins", *[None] * (len(batch) - 1), "kv_heads", None, None)
         return Cache(parts.constrain(key, axes), parts.constrain(value, axes))
 
@@ -76,17 +76,17 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         zeros = jnp.zeros((*batch, config.num_kv_heads, columns, config.head_dim), dtype)
         return Lines(*(parts.constrain(zeros, axes) for _ in Lines._fields))
 
-    def ring(window: int | None) -> Ring:
-        older_rings, columns = older_parts(min(longest, window or longest), block)
-        older = tuple(cache((bins * slots,), columns) for _ in range(older_rings))
-        return Ring(cache((bins * slots,), block), older)
+    def ring(kind: AttentionKind) -> Ring:
+        older_rings, columns = older_parts(min(longest, kind.window or longest), block)
+        older = tuple(cache(kind, (bins * slots,), columns) for _ in range(older_rings))
+        return Ring(cache(kind, (bins * slots,), block), older)
 
     def memory(mixer: AttentionKind | DeltaKind) -> tuple[Any, Any]:
         if isinstance(mixer, DeltaKind):
             states = functools.partial(delta.empty_states, mixer, config.dtype)
             return states((bins, rows), parts.constrain), states((bins * slots,), parts.constrain)
         if not parts.attention.has_lines:
-            return cache((bins, rows), width), ring(mixer.window)
+            return cache(mixer, (bins, rows), width), ring(mixer)
         return lines((bins, rows), width), lines((bins * slots,), Lines.columns(longest))
 
     by_place, none = jnp.zeros((bins, places), jnp.int32), jnp.zeros(bins, jnp.int32)
@@ -170,7 +170,8 @@ def prefill(
     position = start[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     shared, rings = zip(*state.memory, strict=True)
     config = parts.model.config
-    caller = Caller(chunk(row, start, length), recur=delta.chunk(row, start, length))
+    placed = row, start, length
+    caller = Caller(chunk(*placed), recur=delta.chunk(*placed), keeps_latents=True)
     shared = routing.with_records(config.kinds, shared)
     _, shared = parts.model.apply(params, jnp.maximum(tokens, 0), position, caller, shared)
     shared, _ = routing.without_records(config.kinds, shared)
@@ -306,7 +307,8 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
         attend = decode(state.clock, index, state.row_length, sharing)
     recur = delta.decode(None if state.pauses is None else state.pauses.mask)
     memory = routing.with_records(model.config.kinds, state.memory)
-    fed = params, state.token[..., None], position, Caller(attend, recur=recur), memory
+    caller = Caller(attend, recur=recur, keeps_latents=True)
+    fed = params, state.token[..., None], position, caller, memory
     hidden, memory = model.apply(*fed)
     memory, records = routing.without_records(model.config.kinds, memory)
     state = record_experts(state, records)

@@ -141,7 +141,7 @@ def give(
     pieces = Pieces(slot, row, start, size, left)
     position = take(state.row_length, row)[..., None] + number
     attend, config = slot_chunk(pieces, state.row_length, state.clock), parts.model.config
-    caller = Caller(attend, recur=delta.slot_chunk(slot, size))
+    caller = Caller(attend, recur=delta.slot_chunk(slot, size), keeps_latents=True)
     memory = routing.with_records(config.kinds, state.memory)
     _, memory = parts.model.apply(params, tokens, position, caller, memory)
     memory, _ = routing.without_records(config.kinds, memory)

@@ -18,6 +18,7 @@ from jaxgrpo.models.hf.families import (
     gemma,
     hybrid,
     interleaved,
+    latents,
     llama,
     mistral,
     olmo,
@@ -34,15 +35,34 @@ FAMILIES: dict[str, Family] = {
         *(olmo.OLMO2, olmo.OLMO3, olmo.EXAONE4, mistral.MINISTRAL3, llama.ARCEE, llama.HUNYUAN),
         *(interleaved.GLM4, interleaved.ERNIE, interleaved.COHERE2),
         *(experts.QWEN3_MOE, experts.OLMOE, experts.GLM4_MOE, experts.GPT_OSS),
-        *(hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.QWEN3_NEXT),
+        *(
+            llama.GRANITE4,
+            experts.GRANITE_MOE,
+            latents.DEEPSEEK_V2,
+            latents.DEEPSEEK_V3,
+            latents.GLM4_MOE_LITE,
+        ),
+        *(hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.QWEN3_NEXT, hybrid.OLMO_HYBRID),
     )
 }
 """model_type of config.json -> the family, built in or registered."""
 _BUILT_IN = frozenset(FAMILIES)
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""model_type of published folders -> that of the family that they are."""
 
 RUN_FIELDS = ("source", "dtype", "float32_head", "without_text", "fused_experts")
 """Fields of a ModelConfig that a run, a tokenizer or the files of weights decide; the others must
 be those of its config.json."""
+
+
+LACKING = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of short convolutions"),
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "bamba"), "layers of Mamba-2"),
+    "gemma4_text": "heads of two sizes, embeddings for each layer and caches of other layers",
+    "kimi_linear": "a decay for each channel",
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), "attention to chosen tokens"),
+}
+"""model_type -> what it needs and no kind of layer has."""
 
 
 def register(family: Family) -> None:
@@ -79,11 +99,15 @@ def _home(family: Family) -> str:
 
 def find_family(model_type: Any, source: str = "") -> Family:
     """Raises: InputError with the nearest names for a family that is not built."""
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = (
+        FAMILIES.get(ALIASES.get(model_type, model_type)) if isinstance(model_type, str) else None
+    )
     if family is None:
+        lacking = LACKING.get(str(model_type))
         # qwen3_moe is no slip of the pen for qwen3.
         is_kin = any(str(model_type).startswith(f"{name}_") for name in FAMILIES)
         hint = f"Known: {', '.join(sorted(FAMILIES))}" if is_kin else suggest(model_type, FAMILIES)
+        hint = f"it needs {lacking}, which no kind of layer has" if lacking else hint
         raise InputError(
             f"{source}: model_type = {model_type!r} is not built: {hint}; "
             "model.family names a family of your own (docs/models.md)"
@@ -110,7 +134,7 @@ def model_config(
     """
     text = wrapped.text_fields(config_json)
     family = family or find_family(text.get("model_type"), source)
-    if text.get("model_type") != family.model_type:
+    if family.model_type not in (text.get("model_type"), ALIASES.get(text.get("model_type", ""))):
         raise InputError(
             f"{source}: model_type = {text.get('model_type')!r}, but the family given is "
             f'"{family.model_type}": take the folder or the family that fits the other'

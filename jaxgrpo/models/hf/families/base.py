@@ -82,8 +82,8 @@ class Family(NamedTuple):
     in_pairs: bool = False
     """Whether dimensions 2 i and 2 i + 1 of a head turn together, not i and i + half of them"""
     carried: Sequence[str] = ()
-    """Beginnings of the names of tensors that transformers does not read either: an export keeps
-    them as they are"""
+    """Beginnings of the names of tensors that transformers does not read either: an
+    export keeps them as they are"""
 
 
 def sizes(

@@ -1,4 +1,4 @@
-"""Families with experts: Qwen3-MoE, OLMoE, GLM-4.5 and GPT-OSS."""
+"""Families with experts: Qwen3-MoE, OLMoE, Granite-MoE, GLM-4.5 and GPT-OSS."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from jaxgrpo.models.hf.families.base import (
     uniform,
     with_feeds,
 )
+from jaxgrpo.models.hf.families.llama import read_granite
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 _MODULES = {**MODULES, "experts/router": "mlp.gate"}
+SHARED_MODULES = _MODULES | {
+    f"experts/shared/{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+}
 
 
 def read_experts(
@@ -100,27 +104,69 @@ OLMOE = Family(
 )
 
 
+def _granite_moe(fields: Fields) -> dict[str, Any]:
+    """Granite with experts in every layer; in files those of a layer are always one tensor."""
+    config = read_granite(fields)
+    width = config["intermediate_size"]
+    experts = read_experts(fields, "num_local_experts", 8, width, top_k=2)
+    # transformers takes a softmax over the token's own experts, which is that over all, normalised.
+    experts = experts._replace(normalised=True)
+    return with_feeds({**config, "fused_experts": True}, [experts] * config["num_layers"])
+
+
+GRANITE_MOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    _granite_moe,
+    modules={**MODULES, "experts/router": "block_sparse_moe.router.layer"},
+    experts=EXPERTS,
+    fused_experts={
+        f"block_sparse_moe.{name}_linear.weight": maps
+        for name, maps in zip(("input", "output"), FUSED_EXPERTS.values(), strict=True)
+    },
+)
+
+
+def read_grouped(
+    fields: Fields,
+    *,
+    count: int = 128,
+    width: int = 1408,
+    top_k: int = 8,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    shared: int = 1,
+) -> ExpertsKind:
+    """Experts with a sigmoid each, in groups, beside some that all tokens pass, as one.
+
+    Args: what transformers assumes without the fields.
+    """
+    width = fields.take("moe_intermediate_size", "size", width)
+    experts = read_experts(fields, "n_routed_experts", count, width, normalised=True, top_k=top_k)
+    groups = fields.take("n_group", "size", groups)
+    top_groups = fields.take("topk_group", "size", top_groups)
+    each, odd = divmod(experts.number, groups)
+    if odd or each < 2 <= groups or top_groups > groups or experts.top_k > each * top_groups:
+        why = f"n_routed_experts = {experts.number} must divide into groups of 2 or more, and "
+        few = f"topk_group = {top_groups} of them hold num_experts_per_tok = {experts.top_k}"
+        fields.refuse("n_group", why + few)
+    return experts._replace(
+        scores="sigmoid",
+        scale=fields.take("routed_scaling_factor", "positive", scale),
+        groups=groups,
+        top_groups=top_groups,
+        shared=width * fields.take("n_shared_experts", "size", shared),
+    )
+
+
 def _glm4_moe(fields: Fields) -> dict[str, Any]:
     """Dense layers first; a sigmoid for each expert, groups of them, and one that all pass."""
     config = sizes(fields, eps=1e-5, positions=131_072)
     turn = rope.read_turn(
         fields, config["head_dim"], config["max_positions"], partial=True, share=0.5
     )
-    width = fields.take("moe_intermediate_size", "size", 1408)
-    experts = read_experts(fields, "n_routed_experts", 128, width, normalised=True)
-    groups, top_groups = (fields.take(name, "size", 1) for name in ("n_group", "topk_group"))
-    each, odd = divmod(experts.number, groups)
-    if odd or each < 2 <= groups or top_groups > groups or experts.top_k > each * top_groups:
-        why = f"n_routed_experts = {experts.number} must divide into groups of 2 or more, and "
-        few = f"topk_group = {top_groups} of them hold num_experts_per_tok = {experts.top_k}"
-        fields.refuse("n_group", why + few)
-    experts = experts._replace(
-        scores="sigmoid",
-        scale=fields.take("routed_scaling_factor", "positive", 1.0),
-        groups=groups,
-        top_groups=top_groups,
-        shared=width * fields.take("n_shared_experts", "size", 1),
-    )
+    experts = read_grouped(fields)
     dense, count = fields.take("first_k_dense_replace", "count", 1), config["num_layers"]
     config |= {
         **uniform(turn),
@@ -134,8 +180,7 @@ GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     _glm4_moe,
-    modules=_MODULES
-    | {f"experts/shared/{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
+    modules=SHARED_MODULES,
     experts=EXPERTS,
     fused_experts=FUSED_EXPERTS,
     harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # of layers that are not in the files

@@ -1,7 +1,8 @@
-"""Families some of whose layers recur in place of attending: Qwen3.5, its text part; Qwen3-Next."""
+"""Families some of whose layers recur in place of attending: Qwen3.5, Qwen3-Next, OLMo-Hybrid."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxgrpo.models.hf.families.base import (
     with_feeds,
 )
 from jaxgrpo.models.hf.families.experts import read_experts, sparse_feeds
+from jaxgrpo.models.hf.families.olmo import AFTER, read_olmo
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL
 
@@ -44,15 +46,15 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Parameters of positions in two dimensions: those of text are equal in both, and so plain."""
 
 
-def delta_kind(fields: Fields) -> DeltaKind:
+def delta_kind(fields: Fields, defaults: DeltaKind) -> DeltaKind:
     """The sizes of the layers that recur."""
     take = lambda name, default: fields.take(f"linear_{name}", "size", default)  # noqa: E731
-    kind = DeltaKind(
-        key_heads=take("num_key_heads", 16),
-        value_heads=take("num_value_heads", 32),
-        key_dim=take("key_head_dim", 128),
-        value_dim=take("value_head_dim", 128),
-        conv=take("conv_kernel_dim", 4),
+    kind = defaults._replace(
+        key_heads=take("num_key_heads", defaults.key_heads),
+        value_heads=take("num_value_heads", defaults.value_heads),
+        key_dim=take("key_head_dim", defaults.key_dim),
+        value_dim=take("value_head_dim", defaults.value_dim),
+        conv=take("conv_kernel_dim", defaults.conv),
     )
     if kind.value_heads % kind.key_heads:
         why = f"expected a multiple of linear_num_key_heads = {kind.key_heads}"
@@ -62,12 +64,13 @@ def delta_kind(fields: Fields) -> DeltaKind:
     return kind
 
 
-def layers(fields: Fields, count: int, attention: AttentionKind) -> dict[str, Any]:
-    """The kinds of the layers, by `layer_types` or every `full_attention_interval`-th attending."""
-    interval = fields.take("full_attention_interval", "size", 4)
-    default = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)]
+def layers(
+    fields: Fields, attends: Sequence[bool], attention: LayerKind, delta: LayerKind
+) -> dict[str, Any]:
+    """The kinds of the layers, by `layer_types` or, where there are none, by which attend."""
+    default, count = [FULL if attending else LINEAR for attending in attends], len(attends)
     types = fields.take("layer_types", "texts", default)
-    kinds = {FULL: LayerKind(attention), LINEAR: LayerKind(delta_kind(fields))}
+    kinds = {FULL: attention, LINEAR: delta}
     if len(types) != count or not set(types) <= set(kinds):
         names = " and ".join(kinds)
         fields.refuse("layer_types", f"expected {names}, num_hidden_layers = {count} of them")
@@ -88,12 +91,15 @@ def _hybrid(fields: Fields, width: int | None = None) -> dict[str, Any]:
     )
     if config["activation"] != "silu":  # which acts on convolutions too
         fields.refuse("hidden_act", "layers that recur are built with silu only")
+    interval, count = fields.take("full_attention_interval", "size", 4), config["num_layers"]
+    attends = [(i + 1) % interval == 0 for i in range(count)]
+    delta = delta_kind(fields, DeltaKind(16, 32, 128, 128))
     if not fields.take("attn_output_gate", "flag", True):
         fields.refuse("attn_output_gate", "only gated attention is built")
     return {
         **config,
         **attention_bias(fields),
-        **layers(fields, config["num_layers"], AttentionKind(rope=turn.rope)),
+        **layers(fields, attends, LayerKind(AttentionKind(rope=turn.rope)), LayerKind(delta)),
         "position_limit": turn.limit,
         "query_key_norm": "head",
         "norm_offset": 1.0,
@@ -159,4 +165,51 @@ QWEN3_NEXT = QWEN3_5_MOE._replace(
     read=_qwen3_next,
     fused={**_BY_HEAD, "linear_attn.conv1d": FUSED["linear_attn.conv1d"]},
     by_head=(*_BY_HEAD,),
+)
+
+
+def _olmo_hybrid(fields: Fields) -> dict[str, Any]:
+    """OLMo 3 without windows, whose other layers recur and norm what a branch reads."""
+    config = read_olmo(fields, eps=1e-6, positions=65_536, pad=100_277)
+    heads, hidden, count = (config[name] for name in ("num_heads", "hidden_size", "num_layers"))
+    key_heads = fields.take("linear_num_key_heads", "size", heads)
+    key_dim = fields.take("linear_key_head_dim", "size", max(1, int(0.75 * hidden / key_heads)))
+    negative = fields.take("linear_allow_neg_eigval", "flag", True)
+    sizes = DeltaKind(heads, heads, key_dim, 2 * key_dim, reach=1.0 + negative, eps=1e-5)
+    if config["activation"] != "silu":
+        fields.refuse("hidden_act", "expected silu, which convolutions have too")
+    turn = rope.Turn(None)
+    # With a theta that is null, as in the published folders, nothing turns.
+    if fields.take("rope_parameters", "object", {}).get("rope_theta", 0) is not None:
+        turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    attends = [i % 4 == 3 for i in range(count)]
+    if True not in attends:
+        attends[-1] = True
+    attention = LayerKind(AttentionKind(rope=turn.rope))
+    delta = LayerKind(delta_kind(fields, sizes), norms="before")
+    kinds = layers(fields, attends, attention, delta)
+    return {**config, **kinds, "position_limit": turn.limit}
+
+
+OLMO_HYBRID = Family(
+    "olmo_hybrid",
+    "OlmoHybridForCausalLM",
+    _olmo_hybrid,
+    modules={
+        **MODULES,
+        **AFTER,
+        "delta": "linear_attn",
+        "delta/norm": "linear_attn.o_norm",
+        **{
+            f"delta/{name}": f"linear_attn.{letter}_proj"
+            for name, letter in zip(
+                ("query", "key", "value", "gate", "rate", "decay", "out"), "qkvgbao", strict=True
+            )
+        },
+    },
+    fused={"linear_attn.conv1d": FUSED["linear_attn.conv1d"]},
+    # of the first weights
+    harmless=tuple(
+        f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
+    ),
 )

@@ -33,7 +33,7 @@ LLAMA = Family(
 )
 
 
-def _granite(fields: Fields) -> dict[str, Any]:
+def read_granite(fields: Fields) -> dict[str, Any]:
     """Llama with a number each for embeddings, attention, branches and logits."""
     return {
         **_llama(fields),
@@ -44,7 +44,37 @@ def _granite(fields: Fields) -> dict[str, Any]:
     }
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _granite)
+GRANITE = Family("granite", "GraniteForCausalLM", read_granite)
+
+
+def _granite4(fields: Fields) -> dict[str, Any]:
+    """Granite 4.0 without recurrent layers and experts (micro, 1B, 350M), with rope or without."""
+    config, size = read_granite(fields), fields.take("shared_intermediate_size", "size", 1024)
+    count = config["num_layers"]
+    types = fields.take("layer_types", "texts", ["mamba"] * count)
+    if len(types) != count or not {*types} <= {FULL, "attention"}:
+        fields.refuse("layer_types", f"expected {FULL}, {count} of them: no layers of Mamba-2 yet")
+    if fields.take("num_local_experts", "count", 8):
+        fields.refuse("num_local_experts", "expected 0: experts beside a dense part are not built")
+    if fields.take("position_embedding_type", "text", "none") != "rope":
+        config |= {"pattern": (LayerKind(AttentionKind(rope=None)),), "position_limit": None}
+    return {**config, "intermediate_size": size, "feed_forward_bias": False}
+
+
+GRANITE4 = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    _granite4,
+    modules={**MODULES, "feed_forward/down": "shared_mlp.output_linear"},
+    fused={"shared_mlp.input_linear": ("feed_forward/gate", "feed_forward/up")},
+    # of layers that it does not have, and read by no code of transformers
+    harmless=(
+        *(f"mamba_{name}" for name in ("n_heads", "n_groups", "d_state", "d_head", "d_conv")),
+        *(f"mamba_{name}" for name in ("expand", "chunk_size", "conv_bias", "proj_bias")),
+        *("time_step_limit", "num_experts_per_tok", "router_aux_loss_coef"),
+        *("normalization_function", "init_method", "attention_head_dim"),
+    ),
+)
 
 
 def _seed_oss(fields: Fields) -> dict[str, Any]:

@@ -16,17 +16,19 @@ from jaxgrpo.models.hf.families.base import (
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
-_MODULES = {
-    **{name: module for name, module in MODULES.items() if name not in ("attention_norm",)},
+AFTER = {
     "attention_out_norm": "post_attention_layernorm",
     "feed_forward_out_norm": "post_feedforward_layernorm",
 }
+_MODULES = {name: module for name, module in MODULES.items() if name != "attention_norm"} | AFTER
 
 
-def _olmo(fields: Fields) -> dict[str, Any]:
-    """Queries and keys are normed over all heads at once."""
+def read_olmo(
+    fields: Fields, eps: float = 1e-5, positions: int = 2048, pad: int = 1
+) -> dict[str, Any]:
+    """Queries and keys are normed over all heads at once. Args: as of `sizes`."""
     return {
-        **sizes(fields, eps=1e-5, positions=2048, as_many_kv=True, pad=1),
+        **sizes(fields, eps=eps, positions=positions, as_many_kv=True, pad=pad),
         **attention_bias(fields),
         "norms": "after",
         "query_key_norm": "whole",
@@ -34,7 +36,7 @@ def _olmo(fields: Fields) -> dict[str, Any]:
 
 
 def _olmo2(fields: Fields) -> dict[str, Any]:
-    config = _olmo(fields)
+    config = read_olmo(fields)
     turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     return {**config, **uniform(turn)}
 
@@ -44,7 +46,7 @@ OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _olmo2, modules=_MODULES)
 
 def _olmo3(fields: Fields) -> dict[str, Any]:
     """Three layers with a window, then one without, which alone has scaled positions."""
-    config = _olmo(fields)
+    config = read_olmo(fields)
     thetas = dict.fromkeys((FULL, SLIDING), 5e5)
     turns = rope.read_turns_by_type(fields, config["head_dim"], config["max_positions"], thetas)
     window = fields.nullable("sliding_window", "size", 4096)

@@ -1,0 +1,91 @@
+"""Weights in fp8 with a scale for each block, as DeepSeek-V3 is published: read as bfloat16.
+
+Beside a tensor NAME of [outputs, inputs] in float8_e4m3 there is NAME_scale_inv, the float32 number
+that each block of it, of 128 outputs and 128 inputs, is multiplied by.
+
+Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxgrpo.models.hf.fields import Fields
+
+SCALES = "_scale_inv"
+BLOCK = 128
+STORED = "F8_E4M3"
+
+
+class Tensor:
+    """A tensor stored so, read in slices as safetensors reads others."""
+
+    def __init__(self, path: Path, name: str, scales: Any):
+        # safetensors gives no slice of fp8: its bytes are mapped from the file.
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            entry = json.loads(file.read(size))[name]
+        self._shape: list[int] = entry["shape"]
+        begin = 8 + size + entry["data_offsets"][0]
+        stored: Any = np.memmap(path, np.uint8, "r", begin, (math.prod(self._shape),))
+        self._values: Any = stored.view(ml_dtypes.float8_e4m3fn).reshape(self._shape)
+        self._scales = scales
+
+    def get_slice(self, name: str) -> Tensor:
+        del name
+        return self
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        del name
+        return self[slice(None), slice(None)]
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, where: slice | tuple[slice, slice]) -> np.ndarray:
+        """Args: where: rows, and columns or all of them."""
+        pair = where if isinstance(where, tuple) else (where, slice(None))
+        spans = [range(*part.indices(size)) for part, size in zip(pair, self._shape, strict=True)]
+        blocks = [np.arange(span.start, span.stop) // BLOCK for span in spans]
+        first = [int(block[0]) if block.size else 0 for block in blocks]
+        taken = (slice(at, int(block[-1]) + 1) for at, block in zip(first, blocks, strict=True))
+        scales = self._scales[tuple(taken)]
+        rows, columns = (block - at for block, at in zip(blocks, first, strict=True))
+        values = self._values[pair].astype(np.float32) * scales[np.ix_(rows, columns)]
+        return values.astype(ml_dtypes.bfloat16)
+
+
+def unpacked(files: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+    """The files of an opened folder by the names of whole tensors.
+
+    Args:
+      paths: of the file that has each tensor.
+    """
+    names = {name.removesuffix(SCALES) for name in files if name.endswith(SCALES)}
+    names = {name for name in names if name in files}
+    plain = {name: file for name, file in files.items() if name.removesuffix(SCALES) not in names}
+
+    def scales(name: str) -> Any:
+        return files[name + SCALES].get_slice(name + SCALES)
+
+    return plain | {name: Tensor(paths[name], name, scales(name)) for name in names}
+
+
+def read_quantisation(fields: Fields) -> None:
+    """Refuses weights that are quantised in any other way."""
+    settings = fields.take("quantization_config", "object", {})
+    expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    if any(settings.get(name, value) != value for name, value in expected.items()):
+        why = f"of quantised weights only fp8 in blocks of {BLOCK} x {BLOCK} is read"
+        fields.refuse("quantization_config", why)

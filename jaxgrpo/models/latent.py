@@ -1,0 +1,92 @@
+"""Attention by latents: keys and values of all heads are linear maps of one short vector a token.
+
+Decoding keeps that vector and the turned part of the key, and reads them as one head (`absorbed`);
+passes over whole sequences compute each head's keys and values, which are less work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxgrpo.models.api import AttentionKind, Caller, ModelConfig
+from jaxgrpo.models.layers import Angles, Dense, RMSNorm, rotate, side_by_side
+
+EPS = 1e-6
+"""What the norms of short vectors add, whatever config.json says of the others."""
+
+
+class LatentAttention(nnx.Module):
+    """out(attend(query, key, value)), with c = norm(latent(x)), in each head
+
+        query = [query(low), turn(turned_query(low))],    low = x or norm(query_down(x))
+        key = [key(c), turn(turned_key(x))],    value = value(c)
+
+    The query carries the scale. Where the caller keeps latents its plain part is multiplied by the
+    map of keys, and the map of values by what is attended to: q · (K c) = (K^T q) · c.
+
+    Source: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1 and appendix C.
+    """
+
+    def __init__(self, config: ModelConfig, kind: AttentionKind, rngs: nnx.Rngs):
+        assert kind.latent is not None  # or it is `layers.Attention`
+        sizes, embed = kind.latent, {"embed": config.hidden_size}
+        latent, norms = {"latent": sizes.size}, dataclasses.replace(config, rms_norm_eps=EPS)
+
+        def dense(name: str, inputs: dict[str, int], outputs: dict[str, int], bias: bool) -> Dense:
+            return Dense(f"attention/{name}", inputs, outputs, config, rngs, bias=bias)
+
+        def heads(size: int) -> dict[str, int]:
+            return {"heads": config.num_heads, "head_dim": size}
+
+        bias = config.attention_bias
+        self.has_low: bool = sizes.query is not None
+        if sizes.query is None:
+            self.query: Dense = dense("query", embed, heads(sizes.plain), False)
+            self.turned_query: Dense = dense("turned_query", embed, heads(sizes.turned), False)
+        else:
+            low = {"latent": sizes.query}
+            self.query_down: Dense = dense("query_down", embed, low, bias)
+            self.query_norm: RMSNorm = RMSNorm({"norm": sizes.query}, norms)
+            self.query_up: Dense = dense("query_up", low, heads(sizes.plain), False)
+            self.turned_query_up: Dense = dense("turned_query_up", low, heads(sizes.turned), False)
+        self.latent: Dense = dense("latent", embed, latent, bias)
+        self.turned_key: Dense = dense("turned_key", embed, {"head_dim": sizes.turned}, bias)
+        self.latent_norm: RMSNorm = RMSNorm({"norm": sizes.size}, norms)
+        self.key: Dense = dense("key", latent, heads(sizes.plain), False)
+        self.value: Dense = dense("value", latent, heads(sizes.value), False)
+        out_bias = config.attention_out_bias
+        self.out: Dense = dense("out", heads(sizes.value), embed, out_bias)
+        self.scale: float = config.query_scale or config.head_dim**-0.5
+
+    def __call__(
+        self, x: Array, angles: Angles, caller: Caller, memory: Any, kind: AttentionKind
+    ) -> tuple[Array, Any]:
+        if self.has_low:
+            low, maps = self.query_norm(self.query_down(x)), (self.query_up, self.turned_query_up)
+        else:
+            low, maps = x, (self.query, self.turned_query)
+        query, turned_query = side_by_side(low, *maps)
+        query, turned_query = (
+            rotate(q, a, self.scale) for q, a in ((query, None), (turned_query, angles))
+        )
+        latent, turned_key = side_by_side(x, self.latent, self.turned_key)
+        latent, turned_key = self.latent_norm(latent), rotate(turned_key[..., None, :], angles)
+        if caller.keeps_latents:
+            matrix = self.key.matrix().astype(x.dtype)
+            query = jnp.einsum("...hn,rhn->...hr", query, matrix)
+            key = value = latent[..., None, :]
+        else:
+            key, value = side_by_side(latent, self.key, self.value)
+            turned_key = jnp.broadcast_to(turned_key, (*key.shape[:-1], turned_key.shape[-1]))
+        query = jnp.concatenate([query, turned_query], axis=-1)
+        key = jnp.concatenate([key, turned_key], axis=-1)
+        out, memory = caller.attend(query, key, value, memory, kind)
+        if caller.keeps_latents:
+            matrix = self.value.matrix(self.key).astype(x.dtype)
+            out = jnp.einsum("...hr,rhv->...hv", out, matrix)
+        return self.out(out), memory
