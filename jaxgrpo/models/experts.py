@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread, custom_vjp
 from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, matrix
 
-LEAST_BLOCK, BLOCK, WIDE_BLOCK = 8, 64, 512
-"""Rows of one expert that are multiplied at once: at the least, at most on a CPU, and elsewhere."""
+LEAST_BLOCK, BLOCK = 8, 512
+"""Rows of one expert that are multiplied at once: at the least, and at most but on a CPU."""
 TINY = 1e-20
 """Added to a sum of sigmoids that is divided by, as transformers does."""
 
@@ -224,10 +224,16 @@ def grouped(
     return _multiplied(x, kernel.astype(x.dtype), sizes)
 
 
-def _multiplied(x: Array, kernel: Array, sizes: Array) -> Array:
+def _multiplied(x: Array, kernel: Array, sizes: Array, turned: bool = False) -> Array:
+    """Args: turned: by the transposed matrices, [experts, outputs, inputs]."""
     # In the batches of `sharding.over_data`, one on each device, a loop must not run for all.
     one_by_one = jax.custom_batching.sequential_vmap
-    ways = {"cpu": one_by_one(_in_blocks), "default": one_by_one(jax.lax.ragged_dot)}
+
+    def elsewhere(x: Array, kernel: Array, sizes: Array) -> Array:
+        return jax.lax.ragged_dot(x, jnp.swapaxes(kernel, 1, 2) if turned else kernel, sizes)
+
+    in_slots = functools.partial(_in_slots, turned=turned)
+    ways = {"tpu": one_by_one(elsewhere), "default": one_by_one(in_slots)}
     return jax.lax.platform_dependent(x, kernel, sizes, **ways)
 
 
@@ -239,14 +245,13 @@ def _grouped_backward(
     saved: tuple[Array, Array, Array], cotangent: Array
 ) -> tuple[Array, Array, None]:
     x, kernel, sizes = saved
-    d_x = _multiplied(cotangent, jnp.swapaxes(kernel.astype(x.dtype), 1, 2), sizes)
+    d_x = _multiplied(cotangent, kernel.astype(x.dtype), sizes, turned=True)
 
-    def by_blocks(most: int) -> Any:
-        summed = functools.partial(_outer_in_blocks, dtype=kernel.dtype, most=most)
-        return jax.custom_batching.sequential_vmap(summed)
+    def summed(function: Any) -> Any:
+        return jax.custom_batching.sequential_vmap(functools.partial(function, dtype=kernel.dtype))
 
     d_kernel = jax.lax.platform_dependent(
-        x, cotangent, sizes, cpu=by_blocks(BLOCK), default=by_blocks(WIDE_BLOCK)
+        x, cotangent, sizes, tpu=summed(_outer_in_blocks), default=summed(_outer_in_slots)
     )
     return d_x, d_kernel, None
 
@@ -254,39 +259,76 @@ def _grouped_backward(
 grouped.defvjp(_grouped, _grouped_backward)
 
 
-def _blocks(rows: int, sizes: Array, most: int) -> tuple[int, Array, Array, Array]:
-    """(rows of a block, number of blocks, of each its expert and its first row).
+def _slots(rows: int, number: int) -> int:
+    """Rows of each expert that are multiplied at once by XLA on a CPU; 0: so few that a product for
+    all experts would read more matrices than are needed."""
+    step = LEAST_BLOCK * number
+    return -(-rows * 5 // (4 * step)) * LEAST_BLOCK if rows >= number else 0
 
-    Without blocks XLA multiplies all rows by the matrices of all experts: on a CPU always, on a TPU
-    for the gradients of kernels (JAX 0.10.2).
+
+def _blocks(sizes: Array, begin: Array, size: int, number: int) -> tuple[Array, Array, Array]:
+    """(how many blocks of `size` rows the experts have, of each its expert and its first row).
+
+    Args: number: at most so many.
     """
-    size = max(LEAST_BLOCK, min(most, rows // len(sizes)))
     counts = -(-sizes // size)
     ends = jnp.cumsum(counts)
-    number = jnp.arange(-(-rows // size) + len(sizes))
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(sizes) - 1)
-    begin = jnp.cumsum(sizes) - sizes
-    first = begin[expert] + (number - (ends - counts)[expert]) * size
-    return size, ends[-1], expert, first
+    block = jnp.arange(number)
+    expert = jnp.minimum(jnp.searchsorted(ends, block, side="right"), len(sizes) - 1)
+    return ends[-1], expert, begin[expert] + (block - (ends - counts)[expert]) * size
 
 
-def _in_blocks(x: Array, kernel: Array, sizes: Array) -> Array:
-    rows = x.shape[0]
-    size, count, expert, first = _blocks(rows, sizes, BLOCK)
+def _in_slots(x: Array, kernel: Array, sizes: Array, turned: bool) -> Array:
+    """The first rows of all experts by one batched product, what is left in blocks of as many.
+
+    XLA's own ragged_dot multiplies all rows by the matrices of all experts there.
+    """
+    rows, slots = len(x), _slots(len(x), len(sizes))
+    size, begin = slots or LEAST_BLOCK, jnp.cumsum(sizes) - sizes
     padded = jnp.pad(x, ((0, size), (0, 0)))
+    number = -(-rows // size) + len(sizes)
+    left = begin + slots
+    count, expert, first = _blocks(jnp.maximum(sizes - slots, 0), left, size, number)
+    turn = (lambda matrices: jnp.swapaxes(matrices, -1, -2)) if turned else (lambda same: same)
 
     def multiply(i: Array, out: Array) -> Array:
         block = jax.lax.dynamic_slice_in_dim(padded, first[i], size)
-        # Behind the expert's rows it writes what the next block writes over.
-        return jax.lax.dynamic_update_slice_in_dim(out, block @ kernel[expert[i]], first[i], 0)
+        # Behind the expert's rows it writes what the next block writes over, or is not read.
+        product = block @ turn(kernel[expert[i]])
+        return jax.lax.dynamic_update_slice_in_dim(out, product, first[i], 0)
 
-    out = jnp.zeros((rows + size, kernel.shape[-1]), x.dtype)
-    return jax.lax.fori_loop(0, count, multiply, out)[:rows]
+    out = jnp.zeros((rows + size, kernel.shape[1 if turned else 2]), x.dtype)
+    out = jax.lax.fori_loop(0, count, multiply, out)[:rows]
+    if not slots:
+        return out
+    row = jnp.arange(rows)
+    expert_of_row = jnp.searchsorted(begin + sizes, row, side="right", method="compare_all")
+    place = row - begin[expert_of_row]
+    product = padded[begin[:, None] + jnp.arange(slots)] @ turn(kernel)
+    at = jnp.where(place < slots, expert_of_row * slots + place, 0)
+    return jnp.where((place < slots)[:, None], product.reshape(-1, product.shape[-1])[at], out)
 
 
-def _outer_in_blocks(x: Array, cotangent: Array, sizes: Array, dtype: Any, most: int) -> Array:
-    size, count, expert, first = _blocks(x.shape[0], sizes, most)
-    ends = jnp.cumsum(sizes)
+def _outer_in_slots(x: Array, cotangent: Array, sizes: Array, dtype: Any) -> Array:
+    slots, begin = _slots(len(x), len(sizes)), jnp.cumsum(sizes) - sizes
+    if not slots:
+        return _outer_in_blocks(x, cotangent, sizes, dtype)
+    place = jnp.arange(slots)
+    rows = jnp.minimum(begin[:, None] + place, len(x) - 1)
+    first = jnp.where((place < sizes[:, None])[..., None], x[rows], 0)
+    total = jnp.einsum("eci,eco->eio", first, cotangent[rows], preferred_element_type=dtype)
+    return _outer_in_blocks(x, cotangent, sizes, dtype, slots, total)
+
+
+def _outer_in_blocks(
+    x: Array, cotangent: Array, sizes: Array, dtype: Any, slots: int = 0, total: Any = None
+) -> Array:
+    """The gradients of kernels, added to `total`: without blocks XLA for a TPU multiplies all rows
+    by the matrices of all experts (JAX 0.10.2)."""
+    size = slots or max(LEAST_BLOCK, min(BLOCK, len(x) // len(sizes)))
+    ends, number = jnp.cumsum(sizes), -(-len(x) // size) + len(sizes)
+    left = jnp.maximum(sizes - slots, 0)
+    count, expert, first = _blocks(left, ends - left, size, number)
     padded, padded_cotangent = (jnp.pad(leaf, ((0, size), (0, 0))) for leaf in (x, cotangent))
 
     def add(i: Array, total: Array) -> Array:
@@ -299,5 +341,6 @@ def _outer_in_blocks(x: Array, cotangent: Array, sizes: Array, dtype: Any, most:
         product = jnp.matmul(block.T, other_block, preferred_element_type=dtype)
         return total.at[expert[i]].add(product)
 
-    zeros = jnp.zeros((len(sizes), x.shape[1], cotangent.shape[1]), dtype)
-    return jax.lax.fori_loop(0, count, add, zeros)
+    if total is None:
+        total = jnp.zeros((len(sizes), x.shape[1], cotangent.shape[1]), dtype)
+    return jax.lax.fori_loop(0, count, add, total)
