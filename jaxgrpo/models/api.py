@@ -104,6 +104,7 @@ LINEAR = (
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
     *("delta/query", "delta/key", "delta/value", "delta/gate", "delta/rate", "delta/decay"),
     "delta/out",
+    *(f"experts/{name}" for name in ("shared/gate", "shared/up", "shared/down", "shared_gate")),
 )
 """The linear maps of a layer, which may have adapters."""
 
@@ -213,6 +214,10 @@ class ModelConfig:
         absent = () if self.attention else ("attention/",)
         absent += () if self.recurs else ("delta/",)
         absent += () if self.gated else ("feed_forward/gate",)
+        feeds = [kind.feed for kind in self.kinds]
+        absent += () if any(isinstance(feed, DenseKind) for feed in feeds) else ("feed_forward/",)
+        for part, name in (("shared", "experts/shared/"), ("shared_gate", "experts/shared_gate")):
+            absent += () if any(getattr(feed, part, 0) for feed in feeds) else (name,)
         modules = () if self.lora is None else self.lora.modules
         return tuple(name for name in modules if not name.startswith(absent))
 

@@ -103,7 +103,7 @@ class Experts(nnx.Module):
         self.up: ExpertMap = ExpertMap(embed, mlp, kind, config, rngs)
         self.down: ExpertMap = ExpertMap(mlp, embed, kind, config, rngs)
         self.shared: FeedForward | None = (
-            FeedForward(config, kind.shared, rngs) if kind.shared else None
+            FeedForward(config, kind.shared, rngs, "experts/shared") if kind.shared else None
         )
         self.shared_gate: Dense | None = (
             Dense("experts/shared_gate", embed, {"router": 1}, config, rngs)

@@ -33,9 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
 }
-"""What is adapted, by the family; everything in the others."""
-ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-"""Of families with experts, whose maps have no adapters."""
+"""What is adapted, by the family; everything in the others but experts, which are no modules."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The fields of adapter_config.json that must be there."""
 
@@ -63,8 +61,7 @@ def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     theirs = checkpoints.saved(checkpoints.transformers_config(request.param), folder / "base")
     without = checkpoints.transformers_logits(theirs, *BATCH)
-    everything = ATTENTION if FAMILIES[request.param].experts else {"target_modules": "all-linear"}
-    options = OPTIONS.get(request.param, everything)
+    options = OPTIONS.get(request.param, {"target_modules": "all-linear"})
     wrapped = checkpoints.peft_model(theirs, folder / "adapter", **options)
     model, params = jaxgrpo.load_model(folder / "base", adapter=folder / "adapter")
     adapter, base = lora.split(params)

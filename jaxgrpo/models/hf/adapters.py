@@ -31,6 +31,8 @@ from jaxgrpo.models.api import (
     LINEAR,
     AttentionKind,
     DeltaKind,
+    DenseKind,
+    ExpertsKind,
     LayerKind,
     LoraConfig,
     Model,
@@ -272,10 +274,14 @@ def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[st
 
 def _layers_with(kinds: Sequence[LayerKind], name: str) -> list[int]:
     """The layers that have a map of LINEAR."""
-    absent = {"attention": DeltaKind, "delta": AttentionKind}.get(name.split("/")[0])
-    return [
-        i for i, kind in enumerate(kinds) if absent is None or not isinstance(kind.mixer, absent)
-    ]
+    parts = {
+        "attention": lambda kind: isinstance(kind.mixer, AttentionKind),
+        "delta": lambda kind: isinstance(kind.mixer, DeltaKind),
+        "feed_forward": lambda kind: isinstance(kind.feed, DenseKind),
+        "experts": lambda kind: isinstance(kind.feed, ExpertsKind) and kind.feed.shared,
+    }
+    has_map = parts[name.split("/")[0]]
+    return [i for i, kind in enumerate(kinds) if has_map(kind)]
 
 
 def _matches(target_modules: str | list[str], name: str) -> bool:
