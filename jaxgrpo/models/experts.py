@@ -7,7 +7,7 @@ Nothing is dropped, and no array has both all tokens and all experts but the rou
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -259,64 +259,82 @@ def _grouped_backward(
 grouped.defvjp(_grouped, _grouped_backward)
 
 
+class _Blocks(NamedTuple):
+    """Blocks of `size` rows of one expert each."""
+
+    size: int
+    count: Array  # []: how many there are
+    expert: Array  # [more than that], of each
+    first: Array  # row
+    end: Array  # behind the last row of the expert
+
+    def at(self, i: Array, rows: int) -> tuple[Array, Array]:
+        """(where block i is sliced from an array of so many rows; bool [size, 1], what is in it)"""
+        start = jnp.minimum(self.first[i], rows - self.size)
+        row = start + jnp.arange(self.size)
+        return start, ((row >= self.first[i]) & (row < self.end[i]))[:, None]
+
+
 def _slots(rows: int, number: int) -> int:
-    """Rows of each expert that are multiplied at once by XLA on a CPU; 0: so few that a product for
+    """Rows of each expert that are multiplied at once but on a TPU; 0: so few that a product for
     all experts would read more matrices than are needed."""
     step = LEAST_BLOCK * number
-    return -(-rows * 5 // (4 * step)) * LEAST_BLOCK if rows >= number else 0
+    return min(rows, -(-rows * 5 // (4 * step)) * LEAST_BLOCK) if rows >= number else 0
 
 
-def _blocks(sizes: Array, begin: Array, size: int, number: int) -> tuple[Array, Array, Array]:
-    """(how many blocks of `size` rows the experts have, of each its expert and its first row).
+def _blocks(rows: int, sizes: Array, size: int, skipped: int) -> _Blocks:
+    """All rows of experts but for the first ones in blocks."""
+    size, ends = min(size, rows), jnp.cumsum(sizes)
+    counts = -(-jnp.maximum(sizes - skipped, 0) // size)
+    last = jnp.cumsum(counts)
+    block = jnp.arange(-(-rows // size) + len(sizes))
+    expert = jnp.minimum(jnp.searchsorted(last, block, side="right"), len(sizes) - 1)
+    first = (ends - sizes)[expert] + skipped + (block - (last - counts)[expert]) * size
+    return _Blocks(size, last[-1], expert, first, ends[expert])
 
-    Args: number: at most so many.
-    """
-    counts = -(-sizes // size)
-    ends = jnp.cumsum(counts)
-    block = jnp.arange(number)
-    expert = jnp.minimum(jnp.searchsorted(ends, block, side="right"), len(sizes) - 1)
-    return ends[-1], expert, begin[expert] + (block - (ends - counts)[expert]) * size
+
+def _first_rows(x: Array, sizes: Array, slots: int, masked: bool) -> Array:
+    """[experts, slots, ...]: the first rows of each; behind its last one others, or 0."""
+    place = jnp.arange(slots)
+    row = (jnp.cumsum(sizes) - sizes)[:, None] + place
+    first = x[jnp.minimum(row, len(x) - 1)]
+    return jnp.where((place < sizes[:, None])[..., None], first, 0) if masked else first
 
 
 def _in_slots(x: Array, kernel: Array, sizes: Array, turned: bool) -> Array:
     """The first rows of all experts by one batched product, what is left in blocks of as many.
 
-    XLA's own ragged_dot multiplies all rows by the matrices of all experts there.
+    XLA's own ragged_dot multiplies all rows by the matrices of all experts there (JAX 0.10.2).
     """
     rows, slots = len(x), _slots(len(x), len(sizes))
-    size, begin = slots or LEAST_BLOCK, jnp.cumsum(sizes) - sizes
-    padded = jnp.pad(x, ((0, size), (0, 0)))
-    number = -(-rows // size) + len(sizes)
-    left = begin + slots
-    count, expert, first = _blocks(jnp.maximum(sizes - slots, 0), left, size, number)
+    blocks = _blocks(rows, sizes, slots or LEAST_BLOCK, slots)
     turn = (lambda matrices: jnp.swapaxes(matrices, -1, -2)) if turned else (lambda same: same)
 
     def multiply(i: Array, out: Array) -> Array:
-        block = jax.lax.dynamic_slice_in_dim(padded, first[i], size)
-        # Behind the expert's rows it writes what the next block writes over, or is not read.
-        product = block @ turn(kernel[expert[i]])
-        return jax.lax.dynamic_update_slice_in_dim(out, product, first[i], 0)
+        start, is_own = blocks.at(i, rows)
+        block = jax.lax.dynamic_slice_in_dim(x, start, blocks.size)
+        before = jax.lax.dynamic_slice_in_dim(out, start, blocks.size)
+        product = jnp.where(is_own, block @ turn(kernel[blocks.expert[i]]), before)
+        return jax.lax.dynamic_update_slice_in_dim(out, product, start, 0)
 
-    out = jnp.zeros((rows + size, kernel.shape[1 if turned else 2]), x.dtype)
-    out = jax.lax.fori_loop(0, count, multiply, out)[:rows]
-    if not slots:
-        return out
-    row = jnp.arange(rows)
-    expert_of_row = jnp.searchsorted(begin + sizes, row, side="right", method="compare_all")
-    place = row - begin[expert_of_row]
-    product = padded[begin[:, None] + jnp.arange(slots)] @ turn(kernel)
-    at = jnp.where(place < slots, expert_of_row * slots + place, 0)
-    return jnp.where((place < slots)[:, None], product.reshape(-1, product.shape[-1])[at], out)
+    if slots:
+        row, ends = jnp.arange(rows), jnp.cumsum(sizes)
+        expert = jnp.searchsorted(ends, row, side="right", method="compare_all")
+        place = jnp.minimum(row - (ends - sizes)[expert], slots - 1)
+        product = _first_rows(x, sizes, slots, masked=turned) @ turn(kernel)
+        out = product.reshape(-1, product.shape[-1])[expert * slots + place]
+    else:
+        out = jnp.zeros((rows, kernel.shape[1 if turned else 2]), x.dtype)
+    return jax.lax.fori_loop(0, blocks.count, multiply, out)
 
 
 def _outer_in_slots(x: Array, cotangent: Array, sizes: Array, dtype: Any) -> Array:
-    slots, begin = _slots(len(x), len(sizes)), jnp.cumsum(sizes) - sizes
+    slots = _slots(len(x), len(sizes))
     if not slots:
         return _outer_in_blocks(x, cotangent, sizes, dtype)
-    place = jnp.arange(slots)
-    rows = jnp.minimum(begin[:, None] + place, len(x) - 1)
-    first = jnp.where((place < sizes[:, None])[..., None], x[rows], 0)
-    total = jnp.einsum("eci,eco->eio", first, cotangent[rows], preferred_element_type=dtype)
+    first = _first_rows(x, sizes, slots, masked=False)
+    first_cotangent = _first_rows(cotangent, sizes, slots, masked=True)
+    total = jnp.einsum("eci,eco->eio", first, first_cotangent, preferred_element_type=dtype)
     return _outer_in_blocks(x, cotangent, sizes, dtype, slots, total)
 
 
@@ -325,22 +343,19 @@ def _outer_in_blocks(
 ) -> Array:
     """The gradients of kernels, added to `total`: without blocks XLA for a TPU multiplies all rows
     by the matrices of all experts (JAX 0.10.2)."""
-    size = slots or max(LEAST_BLOCK, min(BLOCK, len(x) // len(sizes)))
-    ends, number = jnp.cumsum(sizes), -(-len(x) // size) + len(sizes)
-    left = jnp.maximum(sizes - slots, 0)
-    count, expert, first = _blocks(left, ends - left, size, number)
-    padded, padded_cotangent = (jnp.pad(leaf, ((0, size), (0, 0))) for leaf in (x, cotangent))
+    rows, number = len(x), len(sizes)
+    size = slots or max(LEAST_BLOCK, min(BLOCK, rows // number))
+    blocks = _blocks(rows, sizes, size, slots)
 
     def add(i: Array, total: Array) -> Array:
+        start, is_own = blocks.at(i, rows)
         block, other_block = (
-            jax.lax.dynamic_slice_in_dim(leaf, first[i], size)
-            for leaf in (padded, padded_cotangent)
+            jax.lax.dynamic_slice_in_dim(leaf, start, blocks.size) for leaf in (x, cotangent)
         )
-        is_own = first[i] + jnp.arange(size) < ends[expert[i]]
-        block = jnp.where(is_own[:, None], block, 0)
+        block = jnp.where(is_own, block, 0)
         product = jnp.matmul(block.T, other_block, preferred_element_type=dtype)
-        return total.at[expert[i]].add(product)
+        return total.at[blocks.expert[i]].add(product)
 
     if total is None:
-        total = jnp.zeros((len(sizes), x.shape[1], cotangent.shape[1]), dtype)
-    return jax.lax.fori_loop(0, count, add, total)
+        total = jnp.zeros((number, x.shape[1], cotangent.shape[1]), dtype)
+    return jax.lax.fori_loop(0, blocks.count, add, total)
