@@ -111,8 +111,13 @@ class LayerKind(NamedTuple):
     def has(self, name: str) -> bool:
         """Whether its layers have a linear map, of the names in LINEAR; gates may be absent."""
         part, _, linear = name.partition("/")
-        if part == "feed_forward" or isinstance(self.mixer, DeltaKind):
-            return part in ("feed_forward", "delta")
+        if part == "experts":
+            field = "shared_gate" if linear == "shared_gate" else "shared"
+            return isinstance(self.feed, ExpertsKind) and bool(getattr(self.feed, field))
+        if part == "feed_forward":
+            return isinstance(self.feed, DenseKind)
+        if isinstance(self.mixer, DeltaKind):
+            return part == "delta"
         if (latent := self.mixer.latent) is None:
             return name in LINEAR[:4]
         return part == "attention" and linear not in QUERIES[latent.query is None]
@@ -138,6 +143,7 @@ LINEAR = (
     *("delta/query", "delta/key", "delta/value", "delta/gate", "delta/rate", "delta/decay"),
     "delta/out",
     *(f"attention/{name}" for name in ("turned_query", *QUERIES[1], "latent", "turned_key")),
+    *(f"experts/{name}" for name in ("shared/gate", "shared/up", "shared/down", "shared_gate")),
 )
 """The linear maps of a layer, which may have adapters; QUERIES are those of latents, by `query`."""
 

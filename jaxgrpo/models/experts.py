@@ -7,7 +7,7 @@ Nothing is dropped, and no array has both all tokens and all experts but the rou
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread, custom_vjp
 from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, matrix
 
-LEAST_BLOCK, BLOCK, WIDE_BLOCK = 8, 64, 512
-"""Rows of one expert that are multiplied at once: at the least, at most on a CPU, and elsewhere."""
+LEAST_BLOCK, BLOCK = 8, 512
+"""Rows of one expert that are multiplied at once: at the least, and at most but on a CPU."""
 TINY = 1e-20
 """Added to a sum of sigmoids that is divided by, as transformers does."""
 
@@ -103,7 +103,7 @@ class Experts(nnx.Module):
         self.up: ExpertMap = ExpertMap(embed, mlp, kind, config, rngs)
         self.down: ExpertMap = ExpertMap(mlp, embed, kind, config, rngs)
         self.shared: FeedForward | None = (
-            FeedForward(config, kind.shared, rngs) if kind.shared else None
+            FeedForward(config, kind.shared, rngs, "experts/shared") if kind.shared else None
         )
         self.shared_gate: Dense | None = (
             Dense("experts/shared_gate", embed, {"router": 1}, config, rngs)
@@ -224,10 +224,16 @@ def grouped(
     return _multiplied(x, kernel.astype(x.dtype), sizes)
 
 
-def _multiplied(x: Array, kernel: Array, sizes: Array) -> Array:
+def _multiplied(x: Array, kernel: Array, sizes: Array, turned: bool = False) -> Array:
+    """Args: turned: by the transposed matrices, [experts, outputs, inputs]."""
     # In the batches of `sharding.over_data`, one on each device, a loop must not run for all.
     one_by_one = jax.custom_batching.sequential_vmap
-    ways = {"cpu": one_by_one(_in_blocks), "default": one_by_one(jax.lax.ragged_dot)}
+
+    def elsewhere(x: Array, kernel: Array, sizes: Array) -> Array:
+        return jax.lax.ragged_dot(x, jnp.swapaxes(kernel, 1, 2) if turned else kernel, sizes)
+
+    in_slots = functools.partial(_in_slots, turned=turned)
+    ways = {"tpu": one_by_one(elsewhere), "default": one_by_one(in_slots)}
     return jax.lax.platform_dependent(x, kernel, sizes, **ways)
 
 
@@ -239,14 +245,13 @@ def _grouped_backward(
     saved: tuple[Array, Array, Array], cotangent: Array
 ) -> tuple[Array, Array, None]:
     x, kernel, sizes = saved
-    d_x = _multiplied(cotangent, jnp.swapaxes(kernel.astype(x.dtype), 1, 2), sizes)
+    d_x = _multiplied(cotangent, kernel.astype(x.dtype), sizes, turned=True)
 
-    def by_blocks(most: int) -> Any:
-        summed = functools.partial(_outer_in_blocks, dtype=kernel.dtype, most=most)
-        return jax.custom_batching.sequential_vmap(summed)
+    def summed(function: Any) -> Any:
+        return jax.custom_batching.sequential_vmap(functools.partial(function, dtype=kernel.dtype))
 
     d_kernel = jax.lax.platform_dependent(
-        x, cotangent, sizes, cpu=by_blocks(BLOCK), default=by_blocks(WIDE_BLOCK)
+        x, cotangent, sizes, tpu=summed(_outer_in_blocks), default=summed(_outer_in_slots)
     )
     return d_x, d_kernel, None
 
@@ -254,50 +259,103 @@ def _grouped_backward(
 grouped.defvjp(_grouped, _grouped_backward)
 
 
-def _blocks(rows: int, sizes: Array, most: int) -> tuple[int, Array, Array, Array]:
-    """(rows of a block, number of blocks, of each its expert and its first row).
+class _Blocks(NamedTuple):
+    """Blocks of `size` rows of one expert each."""
 
-    Without blocks XLA multiplies all rows by the matrices of all experts: on a CPU always, on a TPU
-    for the gradients of kernels (JAX 0.10.2).
+    size: int
+    count: Array  # []: how many there are
+    expert: Array  # [more than that], of each
+    first: Array  # row
+    end: Array  # behind the last row of the expert
+
+    def at(self, i: Array, rows: int) -> tuple[Array, Array]:
+        """(where block i is sliced from an array of so many rows; bool [size, 1], what is in it)"""
+        start = jnp.minimum(self.first[i], rows - self.size)
+        row = start + jnp.arange(self.size)
+        return start, ((row >= self.first[i]) & (row < self.end[i]))[:, None]
+
+
+def _slots(rows: int, number: int) -> int:
+    """Rows of each expert that are multiplied at once but on a TPU; 0: so few that a product for
+    all experts would read more matrices than are needed."""
+    step = LEAST_BLOCK * number
+    return min(rows, -(-rows * 5 // (4 * step)) * LEAST_BLOCK) if rows >= number else 0
+
+
+def _blocks(rows: int, sizes: Array, size: int, skipped: int) -> _Blocks:
+    """All rows of experts but for the first ones in blocks."""
+    size, ends = min(size, rows), jnp.cumsum(sizes)
+    counts = -(-jnp.maximum(sizes - skipped, 0) // size)
+    last = jnp.cumsum(counts)
+    block = jnp.arange(-(-rows // size) + len(sizes))
+    expert = jnp.minimum(jnp.searchsorted(last, block, side="right"), len(sizes) - 1)
+    first = (ends - sizes)[expert] + skipped + (block - (last - counts)[expert]) * size
+    return _Blocks(size, last[-1], expert, first, ends[expert])
+
+
+def _first_rows(x: Array, sizes: Array, slots: int, masked: bool) -> Array:
+    """[experts, slots, ...]: the first rows of each; behind its last one others, or 0."""
+    place = jnp.arange(slots)
+    row = (jnp.cumsum(sizes) - sizes)[:, None] + place
+    first = x[jnp.minimum(row, len(x) - 1)]
+    return jnp.where((place < sizes[:, None])[..., None], first, 0) if masked else first
+
+
+def _in_slots(x: Array, kernel: Array, sizes: Array, turned: bool) -> Array:
+    """The first rows of all experts by one batched product, what is left in blocks of as many.
+
+    XLA's own ragged_dot multiplies all rows by the matrices of all experts there (JAX 0.10.2).
     """
-    size = max(LEAST_BLOCK, min(most, rows // len(sizes)))
-    counts = -(-sizes // size)
-    ends = jnp.cumsum(counts)
-    number = jnp.arange(-(-rows // size) + len(sizes))
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(sizes) - 1)
-    begin = jnp.cumsum(sizes) - sizes
-    first = begin[expert] + (number - (ends - counts)[expert]) * size
-    return size, ends[-1], expert, first
-
-
-def _in_blocks(x: Array, kernel: Array, sizes: Array) -> Array:
-    rows = x.shape[0]
-    size, count, expert, first = _blocks(rows, sizes, BLOCK)
-    padded = jnp.pad(x, ((0, size), (0, 0)))
+    rows, slots = len(x), _slots(len(x), len(sizes))
+    blocks = _blocks(rows, sizes, slots or LEAST_BLOCK, slots)
+    turn = (lambda matrices: jnp.swapaxes(matrices, -1, -2)) if turned else (lambda same: same)
 
     def multiply(i: Array, out: Array) -> Array:
-        block = jax.lax.dynamic_slice_in_dim(padded, first[i], size)
-        # Behind the expert's rows it writes what the next block writes over.
-        return jax.lax.dynamic_update_slice_in_dim(out, block @ kernel[expert[i]], first[i], 0)
+        start, is_own = blocks.at(i, rows)
+        block = jax.lax.dynamic_slice_in_dim(x, start, blocks.size)
+        before = jax.lax.dynamic_slice_in_dim(out, start, blocks.size)
+        product = jnp.where(is_own, block @ turn(kernel[blocks.expert[i]]), before)
+        return jax.lax.dynamic_update_slice_in_dim(out, product, start, 0)
 
-    out = jnp.zeros((rows + size, kernel.shape[-1]), x.dtype)
-    return jax.lax.fori_loop(0, count, multiply, out)[:rows]
+    if slots:
+        row, ends = jnp.arange(rows), jnp.cumsum(sizes)
+        expert = jnp.searchsorted(ends, row, side="right", method="compare_all")
+        place = jnp.minimum(row - (ends - sizes)[expert], slots - 1)
+        product = _first_rows(x, sizes, slots, masked=turned) @ turn(kernel)
+        out = product.reshape(-1, product.shape[-1])[expert * slots + place]
+    else:
+        out = jnp.zeros((rows, kernel.shape[1 if turned else 2]), x.dtype)
+    return jax.lax.fori_loop(0, blocks.count, multiply, out)
 
 
-def _outer_in_blocks(x: Array, cotangent: Array, sizes: Array, dtype: Any, most: int) -> Array:
-    size, count, expert, first = _blocks(x.shape[0], sizes, most)
-    ends = jnp.cumsum(sizes)
-    padded, padded_cotangent = (jnp.pad(leaf, ((0, size), (0, 0))) for leaf in (x, cotangent))
+def _outer_in_slots(x: Array, cotangent: Array, sizes: Array, dtype: Any) -> Array:
+    slots = _slots(len(x), len(sizes))
+    if not slots:
+        return _outer_in_blocks(x, cotangent, sizes, dtype)
+    first = _first_rows(x, sizes, slots, masked=False)
+    first_cotangent = _first_rows(cotangent, sizes, slots, masked=True)
+    total = jnp.einsum("eci,eco->eio", first, first_cotangent, preferred_element_type=dtype)
+    return _outer_in_blocks(x, cotangent, sizes, dtype, slots, total)
+
+
+def _outer_in_blocks(
+    x: Array, cotangent: Array, sizes: Array, dtype: Any, slots: int = 0, total: Any = None
+) -> Array:
+    """The gradients of kernels, added to `total`: without blocks XLA for a TPU multiplies all rows
+    by the matrices of all experts (JAX 0.10.2)."""
+    rows, number = len(x), len(sizes)
+    size = slots or max(LEAST_BLOCK, min(BLOCK, rows // number))
+    blocks = _blocks(rows, sizes, size, slots)
 
     def add(i: Array, total: Array) -> Array:
+        start, is_own = blocks.at(i, rows)
         block, other_block = (
-            jax.lax.dynamic_slice_in_dim(leaf, first[i], size)
-            for leaf in (padded, padded_cotangent)
+            jax.lax.dynamic_slice_in_dim(leaf, start, blocks.size) for leaf in (x, cotangent)
         )
-        is_own = first[i] + jnp.arange(size) < ends[expert[i]]
-        block = jnp.where(is_own[:, None], block, 0)
+        block = jnp.where(is_own, block, 0)
         product = jnp.matmul(block.T, other_block, preferred_element_type=dtype)
-        return total.at[expert[i]].add(product)
+        return total.at[blocks.expert[i]].add(product)
 
-    zeros = jnp.zeros((len(sizes), x.shape[1], cotangent.shape[1]), dtype)
-    return jax.lax.fori_loop(0, count, add, zeros)
+    if total is None:
+        total = jnp.zeros((number, x.shape[1], cotangent.shape[1]), dtype)
+    return jax.lax.fori_loop(0, blocks.count, add, total)

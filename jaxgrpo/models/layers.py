@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -396,16 +396,20 @@ def _head_norm(heads: dict[str, int], config: ModelConfig) -> Norm:
 class FeedForward(nnx.Module):
     """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x)))."""
 
-    def __init__(self, config: ModelConfig, size: int | None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        size: int | None,
+        rngs: nnx.Rngs,
+        place: Literal["feed_forward", "experts/shared"] = "feed_forward",
+    ):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": size or config.intermediate_size}
         bias = config.feed_forward_bias
         self.gate: Dense | None = (
-            Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
-            if config.gated
-            else None
+            Dense(f"{place}/gate", embed, mlp, config, rngs, bias=bias) if config.gated else None
         )
-        self.up: Dense = Dense("feed_forward/up", embed, mlp, config, rngs, bias=bias)
-        self.down: Dense = Dense("feed_forward/down", mlp, embed, config, rngs, bias=bias)
+        self.up: Dense = Dense(f"{place}/up", embed, mlp, config, rngs, bias=bias)
+        self.down: Dense = Dense(f"{place}/down", mlp, embed, config, rngs, bias=bias)
         self.activation: str = config.activation
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:

@@ -121,18 +121,21 @@ def make_merge_per_layer(model: Model) -> Callable[[Params], Params]:
     return merge_per_layer
 
 
-def _merged(config: ModelConfig, adapters: Params, base: Params) -> Params:
-    """The parameters of a layer, or of layers that are stacked."""
+def _merged(config: ModelConfig, adapters: Params, base: Params, place: str = "") -> Params:
+    """The parameters of a layer, or of layers that are stacked.
+
+    Args: place: in a layer, of parts of it: "attention/".
+    """
     assert config.lora is not None  # as `merge` returns
-    layer = {part: dict(value) for part, value in base.items()}
-    for name in config.lora.modules:
-        part, linear = name.split("/")
-        if linear not in layer.get(part, ()):  # the layer has no such map
-            continue
-        _, first = config.holds_a(name).split("/")
-        low, high = adapters[part][first]["lora_a"], adapters[part][linear]["lora_b"]
-        kernel = _added(layer[part][linear]["kernel"], low, high, config.lora.scale)
-        layer[part][linear] = {**layer[part][linear], "kernel": kernel}
+    layer = dict(base)
+    for name, value in adapters.items():
+        if "lora_b" in value:
+            first = config.holds_a(f"{place}{name}").rpartition("/")[2]
+            low, high = adapters[first]["lora_a"], value["lora_b"]
+            kernel = _added(base[name]["kernel"], low, high, config.lora.scale)
+            layer[name] = {**base[name], "kernel": kernel}
+        else:
+            layer[name] = _merged(config, value, base[name], f"{place}{name}/")
     return layer
 
 

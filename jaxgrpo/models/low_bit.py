@@ -84,7 +84,7 @@ def make_copy_per_layer(model: Model, weight_dtype: str) -> Callable[[Params], P
 def _quantised_layer(params: Params, weight_dtype: str) -> Params:
     layer = {part: dict(value) for part, value in params.items()}
     for name in LINEAR:
-        part, linear = name.split("/")
+        part, _, linear = name.rpartition("/")
         if linear not in layer.get(part, ()):  # the layer has no such map
             continue
         contracted = 2 if name in ("attention/out", "delta/out") else 1  # heads and head_dim

@@ -33,10 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
 }
-"""What is adapted, by the family; everything in the others."""
-_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", *_LATENT]}
-"""Of families with experts, whose maps have no adapters."""
+"""What is adapted, by the family; everything in the others but experts, which are no modules."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The fields of adapter_config.json that must be there."""
 
@@ -64,8 +61,7 @@ def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     theirs = checkpoints.saved(checkpoints.transformers_config(request.param), folder / "base")
     without = checkpoints.transformers_logits(theirs, *BATCH)
-    everything = ATTENTION if FAMILIES[request.param].experts else {"target_modules": "all-linear"}
-    options = OPTIONS.get(request.param, everything)
+    options = OPTIONS.get(request.param, {"target_modules": "all-linear"})
     # Scores of latents are products of four adapted maps, whose rounding large adapters enlarge.
     options |= {"spread": 0.15} if "kv_lora_rank" in theirs.config else {}
     wrapped = checkpoints.peft_model(theirs, folder / "adapter", **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import re
 from typing import Any
@@ -18,19 +19,23 @@ from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models import counts, experts, routing
+from jaxgrpo.models import counts, experts, lora, routing
 from jaxgrpo.models.api import ExpertsKind, LayerKind, LoraConfig
 from jaxgrpo.models.decoder import build
+from jaxgrpo.planning.topologies import topology
 
 FEED = ExpertsKind(number=6, top_k=2, size=16)
 CONFIG = dataclasses.replace(tiny.UNIFORM, pattern=(LayerKind(feed=FEED),))
 
 
-@pytest.mark.parametrize("sizes", [(40, 0, 0), (0, 0, 40), (7, 33, 0), (1, 2, 37)])
+@pytest.mark.parametrize(
+    "sizes", [(40, 0, 0), (0, 0, 40), (7, 33, 0), (1, 2, 37), (13, 13, 14), (1, 0, 1)]
+)
 def test_rows_are_multiplied_by_the_matrix_of_their_expert(sizes):
     rng = np.random.default_rng(0)
     x, kernel, weight = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((40, 5), (3, 5, 4), (40, 4))
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((sum(sizes), 5), (3, 5, 4), (sum(sizes), 4))
     )
     expert = np.repeat(np.arange(3), sizes)
 
@@ -72,6 +77,34 @@ def test_no_array_has_all_tokens_at_all_experts():
     assert not re.search(rf"[\[,]{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="no compiler for GPUs here: jaxgrpo[plan] brings jax_cuda12_plugin",
+)
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+def test_compiled_for_a_gpu_no_array_has_all_rows_at_all_experts():
+    rows, number, inputs, outputs = 512, 16, 32, 64
+    place = jax.sharding.SingleDeviceSharding(topology("h100:1x1").devices[0])
+    arguments = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        for shape, dtype in (
+            ((rows, inputs), jnp.bfloat16),
+            ((number, inputs, outputs), jnp.bfloat16),
+            ((number,), jnp.int32),
+        )
+    )
+
+    def gradient(x, kernel, sizes):
+        return jax.grad(lambda x, kernel: experts.grouped(x, kernel, sizes).sum(), (0, 1))(
+            x, kernel
+        )
+
+    lowered = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",))
+    shapes = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", str(lowered.compile().as_text()))
+    largest = max(np.prod([int(size) for size in shape.split(",")]) for shape in shapes)
+    assert rows * outputs <= largest <= 1.5 * rows * outputs
+
+
 def test_a_token_works_with_its_experts_and_all_are_held():
     weights = counts.count_weights(build(CONFIG))
     attention, router, expert = 32 * 8 * (4 + 2 + 2) + 4 * 8 * 32, 32 * 6, 3 * 32 * 16
@@ -87,15 +120,23 @@ def test_what_experts_cannot_do_is_refused():
         "several top_k": {
             "pattern": (LayerKind(feed=FEED), LayerKind(feed=FEED._replace(top_k=1)))
         },
-        "experts have no adapters yet; adapt the mixers alone": {
-            "lora": LoraConfig(rank=2, alpha=2.0)
+        "'feed_forward/.*': matches none of": {
+            "lora": LoraConfig(rank=2, alpha=2.0, targets="feed_forward/.*")
         },
         "not read in 8 bits": {"weight_dtype": "int8"},
     }
     for message, changes in cases.items():
         with pytest.raises(InputError, match=message):
             build(dataclasses.replace(CONFIG, **changes))
-    build(dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, alpha=2.0, targets="attention/.*")))
+
+
+def test_a_shared_expert_has_adapters_and_experts_have_none():
+    kind = LayerKind(feed=FEED._replace(shared=16, shared_gate=True))
+    config = dataclasses.replace(CONFIG, pattern=(kind,), lora=LoraConfig(rank=2, alpha=2.0))
+    adapted = lora.split(build(config).shapes)[0]["blocks"]["0"]
+    assert adapted.keys() == {"attention", "experts"}
+    assert adapted["experts"].keys() == {"shared", "shared_gate"}
+    assert adapted["experts"]["shared"].keys() == {"gate", "up", "down"}
 
 
 def test_the_load_of_experts_is_counted_where_there_are_records():

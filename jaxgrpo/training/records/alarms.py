@@ -133,6 +133,14 @@ RULES = (
         hides=("all pass", "flat"),
     ),
     Rule(
+        "dead experts",
+        "routing/dead > 0.25",
+        "no token of a step passes {value:.0%} of the experts",
+        "with few tokens a step it is chance; else see step 1: if the base used them, lower "
+        "optimizer.learning_rate, or train adapters, which leave routers as they are",
+        steps=5,
+    ),
+    Rule(
         "mismatch",
         # NeMo-RL's alarm: mean exp|difference| above 1.05
         "sampling/sampling_logp_difference/mean > 0.05",

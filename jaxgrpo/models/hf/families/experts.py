@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from jaxgrpo.models.api import DenseKind, ExpertsKind
 from jaxgrpo.models.hf import rope
@@ -33,7 +33,7 @@ def read_experts(
     number: str,
     count: int,
     width: int | None,
-    normalised: bool = False,
+    normalised: bool | Literal["always"] = False,
     top_k: int = 8,
 ) -> ExpertsKind:
     """The experts of a layer.
@@ -41,7 +41,8 @@ def read_experts(
     Args:
       number: the field that says how many, `count` without it.
       width: of each.
-      normalised, top_k: what transformers assumes without norm_topk_prob, num_experts_per_tok.
+      normalised, top_k: what transformers assumes without norm_topk_prob, num_experts_per_tok;
+        "always": it normalises whatever that field says.
     """
     if fields.take("output_router_logits", "flag", False):
         fields.refuse("output_router_logits", "the router's own loss is not built; set it to false")
@@ -50,8 +51,8 @@ def read_experts(
     total = fields.take(number, "size", count)
     if top_k > total:
         fields.refuse("num_experts_per_tok", f"expected at most {total}, the experts of {number}")
-    normalised = fields.take("norm_topk_prob", "flag", normalised)
-    return ExpertsKind(total, min(top_k, total), width or 1, normalised)
+    stored = fields.take("norm_topk_prob", "flag", bool(normalised))
+    return ExpertsKind(total, min(top_k, total), width or 1, stored or normalised == "always")
 
 
 def sparse_feeds(fields: Fields, count: int, experts: ExpertsKind) -> list[DenseKind | ExpertsKind]:
@@ -207,10 +208,10 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     if packing and packing.get("quant_method") != "mxfp4":
         fields.refuse("quantization_config", "of quantised weights only mxfp4 is read")
     width = config["intermediate_size"]
-    experts = read_experts(fields, "num_local_experts", 128, width, normalised=True)
+    experts = read_experts(fields, "num_local_experts", 128, width, normalised="always")
     alpha = fields.take("swiglu_alpha", "positive", 1.702)
     clamp = alpha, fields.take("swiglu_limit", "positive", 7.0)
-    experts = experts._replace(bias=True, clamp=clamp, normalised=True)
+    experts = experts._replace(bias=True, clamp=clamp)
     return with_feeds({**config, "pattern": (*pattern,)}, [experts] * config["num_layers"])
 
 

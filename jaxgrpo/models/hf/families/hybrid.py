@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from jaxgrpo.models.api import AttentionKind, DeltaKind, ExpertsKind, LayerKind
 from jaxgrpo.models.hf import rope
@@ -119,17 +119,18 @@ QWEN3_5 = Family(
 )
 
 
-def _gated_experts(fields: Fields, count: int, top_k: int) -> ExpertsKind:
+def _gated_experts(
+    fields: Fields, count: int, top_k: int, normalised: bool | Literal["always"] = True
+) -> ExpertsKind:
     """Experts beside one that all tokens pass, with a gate."""
     width = fields.take("moe_intermediate_size", "size", 512)
-    experts = read_experts(fields, "num_experts", count, width, normalised=True, top_k=top_k)
+    experts = read_experts(fields, "num_experts", count, width, normalised, top_k)
     shared = fields.take("shared_expert_intermediate_size", "size", 512)
     return experts._replace(shared=shared, shared_gate=True)
 
 
 def _qwen3_5_moe(fields: Fields) -> dict[str, Any]:
-    # transformers normalises whatever norm_topk_prob says.
-    experts = _gated_experts(fields, 256, 8)._replace(normalised=True)
+    experts = _gated_experts(fields, 256, 8, "always")
     config = _hybrid(fields, experts.size)
     return with_feeds(config, [experts] * config["num_layers"])
 
