@@ -3,7 +3,7 @@
     python -m benchmarks.sampling [--quick] [--workloads S/A,S/C] [--pairs 5] [--slots 64]
                                   [--devices 2] [--engine vllm --vllm-python PYTHON]
 
-A workload is a model (S, M, V, L, Q) and what it samples (A, B, C, E, G): benchmarks/workloads.py.
+A workload is a model (S, M, SR, ...) and what it samples (A, B, C, ...): benchmarks/workloads.py.
 With --engine vllm the peer is vLLM's build for CPUs, of an environment of its own: PYTHON is that
 environment's, by default what VLLM_PYTHON says; S/A and L/E are compared, without limits. Both
 engines draw from the whole distribution on two cores or on one GPU, in turn (ours, theirs, ours,
@@ -49,6 +49,7 @@ from benchmarks.programs import (
 )
 from benchmarks.workloads import (
     MODELS,
+    OF_KINDS,
     PAD,
     WORKLOADS,
     Workload,
@@ -63,8 +64,13 @@ from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 
-SPLIT = ("S", "M")  # models split over the devices; logits of 151,936 tokens are slower so
+SPLIT = (
+    "S",
+    "M",
+    *OF_KINDS,
+)  # models split over the devices; logits of 151,936 tokens are slower so
 LIMITS = {"S/A": 1.8, "S/B": 3.2, "M/A": 1.5, "V/A": 6.0, "S/C": 5.0}  # theirs over ours
+LIMITS |= dict.fromkeys((f"{letter}/A" for letter in OF_KINDS), 3.0)
 RAGGED, FIXED = "S/C", "S/A"
 MAX_SLOT_STEPS = 1.15  # per token of the ragged workload
 MAX_RAGGED = 1.5  # its seconds per token over those of the fixed one
@@ -171,8 +177,9 @@ def measure(
     contenders = {"ours": ours.run}
     if peer is not None:
         contenders["peer"] = peer.run
-    fixed = f"{name[0]}/A"
-    if name[-1] == "C":
+    letter, kind = name.split("/")
+    fixed = f"{letter}/A"
+    if kind == "C":
         find_ours(fixed).run(0)
         contenders["fixed"] = find_ours(fixed).run
     runs = in_turn(contenders, pairs)
