@@ -18,7 +18,7 @@ by heads and feed-forward: XLA computes the products of attention on one core of
 Then come the figures that need no peer: slot-steps per token on C and its time per token over that
 of S/A with as many slots, the cost of a prompt for groups of different sizes, what the compiler
 plans for the CPU and for a TPU, and how many programs ragged steps compile after the first ones;
-on a GPU they are left out. Without torch ours is timed alone.
+on a GPU and with --workloads they are left out. Without torch ours is timed alone.
 """
 
 from __future__ import annotations
@@ -339,7 +339,8 @@ def options() -> argparse.Namespace:
     for name in ("pairs", "devices"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)}: give 1 or more")
-    if arguments.workloads is None:
+    arguments.chosen = arguments.workloads is not None
+    if not arguments.chosen:
         usual = QUICK if arguments.quick else LIMITS
         arguments.workloads = list(WITH_VLLM if arguments.vllm_python else usual)
     for name in arguments.workloads:
@@ -366,7 +367,7 @@ def main() -> None:
     show(results, console)
     result: dict[str, Any] = {**about, "quick": arguments.quick, "pairs": arguments.pairs}
     result |= {"slots": slots, **results}
-    if jax.default_backend() == "cpu" and not arguments.vllm_python:
+    if jax.default_backend() == "cpu" and not arguments.vllm_python and not arguments.chosen:
         result |= without_peer(find_ours(RAGGED), arguments.quick, console)
     report({**result, "seconds": time.perf_counter() - began})
 
