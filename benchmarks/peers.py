@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
 
 class Transformers:
-    """A Qwen3ForCausalLM in the model's dtype, read from a folder that we wrote.
+    """transformers' class in the model's dtype, read from a folder that we wrote.
 
     On a CPU it has THREADS threads, on a GPU the whole device beside JAX.
 
@@ -49,7 +49,7 @@ class Transformers:
 
     def __init__(self, model: Model, params: Params, prompts: Prompts, workload: Workload):
         import torch
-        from transformers import Qwen3ForCausalLM
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -57,7 +57,7 @@ class Transformers:
         with tempfile.TemporaryDirectory() as folder:
             folders.save_model(model, params, f"{folder}/model")
             dtype = getattr(torch, model.config.dtype)
-            loaded: Any = Qwen3ForCausalLM.from_pretrained(f"{folder}/model", dtype=dtype)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=dtype)
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         self.torch, self.workload, self.cache = torch, workload, "dynamic"
         self.model = loaded.eval().to(self.device)

@@ -3,7 +3,7 @@
     python -m benchmarks.sampling [--quick] [--workloads S/A,S/C] [--pairs 5] [--slots 64]
                                   [--devices 2] [--engine vllm --vllm-python PYTHON]
 
-A workload is a model (S, M, V, L, Q) and what it samples (A, B, C, E, G): benchmarks/workloads.py.
+A workload is a model (S, M, SR, ...) and what it samples (A, B, C, ...): benchmarks/workloads.py.
 With --engine vllm the peer is vLLM's build for CPUs, of an environment of its own: PYTHON is that
 environment's, by default what VLLM_PYTHON says; S/A and L/E are compared, without limits. Both
 engines draw from the whole distribution on two cores or on one GPU, in turn (ours, theirs, ours,
@@ -18,7 +18,7 @@ by heads and feed-forward: XLA computes the products of attention on one core of
 Then come the figures that need no peer: slot-steps per token on C and its time per token over that
 of S/A with as many slots, the cost of a prompt for groups of different sizes, what the compiler
 plans for the CPU and for a TPU, and how many programs ragged steps compile after the first ones;
-on a GPU they are left out. Without torch ours is timed alone.
+on a GPU and with --workloads they are left out. Without torch ours is timed alone.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from benchmarks.programs import (
 )
 from benchmarks.workloads import (
     MODELS,
+    OF_KINDS,
     PAD,
     WORKLOADS,
     Workload,
@@ -63,8 +64,13 @@ from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 
-SPLIT = ("S", "M")  # models split over the devices; logits of 151,936 tokens are slower so
+SPLIT = (
+    "S",
+    "M",
+    *OF_KINDS,
+)  # models split over the devices; logits of 151,936 tokens are slower so
 LIMITS = {"S/A": 1.8, "S/B": 3.2, "M/A": 1.5, "V/A": 6.0, "S/C": 5.0}  # theirs over ours
+LIMITS |= dict.fromkeys((f"{letter}/A" for letter in OF_KINDS), 3.0)
 RAGGED, FIXED = "S/C", "S/A"
 MAX_SLOT_STEPS = 1.15  # per token of the ragged workload
 MAX_RAGGED = 1.5  # its seconds per token over those of the fixed one
@@ -171,8 +177,9 @@ def measure(
     contenders = {"ours": ours.run}
     if peer is not None:
         contenders["peer"] = peer.run
-    fixed = f"{name[0]}/A"
-    if name[-1] == "C":
+    letter, kind = name.split("/")
+    fixed = f"{letter}/A"
+    if kind == "C":
         find_ours(fixed).run(0)
         contenders["fixed"] = find_ours(fixed).run
     runs = in_turn(contenders, pairs)
@@ -332,7 +339,8 @@ def options() -> argparse.Namespace:
     for name in ("pairs", "devices"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)}: give 1 or more")
-    if arguments.workloads is None:
+    arguments.chosen = arguments.workloads is not None
+    if not arguments.chosen:
         usual = QUICK if arguments.quick else LIMITS
         arguments.workloads = list(WITH_VLLM if arguments.vllm_python else usual)
     for name in arguments.workloads:
@@ -359,7 +367,7 @@ def main() -> None:
     show(results, console)
     result: dict[str, Any] = {**about, "quick": arguments.quick, "pairs": arguments.pairs}
     result |= {"slots": slots, **results}
-    if jax.default_backend() == "cpu" and not arguments.vllm_python:
+    if jax.default_backend() == "cpu" and not arguments.vllm_python and not arguments.chosen:
         result |= without_peer(find_ours(RAGGED), arguments.quick, console)
     report({**result, "seconds": time.perf_counter() - began})
 

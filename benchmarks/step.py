@@ -1,17 +1,17 @@
 """Seconds of one training step, by phase, on workloads with exact lengths.
 
-    python -m benchmarks.step [--model S|M|V] [--workload A|B] [--repeats 5] [--tokens 2048]
+    python -m benchmarks.step [--model S,SR,SX] [--workload A|B] [--repeats 5] [--tokens 2048]
 
 Models and workloads are those of the comparison with TRL and Tunix: every completion has its full
 length, one update per batch, float32 AdamW, no reward but a random one. (The ragged workload C:
-`python -m benchmarks.versus`.) The floor is the arithmetic of the matrix
-products with each prompt computed once, at the rate that JAX reaches here for a large product;
-attention, softmax and memory traffic are not in it.
+`python -m benchmarks.versus`.) Several models take their steps in turn, and each is compared with
+the first. The floor is the arithmetic of the matrix products and of attention with each prompt
+computed once, at the rate that JAX reaches here for a large product; softmax and memory traffic
+are not in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from typing import Any
 
@@ -20,16 +20,17 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from benchmarks.common import describe, interval, matmul_rate, report, timed
-from benchmarks.workloads import SMALL, WORKLOADS, Workload, model_config
+from benchmarks import contest
+from benchmarks.common import matmul_rate, report, timed
+from benchmarks.workloads import MODELS, WORKLOADS, Workload, make_prompts, model_config
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.planning.costs import forward_flops
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.judging import put_prompts
-from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
@@ -37,16 +38,12 @@ from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.step import build_steps
 
 
-def floor_flops(name: str, workload: str) -> float:
-    """Matrix-product FLOPs of one step: prefill, decode, and an update of three times that."""
-    hidden, layers, vocab = SMALL[name]
-    work = WORKLOADS[workload]
-    heads = hidden // 64
-    attention = hidden * 64 * (2 * heads + 2 * (heads // 2))
-    body = layers * (attention + 3 * hidden * 3 * hidden)
-    sampled = work.prompts * work.samples * work.completion
-    generate = 2 * (body * (work.prompts * work.longest + sampled) + hidden * vocab * sampled)
-    return 4 * generate
+def floor_flops(blueprint: Blueprint) -> float:
+    """FLOPs of one step: a pass that samples, and an update of three times that."""
+    geometry = blueprint.geometry
+    prompts, samples = geometry.num_prompts, geometry.num_prompts * geometry.group_size
+    sizes = geometry.max_prompt_tokens, samples, geometry.max_completion_tokens
+    return 4 * forward_flops(blueprint.model, prompts, *sizes)
 
 
 def make_blueprint(
@@ -60,12 +57,13 @@ def make_blueprint(
     """
     resolved_remat = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
+    model = decoder.build(config, constrain=sharding.constrain(mesh), remat=resolved_remat)
     return Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(mesh), remat=resolved_remat),
+        model=model,
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
-        geometry=packing.make_geometry(sizes, mesh, tokens),
+        geometry=packing.make_geometry(sizes, mesh, tokens).for_models([config]),
         sampling=SamplingSettings(work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )
@@ -83,52 +81,57 @@ def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Lear
 
 def main() -> None:
     fixed = [name for name, work in WORKLOADS.items() if not work.ragged]
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=SMALL, default="S")
+    parser = contest.parser(__doc__)
+    parser.add_argument("--model", type=contest.names, default="S", help="such as S,SR,SX")
     parser.add_argument("--workload", choices=fixed, default="A")
     parser.add_argument("--tokens", type=int, help="per micro-batch; by default as in training")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    about = describe()
+    if not {*arguments.model} <= {*MODELS}:
+        parser.error(f"--model {','.join(arguments.model)}: choose from {', '.join(MODELS)}")
+    about, console = contest.begin()
     rate = matmul_rate(2048, 2048, 2048)
-    flops = floor_flops(arguments.model, arguments.workload)
-    print(f"{about['device']}, jax {about['jax']}, {rate / 1e9:.0f} GFLOP/s in a 2048^3 product")
-    blueprint, learner = build(arguments.model, arguments.workload, arguments.tokens)
-    spent = measure(blueprint, learner, arguments.repeats)
-    floor = flops / rate
-    result: dict[str, Any] = {**about, "model": arguments.model, "workload": arguments.workload}
-    for phase, values in spent.items():
-        median, low, high = interval(values)
-        print(f"{phase:8} {median:7.3f} s  [{low:.3f}, {high:.3f}]")
-        result[phase] = median
-    print(f"floor    {floor:7.3f} s, {result['step'] / floor:.2f} times below the step")
-    report({**result, "floor": floor, "gflops": rate / 1e9})
+    console.print(f"{rate / 1e9:.0f} GFLOP/s in a 2048^3 product")
+    runs = {name: Run(name, arguments.workload, arguments.tokens) for name in arguments.model}
+    spent = contest.in_turn({name: run.step for name, run in runs.items()}, arguments.repeats, 1)
+    first = next(iter(spent.values()))
+    rows = []
+    for name, phases in spent.items():
+        floor = floor_flops(runs[name].blueprint) / rate
+        seconds = {phase: float(np.median([run[phase] for run in phases])) for phase in first[0]}
+        over = contest.over(*([run["step"] for run in times] for times in (phases, first)))
+        cells = [*(f"{value:.3f}" for value in seconds.values()), f"{floor:.3f}"]
+        seconds |= {"floor": floor, "over first": over.median}
+        rows.append((name, [*cells, f"{over.median:.2f} [{over.ends}]"], seconds))
+    columns = ("model", *(f"{phase}, s" for phase in first[0]), "floor, s", "step over the first's")
+    numbers = contest.show(console, columns, rows)
+    report({**about, "workload": arguments.workload, **numbers, "gflops": rate / 1e9})
 
 
-def measure(blueprint: Blueprint, learner: Learner, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each phase, the first (compiling) step left out."""
-    steps, geometry, mesh = build_steps(blueprint), blueprint.geometry, blueprint.mesh
-    width, samples = geometry.max_prompt_tokens, geometry.group_size
-    engine = SlotEngine(blueprint.model, blueprint.sampling, mesh, width=width)
-    rng = np.random.default_rng(0)
-    shape = (geometry.num_prompts, width)
-    order, key = np.arange(geometry.num_prompts), np.zeros(2, np.uint32)
-    tokens = rng.integers(2, blueprint.model.config.vocab_size, shape)
-    prompts = pad_prompts(list(tokens), width, order, order, 0)
-    spent: dict[str, list[float]] = {"sample": [], "prepare": [], "update": [], "step": []}
-    for step in range(repeats + 1):
-        drawing = draw(engine, steps.sync(learner), prompts, key, samples)
+class Run:
+    """A model on a workload, which takes one step after another."""
+
+    def __init__(self, name: str, workload: str, tokens: int | None):
+        self.blueprint, self.learner = build(name, workload, tokens)
+        self.steps, mesh = build_steps(self.blueprint), self.blueprint.mesh
+        width = self.blueprint.geometry.max_prompt_tokens
+        self.engine = SlotEngine(self.blueprint.model, self.blueprint.sampling, mesh, width=width)
+        self.prompts = make_prompts(WORKLOADS[workload], self.blueprint.model.config.vocab_size)
+
+    def step(self, seed: int) -> dict[str, float]:
+        """Takes a step. Returns the seconds of its phases, and of all of it."""
+        geometry, key = self.blueprint.geometry, np.zeros(2, np.uint32)
+        shape = geometry.num_prompts, geometry.group_size
+        params = self.steps.sync(self.learner)
+        drawing = draw(self.engine, params, self.prompts, key, geometry.group_size)
         rollouts, sample = timed(drawing.finish)
-        reward: Any = rng.normal(size=(geometry.num_prompts, samples)).astype(np.float32)
+        reward: Any = np.random.default_rng(seed + 1).normal(size=shape).astype(np.float32)
         rollouts = dataclasses.replace(rollouts, rewards={"reward": reward})
-        rollouts = put_prompts(mesh, rollouts)
-        (learner, prepared), prepare = timed(steps.prepare, learner, rollouts)
-        (learner, _), update = timed(steps.update, learner, prepared.batches)
-        if step:
-            phases = (sample, prepare, update, sample + prepare + update)
-            for name, value in zip(spent, phases, strict=True):
-                spent[name].append(value)
-    return spent
+        rollouts = put_prompts(self.blueprint.mesh, rollouts)
+        (learner, prepared), prepare = timed(self.steps.prepare, self.learner, rollouts)
+        (self.learner, _), update = timed(self.steps.update, learner, prepared.batches)
+        phases = {"sample": sample, "prepare": prepare, "update": update}
+        return {**phases, "step": sum(phases.values())}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The models and workloads that the comparisons with TRL, Tunix and transformers share.
 
 S, M and V are small, for CPUs, in float32, and so is L, SmolLM2-135M's shape; Q is Qwen3-0.6B in
-bfloat16, for a GPU.
+bfloat16, for a GPU. SR and MR are S and M as Qwen3.5, three of four layers recurring, SX and MX
+with 8 of 64 experts; feed-forward parts are as wide as the FLOPs of S and M on workload A allow.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from jaxgrpo.core.types import Params, Prompts
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.hf import families
 from jaxgrpo.rollout.selection import pad_prompts
 
 SMALL = {  # hidden, layers, vocabulary
@@ -22,7 +24,8 @@ SMALL = {  # hidden, layers, vocabulary
     "M": (512, 8, 4096),
     "V": (256, 4, 151_936),
 }
-MODELS = (*SMALL, "L", "Q")
+OF_KINDS = {"SR": 624, "MR": 1312, "SX": 96, "MX": 192}  # the size of what is fed forward
+MODELS = (*SMALL, *OF_KINDS, "L", "Q")
 PAD, END, UNKNOWN = 0, 1, 2  # the special tokens, which no prompt holds
 
 
@@ -58,6 +61,8 @@ def model_config(name: str) -> ModelConfig:
         return qwen3_0p6b()
     if name == "L":
         return smollm2_135m()
+    if name in OF_KINDS:
+        return of_kinds(name)
     hidden, layers, vocab = SMALL[name]
     return ModelConfig(
         vocab_size=vocab,
@@ -68,6 +73,29 @@ def model_config(name: str) -> ModelConfig:
         num_kv_heads=hidden // 128,
         head_dim=64,
     )
+
+
+def of_kinds(name: str) -> ModelConfig:
+    """S or M with layers that recur, or with experts, as its config.json would say it."""
+    hidden, layers, vocab = SMALL[name[0]]
+    fields = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
+    }
+    if name[1] == "X":
+        experts = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        sizes = {"intermediate_size": 3 * hidden, "moe_intermediate_size": OF_KINDS[name]}
+        fields |= {"model_type": "qwen3_moe", **experts, **sizes}
+    else:
+        heads = {"linear_num_key_heads": hidden // 128, "linear_num_value_heads": hidden // 64}
+        sizes = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64)
+        fields |= {"model_type": "qwen3_5_text", "intermediate_size": OF_KINDS[name]}
+        fields |= {**heads, **sizes}
+    return families.model_config(fields, f"benchmarks.workloads, {name}")
 
 
 def smollm2_135m() -> ModelConfig:

@@ -33,7 +33,9 @@ from benchmarks.contest import parser as make_parser
 from benchmarks.versus import chart, contest, files, proof
 from benchmarks.versus.contest import OURS
 from benchmarks.versus.work import PHASES, THREADS
-from benchmarks.workloads import MODELS, WORKLOADS, matrices, model_config
+from benchmarks.workloads import MODELS, WORKLOADS, model_config
+from jaxgrpo.models import decoder
+from jaxgrpo.models.counts import count_weights
 
 LIMITS = {"S/A": 1.5, "S/B": 4.2, "M/A": 1.4, "V/A": 4.3, "S/C": 5.0, "S/D": 7.5}
 QUICK = ("S/A", "S/B", "S/C")
@@ -156,10 +158,9 @@ def utilisation(name: str, sides: Mapping[str, Mapping[str, Any]]) -> float:
     """
     letter, kind = name.split("/")
     config, work, values = model_config(letter), WORKLOADS[kind], sides[OURS]
-    layers = config.num_layers * sum(inner * outer for inner, outer in matrices(config))
+    weights = count_weights(decoder.build(config))
     prompts = work.prompts * (work.shortest + work.longest) / 2
-    head = config.hidden_size * config.vocab_size
-    products = layers * (values["tokens"] + prompts) + head * values["tokens"]
+    products = weights.active * (values["tokens"] + prompts) + weights.head * values["tokens"]
     return 6 * products / values["update"]
 
 

@@ -102,29 +102,33 @@ def over_sequences(
     Returns: (outputs [*B, Q, value_heads, value_dim]; the state behind the last real token, if
     those that are not real are the last ones, and there is one segment).
     """
-    tokens = real.shape[-1]
+    batch, tokens = real.shape[:-1], real.shape[-1]
     size = chunk_size(tokens)
     number = -(-tokens // size)
 
+    def merged(x: Array) -> Array:
+        """[*B, ...] as [N, ...]."""
+        return x.reshape(-1, *x.shape[len(batch) :])
+
     def in_chunks(x: Array) -> Array:
-        """[*B, Q, ...] as [*B, chunks, tokens of a chunk, ...]; 0 where nothing is real."""
-        dims = real.ndim
-        x = jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - dims)), x, 0)
-        behind = [(0, 0)] * x.ndim
-        behind[dims - 1] = (0, number * size - tokens)
-        return jnp.pad(x, behind).reshape(*real.shape[:-1], number, size, *x.shape[dims:])
+        """[*B, Q, ...] as [N, chunks, tokens of a chunk, ...]; 0 where nothing is real."""
+        x = merged(jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - real.ndim)), x, 0))
+        x = jnp.pad(x, [(0, 0), (0, number * size - tokens), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(-1, number, size, *x.shape[2:])
 
     @jax.checkpoint
     def compute(inputs: DeltaInputs, start: DeltaState) -> tuple[Array, Array]:
+        start, first = jax.tree.map(merged, (start, begins))
         mixed = [
-            _convolved(in_chunks(x), kernel, tail, begins)
+            _convolved(in_chunks(x), kernel, tail, first)
             for x, kernel, tail in zip(inputs.mixed, inputs.filters, start.tail, strict=True)
         ]
         gates = in_chunks(inputs.log_decay), in_chunks(inputs.rate)
-        return _over_chunks(*_normed(*mixed), *gates, start.matrix, begins)
+        out, matrix = _over_chunks(*_normed(*mixed), *gates, start.matrix, first)
+        out = out.reshape(*batch, number * size, *out.shape[-2:])[..., :tokens, :, :]
+        return out, matrix.reshape(*batch, *matrix.shape[1:])
 
     out, matrix = compute(inputs, start)
-    out = out.reshape(*real.shape[:-1], number * size, *out.shape[-2:])[..., :tokens, :, :]
     count = real.sum(-1, dtype=jnp.int32)
     tail = _triple(map(functools.partial(_tail, count), start.tail, inputs.mixed))
     return out.astype(inputs.value.dtype), DeltaState(matrix, tail)
@@ -214,7 +218,7 @@ def _over_chunks(
     start: Array,
     begins: Array | None,
 ) -> tuple[Array, Array]:
-    """The rule on [*B, chunks, C, heads, ...]; -> (outputs, the state behind the last chunk).
+    """The rule on [N, chunks, C, heads, ...]; -> (outputs, the state behind the last chunk).
 
     In a chunk that begins with S, where D_ij = exp(sum of log_decay from j + 1 to i), j <= i:
 
@@ -223,23 +227,25 @@ def _over_chunks(
         out = D_i query S + (D_ij query_i . key_j) new
         S <- D_C S + (D_Ci key)^T new
     """
-    dtype, key_heads = key.dtype, key.shape[-2]
+    dtype, key_heads, places = key.dtype, key.shape[-2], key.shape[:2]
     shared = value.shape[-2] // key_heads
 
     def by_heads(x: Array) -> Array:
-        """[..., C, value_heads, ...] as [..., key_heads, value heads of each, C, ...]."""
-        axis = log_decay.ndim - 2
-        x = x.astype(dtype).reshape(*x.shape[: axis + 1], key_heads, shared, *x.shape[axis + 2 :])
-        return jnp.moveaxis(x, axis, axis + 2)
+        """[N, chunks, C, value_heads, ...] as [M, key_heads, value heads of each, C, ...], M both:
+        with more dimensions gradients end the process in XLA's YNN of JAX 0.10 on a CPU."""
+        x = x.astype(dtype).reshape(-1, x.shape[2], key_heads, shared, *x.shape[4:])
+        return jnp.moveaxis(x, 1, 3)
 
-    query, key = (jnp.swapaxes(x, -3, -2)[..., None, :, :] for x in (query, key))
+    query, key = (
+        jnp.swapaxes(x.reshape(-1, *x.shape[2:]), -3, -2)[:, :, None] for x in (query, key)
+    )
     parts = _chunk_parts(
         query, key, by_heads(value), by_heads(rate)[..., None], by_heads(log_decay)
     )
-    chunks = log_decay.ndim - 3
-    first = jnp.zeros(log_decay.shape[: chunks + 1], bool) if begins is None else begins
-    xs = [jnp.moveaxis(x, chunks, 0) for x in (*parts, first[..., None, None, None, None])]
-    start = start.reshape(*start.shape[:-3], key_heads, shared, *start.shape[-2:])
+    parts = [x.reshape(*places, *x.shape[1:]) for x in parts]
+    first = jnp.zeros(places, bool) if begins is None else begins
+    xs = [jnp.moveaxis(x, 1, 0) for x in (*parts, first[..., None, None, None, None])]
+    start = start.reshape(-1, key_heads, shared, *start.shape[-2:])
 
     def body(state: Array, xs: list[Array]) -> tuple[Array, Array]:
         written, read, scores, query, left, kept_share, is_first = xs
@@ -249,9 +255,9 @@ def _over_chunks(
         return kept_share * state + _product(jnp.swapaxes(left, -1, -2), new), out
 
     state, out = jax.lax.scan(body, start, xs)
-    out = jnp.moveaxis(jnp.moveaxis(out, 0, chunks), -2, chunks + 1)
-    out = out.reshape(*out.shape[:-3], key_heads * shared, out.shape[-1])
-    return out, state.reshape(*state.shape[:-4], key_heads * shared, *state.shape[-2:])
+    out = jnp.transpose(out, (1, 0, 4, 2, 3, 5))
+    out = out.reshape(*out.shape[:3], key_heads * shared, out.shape[-1])
+    return out, state.reshape(-1, key_heads * shared, *state.shape[-2:])
 
 
 def _chunk_parts(

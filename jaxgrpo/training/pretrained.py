@@ -24,6 +24,7 @@ from jaxgrpo.rollout.engine import SEGMENT, SEGMENT_OF_TURNS, SamplingSettings
 from jaxgrpo.rollout.goals import Goals, make_goals
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings, make_interruption
 from jaxgrpo.training import parameters
+from jaxgrpo.update.packing import Geometry
 
 
 class Pretrained(NamedTuple):
@@ -230,21 +231,19 @@ def make_sampling_settings(
     )
 
 
-def check_recurrent(models: Sequence[Model], mesh: Mesh, has_forks: bool) -> bool:
-    """Whether a run has models with layers that recur. Raises: InputError for what these cannot be
-    trained with."""
-    if not any(model.config.recurs for model in models):
-        return False
+def check_recurrent(geometry: Geometry, mesh: Mesh) -> None:
+    """Raises: InputError for what models with layers that recur cannot be trained with."""
+    if not geometry.recurs:
+        return
     problems = []
     if (context := mesh.shape["context"]) > 1:
         problems.append(
             f"mesh.context = {context}: a state goes from token to token; divide by mesh.fsdp or "
             "mesh.tensor instead"
         )
-    if has_forks:
+    if geometry.has_forks:
         problems.append(
             'data.history = "fork": a conversation that is rewritten begins inside a row, and '
             'states begin with chunks; set it to "exact"'
         )
     refuse_all("a model with layers that recur cannot be trained so:", problems)
-    return True

@@ -320,7 +320,8 @@ def build_method(
     teaching = config.teachers, pretrained, config.model.attention, geometry
     scoring = teachers.find_teachers(*teaching)
     models = model, *(teacher.model for teacher in scoring.values())
-    geometry = geometry._replace(recurs=check_recurrent(models, mesh, config.data.forks))
+    geometry = geometry.for_models(model.config for model in models)
+    check_recurrent(geometry, mesh)
     keys = vars(config.optimizer)
     optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
     blueprint = Blueprint(

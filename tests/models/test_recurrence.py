@@ -68,6 +68,24 @@ def test_chunks_are_tokens_one_by_one_with_their_gradients(dtype):
         assert furthest(chunks, tokens) < EXACT[dtype]
 
 
+def test_gradients_of_rows_of_chunks_are_computed_at_the_size_of_real_heads():
+    """XLA's YNN on a CPU ended the process here: arrays of 7 dimensions, the first of size 1."""
+    random = np.random.default_rng(0)
+    sizes = (2, 64), (2, 64), (4, 64), (4,), (4,)
+    leaves = [
+        jnp.asarray(random.normal(size=(1, 2, 2 * CHUNK, *size)), "float32") for size in sizes
+    ]
+    filters = tuple(
+        jnp.asarray(random.normal(size=(*size, WIDTH)), "float32") for size in sizes[:3]
+    )
+    example = DeltaInputs(*leaves[:3], -jnp.abs(leaves[3]), jax.nn.sigmoid(leaves[4]), filters)
+    real, start = jnp.ones((1, 2, 2 * CHUNK), bool), recurrence.first_state(example)
+    gradient, (out, _) = with_gradients(recurrence.over_sequences, example, real, start)
+    expected, _ = jax.jit(recurrence.token_by_token)(example, real, start)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
 full = pytest.mark.full
 CUTS = [pytest.param(cut, marks=full) for cut in (1, CHUNK - 1, 149)]
 

@@ -6,10 +6,12 @@ import jax
 import pytest
 
 from jaxgrpo.config import files
-from jaxgrpo.models import counts, lora
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models import counts, lora, sharding
 from jaxgrpo.models.api import DeltaKind
 from jaxgrpo.planning import costs, plan, programs, topologies
 from jaxgrpo.rollout.slots.capacity import capacity
+from jaxgrpo.training.pretrained import check_recurrent
 
 STATE = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
 """Bytes of a sample's states: 24 layers of 32 float32 matrices, and three inputs in bfloat16."""
@@ -44,3 +46,20 @@ def test_states_of_slots_are_counted_and_it_fits(run):
     assert needed.recurrent == 64 // bins * STATE // tensor
     assert plan.peak_bytes(plan.memory_parts(built)) <= chip.memory
     assert costs.program_work(built)["decode"].read > 2 * needed.recurrent
+
+
+def test_what_states_do_not_go_with_is_refused_a_line_each(run):
+    read = files.load("qwen3_5_9b_lora_v6e", ["mesh.fsdp=1", "mesh.context=2"])
+    chips = topologies.topology(str(read.plan.topology), read.plan.slices)
+    with pytest.raises(
+        InputError, match=r"mesh\.context = 2: a state goes from token to token; .*"
+    ):
+        programs.build_run(read, chips.devices)
+    geometry, mesh = run[0].blueprint.geometry, sharding.make_mesh(devices=jax.devices()[:1])
+    check_recurrent(geometry, mesh)
+    with pytest.raises(InputError) as refused:
+        check_recurrent(geometry._replace(has_forks=True), mesh)
+    _, line = str(refused.value).splitlines()
+    assert line.strip().startswith('data.history = "fork": ')
+    assert line.endswith('set it to "exact"')
+    check_recurrent(geometry._replace(has_forks=True, recurs=False), mesh)

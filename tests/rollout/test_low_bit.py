@@ -19,10 +19,11 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.config import methods
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, low_bit, sharding
-from jaxgrpo.models.api import LoraConfig, ModelConfig
+from jaxgrpo.models.api import DeltaKind, LoraConfig, ModelConfig
 from jaxgrpo.models.cache import FP8, narrowed
 from jaxgrpo.models.low_bit import DTYPES
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.programs import make_programs
 from jaxgrpo.training import memory
 from jaxgrpo.update.forward import Blueprint
@@ -168,6 +169,20 @@ def test_keys_and_values_in_fp8_move_log_probs_by_what_they_are_rounded():
         logp = tiny.whole_logps(tiny.UNIFORM, tiny.params(), jax.tree.map(jnp.asarray, sampled))
         mean = np.abs(logp - sampled.behavior_logp)[sampled.token_mask].mean()
         assert 1e-3 < mean < 0.1 if sampled is narrow else mean < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_stay_float32_beside_keys_and_values_in_fp8(dtype):
+    model = decoder.build(dataclasses.replace(tiny.HYBRID, dtype=dtype))
+    programs = make_programs(model, settings(kv_cache_dtype="fp8"), None)
+    sizes = Sizes.for_prompts(4, 1, 2, 4, 6)
+    state = jax.eval_shape(functools.partial(programs.begin, sizes))
+    for entry, kind in zip(state.memory, model.config.kinds, strict=True):
+        if isinstance(kind.mixer, DeltaKind):
+            assert {part.matrix.dtype for part in entry} == {np.dtype("float32")}
+            assert {leaf.dtype for part in entry for leaf in part.tail} == {np.dtype(dtype)}
+        else:
+            assert {leaf.dtype for leaf in jax.tree.leaves(entry)} == {np.dtype(FP8)}
 
 
 @functools.cache

@@ -38,7 +38,7 @@ def blueprint(config=tiny.UNIFORM, **sampling):
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.sgd(0.0),
-        geometry=Geometry(4, 4, 6, 24, 1, 200),
+        geometry=Geometry(4, 4, 6, 24, 1, 200).for_models([config]),
         sampling=SamplingSettings(24, 0.8, (tiny.END,), tiny.PAD, **sampling),
         mesh=mesh,
     )
@@ -68,8 +68,8 @@ def updated(steps, learner, rollouts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
-    ids=["uniform", "local"],
+    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full), tiny.HYBRID],
+    ids=["uniform", "local", "states"],
 )
 def test_sampler_and_trainer_agree_to_rounding(config):
     metrics = updated(*sampled(config))
@@ -130,6 +130,27 @@ def test_the_drift_of_samples_of_an_older_policy_is_no_disagreement():
     # What is not finite is no drift: the update is skipped, whoever sampled it.
     broken = dataclasses.replace(mixed, behavior_logp=drifted.at[2, 3, 0].set(jnp.nan))
     assert updated(steps, learner, broken)["skipped_updates/not_finite"] == 1
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_a_number_skips_the_update_and_is_told_in_one_line():
+    """One head of one layer that recurs forgets by NaN, so that its states become NaN."""
+    steps, learner, _ = sampled(tiny.HYBRID)
+    layer = learner.trainable["blocks"]["1"]["delta"]
+    broken = {**layer, "bias": layer["bias"].at[0, 2].set(jnp.nan)}
+    trainable = jax.tree.map(lambda leaf: leaf, learner.trainable)
+    trainable["blocks"]["1"]["delta"] = broken
+    learner = dataclasses.replace(learner, trainable=trainable)
+    prompts, step_blueprint = tiny.prompts(), blueprint(tiny.HYBRID)
+    engine = make_engine(step_blueprint.model, step_blueprint.sampling, prompts)
+    rollouts = draw_all(engine, steps.sync(learner), prompts, KEY, 4)
+    assert np.isnan(rollouts.behavior_logp[np.asarray(rollouts.token_mask)]).all()
+    rollouts = dataclasses.replace(rollouts, rewards={"reward": REWARDS})
+    metrics = updated(steps, learner, jax.tree.map(jnp.asarray, rollouts))
+    assert metrics["skipped_updates/not_finite"] == 1
+    (alarm,) = alarms.replay([{"step": 7, **metrics}])[1]
+    assert (alarm.name, alarm.step) == ("not finite", 7)
+    assert "\n" not in alarm.text
 
 
 def explained(blueprint):

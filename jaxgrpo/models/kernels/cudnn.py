@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, ModelConfig
 from jaxgrpo.models.kernels import compute_capability
-from jaxgrpo.models.kernels.plain import take_per_bin
+from jaxgrpo.models.kernels.plain import check_kind, lacking, take_per_bin
 
 WIDEST_HEAD, WIDEST_BEFORE_HOPPER = 256, 128
 HOPPER = 9.0  # its compute capability: before it cuDNN takes no samples side by side
@@ -50,12 +50,7 @@ def refusals(
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float16")
     if config.head_dim % 8 or config.head_dim > widest:
         problems.append(f"head_dim = {config.head_dim}: it takes multiples of 8 up to {widest}")
-    if any(kind.soft_cap is not None for kind in config.attention):
-        problems.append("soft-capped scores: it has none")
-    if any(kind.sinks for kind in config.attention):
-        problems.append("sinks: it has none")
-    if any(kind.latent for kind in config.attention):
-        problems.append("latents: values have another size than keys")
+    problems += lacking(config.attention, "soft_cap")
     if samples_per_row is None:
         problems.append(
             "rows of any samples: their number must be bounded, and each see its prompt"
@@ -104,7 +99,7 @@ def causal(position: Array, valid: Array, *, sequences: Sequences = sequences) -
 
     def attend(query, key, value, memory, kind: AttentionKind, sinks=None):
         del memory
-        _check(kind)
+        check_kind("cuDNN", kind, "soft_cap")
         place = jnp.arange(query.shape[-3])
         length = valid.sum(-1, dtype=jnp.int32)
         first = valid == (place < length[..., None])
@@ -134,7 +129,7 @@ def rows_with_prefix(
     row_length = real.sum(-1, dtype=jnp.int32)
 
     def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
-        _check(kind)
+        check_kind("cuDNN", kind, "soft_cap")
         width = query.shape[-3]
         place = jnp.arange(width)
         in_sample = (segment == segment[..., :1]) & (place < row_length[..., None])
@@ -152,14 +147,6 @@ def rows_with_prefix(
         return _where(fits, real, _cut_from(out, prefix_length, width)), None
 
     return attend
-
-
-def _check(kind: AttentionKind) -> None:
-    if kind.soft_cap is not None or kind.sinks:
-        raise NotImplementedError(
-            f"cuDNN has no soft cap of scores and no sinks, and {kind} has: choose the kernel by "
-            "models.attention.choose_kernel, which refuses it"
-        )
 
 
 def _flat(sequences: Sequences, query: Array, key: Array, value: Array, length: Array, window):

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, custom_vjp
 from jaxgrpo.models.kernels.cudnn import even
-from jaxgrpo.models.kernels.plain import SAVED, take_per_bin
+from jaxgrpo.models.kernels.plain import SAVED, check_kind, take_per_bin
 
 NEVER_SEEN = 1e30
 """The log-sum-exp of a place without a token: exp(score - this) is 0."""
@@ -90,8 +90,7 @@ def rows_with_prefix(
     samples = Samples(*map(flat, (length, start, index, place)))
 
     def attend(query, key, value, memory: KeyValue, kind: AttentionKind, sinks=None):
-        if kind.soft_cap is not None or kind.window is not None or kind.sinks:
-            raise NotImplementedError(f"packed rows by cuDNN: {kind} has more than full attention")
+        check_kind("packed rows by cuDNN", kind, "soft_cap", "window")
         prompts = [take_per_bin(leaf, row_prompt) for leaf in memory]
         arrays = tuple(flat(even(leaf)) for leaf in (query, key, value, *prompts))
         out = _joined(parts or CUDNN, arrays, (samples, flat(before)))[:, :width]

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.cache import FP8, LINES, Lines
 from jaxgrpo.models.kernels import compute_capability
-from jaxgrpo.models.kernels.plain import Partial
+from jaxgrpo.models.kernels.plain import Partial, lacking
 
 with warnings.catch_warnings():  # JAX 0.11 says that it will leave it out
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -64,13 +64,7 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
         problems.append(f"{shared} heads for one of keys: it takes at most {QUERIES}")
     if any(kind.window is not None for kind in config.attention):
         problems.append("windows: the samples of a group would see their prompt from other tokens")
-    if any(kind.soft_cap is not None for kind in config.attention):
-        problems.append("soft-capped scores: it has none")
-    if any(kind.sinks for kind in config.attention):
-        problems.append("sinks: it has none")
-    if any(kind.latent for kind in config.attention):
-        problems.append("latents: values have another size than keys")
-    return problems
+    return problems + lacking(config.attention, "soft_cap")
 
 
 class _Widened(NamedTuple):

@@ -57,6 +57,29 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
+ABSENT = {
+    **{"soft_cap": "soft-capped scores", "window": "windows", "sinks": "sinks"},
+    "latent": "latents, whose values have another size than keys",
+}
+"""Fields of an AttentionKind that kernels of chips may not know, in the words of a refusal."""
+
+
+def lacking(kinds: Sequence[AttentionKind], *fields: str) -> list[str]:
+    """What these layers ask for of ABSENT, if a kernel lacks these fields. None has the last two."""
+    fields += ("sinks", "latent")
+    asked = [name for name in fields if any(getattr(kind, name) for kind in kinds)]
+    return [f"{ABSENT[name]}: it has none" for name in asked]
+
+
+def check_kind(kernel: str, kind: AttentionKind, *fields: str) -> None:
+    """Raises: NotImplementedError for `lacking`."""
+    if problems := lacking([kind], *fields):
+        raise NotImplementedError(
+            f"{kernel}, {'; '.join(problems)}: choose the kernel by "
+            "models.attention.choose_kernel, which refuses it"
+        )
+
+
 def make_mask(sight: Sight, kind: AttentionKind) -> Array:
     """[*B, Q, N]: which keys each query sees in a layer of this kind."""
     masks = []
@@ -149,9 +172,8 @@ def _attention(
     soft_cap: float | None,
     sinks: Array | None,
 ):
-    out, total = _forward(query, heads_first(key, value), mask, soft_cap, sinks)
-    out, total = checkpoint_name(out, SAVED), checkpoint_name(total, SAVED)
-    return out, (query, key, value, mask, out, total, sinks)
+    part = _forward(query, heads_first(key, value), mask, soft_cap, sinks)
+    return _with_saved(part, query, key, value, mask, sinks)
 
 
 def _attention_backward(soft_cap: float | None, saved: tuple[Array, ...], cotangent: Array):
@@ -194,9 +216,14 @@ def _in_blocks(
     size: int,
     sinks: Array | None,
 ):
-    out, total = _forward_in_blocks(query, heads_first(key, value), sight, kind, size, sinks)
-    out, total = checkpoint_name(out, SAVED), checkpoint_name(total, SAVED)
-    return out, (query, key, value, sight, out, total, sinks)
+    part = _forward_in_blocks(query, heads_first(key, value), sight, kind, size, sinks)
+    return _with_saved(part, query, key, value, sight, sinks)
+
+
+def _with_saved(part: tuple[Array, Array], query, key, value, seen: Array | Sight, sinks):
+    """An output and its log-sum-exps as the output and what the backward pass reads."""
+    out, total = (checkpoint_name(leaf, SAVED) for leaf in part)
+    return out, (query, key, value, seen, out, total, sinks)
 
 
 def _in_blocks_backward(kind: AttentionKind, size: int, saved: tuple, cotangent: Array):

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, ModelConfig
-from jaxgrpo.models.kernels.plain import SAVED, padded, take_per_bin
+from jaxgrpo.models.kernels.plain import SAVED, check_kind, lacking, padded, take_per_bin
 
 BLOCKS = (512, 256, 128)  # queries or keys that the kernel computes at a time
 LONGEST = 2**16  # tokens of a row: two places share an int32
@@ -38,10 +38,7 @@ def refusals(config: ModelConfig, row: int, mesh: Mesh | None = None) -> list[st
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float32")
     if row > LONGEST:
         problems.append(f"rows of {row} tokens: it takes at most {LONGEST}")
-    if any(kind.sinks for kind in config.attention):
-        problems.append("sinks: it has none")
-    if any(kind.latent for kind in config.attention):
-        problems.append("latents: values have another size than keys")
+    problems += lacking(config.attention)
     if mesh is not None and mesh.shape["context"] > 1:
         problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems
@@ -68,7 +65,7 @@ def causal(
         fits = expected.all(-1, keepdims=True)
         start = jnp.zeros(position.shape, jnp.int32)
         ids = valid.astype(jnp.int32)
-        _check(kind)
+        check_kind("splash", kind)
         run = functools.partial(_over_batch, kind=kind, prefix=0, interpret=interpret)
         out = _on_mesh(mesh, run)(query, key, value, start, ids, ids)
         return _where(fits, out), KeyValue(key, value)
@@ -114,20 +111,12 @@ def rows_with_prefix(
         if alone is not None:  # but those that are alone are for one another
             query_ids += alone
             key_ids = key_ids.at[..., size:].set(query_ids)
-        _check(kind)
+        check_kind("splash", kind)
         run = functools.partial(_over_batch, kind=kind, prefix=size, interpret=interpret)
         out = _on_mesh(mesh, run)(query, keys, values, start, query_ids, key_ids)
         return _where(fits, out), None
 
     return attend
-
-
-def _check(kind: AttentionKind) -> None:
-    if kind.sinks:
-        raise NotImplementedError(
-            f"splash has no sinks, and {kind} has: choose the kernel by "
-            "models.attention.choose_kernel, which refuses it"
-        )
 
 
 def starts(segment: Array) -> Array:
