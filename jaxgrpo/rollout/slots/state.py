@@ -158,6 +158,13 @@ class Counters(NamedTuple):
     live: Array  # [] int32, slots in use, of the bin that has most
     drained: Array  # [] bool, no sample of a filled row waits for a slot in any bin
     ended: Array  # [D, M / 8] uint8, bits of places whose samples have ended
+    finals: Finals | None
+    """of the first READ samples, in the order of places over all bins, whose turns ended in the
+    segment, and then of any; None: samples have one turn, or strings end them"""
+
+
+READ = 64
+"""Samples that are read from the devices at once."""
 
 
 class Finals(NamedTuple):
