@@ -463,15 +463,6 @@ def _prefix_token(state: DecodeState) -> Array:
     return read(state.samples.tokens, state.sample, state.index)
 
 
-def drawn(samples: Samples) -> Array:
-    """[D, M, T]: the tokens that were drawn; -1 elsewhere."""
-    index = jnp.arange(samples.tokens.shape[-1])
-    mask = index < samples.length[..., None]
-    if samples.offset is not None:
-        mask &= index >= samples.offset[..., None]
-    return jnp.where(mask, samples.tokens, -1)
-
-
 def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
     """Some samples as they are, in every process.
 

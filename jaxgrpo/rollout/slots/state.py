@@ -180,6 +180,15 @@ class Finals(NamedTuple):
     plays: Any  # `Plays` without its state; None: no `answering`
 
 
+def drawn(samples: Samples) -> Array:
+    """[D, M, T]: the tokens that were drawn; -1 elsewhere."""
+    index = jnp.arange(samples.tokens.shape[-1])
+    mask = index < samples.length[..., None]
+    if samples.offset is not None:
+        mask &= index >= samples.offset[..., None]
+    return jnp.where(mask, samples.tokens, -1)
+
+
 def put(array: Array, value: Array, *places: Array) -> Array:
     """An array [D, M, ...] with values [D, n, ...] at [D, n, ...], bin by bin; places beyond the
     array are left out."""
