@@ -277,7 +277,7 @@ LINES = {
     "models": 7560,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 4335,  # with turns, samples that keep their slots, and experts that are recorded
+    "rollout": 4347,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 1890,  # with what kernels are chosen by, and experts that are taken again
     "config": 2136,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree

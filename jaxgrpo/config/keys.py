@@ -277,7 +277,7 @@ class RolloutKeys:
     call_timeout: float = key(30.0, above=0)  # seconds for a call of a tool or an environment
     call_workers: int = key(0, at_least=0)  # calls that run at once in processes; 0: in threads
     call_memory: float = key(4.0, above=0)  # GiB that each of these processes may map
-    reply_after: int = key(1, at_least=0)  # segments decoded between a turn's end and its reply
+    reply_after: int = key(1, at_least=1)  # segments decoded between a turn's end and its reply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

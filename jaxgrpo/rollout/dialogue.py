@@ -42,7 +42,7 @@ class Turns(NamedTuple):
 
     most: int  # turns
     tokens: int  # of a turn, at most
-    reply_after: int = 1  # segments of decoding between a turn's end and its reply
+    reply_after: int = 1  # segments of decoding between a turn's end and its reply, at least 1
 
 
 @runtime_checkable
@@ -237,7 +237,7 @@ class ThreadedDialogue:
             if key in self._local:
                 self.conversations.end(key, completion)
             return False
-        self._due[key] = self._calls + 1 + self.bounds.reply_after
+        self._due[key] = self._calls + self.bounds.reply_after
         if key in self._local:
             room = 0 if is_last else self.longest - end
             self.conversations.answer(key, completion, room)

@@ -31,6 +31,7 @@ from jaxgrpo.rollout.slots import answering
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.drawing import Distribution, draw, softmax_logp
 from jaxgrpo.rollout.slots.state import (
+    READ,
     Counters,
     DecodeState,
     Entries,
@@ -234,8 +235,20 @@ def segment(
         live=state.live.sum(-1).max(),
         drained=is_drained(state),
         ended=parts.constrain(jnp.packbits(state.samples.ended, axis=-1), (None, None)),
+        finals=_finals_of_turns(parts, state, pauses),
     )
     return state, counters
+
+
+def _finals_of_turns(parts: Parts, state: DecodeState, before: Pauses | None) -> Finals | None:
+    """As `Counters.finals`. Args: before: the segment."""
+    if before is None or state.pauses is None or parts.settings.stop_strings is not None:
+        return None
+    bins, places = state.samples.length.shape
+    place = state.sample + places * jnp.arange(bins)[:, None]
+    place = jnp.where(state.pauses.mask & ~before.mask, place, bins * places)
+    place = jnp.sort(parts.constrain(place, (None, None)).reshape(-1))
+    return finals(parts, state.samples, jnp.minimum(place[:READ], bins * places - 1))
 
 
 def staying(state: DecodeState, slots: int, aligned: bool) -> tuple[Array, Array]:
@@ -450,15 +463,6 @@ def _prefix_token(state: DecodeState) -> Array:
     """[D, N]: the token at each slot's next place: a given one where one is given."""
     read = jax.vmap(lambda values, *index: values.at[index].get(mode="clip"))
     return read(state.samples.tokens, state.sample, state.index)
-
-
-def drawn(samples: Samples) -> Array:
-    """[D, M, T]: the tokens that were drawn; -1 elsewhere."""
-    index = jnp.arange(samples.tokens.shape[-1])
-    mask = index < samples.length[..., None]
-    if samples.offset is not None:
-        mask &= index >= samples.offset[..., None]
-    return jnp.where(mask, samples.tokens, -1)
 
 
 def finals(parts: Parts, samples: Samples, places: Array) -> Finals:

@@ -26,7 +26,7 @@ from jaxgrpo.rollout.slots.capacity import Sizes, fitting_slots
 from jaxgrpo.rollout.slots.programs import Programs, make_programs
 from jaxgrpo.rollout.slots.rows import Rows, prefill_batches
 from jaxgrpo.rollout.slots.shrinking import Shrinking, Size
-from jaxgrpo.rollout.slots.state import Counters, DecodeState, Finals
+from jaxgrpo.rollout.slots.state import READ, Counters, DecodeState, Finals
 from jaxgrpo.rollout.slots.table import (
     Group,
     Leaver,
@@ -35,8 +35,6 @@ from jaxgrpo.rollout.slots.table import (
     group_requests,
     make_turns,
 )
-
-SAMPLES_PER_READ = 64  # samples that are fetched from the devices at once
 
 
 class SlotEngine:
@@ -243,17 +241,14 @@ class _Session:
     def step(self, version: int, coming: int | None) -> list[Turn]:
         """Dispatches a segment, and follows up the one before: the devices never wait for the host.
 
-        Where samples have turns it follows up the same one: what decodes on would wait for none,
-        but samples whose turns have ended for longer, in slots of their own.
-
         Args:
           version: of the parameters.
           coming: samples that will ask for slots; None: unknown, and no slot is given up.
         """
         if self.table.is_empty:
             self._admit()
-        has_turns = self.slots.size.has_turns
-        may_shrink = coming is not None and not self.table.has_waiting and not has_turns
+        may_shrink = coming is not None and not self.table.has_waiting
+        may_shrink &= not self.slots.size.has_turns
         smaller = self.slots.next_slots if may_shrink else None
         self.state, counters = self.slots.decode(
             self.params, self.state, np.int32(-1 if smaller is None else smaller)
@@ -262,8 +257,6 @@ class _Session:
         drawn = None if strings is None else self.programs.drawn(self.state.samples)
         unread, self.unread = self.unread, (self.segment, counters, drawn)
         self.segment += 1
-        if has_turns:
-            unread, self.unread = self.unread, None
         return [] if unread is None else self._follow(unread, version, coming)
 
     def reply(self, going_on: Collection[tuple[int, int]]) -> None:
@@ -289,11 +282,17 @@ class _Session:
         self, unread: tuple[int, Counters, Array | None], version: int, coming: int | None
     ) -> list[Turn]:
         """Reads what a segment counted, and does what follows from it."""
-        segment, counters, drawn = unread[0], *sharding.to_host(unread[1:])
+        segment, on_device, drawn = unread
+        counters, drawn = sharding.to_host((on_device._replace(finals=None), drawn))
         turns = self._read(version)
         if drawn is not None:  # the devices may be a segment ahead of what its text says
             self.state = self.programs.cut(self.state, self.table.stops(drawn, segment))
-        self._fetch(self.table.leave(counters.ended, segment, self.rows))
+        leavers = self.table.leave(counters.ended, segment, self.rows)
+        if on_device.finals is not None:  # which need not wait for the segment that is under way
+            leavers.sort(key=lambda leaver: leaver.place)
+            self.leaving.append((leavers[:READ], on_device.finals))
+            leavers = leavers[READ:]
+        self._fetch(leavers)
         if self.slots.size.has_turns:
             turns += self._read(version)
         if self.table.is_empty and not self.table.has_waiting:
@@ -316,10 +315,10 @@ class _Session:
 
     def _fetch(self, leavers: Sequence[Leaver]) -> None:
         """Begins to fetch samples that have left their places."""
-        for begin in range(0, len(leavers), SAMPLES_PER_READ):
-            part = leavers[begin : begin + SAMPLES_PER_READ]
+        for begin in range(0, len(leavers), READ):
+            part = leavers[begin : begin + READ]
             places = np.asarray([leaver.place for leaver in part], np.int32)
-            places = np.resize(places, SAMPLES_PER_READ)
+            places = np.resize(places, READ)
             self.leaving.append((part, self.programs.finals(self.state.samples, places)))
 
     def _read(self, version: int) -> list[Turn]:

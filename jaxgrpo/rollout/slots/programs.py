@@ -26,6 +26,7 @@ from jaxgrpo.rollout.slots.state import (
     Finals,
     Replies,
     Samples,
+    drawn,
     take,
 )
 
@@ -93,7 +94,7 @@ def make_programs(
         staying=jax.jit(decoding.staying, static_argnums=(1, 2)),
         take=jax.jit(take),
         take_slots=jax.jit(decoding.take_slots),
-        drawn=jax.jit(decoding.drawn),
+        drawn=jax.jit(drawn),
         cut=jax.jit(bind(replying.cut, settings), donate_argnums=0),
         reply=jax.jit(bind(replying.reply, parts), donate_argnums=0),
         give=jax.jit(bind(replying.give, parts), donate_argnums=1),

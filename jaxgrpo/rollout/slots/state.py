@@ -158,6 +158,13 @@ class Counters(NamedTuple):
     live: Array  # [] int32, slots in use, of the bin that has most
     drained: Array  # [] bool, no sample of a filled row waits for a slot in any bin
     ended: Array  # [D, M / 8] uint8, bits of places whose samples have ended
+    finals: Finals | None
+    """of the first READ samples, in the order of places over all bins, whose turns ended in the
+    segment, and then of any; None: samples have one turn, or strings end them"""
+
+
+READ = 64
+"""Samples that are read from the devices at once."""
 
 
 class Finals(NamedTuple):
@@ -171,6 +178,15 @@ class Finals(NamedTuple):
     length: Array  # [n], tokens, those that were given among them
     stopped: Array  # [n]
     plays: Any  # `Plays` without its state; None: no `answering`
+
+
+def drawn(samples: Samples) -> Array:
+    """[D, M, T]: the tokens that were drawn; -1 elsewhere."""
+    index = jnp.arange(samples.tokens.shape[-1])
+    mask = index < samples.length[..., None]
+    if samples.offset is not None:
+        mask &= index >= samples.offset[..., None]
+    return jnp.where(mask, samples.tokens, -1)
 
 
 def put(array: Array, value: Array, *places: Array) -> Array:
