@@ -143,7 +143,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "base"
     tokenizer = make_base.character_tokenizer(tasks.find("arithmetic").alphabet)
     model = decoder.build(make_base.base_config(SIZE))
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     assert len(tokenizer) < SIZE - 8
     folders.save_model(model, params, folder, tokenizer=tokenizer)
     return folder, len(tokenizer)

@@ -60,6 +60,7 @@ def test_a_replay_of_its_files_ends_with_the_parameters_of_the_run(run, base, tm
     assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
 
 
+@pytest.mark.full
 def test_fresh_routing_is_a_setting(base, tmp_path):
     changes = {"model.path": base, "train.steps": 1, "train.routing": "fresh"}
     finished = loop.train(small_run.config(tmp_path / "r", **changes))
