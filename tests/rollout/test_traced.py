@@ -35,7 +35,9 @@ def conversations(played):
     return played.dialogue.spoken(range(playing.PROMPTS), playing.GROUP)
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "name", [pytest.param("number_guess", marks=pytest.mark.full), "modular_sum"]
+)
 def test_both_forms_give_the_same_tokens_turns_rewards_and_words(name):
     played, alike = playing.play(playing.GAMES[name], in_jax=True), in_python(name)
     assert_same(played, alike)
