@@ -95,6 +95,7 @@ def test_gradients_are_those_of_a_vocabulary_with_text_alone():
     assert (np.asarray(gradient["head"]["table"])[~HAS_TEXT] == 0).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_vocabulary_over_two_devices_gives_the_same_tokens():
     mesh = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])

@@ -140,6 +140,7 @@ def test_later_starts_of_train_eval_and_sample_write_the_time_of_the_first(begun
     assert all(text.startswith("093621+") for text in texts)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
