@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,9 @@ MAX_BYTES = 5 << 30
 
 
 COMPILED: dict[str, Any] = {}
-"""The programs of this process that took MIN_SECONDS or more, by JAX's key of the compile cache."""
-MIN_SECONDS = 0.01
+"""The newest programs of this process by JAX's key of the compile cache: of those that took
+MIN_SECONDS or more at most MAX_COMPILED, as each holds memory maps."""
+MIN_SECONDS, MAX_COMPILED, LOCK = 0.05, 600, threading.Lock()
 
 
 def compile_each_program_once() -> None:
@@ -39,8 +41,8 @@ def compile_each_program_once() -> None:
     def compile_(backend, computation, devices, options, callbacks, executable, *rest: Any):
         arguments = (computation, devices, options, backend)
         key = None if callbacks else cache_key.get(*arguments)
-        if key in COMPILED:
-            return COMPILED[key]
+        if (program := COMPILED.get(key)) is not None:
+            return program
         began = time.perf_counter()
         if devices.size == 1:
             program = cached(backend, computation, devices, options, callbacks, executable, *rest)
@@ -49,7 +51,10 @@ def compile_each_program_once() -> None:
                 backend, computation, executable, options, callbacks
             )
         if key is not None and time.perf_counter() - began >= MIN_SECONDS:
-            COMPILED[key] = program
+            with LOCK:  # programs are compiled in the background too
+                COMPILED[key] = program
+                if len(COMPILED) > MAX_COMPILED:
+                    del COMPILED[next(iter(COMPILED))]
         return program
 
     compiler.compile_or_get_cached = compile_
