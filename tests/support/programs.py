@@ -22,7 +22,7 @@ MAX_BYTES = 5 << 30
 """Memory of the process at which programs are dropped: a worker would come to hold 8 GB of them."""
 
 
-COMPILED: dict[str, Any] = {}
+COMPILED: dict[str | None, Any] = {}
 """The newest programs of this process by JAX's key of the compile cache: of those that took
 MIN_SECONDS or more at most MAX_COMPILED, as each holds memory maps."""
 MIN_SECONDS, MAX_COMPILED, LOCK = 0.05, 600, threading.Lock()
