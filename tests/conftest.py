@@ -49,7 +49,7 @@ import jaxtyping
 import programs
 import pytest
 
-programs.keep_no_program_of_several_devices()
+programs.compile_each_program_once()
 
 # Loaded before the hook, so that trees of specs may stand in the data types: their fields hold
 # arrays, ShapeDtypeStructs, shardings.

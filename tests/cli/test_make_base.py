@@ -105,7 +105,7 @@ def tiny():
     ]
     corpus = make_base.encode(texts, TOKENIZER)
     model = decoder.build(make_base.base_config(16, 32, 2), remat="none")
-    return model, model.init(jax.random.key(0)), corpus
+    return model, jax.jit(model.init)(jax.random.key(0)), corpus
 
 
 def test_texts_are_right_padded_and_only_solution_and_end_are_learned(tiny):

@@ -28,9 +28,11 @@ from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 
 QUICK = (
-    x2_closed_forms,
     x15_kl_uses,
-    *(pytest.param(module, marks=pytest.mark.full) for module in (x10_planning, x16_flat_groups)),
+    *(
+        pytest.param(module, marks=pytest.mark.full)
+        for module in (x2_closed_forms, x10_planning, x16_flat_groups)
+    ),
 )
 
 

@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
     """A model that was not trained, and the files that the cases name."""
     path, tokenizer = tmp_path_factory.mktemp("bad"), chatting.tokenizer()
     model = decoder.build(base_config(len(tokenizer), 32, 1))
-    folders.save_model(model, model.init(jax.random.key(0)), path / "model", tokenizer)
+    folders.save_model(model, jax.jit(model.init)(jax.random.key(0)), path / "model", tokenizer)
     for name, text in FILES.items():
         (path / name).write_text(text.replace("<|end|>", "<end>"))
     shutil.copy(CODE, path / "mine.py")

@@ -60,6 +60,9 @@ def test_what_masked_entries_hold_reaches_neither_value_nor_gradient(dtype, garb
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", [np.float64, pytest.param(np.float32, marks=pytest.mark.full)], indirect=True
+)
 def test_micro_batches_add_up_to_the_whole(dtype):
     batch = make_batch(dtype)
     weights = reduce_all(batch["mask"])

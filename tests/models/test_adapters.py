@@ -163,7 +163,7 @@ def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
     assert LoraConfig(rank=2, alpha=1.0, targets=everything).modules == LINEAR[:7]
     settings = LoraConfig(rank=2, alpha=1.0, targets=targets)
     model = decoder.build(dataclasses.replace(PHI, lora=settings))
-    adapter, _ = lora.split(model.init(jax.random.key(0)))
+    adapter, _ = lora.split(jax.jit(model.init)(jax.random.key(0)))
     layer = adapter["blocks"]["0"]
     assert {name: set(layer["attention"][name]) for name in layer["attention"]} == {
         "query": {"lora_a", "lora_b"},
@@ -187,7 +187,7 @@ def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
 def test_a_part_of_a_fused_tensor_has_no_adapter_of_its_own(tmp_path, fused, targets):
     settings = LoraConfig(rank=1, alpha=1.0, targets=targets)
     model = decoder.build(dataclasses.replace(PHI, fused=fused, lora=settings))
-    adapter, _ = lora.split(model.init(jax.random.key(0)))
+    adapter, _ = lora.split(jax.jit(model.init)(jax.random.key(0)))
     with pytest.raises(InputError, match="which is one map in family phi3: adapt "):
         adapters.save(model, adapter, tmp_path / "adapter")
     if "up" not in targets:

@@ -154,7 +154,11 @@ def test_soft_caps_sinks_and_latents_alone_keep_a_family_from_a_kernel(family):
     config = dataclasses.replace(family_runs.read(family)[0].config, dtype="bfloat16")
     caps = ["soft-capped scores: it has none"] if family in SOFT_CAPPED else []
     sinks = ["sinks: it has none"] if family in WITH_SINKS else []
-    latents = ["latents: values have another size than keys"] if family in WITH_LATENTS else []
+    latents = (
+        ["latents, whose values have another size than keys: it has none"]
+        if family in WITH_LATENTS
+        else []
+    )
     assert cudnn.refusals(config, samples_per_row=1) == caps + sinks + latents
     assert splash.refusals(config, row=family_runs.SHORT) == sinks + latents
     if caps or sinks:

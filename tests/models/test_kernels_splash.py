@@ -105,6 +105,7 @@ def test_prompts_are_the_plain_ones_with_their_gradients():
         assert_same(actual, expected, 2e-5)
 
 
+@pytest.mark.full
 def test_its_gradients_are_those_of_finite_differences():
     kind = AttentionKind(window=4, soft_cap=1.5)
     *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))

@@ -79,6 +79,7 @@ def test_its_likeliest_answers_are_those_of_transformers(real):
     assert all(text.split("\n")[0].isdecimal() for text in texts)  # it has seen what is asked
 
 
+@pytest.mark.full
 def test_what_is_saved_is_what_was_imported_bit_for_bit(real, tmp_path):
     from safetensors.numpy import load_file
 
@@ -93,6 +94,7 @@ def test_what_is_saved_is_what_was_imported_bit_for_bit(real, tmp_path):
         assert (tmp_path / "out" / file).read_bytes() == (real.folder / file).read_bytes()
 
 
+@pytest.mark.full
 def test_an_adapter_of_peft_computes_the_same_on_it(real, tmp_path):
     """With weights as training leaves them: larger ones make noise of 30 layers, in either."""
     adapted = {"target_modules": ["q_proj", "v_proj"], "spread": 0.03}

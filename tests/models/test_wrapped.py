@@ -179,7 +179,9 @@ def test_a_run_reads_the_text_part(case):
     assert teacher.model.config.text_only
 
 
-@pytest.mark.parametrize("is_text", [True, False], ids=["text", "endings"])
+@pytest.mark.parametrize(
+    "is_text", [True, pytest.param(False, marks=pytest.mark.full)], ids=["text", "endings"]
+)
 def test_adapters_have_the_names_that_peft_gives_them(case, is_text, tmp_path):
     """Of the text alone; PEFT takes a list of endings for the modules of images too."""
     pytest.importorskip("peft")

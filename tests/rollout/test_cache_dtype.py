@@ -83,7 +83,10 @@ def zero_memory(tokens):
     return (KeyValue(jnp.zeros(shape), jnp.zeros(shape)),) * tiny.UNIFORM.num_layers
 
 
-@pytest.mark.parametrize(("config", "dtype"), [(tiny.UNIFORM, "float32"), (NARROW, "bfloat16")])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [pytest.param(tiny.UNIFORM, "float32", marks=pytest.mark.full), (NARROW, "bfloat16")],
+)
 def test_a_cache_in_the_models_dtype_is_the_one_of_before_bit_for_bit(config, dtype):
     rollouts, want = run(config, kv_cache_dtype=dtype), run(config)
     np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)

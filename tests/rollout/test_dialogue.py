@@ -68,7 +68,7 @@ class Random:
 def model():
     config = dataclasses.replace(tiny.UNIFORM, vocab_size=len(chatting.tokenizer()))
     built = decoder.build(config)
-    params = built.init(jax.random.key(0))
+    params = jax.jit(built.init)(jax.random.key(0))
     return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 15, params["head"])}
 
 

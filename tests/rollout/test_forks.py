@@ -73,7 +73,7 @@ def tokenizer() -> Any:
 @functools.cache
 def model():
     built = decoder.build(dataclasses.replace(tiny.UNIFORM, vocab_size=len(tokenizer())))
-    params = built.init(jax.random.key(0))
+    params = jax.jit(built.init)(jax.random.key(0))
     return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 5, params["head"])}
 
 
@@ -147,6 +147,7 @@ def test_a_turn_follows_the_conversation_as_the_template_writes_it_and_is_scored
     assert 0 < forked == (fork * rollouts.token_mask).any(-1).mean() < 1
 
 
+@pytest.mark.full
 def test_samples_with_forks_do_not_depend_on_slots():
     (few, _), (alike, _) = talk("forgetful", True, slots=2), talk("forgetful", True)
     for name in ("completion_tokens", "token_mask", "truncated"):
@@ -161,6 +162,7 @@ def test_a_template_that_writes_all_that_was_said_gives_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(again, fields=fields), exact)
 
 
+@pytest.mark.full
 def test_a_conversation_that_leaves_no_room_when_it_is_rewritten_ends():
     rollouts, dialogue = talk("forgetful", True, steps=50)
     assert dialogue.metrics(PROMPTS * GROUP)["turns/cut"] > 0

@@ -120,17 +120,22 @@ def drawn(config: ModelConfig, params: Params, mesh: Mesh | None = None, **chang
     return draw_all(engine, params, prompts, KEY, 4)
 
 
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize(
-    "config",
-    [
-        tiny.UNIFORM,
-        pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full),
-        pytest.param(ADAPTED, marks=pytest.mark.full),
-        tiny.HYBRID,
-    ],
-    ids=IDS,
-)
+QUICK = {("uniform", "int8"), ("states", "fp8")}
+CASES = [
+    pytest.param(
+        config,
+        dtype,
+        id=f"{name}-{dtype}",
+        marks=() if (name, dtype) in QUICK else pytest.mark.full,
+    )
+    for name, config in zip(
+        IDS, (tiny.UNIFORM, tiny.LOCAL_GLOBAL, ADAPTED, tiny.HYBRID), strict=True
+    )
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("config", "weight_dtype"), CASES)
 def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     actual = drawn(config, make_params(config), weight_dtype=weight_dtype)
     plain = lora.base_config(config)
@@ -141,7 +146,7 @@ def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     assert (unrounded.behavior_logp != expected.behavior_logp).any()
 
 
-@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
 def test_on_a_mesh_the_same_is_drawn(weight_dtype):
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     arguments = tiny.UNIFORM, tiny.params()

@@ -37,9 +37,18 @@ def run(prompts=None, config=tiny.UNIFORM, key=KEY, purpose=0, greedy=0, **chang
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL, tiny.HYBRID], ids=["uniform", "local", "states"]
+    ("config", "temperature"),
+    [
+        (tiny.UNIFORM, 1.0),
+        (tiny.LOCAL_GLOBAL, 0.6),
+        (tiny.HYBRID, 1.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((tiny.UNIFORM, 0.6), (tiny.LOCAL_GLOBAL, 1.0), (tiny.HYBRID, 0.6))
+        ),
+    ],
+    ids=["uniform-1", "local-0.6", "states-1", "uniform-0.6", "local-1", "states-0.6"],
 )
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logps_are_those_of_a_plain_pass_over_the_whole_sequence(config, temperature):
     rollouts = run(config=config, temperature=temperature)
     want = tiny.whole_logps(config, tiny.params(config), rollouts, temperature)
@@ -126,15 +135,21 @@ def test_a_sample_depends_on_nothing_that_stands_beside_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
-    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full), tiny.HYBRID],
-    ids=["uniform", "local", "states"],
+    ("config", "sizes"),
+    [
+        (tiny.UNIFORM, (3, 64)),
+        (tiny.HYBRID, (3,)),
+        pytest.param(tiny.UNIFORM, (1, 8), marks=pytest.mark.full),
+        pytest.param(tiny.LOCAL_GLOBAL, (1, 3, 8, 64), marks=pytest.mark.full),
+        pytest.param(tiny.HYBRID, (1, 8, 64), marks=pytest.mark.full),
+    ],
+    ids=["uniform", "states", "uniform, more", "local", "states, more"],
 )
-def test_the_number_of_slots_changes_no_token(config):
+def test_the_number_of_slots_changes_no_token(config, sizes):
     prompts = tiny.prompts(9, seed=5)
     want = run(prompts=prompts, config=config)
     tokens = int(want.token_mask.sum())
-    for slots in (1, 3, 8, 64):
+    for slots in sizes:
         engine = make(6, config, slots=slots)
         rollouts = draw_all(engine, tiny.params(config), prompts, KEY, GROUP)
         np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)
@@ -235,7 +250,7 @@ def table_model():
     """A model and parameters whose next token follows TABLE, whatever came before."""
     config = dataclasses.replace(tiny.UNIFORM, vocab_size=5, hidden_size=8, num_layers=1)
     model = decoder.build(config)
-    zero = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))
+    zero = jax.tree.map(jnp.zeros_like, jax.jit(model.init)(jax.random.key(0)))
     first = jnp.zeros(8).at[0].set(1.0)
     logits = jnp.log(jnp.asarray(TABLE)) / jnp.sqrt(8.0)  # the norm makes 1 of 8 into sqrt(8)
     zero["embed"]["table"] = jnp.broadcast_to(first, (5, 8))

@@ -96,7 +96,14 @@ def cut(plain, ends):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"slots": 1}, {"slots": 8}, {"segment_tokens": 5}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"segment_tokens": 5},
+        *(pytest.param({"slots": n}, marks=pytest.mark.full) for n in (1, 8)),
+    ],
+)
 def test_samples_end_exactly_with_a_stop_string(changes):
     plain = run(min_completion_tokens=3)
     strings = ["F", "BC", "Z"]

@@ -35,7 +35,9 @@ def conversations(played):
     return played.dialogue.spoken(range(playing.PROMPTS), playing.GROUP)
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "name", [pytest.param("number_guess", marks=pytest.mark.full), "modular_sum"]
+)
 def test_both_forms_give_the_same_tokens_turns_rewards_and_words(name):
     played, alike = playing.play(playing.GAMES[name], in_jax=True), in_python(name)
     assert_same(played, alike)
@@ -48,21 +50,23 @@ def test_both_forms_give_the_same_tokens_turns_rewards_and_words(name):
     assert played.rollouts.fields["turn_reward"].any()
 
 
+BOUNDS = [{"turns": 2}, {"limit": 1}, {"turns": 1}, {"limit": 40}, {"steps": 9}]
+BOUNDS += [{"has_template": False, "limit": 2}]
+QUICK = {("number_guess", 0), ("modular_sum", 1), ("number_guess", 5)}
+CASES = [
+    pytest.param(
+        name,
+        options,
+        id=f"{name}-{options}",
+        marks=() if (name, number) in QUICK else pytest.mark.full,
+    )
+    for name in playing.GAMES
+    for number, options in enumerate(BOUNDS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"turns": 2},
-        {"limit": 1},
-        *(
-            pytest.param(options, marks=pytest.mark.full)
-            for options in ({"turns": 1}, {"limit": 40}, {"steps": 9})
-        ),
-        {"has_template": False, "limit": 2},
-    ],
-    ids=str,
-)
-@BOTH
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_both_forms_bound_samples_alike(name, options):
     options = {"turns": 6} | options
     played = playing.play(playing.GAMES[name], in_jax=True, **options)

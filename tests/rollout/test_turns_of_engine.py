@@ -21,7 +21,7 @@ from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.stopping import StopStrings
 
 KEY = jax.random.key_data(jax.random.key(3))
-PROMPTS, GROUP, STEPS, LIMIT = 5, 3, 48, 8
+PROMPTS, GROUP, WIDTH, STEPS, LIMIT = 5, 3, 6, 48, 8
 
 
 def settings(**changes):
@@ -47,7 +47,7 @@ def converse(turns, delay=0, config=tiny.UNIFORM, mesh=None, **changes):
     """Every sample in `turns` turns of at most LIMIT tokens, whose replies come `delay` polls late
     at most. Returns: (ordinal, sample) -> tokens, log-probs and reasons of its turns; its request
     for the last one; the slot-steps."""
-    prompts, sampling = tiny.prompts(PROMPTS), settings(**changes)
+    prompts, sampling = tiny.prompts(PROMPTS, WIDTH), settings(**changes)
     model, params = tiny.model(config), tiny.params(config)
     if mesh is not None:
         model = decoder.build(config, constrain=sharding.constrain(mesh))
@@ -98,7 +98,13 @@ def assert_same(spoken, config=tiny.UNIFORM):
             np.testing.assert_allclose(turn.logp, alike.logp, atol=1e-5)
 
 
-@pytest.mark.parametrize(("slots", "delay", "read"), [(4, 0, 64), (4, 6, 64), (7, 3, 1), (0, 9, 2)])
+@pytest.mark.parametrize(
+    ("slots", "delay", "read"),
+    [
+        *((4, 6, 64), (0, 9, 2)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, 0, 64), (7, 3, 1))),
+    ],
+)
 def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(monkeypatch, slots, delay, read):
     for module in (decoding, driver):  # samples that a segment gives back, and others are asked for
         monkeypatch.setattr(module, "READ", read)
@@ -110,7 +116,7 @@ def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(monkeypatch, s
     [
         (4, tiny.UNIFORM),
         pytest.param(6, tiny.LOCAL_GLOBAL, marks=pytest.mark.full),
-        (6, tiny.HYBRID),
+        pytest.param(6, tiny.HYBRID, marks=pytest.mark.full),
     ],
     ids=["full", "windows", "states"],
 )
@@ -125,7 +131,9 @@ def test_replies_in_chunks_are_those_that_are_fed(in_chunks, slots, config):
     [tiny.UNIFORM, pytest.param(tiny.HYBRID, marks=pytest.mark.full)],
     ids=["full", "states"],
 )
-@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"data": 4}, marks=pytest.mark.full), {"data": 2, "tensor": 2}]
+)
 def test_tokens_are_those_of_one_device_on_four(axes, config):
     slots = 8 if config is tiny.HYBRID else 0  # two of each device, or one for every sample
     mesh = sharding.make_mesh(**axes)
@@ -154,7 +162,7 @@ def test_log_probs_are_those_of_the_whole_conversation(config):
     assert_log_probs(*expected(config)[:2], config)
 
 
-@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_turns_that_stop_strings_end_go_on_behind_them(slots):
     strings = StopStrings(Letters(), ["F", "BC"])
     spoken, requests, _ = converse(4, 2, slots=slots, stop_strings=strings)
@@ -168,17 +176,23 @@ def test_states_are_refused_where_strings_would_take_tokens_back():
         converse(2, config=tiny.HYBRID, stop_strings=StopStrings(Letters(), ["F"]))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def whole_pass(config, params, tokens):
+    """Log-probs [n, V] of one pass over a conversation, padded at its end for one program."""
+    position = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    caller = call_alone(position, jnp.ones_like(position, bool))
+    hidden, _ = tiny.model(config).apply(params, tokens[None], position, caller, None)
+    logits = tiny.model(config).unembed(params, hidden)[0]
+    return jax.nn.log_softmax(logits.astype(jnp.float32))
+
+
 def assert_log_probs(spoken, requests, config=tiny.UNIFORM):
     """That they are those of one pass over the whole conversation."""
-    model, params = tiny.model(config), tiny.params(config)
+    params = tiny.params(config)
     for sample, turns in spoken.items():
         tokens = np.concatenate([requests[sample].tokens, turns[-1].tokens])
-        position = np.arange(len(tokens))
-        caller = call_alone(jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), bool))
-        inputs = jnp.asarray(tokens[None]), jnp.asarray(position[None], jnp.int32)
-        hidden, _ = model.apply(params, *inputs, caller, None)
-        logits = model.unembed(params, hidden)
-        logp = np.asarray(jax.nn.log_softmax(logits.astype(np.float32))[0])
+        padded = np.pad(tokens, (0, WIDTH + STEPS - len(tokens)))
+        logp = np.asarray(whole_pass(config, params, padded))
         end = len(tokens)
         for number, turn in enumerate(reversed(turns)):
             begin = end - len(turn.tokens)

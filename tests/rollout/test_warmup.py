@@ -101,6 +101,7 @@ def test_samples_end_below_the_percentile_of_the_first_ones_of_their_prompt(slot
     assert_stopped(run(early_stop=STOP, slots=slots), plain, lengths)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_four_devices_end_the_samples_of_one():
     mesh = sharding.make_mesh(data=4)

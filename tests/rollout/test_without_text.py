@@ -95,6 +95,7 @@ def test_gradients_are_those_of_a_vocabulary_with_text_alone():
     assert (np.asarray(gradient["head"]["table"])[~HAS_TEXT] == 0).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_vocabulary_over_two_devices_gives_the_same_tokens():
     mesh = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
@@ -143,7 +144,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "base"
     tokenizer = make_base.character_tokenizer(tasks.find("arithmetic").alphabet)
     model = decoder.build(make_base.base_config(SIZE))
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     assert len(tokenizer) < SIZE - 8
     folders.save_model(model, params, folder, tokenizer=tokenizer)
     return folder, len(tokenizer)

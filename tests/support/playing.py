@@ -57,7 +57,7 @@ class Played(NamedTuple):
 def model(words: int, sharpness: float) -> Any:
     """A random model that prefers some tokens."""
     built = decoder.build(dataclasses.replace(tiny.UNIFORM, vocab_size=words))
-    params = built.init(jax.random.key(0))
+    params = jax.jit(built.init)(jax.random.key(0))
     return built, {**params, "head": jax.tree.map(lambda leaf: leaf * sharpness, params["head"])}
 
 

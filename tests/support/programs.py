@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from jax._src import compiler
+from jax._src import cache_key, compiler
 
 MAX_MAPS = 40_000
 """Memory maps of the process at which programs are dropped. Linux allows 65,530; with more the
@@ -20,9 +22,16 @@ MAX_BYTES = 5 << 30
 """Memory of the process at which programs are dropped: a worker would come to hold 8 GB of them."""
 
 
-def keep_no_program_of_several_devices() -> None:
-    """Only programs of one device are written to the compile cache and read back from it.
+COMPILED: dict[str | None, Any] = {}
+"""The newest programs of this process by JAX's key of the compile cache: of those that took
+MIN_SECONDS or more at most MAX_COMPILED, as each holds memory maps."""
+MIN_SECONDS, MAX_COMPILED, LOCK = 0.05, 600, threading.Lock()
 
+
+def compile_each_program_once() -> None:
+    """A program that this process has compiled is not compiled again for another `jit` of it.
+
+    The compile cache would do so, but only programs of one device are written to it and read back.
     A program of several CPU devices that is read back may wait for ever (JAX 0.10.2): its devices
     can meet in different collectives. JAX has one switch for all programs, so this is done around
     the function that reads and writes the cache.
@@ -30,11 +39,23 @@ def keep_no_program_of_several_devices() -> None:
     cached = compiler.compile_or_get_cached
 
     def compile_(backend, computation, devices, options, callbacks, executable, *rest: Any):
+        arguments = (computation, devices, options, backend)
+        key = None if callbacks else cache_key.get(*arguments)
+        if (program := COMPILED.get(key)) is not None:
+            return program
+        began = time.perf_counter()
         if devices.size == 1:
-            return cached(backend, computation, devices, options, callbacks, executable, *rest)
-        return compiler.backend_compile_and_load(
-            backend, computation, executable, options, callbacks
-        )
+            program = cached(backend, computation, devices, options, callbacks, executable, *rest)
+        else:
+            program = compiler.backend_compile_and_load(
+                backend, computation, executable, options, callbacks
+            )
+        if key is not None and time.perf_counter() - began >= MIN_SECONDS:
+            with LOCK:  # programs are compiled in the background too
+                COMPILED[key] = program
+                if len(COMPILED) > MAX_COMPILED:
+                    del COMPILED[next(iter(COMPILED))]
+        return program
 
     compiler.compile_or_get_cached = compile_
 
@@ -82,5 +103,6 @@ def drop_if_many() -> None:
         return
     resident = int(sizes.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if maps.read_bytes().count(b"\n") > MAX_MAPS or resident > MAX_BYTES:
+        COMPILED.clear()
         jax.clear_caches()
         gc.collect()

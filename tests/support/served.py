@@ -52,7 +52,7 @@ def save(folder: Path) -> Path:
     alphabet = [*chatting.LETTERS, *chatting.MARKS]
     tokenizer = character_tokenizer(alphabet, chatting.TEMPLATES["closed"])
     model = decoder.build(base_config(len(tokenizer), 32))
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     params = {**params, "embed": jax.tree.map(lambda leaf: leaf * 5, params["embed"])}
     ends = {"eos_token_id": [tokenizer.eos_token_id, END]}
     folders.save_model(model, params, folder, tokenizer, generation_config=ends)

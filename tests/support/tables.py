@@ -54,7 +54,7 @@ def smallest(vocab_size: int) -> Model:
 
 def blank(model: Model) -> tuple[Any, np.ndarray, np.ndarray]:
     """(parameters, their embedding, their head) of zeros to write into; the layer adds nothing."""
-    params = jax.tree.map(np.array, model.init(jax.random.key(0)))
+    params = jax.tree.map(np.array, jax.jit(model.init)(jax.random.key(0)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
         leaf *= "down" not in str(path) and "out" not in str(path)
     (embed,), (head,) = jax.tree.leaves(params["embed"]), jax.tree.leaves(params["head"])

@@ -68,7 +68,7 @@ def model(config: ModelConfig = UNIFORM) -> Model:
 
 def params(config: ModelConfig = UNIFORM, seed: int = 0, scale: float = 15.0):
     """Parameters whose distributions are far from uniform, so that differences show."""
-    values = model(config).init(jax.random.key(seed))
+    values = jax.jit(model(config).init)(jax.random.key(seed))
     # States that remember some ten tokens, and not one.
     slower = lambda path, leaf: leaf - 4 if path[-1].key == "log_rate" else leaf  # noqa: E731
     values = jax.tree_util.tree_map_with_path(slower, values)

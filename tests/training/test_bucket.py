@@ -204,6 +204,7 @@ def test_a_run_whose_lock_was_taken_writes_no_more(bucket, monkeypatch):
     assert json.loads(bucket.objects["run/.lock"].data) == lock
 
 
+@pytest.mark.full
 def test_a_bucket_that_refuses_ends_the_run_with_its_files_kept_here(bucket):
     def refuse(number: int, metrics: Any) -> None:
         bucket.refuses = 403 if number == 3 else bucket.refuses

@@ -291,6 +291,7 @@ with Checkpoints(folders[number]) as checkpoints:
 """
 
 
+@pytest.mark.full
 def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_path, two):
     texts = two(APART, saved, tmp_path / "another disk")
     lines, peer_lines = (text.splitlines() for text in texts)

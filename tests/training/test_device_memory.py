@@ -87,7 +87,7 @@ def sharded() -> Blueprint:
     ("slots", "above", "kv_cache_dtype"),
     [
         pytest.param(0, 0.15, "auto", id="all-auto"),
-        pytest.param(16, 0.25, "bfloat16", id="few-bfloat16"),
+        pytest.param(16, 0.25, "bfloat16", id="few-bfloat16", marks=pytest.mark.full),
         pytest.param(0, 0.15, "bfloat16", id="all-bfloat16", marks=pytest.mark.full),
         pytest.param(16, 0.25, "auto", id="few-auto", marks=pytest.mark.full),
     ],
@@ -235,7 +235,7 @@ def test_the_memory_that_a_dry_run_tells_is_what_a_process_takes(tmp_path, pytho
     file.write_text(json.dumps({**json.loads(file.read_text()), **sizes, "vocab_size": 4096}))
     model = decoder.build(folders.read_config(tmp_path / "fields"))
     tokenizer = folders.read_tokenizer(tmp_path / "fields")
-    folders.save_model(model, model.init(jax.random.key(0)), tmp_path / "model", tokenizer)
+    folders.save_model(model, jax.jit(model.init)(jax.random.key(0)), tmp_path / "model", tokenizer)
     changes = {"model.path": str(tmp_path / "model"), "checkpoint.every": 100}
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
 

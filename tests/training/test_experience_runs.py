@@ -37,6 +37,7 @@ def run(tmp_path_factory):
     return loop.train(small_run.config(tmp_path_factory.mktemp("experience") / "r", **EXGRPO))
 
 
+@pytest.mark.full
 def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(run):
     logps, replays = {}, 0
     for file in sorted((run.path / "rollouts").glob("*.safetensors")):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import numpy as np
 import pytest
 import small_run
 from safetensors.numpy import load_file
 
 from jaxgrpo.cli import make_base
-from jaxgrpo.models import routing
+from jaxgrpo.models import decoder, routing
+from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 
 pytestmark = pytest.mark.slow
@@ -18,10 +18,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A barely warm base model with experts, as `small_run.base`."""
+    """A random model with experts that has the tokenizer of `small_run.base`."""
     path = tmp_path_factory.mktemp("base") / "base"
-    options: dict[str, Any] = {"steps": 40, "batch": 64, "hidden_size": 32}
-    make_base.make_base(path, family="qwen3_moe", **options)
+    tokenizer = folders.read_tokenizer(small_run.base())
+    model = decoder.build(make_base.base_config(len(tokenizer), 32, family="qwen3_moe"))
+    folders.save_model(model, jax.jit(model.init)(jax.random.key(0)), path, tokenizer=tokenizer)
     return str(path)
 
 
@@ -53,6 +54,7 @@ def test_saved_rollouts_hold_the_experts_of_what_was_drawn(run):
         assert experts.max() == 3
 
 
+@pytest.mark.full
 def test_a_replay_of_its_files_ends_with_the_parameters_of_the_run(run, base, tmp_path):
     files = sorted((run.path / "rollouts").iterdir())
     changes = {"model.path": base, "train.steps": 2}
@@ -60,6 +62,7 @@ def test_a_replay_of_its_files_ends_with_the_parameters_of_the_run(run, base, tm
     assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
 
 
+@pytest.mark.full
 def test_fresh_routing_is_a_setting(base, tmp_path):
     changes = {"model.path": base, "train.steps": 1, "train.routing": "fresh"}
     finished = loop.train(small_run.config(tmp_path / "r", **changes))

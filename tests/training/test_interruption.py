@@ -16,20 +16,17 @@ from jaxgrpo.training import loop
 from jaxgrpo.training.records import rollout_files
 
 AFTER, TEXT = 3, "=7"
+CHANGES = {"train.steps": 3, "run.rollouts_every": 1, "run.samples_every": 1}
+INTERRUPT = {"rollout.interrupt": {"after": AFTER, "text": TEXT}}
 TOKENIZER = character_tokenizer("0123456789+= ")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The rollouts of a first step with and without interruption, and the run with."""
-    changes = {"train.steps": 3, "run.rollouts_every": 1, "run.samples_every": 1}
-    changes |= {"checkpoint.every": 1, "eval.data": "task:arithmetic:test", "eval.prompts": 4}
-    changes |= {"eval.samples": 4}
     folder = tmp_path_factory.mktemp("interrupt")
-    interrupt = {"rollout.interrupt": {"after": AFTER, "text": TEXT}}
-    config = small_run.config(folder / "with", **changes, **interrupt)
-    run = resuming.died_and_resumed(config, step=2)
-    plain = loop.train(small_run.config(folder / "without", **{**changes, "train.steps": 1}))
+    run = loop.train(small_run.config(folder / "with", **CHANGES, **INTERRUPT))
+    plain = loop.train(small_run.config(folder / "without", **{**CHANGES, "train.steps": 1}))
     return run, *(
         rollout_files.load(path / "rollouts" / "00000001.safetensors")
         for path in (run.path, plain.path)
@@ -58,14 +55,13 @@ def test_a_sample_goes_on_behind_the_text_which_is_not_its_choice(runs):
         assert (interrupted.behavior_logp[place][behind] == 0).all()
     assert 0 < counted < lengths.size
     lines = small_run.metrics(run.path)
-    training = [line for line in lines if "sampling/interrupted" in line]
-    assert training[0]["sampling/interrupted"] == pytest.approx(counted / lengths.size)
-    for line in training:  # sampler and trainer agree behind the text too
+    assert lines[0]["sampling/interrupted"] == pytest.approx(counted / lengths.size)
+    for line in lines:  # sampler and trainer agree behind the text too
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 @pytest.mark.slow
-def test_rewards_and_rows_hold_the_text_and_a_resumed_run_ends_as_another(runs, tmp_path):
+def test_rewards_and_rows_hold_the_text(runs):
     run, *_ = runs
     rows = [
         json.loads(line)
@@ -77,9 +73,22 @@ def test_rewards_and_rows_hold_the_text_and_a_resumed_run_ends_as_another(runs, 
         assert row["completion"][AFTER : AFTER + len(TEXT)] == TEXT
         expected = sum(c.isdigit() for c in row["completion"]) / len(row["completion"])
         assert row["rewards"]["digits"] == pytest.approx(expected)
-    changes = {"train.steps": 3, "rollout.interrupt": {"after": AFTER, "text": TEXT}}
-    uninterrupted_run = loop.train(small_run.config(tmp_path / "uninterrupted_run", **changes))
-    assert uninterrupted_run.summary["parameter_hash"] == run.summary["parameter_hash"]
+
+
+@pytest.mark.full
+def test_a_run_that_died_and_went_on_ends_as_another_and_evaluations_are_not_interrupted(
+    runs, tmp_path
+):
+    changes = {"checkpoint.every": 1, "eval.data": "task:arithmetic:test", "eval.prompts": 4}
+    changes |= {"eval.samples": 4}
+    config = small_run.config(tmp_path / "r", **CHANGES, **INTERRUPT, **changes)
+    resumed = resuming.died_and_resumed(config, step=2)
+    assert resumed.summary["parameter_hash"] == runs[0].summary["parameter_hash"]
+    lines = small_run.metrics(resumed.path)
+    training = [line for line in lines if "sampling/interrupted" in line]
+    assert 0 < len(training) < len(lines)
+    for line in training:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_log_probs_are_stored_of_the_sampler_and_differ_from_the_trainers(finish
     assert finished.metrics[0]["eval/kl_to_base"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path):
     uninterrupted = jaxgrpo.train(small_run.config(tmp_path / "whole", **LOW))
     jaxgrpo.train(small_run.config(tmp_path / "run", **LOW, **{"train.steps": 2}))

@@ -9,6 +9,7 @@ import small_run
 from processes import together
 from safetensors.numpy import load_file
 
+from jaxgrpo.cli.main import main
 from jaxgrpo.data import tasks
 
 pytestmark = pytest.mark.slow
@@ -67,28 +68,27 @@ def start_two(python, environment, *configs):
 
 ADAPTERS = {"lora": {"rank": 2, "alpha": 4.0}}
 WARMUP = {"rollout.early_stop": {"percentile": 50, "warmup": 2, "window": 2, "tokens": 5}}
+FULL = ({}, ADAPTERS, WARMUP)
+SHRINKING = {"rollout.slots": 32}  # as many as samples: they become fewer as samples end
 
 
 @pytest.mark.parametrize(
     "more",
-    [{}, *(pytest.param(more, marks=pytest.mark.full) for more in (ADAPTERS, WARMUP))],
-    ids=["weights", "adapters", "warmup"],
+    [{}, *(pytest.param(SHRINKING | more, marks=pytest.mark.full) for more in FULL)],
+    ids=["weights", "fewer slots", "adapters", "warmup"],
 )
 def test_two_processes_train_three_steps_like_one(more, tmp_path, python, environment):
     rows = tasks.load("task:arithmetic:train", count=8)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     changes = {**MESH, **MEMORY, **more, "data.path": str(tmp_path / "rows.jsonl")}
-    changes["rollout.slots"] = 32  # as many as samples: they become fewer as samples end
     folders = {count: tmp_path / f"r{count}" for count in (1, 2)}
     files = {
         count: small_run.write(tmp_path / f"{count}.toml", folder, **changes)
         for count, folder in folders.items()
     }
     processes = start_two(python, environment, files[2])
-    processes.append(small_run.command(python, "train", files[1], env=environment(devices=4)))
-    for process in processes:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
+    assert main(["train", str(files[1])]) == 0  # meanwhile
+    end(processes, timeout=300)
     single, two = (small_run.metrics(folders[count]) for count in (1, 2))
     assert [line["step"] for line in two] == [1, 2, 3]
     for left, right in zip(single, two, strict=True):

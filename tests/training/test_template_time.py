@@ -140,10 +140,11 @@ def test_later_starts_of_train_eval_and_sample_write_the_time_of_the_first(begun
     assert all(text.startswith("093621+") for text in texts)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [(), pytest.param(("--set", "data.template_time=2026-11-24"), marks=pytest.mark.full)],
+    [(), ("--set", "data.template_time=2026-11-24")],
 )
 def test_samples_of_a_file_are_of_the_time_of_its_first_start(clock, tmp_path, capsys, options):
     (tmp_path / "chat.jinja").write_text(SECONDS)

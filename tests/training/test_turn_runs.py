@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -142,6 +143,17 @@ def way(name, mine):
     return {key: named(value) for key, value in WAYS[name].items()}
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, mine):
+    """A finished run of each of WAYS, by its name."""
+
+    @functools.cache
+    def run(name):
+        return train(tmp_path_factory.mktemp(name), mine, **way(name, mine), **{"run.report": True})
+
+    return run
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:python. bubblewrap does not run here")
 def test_the_built_in_tool_answers_in_a_run(tmp_path, mine):
@@ -162,8 +174,8 @@ def test_a_built_in_tool_that_does_not_exist_is_refused(tmp_path, mine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
-def test_a_run_trains_and_says_what_its_turns_were(tmp_path, mine, name):
-    run = train(tmp_path, mine, **way(name, mine))
+def test_a_run_trains_and_says_what_its_turns_were(runs, name):
+    run = runs(name)
     lines = small_run.metrics(run.path)
     assert len(lines) == 3
     for line in lines:
@@ -185,8 +197,8 @@ def test_a_run_trains_and_says_what_its_turns_were(tmp_path, mine, name):
 
 
 @pytest.mark.slow
-def test_it_resumes_bit_for_bit(tmp_path, mine):
-    unbroken = train(tmp_path / "whole", mine, **way("trl", mine))
+def test_it_resumes_bit_for_bit(tmp_path, runs, mine):
+    unbroken = runs("trl")
     tables = options(tmp_path / "parts", mine, **way("trl", mine))
     loop.train(configs.from_dict({**tables, "train": {"steps": 1}}))
     resumed = loop.train(configs.from_dict(tables), resume="auto")
@@ -217,7 +229,7 @@ def forks(tmp_path, mine):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train.minibatches": 2},
+        pytest.param({"train.minibatches": 2}, marks=pytest.mark.full),
         pytest.param({"rollout.refill": {"factor": 2.0}}, marks=pytest.mark.full),
         pytest.param({"rollout.staleness": 1}, marks=pytest.mark.full),
     ],
@@ -411,8 +423,8 @@ def test_a_dry_run_with_an_environment_alone_shows_what_would_be_trained(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
-def test_saved_samples_hold_their_turns_and_what_was_said(tmp_path, mine, name):
-    run = train(tmp_path, mine, **way(name, mine), **{"train.steps": 1, "run.report": True})
+def test_saved_samples_hold_their_turns_and_what_was_said(runs, name):
+    run = runs(name)
     rollouts = load_rollouts(run.path / "rollouts" / "00000001.safetensors")
     rows = read_samples(run.path)
     assert len(rows) == rollouts.truncated.size

@@ -43,7 +43,7 @@ def base() -> str:
     fields = dataclasses.replace(small, num_heads=4, num_kv_heads=4, head_dim=8)
     stored = families.model_config(families.plain_fields(fields), "the model of the test")
     model, path = decoder.build(stored), tempfile.mkdtemp(prefix="jaxgrpo-test-heads-")
-    folders.save_model(model, model.init(jax.random.key(0)), f"{path}/base", tokenizer)
+    folders.save_model(model, jax.jit(model.init)(jax.random.key(0)), f"{path}/base", tokenizer)
     return f"{path}/base"
 
 

@@ -23,13 +23,15 @@ from jaxgrpo.training.records.console import Display
 
 # Hangs in a reward of its second step, as its arguments say; the others wait for it.
 RUN = """
-import re, sys, time
+import re, signal, sys, time
 import jax, numpy as np
 from jax.experimental import multihost_utils
 from jaxgrpo.rewards import call_rewards
 from jaxgrpo.training.processes import process, watchdog
 
 def judge(completions):
+    if "deaf" in sys.argv:  # other threads get the signal, and no call of this one ends by it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     print("hangs", flush=True)
     if "regex" in sys.argv:
         re.match("(a+)+$", "a" * 60 + "b")
@@ -76,15 +78,16 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_a_stop_signal_in_a_hung_reward_ends_it_after_the_grace(begin):
-    process = begin("1", "0")
+@pytest.mark.parametrize("how", ["deaf", pytest.param("hears", marks=pytest.mark.full)])
+def test_a_stop_signal_in_a_hung_reward_ends_it_after_the_grace(begin, how):
+    process = begin("1", "0", how)
     come_to(process, "hangs")
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     code, errors = end(process)
     assert time.monotonic() - began < 10
     assert code == 143
-    assert "stopping after this step, in 1 s at the latest" in errors
+    assert errors.count("stopping after this step, in 1 s at the latest") == 1
     assert "(run.stop_grace = 1 s): step 2: reward (judge)" in errors
     assert "r holds step 1; what the threads are doing" in errors
     assert "in judge" in errors, "the stack of the main thread"

@@ -29,6 +29,10 @@ def results(metrics):
     return finalise(jax.device_get(metrics))
 
 
+def group_results(rewards, weights=None):
+    return results(jax.jit(lambda rewards: group_metrics(rewards, weights))(rewards))
+
+
 def test_groups_are_counted_by_what_their_scored_samples_got():
     reward = jnp.array(
         [
@@ -52,12 +56,12 @@ def test_groups_are_counted_by_what_their_scored_samples_got():
 @pytest.mark.full
 def test_several_rewards_are_weighed_and_need_all_to_be_scored():
     rewards = {"a": jnp.array([[0.0, 1.0], [1.0, 1.0]]), "b": jnp.array([[1.0, NAN], [0.0, 2.0]])}
-    metrics = results(group_metrics(rewards, {"a": 1.0, "b": 0.5}))
+    metrics = group_results(rewards, {"a": 1.0, "b": 0.5})
     assert metrics["reward"] == pytest.approx((0.5 + 1 + 2) / 3)
     assert metrics["frac_reward_zero_std"] == 0.5
-    alone = results(group_metrics(rewards, {"a": 1.0, "b": 0.0}))
+    alone = group_results(rewards, {"a": 1.0, "b": 0.0})
     assert alone["reward"] == pytest.approx(0.75)
-    assert results(group_metrics(rewards))["reward"] == pytest.approx((1 + 1 + 3) / 3)
+    assert group_results(rewards)["reward"] == pytest.approx((1 + 1 + 3) / 3)
     with pytest.raises(ValueError, match="at least one reward whose weight is not 0"):
         group_metrics(rewards, {"a": 0.0, "b": 0.0})
 
@@ -69,11 +73,11 @@ def test_rewards_of_several_tasks_are_counted_as_the_chain_adds_them_up():
     }
     weights = {"sums": 1.0, "words": 0.5}
     summed = as_summed(rewards, weights, advantages.build("like_trl"))
-    metrics = results(group_metrics(summed, weights))
+    metrics = group_results(summed, weights)
     assert metrics["reward"] == pytest.approx((1 + 0 + 0.5 + 0.5) / 4)
     assert metrics["frac_reward_zero_std"] == metrics["groups/mixed"] == 0.5
     assert as_summed(rewards, weights, advantages.build("grpo")) is rewards
-    assert np.isnan(results(group_metrics(rewards, weights))["reward"])
+    assert np.isnan(group_results(rewards, weights)["reward"])
 
 
 @pytest.mark.slow
@@ -116,9 +120,11 @@ def test_a_group_is_identical_where_all_its_samples_are_the_same_tokens():
     )
     mask = jnp.array([[[1, 1, 0]] * 2, [[1, 1, 1], [1, 1, 0]], [[1, 1, 1]] * 2, [[1, 1, 1]] * 2])
     truncated = jnp.zeros((4, 2), bool)
-    metrics = results(completion_metrics(tokens, mask.astype(bool), truncated))
+    metrics = results(jax.jit(completion_metrics)(tokens, mask.astype(bool), truncated))
     assert metrics["groups/identical"] == 0.5
-    alone = results(completion_metrics(tokens[:, :1], mask[:, :1].astype(bool), truncated[:, :1]))
+    alone = results(
+        jax.jit(completion_metrics)(tokens[:, :1], mask[:, :1].astype(bool), truncated[:, :1])
+    )
     assert "groups/identical" not in alone
 
 
@@ -140,7 +146,7 @@ def test_flat_share_is_the_share_of_flat_draws_without_replacement():
     for n, c in [(5, 2), (6, 6), (6, 0), (7, 4)]:
         outcomes = [1] * c + [0] * (n - c)
         draws = [len(set(draw)) == 1 for draw in itertools.combinations(outcomes, 3)]
-        value = flat_share(jnp.array([c]), jnp.array([n]), 3)
+        value = jax.jit(flat_share, static_argnums=2)(jnp.array([c]), jnp.array([n]), 3)
         np.testing.assert_allclose(value, [np.mean(draws)], atol=1e-6)
 
 

@@ -131,11 +131,11 @@ def assert_same_step(before, after, want, tolerance=1e-6):
 @pytest.mark.parametrize(
     ("options", "splits"),
     [
-        ({"tokens": 25}, False),
         ({"tokens": 10, "mesh": (2, 2, 1, 1)}, True),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                ({"tokens": 25}, False),
                 ({"tokens": 100}, False),
                 ({"tokens": 100, "compact": False}, False),
                 ({"tokens": 10}, True),

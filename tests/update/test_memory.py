@@ -107,6 +107,7 @@ def test_the_state_is_that_of_the_uninterrupted_loop_bit_for_bit(straight, resum
     assert parameter_hash(straight[0].trainable) == resumed.summary["parameter_hash"]
 
 
+@pytest.mark.full
 def test_there_was_something_to_remember(resumed):
     chain, policy, cursor, _ = memory(resumed.learner, resumed.stream)
     assert chain["divide_by_largest"] > 0.25
@@ -130,6 +131,7 @@ def test_own_code_may_choose_the_prompts(workspace):
     assert folder / "policy.py" in config.own_files
 
 
+@pytest.mark.full
 def test_the_policy_and_own_code_may_not_change_on_the_way(workspace, resumed):
     folder, changes = workspace
     sequential = {**changes, "rollout.prompts": {"use": "sequential"}}

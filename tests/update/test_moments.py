@@ -48,7 +48,10 @@ def moments(state):
     return [leaf for leaf in jax.tree.leaves(state) if leaf.shape in shapes]
 
 
-@pytest.mark.parametrize(("use", "options"), [("adamw", ADAMW), ("muon", {"beta": 0.9})])
+@pytest.mark.parametrize(
+    ("use", "options"),
+    [("adamw", ADAMW), pytest.param("muon", {"beta": 0.9}, marks=pytest.mark.full)],
+)
 def test_moments_are_held_in_half_the_bytes_and_make_the_same_updates_but_for_rounding(
     use, options
 ):

@@ -115,7 +115,9 @@ def test_flat_and_mixed_updates_are_those_of_torch():
             np.testing.assert_allclose(leaf, value.detach().numpy(), rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "state_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)]
+)
 def test_a_skipped_update_keeps_parameters_and_moments_and_advances_the_schedule(state_dtype):
     states = list(trained("linear", "skip", state_dtype=state_dtype, clip_norm=1.0))
     for number, rewards in enumerate(REWARDS):

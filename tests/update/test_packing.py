@@ -177,7 +177,7 @@ SIZES = [(4, 4, 1, 100), (4, 4, 2, 50), (4, 4, 2, 25), (4, 4, 2, 10), (6, 4, 2, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "size", [*SIZES[-2:], *(pytest.param(size, marks=pytest.mark.full) for size in SIZES[:-2])]
+    "size", [SIZES[-1], *(pytest.param(size, marks=pytest.mark.full) for size in SIZES[:-1])]
 )
 def test_gather_then_scatter_gives_back_every_token(size):
     groups, samples, bins, tokens = size

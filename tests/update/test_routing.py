@@ -117,6 +117,7 @@ def test_the_sampler_records_the_experts_of_what_each_token_is_drawn_from():
     np.testing.assert_allclose(rollouts.behavior_logp, logp, atol=3e-5)
 
 
+@pytest.mark.full
 def test_replay_is_fresh_routing_where_the_weights_are_those_that_drew():
     (replayed, gradient), (fresh, expected) = (
         updated(drawn(), params(), routed=routed) for routed in (True, False)
@@ -128,6 +129,7 @@ def test_replay_is_fresh_routing_where_the_weights_are_those_that_drew():
     assert replayed["sampling/sampling_logp_difference/max"] < 1e-4
 
 
+@pytest.mark.full
 def test_where_a_router_has_moved_ratios_are_1_under_replay_alone():
     """A single expert has the gate 1, whatever its score, so the choice is all that can differ.
 
@@ -179,7 +181,7 @@ def scored(rollouts):
     return np.asarray(fields["trainer_logp"])
 
 
-@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 2, 2), marks=pytest.mark.full), (2, 2, 1)])
 def test_four_devices_make_the_update_of_one(mesh):
     (metrics, gradient), (one_device, expected) = (
         updated(drawn(), params(), mesh=sizes) for sizes in (mesh, (1, 1, 1))

@@ -152,7 +152,11 @@ def rank_by_numpy(states):
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.full), (2, 2, 1, 1), (1, 1, 2, 2)]
+    "mesh",
+    [
+        (1, 1, 2, 2),
+        *(pytest.param(mesh, marks=pytest.mark.full) for mesh in ((1, 1, 1, 1), (2, 2, 1, 1))),
+    ],
 )
 def test_scores_are_those_of_one_plain_pass_per_sample(mesh):
     with jax.enable_x64(True):

@@ -49,7 +49,7 @@ def synced(changes: dict[str, Any], fsdp: int = 1, sampling_tensor: int = 0) -> 
         sampling_mesh=sharding.sampling_mesh(mesh, sampling_tensor),
     )
     dtype = held_dtype(model)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), jax.jit(model.init)(jax.random.key(0)))
     params = jax.device_put(params, param_layout(blueprint.model, blueprint.mesh))
     learner = first_learner(blueprint, params, 8, ("reward",))
     return learner, build_steps(blueprint).sync(learner)

@@ -137,7 +137,8 @@ def off_policy() -> Rollouts:
     return dataclasses.replace(rollouts, behavior_logp=logp)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(STEPS + WIDTH, marks=pytest.mark.full), 3000])
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [STEPS + WIDTH, 3000])
 def test_the_update_is_the_gradient_of_passes_over_whole_conversations(tokens):
     conversations()
     with jax.enable_x64(True):

@@ -58,14 +58,16 @@ class Shaped(Protocol):
 
 
 ABSENT = {
-    **{"soft_cap": "soft-capped scores", "window": "windows", "sinks": "sinks"},
+    "soft_cap": "soft-capped scores",
+    "window": "windows",
+    "sinks": "sinks",
     "latent": "latents, whose values have another size than keys",
 }
 """Fields of an AttentionKind that kernels of chips may not know, in the words of a refusal."""
 
 
 def lacking(kinds: Sequence[AttentionKind], *fields: str) -> list[str]:
-    """What these layers ask for of ABSENT, if a kernel lacks these fields. None has the last two."""
+    """What layers ask for of ABSENT, if a kernel lacks these fields. None has sinks or latents."""
     fields += ("sinks", "latent")
     asked = [name for name in fields if any(getattr(kind, name) for kind in kinds)]
     return [f"{ABSENT[name]}: it has none" for name in asked]

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -148,7 +148,7 @@ class _Stop:
     number: int | None = None
     since = 0.0  # time.monotonic()
     grace: float = math.inf
-    after: str = "step"
+    notice: ClassVar[list[bytes]] = []  # what to say of the first one, until it has been said
 
 
 def start(platform: str = "auto") -> str:
@@ -229,7 +229,9 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _Stop.number, _Stop.grace, _Stop.after = None, grace, after
+    latest = f", in {grace:g} s at the latest" if grace < math.inf else ""
+    text = f"\nstopping after this {after}{latest}; Ctrl-C again ends at once, without saving\n"
+    _Stop.number, _Stop.grace, _Stop.notice = None, grace, [text.encode()]
     numbers = [number for number in STOP_SIGNALS if not parent.is_nohup(number)]
     previous_handlers = {number: signal.signal(number, _on_signal) for number in numbers}
     parent.allow(grace)
@@ -470,11 +472,16 @@ def _on_signal(number: int, frame: object) -> None:
     if number == signal.SIGHUP:
         _leave_closed_terminal()
     _Stop.number, _Stop.since = number, now
-    latest = f", in {_Stop.grace:g} s at the latest" if _Stop.grace < math.inf else ""
-    text = (
-        f"\nstopping after this {_Stop.after}{latest}; Ctrl-C again ends at once, without saving\n"
-    )
-    os.write(2, text.encode())
+    announce_stop()
+
+
+def announce_stop() -> None:
+    """Says that a stop signal has come, once: the first of two that hear it does.
+
+    A handler runs when the main thread comes back to Python, and from a hung call it never does.
+    """
+    with contextlib.suppress(IndexError, OSError):  # said already; stderr is closed
+        os.write(2, _Stop.notice.pop())
 
 
 def _leave_closed_terminal() -> None:
