@@ -93,10 +93,15 @@ def calls(tmp_path):
 
 
 WORDS = sorted(word for word in jg.__all__ if callable(getattr(jg, word)))
+LONG = {"evaluate", "probe", "train"}
+"""Words that sample; the tests of their commands call them too."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize(
+    "word",
+    [pytest.param(word, marks=pytest.mark.full if word in LONG else ()) for word in WORDS],
+)
 def test_every_public_word_can_be_called_twice(word, tmp_path):
     call = calls(tmp_path)[word]
     first, second = call(), call()

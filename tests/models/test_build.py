@@ -137,6 +137,7 @@ def test_a_model_shallower_than_its_pattern_has_only_layers_left_over():
     assert set(memory["rest"]) == {"0", "1"}
 
 
+@pytest.mark.full
 def test_layers_before_the_pattern_are_those_of_a_longer_pattern():
     local, everywhere = PAIR
     led = dataclasses.replace(CONFIG, lead=(local,), pattern=(everywhere,), num_layers=4)

@@ -34,6 +34,7 @@ def gap(config):
     return np.abs(rollouts.behavior_logp - want)[np.asarray(rollouts.token_mask)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_gap_between_sampler_and_trainer_shrinks():
     narrow, wide = gap(NARROW), gap(WIDE)

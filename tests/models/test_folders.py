@@ -237,6 +237,7 @@ read_params(target, model)  # the folder stands on every process
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_read_their_parts_and_save_the_whole(folders, tmp_path, python, environment):
     folder = folders["untied"][0]

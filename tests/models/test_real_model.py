@@ -53,6 +53,7 @@ def real(tmp_path_factory):
     return Real(folder, model, params, theirs, tokenizer, batch)
 
 
+@pytest.mark.full
 def test_its_logits_are_those_of_transformers(real):
     expected = checkpoints.transformers_logits(real.theirs, *real.batch)
     logits = np.asarray(jaxgrpo.logits(real.model, real.params, *real.batch))

@@ -108,6 +108,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_loading_holds_one_part_of_one_leaf_beyond_what_the_devices_keep(
     folder, python, environment

@@ -131,6 +131,7 @@ def test_a_prompt_that_is_there_twice_is_drawn_once(monkeypatch):
     assert rollouts.token_mask[3].any()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_prompts_need_not_divide_over_the_devices():
     mesh = sharding.make_mesh(data=4)

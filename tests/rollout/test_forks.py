@@ -155,6 +155,7 @@ def test_samples_with_forks_do_not_depend_on_slots():
     np.testing.assert_array_equal(few.fields[FORK], alike.fields[FORK])
 
 
+@pytest.mark.full
 def test_a_template_that_writes_all_that_was_said_gives_the_same_bits():
     (again, _), (exact, _) = talk("faithful", True), talk("faithful", False)
     fields = dict(again.fields)

@@ -120,6 +120,7 @@ def test_a_text_that_interrupts_samples_is_in_no_window():
     assert_stopped(stopped, plain, lengths)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_samples_that_equal_the_first_ones_do_not_end_by_rounding():
     stop = STOP._replace(percentile=99)

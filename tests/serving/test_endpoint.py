@@ -427,6 +427,7 @@ def test_tools_beside_a_program_are_refused():
         world.make_world((look,), {"": asks_nothing}, rollout, chatting.chat(), [END])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_trains_by_a_program(tmp_path):
     code = tmp_path / "mine.py"

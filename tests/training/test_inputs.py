@@ -282,6 +282,7 @@ def test_a_kernel_that_cannot_compute_the_run_is_refused_and_auto_names_its_own(
     assert (run.blueprint.kernel.name, run.blueprint.kernel.why) == ("xla", "")
 
 
+@pytest.mark.full
 def test_evaluation_judges_conversations_too(tmp_path, model):
     rows = [
         {"question": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}

@@ -67,6 +67,7 @@ def test_on_a_mesh_the_run_is_that_of_a_device(tmp_path):
     assert left[GAP] == pytest.approx(right[GAP], rel=0.05)
 
 
+@pytest.mark.full
 def test_a_run_that_corrects_nothing_says_so(tmp_path, capsys):
     uncorrected = {"loss.proximal": "trainer", "train.steps": 1}
     jaxgrpo.train(small_run.config(tmp_path / "run", **LOW, **uncorrected))

@@ -55,6 +55,7 @@ def test_first_samples_are_those_of_a_run_that_ends_none_and_others_their_beginn
     assert first["sampling/stopped"] == pytest.approx(without_end.mean())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_likeliest_answers_of_an_evaluation_are_not_ended(runs):
     stopped, plain = (small_run.metrics(run.path)[0] for run in runs)
