@@ -89,6 +89,8 @@ LEFT_BY_OTHERS = {
 }
 """Fields of published folders that no code of transformers reads."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+OFF = {"mscale": 1.0, **dict.fromkeys(("mscale_all_dim", "beta_slow", "llama_4_scaling_beta"), 0.0)}
+OF_DEVSTRAL = {**checkpoints.GROWING, **OFF}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen2", LEFT_BY_OTHERS),
         ("gemma2", {"sliding_window_size": 2}),
         ("qwen3", {"rope_parameters": None, "rope_scaling": {**YARN, "attn_factor": 0.5}}),
+        ("ministral3", {"rope_parameters": OF_DEVSTRAL}),
     ],
 )
 def test_fields_that_transformers_does_not_read_change_nothing(family, changes, tmp_path):
