@@ -274,14 +274,14 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 7060,  # with kernels for GPUs, 8 bits, 1,800 of kinds, experts and families
+    "models": 7110,  # with kernels for GPUs, 8 bits, 1,850 of kinds, experts and families
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 4335,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 1890,  # with what kernels are chosen by, and experts that are taken again
     "config": 2136,  # with what tools and environments are
     "evaluation": 700,  # with how two judgements agree
-    "training": 7025,  # with a page of conversations, versions of tokens, and what fits an update
+    "training": 7030,  # with a page of conversations, versions of tokens, and what fits an update
     "planning": 1718,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 2650,
     "cli": 3332,  # with saved samples judged again, and queries answered
