@@ -279,7 +279,7 @@ def _slots(rows: int, number: int) -> int:
     """Rows of each expert that are multiplied at once but on a TPU; 0: so few that a product for
     all experts would read more matrices than are needed."""
     step = LEAST_BLOCK * number
-    return min(rows, -(-rows // step) * LEAST_BLOCK) if rows >= number else 0
+    return min(rows, -(-rows * 5 // (4 * step)) * LEAST_BLOCK) if rows >= number else 0
 
 
 def _blocks(rows: int, sizes: Array, size: int, skipped: int) -> _Blocks:
