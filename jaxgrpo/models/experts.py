@@ -302,12 +302,12 @@ def _first_rows(x: Array, sizes: Array, slots: int, masked: bool) -> Array:
 
 
 def _in_slots(x: Array, kernel: Array, sizes: Array, turned: bool) -> Array:
-    """The first rows of all experts by one batched product, what is left in blocks of as many.
+    """The first rows of all experts by one batched product, what is left in blocks of half as many.
 
     XLA's own ragged_dot multiplies all rows by the matrices of all experts there (JAX 0.10.2).
     """
     rows, slots = len(x), _slots(len(x), len(sizes))
-    blocks = _blocks(rows, sizes, slots or LEAST_BLOCK, slots)
+    blocks = _blocks(rows, sizes, max(LEAST_BLOCK, slots // 2), slots)
     turn = (lambda matrices: jnp.swapaxes(matrices, -1, -2)) if turned else (lambda same: same)
 
     def multiply(i: Array, out: Array) -> Array:
@@ -344,7 +344,7 @@ def _outer_in_blocks(
     """The gradients of kernels, added to `total`: without blocks XLA for a TPU multiplies all rows
     by the matrices of all experts (JAX 0.10.2)."""
     rows, number = len(x), len(sizes)
-    size = slots or max(LEAST_BLOCK, min(BLOCK, rows // number))
+    size = max(LEAST_BLOCK, slots // 2 or min(BLOCK, rows // number))
     blocks = _blocks(rows, sizes, size, slots)
 
     def add(i: Array, total: Array) -> Array:
