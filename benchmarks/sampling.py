@@ -339,8 +339,8 @@ def options() -> argparse.Namespace:
     for name in ("pairs", "devices"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)}: give 1 or more")
-    arguments.chosen = arguments.workloads is not None
-    if not arguments.chosen:
+    arguments.is_selection = arguments.workloads is not None
+    if not arguments.is_selection:
         usual = QUICK if arguments.quick else LIMITS
         arguments.workloads = list(WITH_VLLM if arguments.vllm_python else usual)
     for name in arguments.workloads:
@@ -367,7 +367,7 @@ def main() -> None:
     show(results, console)
     result: dict[str, Any] = {**about, "quick": arguments.quick, "pairs": arguments.pairs}
     result |= {"slots": slots, **results}
-    if jax.default_backend() == "cpu" and not arguments.vllm_python and not arguments.chosen:
+    if jax.default_backend() == "cpu" and not arguments.vllm_python and not arguments.is_selection:
         result |= without_peer(find_ours(RAGGED), arguments.quick, console)
     report({**result, "seconds": time.perf_counter() - began})
 

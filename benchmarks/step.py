@@ -63,7 +63,7 @@ def make_blueprint(
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
-        geometry=packing.make_geometry(sizes, mesh, tokens).for_models([config]),
+        geometry=packing.make_geometry(sizes, mesh, tokens).for_models([model]),
         sampling=SamplingSettings(work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )

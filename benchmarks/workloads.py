@@ -62,7 +62,7 @@ def model_config(name: str) -> ModelConfig:
     if name == "L":
         return smollm2_135m()
     if name in OF_KINDS:
-        return of_kinds(name)
+        return mixed(name)
     hidden, layers, vocab = SMALL[name]
     return ModelConfig(
         vocab_size=vocab,
@@ -75,7 +75,7 @@ def model_config(name: str) -> ModelConfig:
     )
 
 
-def of_kinds(name: str) -> ModelConfig:
+def mixed(name: str) -> ModelConfig:
     """S or M with layers that recur, or with experts, as its config.json would say it."""
     hidden, layers, vocab = SMALL[name[0]]
     fields = {

@@ -70,14 +70,14 @@ def make_rescorer(
         static_argnums=4,
     )
     measure = jax.jit(packing.measure_lengths)
-    configs = [model.config, *(() if base is None else (base.model.config,))]
+    models = [model, *(() if base is None else (base.model,))]
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         sharding.give_back(mesh)  # what sampling took
         base_params = {} if base is None else base.read()
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        geometry = packing.make_geometry(sizes, mesh, tokens).for_models(configs)
+        geometry = packing.make_geometry(sizes, mesh, tokens).for_models(models)
         lengths = sharding.to_host(measure(rollouts))
         plan = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
         return program(params, base_params, rollouts, plan, geometry.tokens)

@@ -166,12 +166,14 @@ def step(token: DeltaInputs, state: DeltaState) -> tuple[Array, DeltaState]:
         )
     )
     shared = value.shape[-2] // key.shape[-2]
-    query, key = (jnp.repeat(x, shared, axis=-2)[..., None] for x in (query, key))
-    matrix = state.matrix * jnp.exp(token.log_decay.astype(query.dtype))[..., None, None]
-    change = value - (matrix * key).sum(-2)
-    change = change * token.rate.astype(query.dtype)[..., None]
-    matrix = matrix + key * change[..., None, :]
-    out = (matrix * query).sum(-2)
+    query, key = (jnp.repeat(x, shared, axis=-2) for x in (query, key))
+    decay = jnp.exp(token.log_decay.astype(query.dtype))[..., None]
+    # Both products in one pass over the state; the query's then gets what is written.
+    products = jnp.stack([key, query], axis=-2)[..., None] * state.matrix[..., None, :, :]
+    from_key, from_query = jnp.moveaxis(products.sum(-2), -2, 0) * decay
+    change = (value - from_key) * token.rate.astype(query.dtype)[..., None]
+    out = from_query + (query * key).sum(-1, keepdims=True) * change
+    matrix = state.matrix * decay[..., None] + key[..., None] * change[..., None, :]
     tail = _triple(window[..., 1:, :, :] for window in windows)
     return out.astype(token.value.dtype), DeltaState(matrix, tail)
 

@@ -231,10 +231,10 @@ def make_sampling_settings(
     )
 
 
-def check_recurrent(geometry: Geometry, mesh: Mesh) -> None:
-    """Raises: InputError for what models with layers that recur cannot be trained with."""
+def check_recurrent(geometry: Geometry, mesh: Mesh) -> Geometry:
+    """The geometry. Raises: InputError for what states cannot be trained with."""
     if not geometry.recurs:
-        return
+        return geometry
     problems = []
     if (context := mesh.shape["context"]) > 1:
         problems.append(
@@ -247,3 +247,4 @@ def check_recurrent(geometry: Geometry, mesh: Mesh) -> None:
             'states begin with chunks; set it to "exact"'
         )
     refuse_all("a model with layers that recur cannot be trained so:", problems)
+    return geometry

@@ -320,8 +320,7 @@ def build_method(
     teaching = config.teachers, pretrained, config.model.attention, geometry
     scoring = teachers.find_teachers(*teaching)
     models = model, *(teacher.model for teacher in scoring.values())
-    geometry = geometry.for_models(model.config for model in models)
-    check_recurrent(geometry, mesh)
+    geometry = check_recurrent(geometry.for_models(models), mesh)
     keys = vars(config.optimizer)
     optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
     blueprint = Blueprint(

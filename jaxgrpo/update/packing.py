@@ -24,7 +24,7 @@ from jaxgrpo.core.metrics import Mean, Metrics
 from jaxgrpo.core.scores import OF_PASS
 from jaxgrpo.core.types import Rollouts, TrainBatch
 from jaxgrpo.models import routing, sharding
-from jaxgrpo.models.api import Constrain, ModelConfig
+from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.recurrence import chunk_size
 from jaxgrpo.models.routing import DTYPE, EXPERTS
 from jaxgrpo.rollout.dialogue import FORK
@@ -70,9 +70,9 @@ class Geometry(NamedTuple):
         """Samples of a row begin at multiples of it."""
         return chunk_size(self.max_completion_tokens) if self.recurs else 1
 
-    def for_models(self, configs: Iterable[ModelConfig]) -> Geometry:
+    def for_models(self, models: Iterable[Model]) -> Geometry:
         """The same for updates and scores of these models."""
-        return self._replace(recurs=any(config.recurs for config in configs))
+        return self._replace(recurs=any(model.config.recurs for model in models))
 
     @property
     def prompts_per_update(self) -> int:

@@ -10,7 +10,9 @@ from engines import draw_all, make_engine
 from benchmarks.peers import Run, Transformers, Vllm
 from benchmarks.programs import deep_config
 from benchmarks.sampling import in_turn, ratio, work_settings
-from benchmarks.workloads import Workload, build, make_prompts
+from benchmarks.workloads import OF_KINDS, WORKLOADS, Workload, build, make_prompts, model_config
+from jaxgrpo.models import decoder
+from jaxgrpo.planning.costs import forward_flops
 
 SMALL = Workload(prompts=2, samples=3, shortest=2, longest=9, completion=5)
 
@@ -33,6 +35,16 @@ def test_the_peer_has_our_model_and_counts_what_it_generates(ragged):
     np.testing.assert_array_equal(peer.mask[0].bool(), prompts.prompt_mask[0][::-1])
     prompt_tokens = peer.tokens[0][peer.mask[0].bool()]
     np.testing.assert_array_equal(prompt_tokens, prompts.prompt_tokens[0][prompts.prompt_mask[0]])
+
+
+@pytest.mark.parametrize("name", OF_KINDS)
+def test_models_with_states_or_experts_do_the_work_of_the_dense_one(name):
+    work = WORKLOADS["A"]
+    sizes = work.prompts, work.longest, work.prompts * work.samples, work.completion
+    flops, dense = (
+        forward_flops(decoder.build(model_config(letter)), *sizes) for letter in (name, name[0])
+    )
+    assert flops == pytest.approx(dense, rel=0.02)
 
 
 def test_a_ratio_is_of_seconds_per_token_in_each_round():

@@ -26,6 +26,7 @@ from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import ROUNDING, build_steps, expected_rounding
 
 KEY = np.zeros(2, np.uint32)
+full = pytest.mark.full
 MAX = "sampling/sampling_logp_difference/max"
 MEAN = "sampling/sampling_logp_difference/mean"
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0]], np.float32)
@@ -38,7 +39,7 @@ def blueprint(config=tiny.UNIFORM, **sampling):
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.sgd(0.0),
-        geometry=Geometry(4, 4, 6, 24, 1, 200).for_models([config]),
+        geometry=Geometry(4, 4, 6, 24, 1, 200).for_models([decoder.build(config)]),
         sampling=SamplingSettings(24, 0.8, (tiny.END,), tiny.PAD, **sampling),
         mesh=mesh,
     )
@@ -68,7 +69,7 @@ def updated(steps, learner, rollouts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full), tiny.HYBRID],
+    [tiny.UNIFORM, *(pytest.param(c, marks=full) for c in (tiny.LOCAL_GLOBAL, tiny.HYBRID))],
     ids=["uniform", "local", "states"],
 )
 def test_sampler_and_trainer_agree_to_rounding(config):
@@ -132,7 +133,7 @@ def test_the_drift_of_samples_of_an_older_policy_is_no_disagreement():
     assert updated(steps, learner, broken)["skipped_updates/not_finite"] == 1
 
 
-@pytest.mark.slow
+@full
 def test_a_state_that_is_not_a_number_skips_the_update_and_is_told_in_one_line():
     """One head of one layer that recurs forgets by NaN, so that its states become NaN."""
     steps, learner, _ = sampled(tiny.HYBRID)

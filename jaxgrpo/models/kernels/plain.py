@@ -69,8 +69,8 @@ ABSENT = {
 def lacking(kinds: Sequence[AttentionKind], *fields: str) -> list[str]:
     """What layers ask for of ABSENT, if a kernel lacks these fields. None has sinks or latents."""
     fields += ("sinks", "latent")
-    asked = [name for name in fields if any(getattr(kind, name) for kind in kinds)]
-    return [f"{ABSENT[name]}: it has none" for name in asked]
+    names = [name for name in fields if any(getattr(kind, name) for kind in kinds)]
+    return [f"{ABSENT[name]}: it has none" for name in names]
 
 
 def check_kind(kernel: str, kind: AttentionKind, *fields: str) -> None:
@@ -222,10 +222,10 @@ def _in_blocks(
     return _with_saved(part, query, key, value, sight, sinks)
 
 
-def _with_saved(part: tuple[Array, Array], query, key, value, seen: Array | Sight, sinks):
+def _with_saved(part: tuple[Array, Array], query, key, value, sight: Array | Sight, sinks):
     """An output and its log-sum-exps as the output and what the backward pass reads."""
     out, total = (checkpoint_name(leaf, SAVED) for leaf in part)
-    return out, (query, key, value, seen, out, total, sinks)
+    return out, (query, key, value, sight, out, total, sinks)
 
 
 def _in_blocks_backward(kind: AttentionKind, size: int, saved: tuple, cotangent: Array):
