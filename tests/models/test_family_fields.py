@@ -91,6 +91,7 @@ LEFT_BY_OTHERS = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -116,6 +117,7 @@ DIFFERENT = ("cohere2", "ernie4_5", "exaone4", "gemma2", "olmo3", "phi3")
 """For `make test` some fields of some families; the next test tries all of theirs, of all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", DIFFERENT)
 def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
     assert {"equal", "refused"} & check(family, 48, tmp_path).keys()
