@@ -397,6 +397,7 @@ def test_a_schedule_that_arrives_at_one_is_leave_one_out():
     np.testing.assert_allclose(value, [[1.0, -0.5, -0.5]], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [adv.alpha_dpg, adv.f_dpg])
 def test_a_prompt_whose_base_rate_is_not_known_has_no_target_and_is_masked(part):
     logp, rewards = np.log([[[0.5], [0.2]]] * 3), np.array([[1.0, 0.0]] * 3)

@@ -70,6 +70,7 @@ def test_its_expected_gradient_is_that_of_kl_control_and_the_baseline_is_free():
     np.testing.assert_allclose(gradient, jax.grad(objective)(policy), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("tail", ["add_kl_return", "kl_in_reward"])
 def test_behind_each_baseline_reward_and_kl_are_scaled_alike(tail, size):
@@ -174,6 +175,7 @@ def test_a_sample_pays_for_what_is_to_come_less_what_the_others_pay_there():
     assert (wide.mask == mask).all()
 
 
+@pytest.mark.slow
 def test_values_of_tokens_stay_and_the_kl_comes_on_top():
     rollouts = laws.make_rollouts(np.float64)
     start = adv.chain(adv.sum_rewards(), adv.to_tokens(), adv.hicra())
@@ -247,6 +249,7 @@ def test_a_base_that_is_there_already_or_never_succeeds_gives_the_highest_beta()
         assert np.isfinite(np.asarray(signal.value)).all()
 
 
+@pytest.mark.slow
 def test_a_field_gives_the_base_rates_where_it_is_named():
     rollouts = laws.make_rollouts(np.float64)
     step = adv.add_kl_return_for_validity(0.95, reward="correct", base_rate="difficulty")

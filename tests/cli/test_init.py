@@ -31,6 +31,7 @@ def chat_model(model, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_project_for_a_model_is_a_right_config_and_makes_no_base(
     chat_model, tmp_path, monkeypatch, capsys
 ):

@@ -51,6 +51,7 @@ def test_numbers_are_numbers_and_what_is_not_finite_is_null():
     assert text.endswith("}\n")
 
 
+@pytest.mark.slow
 def test_what_own_code_and_its_processes_print_goes_to_stderr(
     python, environment, repository, tmp_path
 ):
@@ -70,6 +71,7 @@ def test_what_own_code_and_its_processes_print_goes_to_stderr(
         assert line in table.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_document_comes_where_stderr_is_closed_and_none_where_stdout_is(
     python, environment, tmp_path
 ):

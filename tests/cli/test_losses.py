@@ -109,6 +109,7 @@ def test_loss_and_gradient_of_clip_are_those_of_the_paper(capsys):
     assert " 1    1.5  -1.28            0\n" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(registry.surrogates.keys() - {"by_sample"}))
 def test_a_built_in_surrogate_has_no_problem(capsys, name):
     assert shown(capsys, name)["problems"] == []
@@ -124,6 +125,7 @@ def test_a_penalty_reads_its_fields(capsys):
     assert row["dloss/dlogp"] == 0
 
 
+@pytest.mark.slow
 def test_ratios_of_one_sequence_share_what_a_sequence_has(capsys):
     document = shown(capsys, "gspo", "--ratio", "0.9,1", "--advantage", "1", "--one-sequence")
     mean = math.sqrt(0.9)

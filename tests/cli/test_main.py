@@ -149,6 +149,7 @@ raise ImportError
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "left"), [("doctor", ""), ("plan", "another line\n")])
 def test_nothing_is_said_of_a_missing_cuda_driver(
     python, environment, repository, tmp_path, command, left
@@ -215,6 +216,7 @@ def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsy
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["--help", "advantages", pytest.param("model BASE", marks=pytest.mark.full)]
 )

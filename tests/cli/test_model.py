@@ -122,6 +122,7 @@ def test_keys_and_values_are_counted_in_the_dtype_that_they_are_kept_in(saved, s
     assert "take twice the memory and change no sample; leave it out" in output
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_a_device_of_a_mesh_that_is_not_here(saved, show):
     alone = show(saved / "gemma3_text")[2]["bytes"]
     code, output, description = show(

@@ -65,6 +65,7 @@ def messages(environment, tmp_path, **variables):
     return run.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_gated_absent_and_other_revisions_are_told_apart(environment, tmp_path, address):
     problems = messages(environment, tmp_path, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
     assert problems == [
@@ -84,6 +85,7 @@ def test_gated_absent_and_other_revisions_are_told_apart(environment, tmp_path, 
     ]
 
 
+@pytest.mark.slow
 def test_without_a_network_the_message_says_how_to_bring_the_files(environment, tmp_path):
     model, rows, *_ = messages(environment, tmp_path, HF_HUB_OFFLINE="1")
     assert model == (

@@ -49,6 +49,7 @@ def steps(game, row, texts):
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", playing.GAMES)
 def test_both_forms_answer_every_turn_of_up_to_three_words_alike(name):
     game = playing.GAMES[name]

@@ -137,6 +137,7 @@ def policies(float64):
     return draw(P, 1 + V, V), draw(P, 1 + V, V), draw(P, len(SEQUENCES))
 
 
+@pytest.mark.slow
 def test_its_gradient_is_that_of_the_published_loss_through_the_mean_too(policies):
     logits, old, reward = policies
     drawn = np.random.default_rng(2).integers(0, len(SEQUENCES), (P, G))

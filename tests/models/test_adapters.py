@@ -72,6 +72,7 @@ def case(request, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_of_peft_computes_the_same(case):
     logits = np.asarray(jaxgrpo.logits(case.model, lora.join(case.adapter, case.base), *BATCH))
     np.testing.assert_allclose(logits[REAL], case.expected[REAL], atol=CLOSE, rtol=0)
@@ -96,6 +97,7 @@ def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(case, tmp_pa
     np.testing.assert_array_equal(checkpoints.transformers_logits(wrapped, *BATCH), case.expected)
 
 
+@pytest.mark.slow
 def test_the_merged_model_is_an_ordinary_folder(case, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -45,6 +45,7 @@ def assert_same(actual, expected, atol=1e-9):
         np.testing.assert_allclose(leaf, expected_leaf, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 def test_rows_are_the_plain_formula_with_its_gradients(block_bytes):
     with jax.enable_x64(True):
         *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL))
@@ -64,6 +65,7 @@ def test_rows_are_the_plain_formula_with_its_gradients(block_bytes):
         assert all(np.abs(output - earlier).max() > 1e-2 for earlier in outputs[:i])
 
 
+@pytest.mark.slow
 def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
     with jax.enable_x64(True):
         query, key, value, _, _, cotangent = map(jnp.asarray, attended.draws(SEVERAL))
@@ -85,6 +87,7 @@ def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
         assert_same(jax.jit(lambda: all_kinds(attend))(), all_kinds(expected))
 
 
+@pytest.mark.slow
 def test_a_chunk_of_a_prompt_is_the_plain_formula(block_bytes):
     with jax.enable_x64(True):
         query, key, value, *_ = (jnp.asarray(leaf)[:, :2] for leaf in attended.draws(SEVERAL))
@@ -114,6 +117,7 @@ def test_a_chunk_of_a_prompt_is_the_plain_formula(block_bytes):
                 assert_same(out[0, row, :count], expected)
 
 
+@pytest.mark.slow
 def test_decoding_is_the_plain_formula():
     steps, lengths = 7, np.asarray([[2, 5]])
     rng = np.random.default_rng(0)

@@ -284,6 +284,7 @@ def test_the_program_does_not_grow_with_depth():
     assert abs(deep - shallow) <= 0.02 * shallow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [UNIFORM, LOCAL_GLOBAL], ids=["uniform", "local"])
 def test_layers_unrolled_give_the_values_and_the_memory_of_layers_scanned(config):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 13, size=(2, 16)))
@@ -305,6 +306,7 @@ def test_layers_unrolled_give_the_values_and_the_memory_of_layers_scanned(config
 REMATS = ("full", "attention", "dots", "none")
 
 
+@pytest.mark.slow
 def test_recomputing_activations_changes_no_gradient_and_saves_memory():
     config = dataclasses.replace(UNIFORM, num_layers=12)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 13, size=(4, 64)))

@@ -46,6 +46,7 @@ def test_logits_are_those_of_transformers_whichever_side_is_padded(case):
     assert 0.2 < case.logits[real].std() < 20
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_the_logits(case):
     tokens, mask = BATCH
     token_logp = np.asarray(jaxgrpo.token_logp(case.model, case.params, tokens, mask))
@@ -69,6 +70,7 @@ def test_an_export_is_the_checkpoint_bit_for_bit(case, tmp_path):
     np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), case.expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_and_routers_are_those_of_transformers(tmp_path):
     """Of the mean square of all logits."""
     import torch

@@ -93,6 +93,7 @@ OFF = {"mscale": 1.0, **dict.fromkeys(("mscale_all_dim", "beta_slow", "llama_4_s
 OF_DEVSTRAL = {**checkpoints.GROWING, **OFF}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -119,6 +120,7 @@ DIFFERENT = ("cohere2", "ernie4_5", "exaone4", "gemma2", "olmo3", "phi3")
 """For `make test` some fields of some families; the next test tries all of theirs, of all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", DIFFERENT)
 def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
     assert {"equal", "refused"} & check(family, 72, tmp_path).keys()

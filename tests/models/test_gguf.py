@@ -21,6 +21,7 @@ from jaxgrpo.models.hf.folders import load_model
 IDS = torch.tensor([[5, 300, 17, 2, 9, 31, 250, 8, 77, 120, 3, 66], [1, 2, 3, 4] * 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_comes_back_bit_for_bit_and_computes_the_same(name, tmp_path):
     config = CONFIGS[name]

@@ -32,6 +32,7 @@ class Placed(NamedTuple):
 interpreted = functools.partial(splash.rows_with_prefix, interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=attended.name)
 def test_rows_are_the_plain_ones_with_their_gradients(kind):
     *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))

@@ -63,6 +63,7 @@ def _logits(model: Model, params: Params) -> jax.Array:
     return model.unembed(params, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize(
     "settings",
@@ -116,6 +117,7 @@ def test_scale_is_alpha_over_rank_or_over_its_root():
     assert LoraConfig(rank=16, alpha=32.0, use_rslora=True).scale == 8.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

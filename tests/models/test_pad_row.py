@@ -43,6 +43,7 @@ def close(actual, expected) -> None:
     np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad", [PAD, PAD - checkpoints.VOCAB, None])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_embedding_and_head_are_those_of_torch(tied, pad, tmp_path):

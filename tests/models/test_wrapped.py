@@ -88,6 +88,7 @@ def case(request, tmp_path_factory):
     return Case(folder, theirs, model, params, checkpoints.transformers_logits(theirs, *BATCH))
 
 
+@pytest.mark.slow
 def test_the_text_part_computes_what_the_full_model_does(case):
     logits = np.asarray(jaxgrpo.logits(case.model, case.params, *BATCH))
     np.testing.assert_allclose(logits[REAL], case.expected[REAL], atol=CLOSE, rtol=0)
@@ -179,6 +180,7 @@ def test_a_run_reads_the_text_part(case):
     assert teacher.model.config.text_only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_text", [True, pytest.param(False, marks=pytest.mark.full)], ids=["text", "endings"]
 )

@@ -188,6 +188,7 @@ def test_an_async_reward_that_ends_the_process_fails_and_does_not_hang_it(end):
     np.testing.assert_array_equal(call(mine=sleeping(0, 1))[0]["mine"], [1, 1, 1])
 
 
+@pytest.mark.slow
 def test_a_sync_failure_leaves_no_coroutine_behind():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

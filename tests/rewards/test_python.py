@@ -81,6 +81,7 @@ def running_programs():
     return names & {"bwrap", "python3", "python", f"python3.{sys.version_info.minor}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SANDBOXES)
 @pytest.mark.parametrize("attack", hostile.PROGRAMS)
 def test_a_hostile_program_earns_nothing_and_leaves_nothing(attack, name, attacked):

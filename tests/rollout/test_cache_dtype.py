@@ -83,6 +83,7 @@ def zero_memory(tokens):
     return (KeyValue(jnp.zeros(shape), jnp.zeros(shape)),) * tiny.UNIFORM.num_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [pytest.param(tiny.UNIFORM, "float32", marks=pytest.mark.full), (NARROW, "bfloat16")],
@@ -117,6 +118,7 @@ def test_log_probs_are_those_of_rounded_keys_and_values():
     assert exact > 8  # of 32 samples
 
 
+@pytest.mark.slow
 def test_log_probs_differ_from_the_trainers_by_less_than_rounding_can_move_them():
     """Each key and value x is kept as x (1 + e) with |e| <= 2^-8, so that to first order
 
@@ -162,6 +164,7 @@ def program(dtype):
     return decode_program(WIDE, WORK, sampling, jax.devices()[0]).compiled
 
 
+@pytest.mark.slow
 def test_the_bytes_of_the_cache_halve_and_no_second_one_is_made():
     wide, narrow = program("auto"), program("bfloat16")
     (_, state, _), _ = narrow.in_avals

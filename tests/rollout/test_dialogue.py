@@ -132,6 +132,7 @@ def test_samples_do_not_depend_on_slots():
     assert_same(talk(slots=4, delay=0.05)[0], expected()[0])
 
 
+@pytest.mark.slow
 def test_whatever_time_tools_take_all_is_the_same_bit_for_bit():
     rollouts, _, slot_steps = talk(delay=0.1)
     alike, _, steps = expected()
@@ -188,6 +189,7 @@ def test_environments_that_say_something_else_to_each_sample():
     assert_same(talk(Random, (), slots=4)[0], rollouts)
 
 
+@pytest.mark.slow
 def test_each_token_has_the_version_that_drew_it():
     rollouts, _, _ = talk(engine_type=Renewed)
     turn, version = rollouts.fields["turn"], rollouts.fields["version"]
@@ -252,6 +254,7 @@ def test_rewards_of_turns_and_hashes_of_states_are_fields():
     np.testing.assert_array_equal(np.reshape(total, (PROMPTS, GROUP)), reward.sum(-1))
 
 
+@pytest.mark.slow
 def test_a_sample_whose_environment_breaks_is_not_scored_and_the_others_go_on():
     class Fragile(Random):
         def look(self, words: str) -> str:

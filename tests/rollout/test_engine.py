@@ -73,6 +73,7 @@ def test_requests_that_come_while_others_decode_are_drawn_as_by_themselves(slots
     assert_same(turns, expected)
 
 
+@pytest.mark.slow
 def test_groups_of_any_size_are_drawn_side_by_side():
     some_requests = requests(tiny.prompts(6))
     some_requests = [
@@ -85,6 +86,7 @@ def test_groups_of_any_size_are_drawn_side_by_side():
     )
 
 
+@pytest.mark.slow
 def test_a_turn_that_ends_at_its_limit_goes_on_as_if_it_had_not():
     unbroken = drawn_alone(requests(tiny.prompts(4)))
     some_requests = [request._replace(limit=5) for request in requests(tiny.prompts(4))]

@@ -135,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "weight_dtype"), CASES)
 def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     actual = drawn(config, make_params(config), weight_dtype=weight_dtype)
@@ -146,6 +147,7 @@ def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     assert (unrounded.behavior_logp != expected.behavior_logp).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
 def test_on_a_mesh_the_same_is_drawn(weight_dtype):
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
@@ -168,6 +170,7 @@ def test_the_copy_is_the_samplers_own_and_has_no_leaf_of_the_parameters():
     jax.tree.map(np.testing.assert_array_equal, copy, again)
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_fp8_move_log_probs_by_what_they_are_rounded():
     narrow, wide = (drawn(tiny.UNIFORM, tiny.params(), kv_cache_dtype=d) for d in ("fp8", "auto"))
     for sampled in (narrow, wide):

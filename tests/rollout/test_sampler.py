@@ -118,6 +118,7 @@ def test_samples_differ_within_a_group_and_between_steps_and_purposes():
     assert (tokens != np.asarray(again.completion_tokens)).any()
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_nothing_that_stands_beside_it():
     full_batch = run()
     prompts = tiny.prompts()
@@ -220,6 +221,7 @@ def test_prompts_with_tokens_that_the_model_does_not_have_are_refused():
         run(dataclasses.replace(prompts, prompt_tokens=tokens))
 
 
+@pytest.mark.slow
 def test_no_sample_ends_before_its_fewest_tokens():
     prompts = tiny.prompts(24, seed=5)
     lengths = np.asarray(run(prompts=prompts).token_mask).sum(-1)
@@ -262,6 +264,7 @@ def table_model():
     return model, {**zero, "final_norm": {"scale": jnp.ones(8)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in SOON else pytest.mark.full) for name in CUT],

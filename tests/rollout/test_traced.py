@@ -35,6 +35,7 @@ def conversations(played):
     return played.dialogue.spoken(range(playing.PROMPTS), playing.GROUP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("number_guess", marks=pytest.mark.full), "modular_sum"]
 )

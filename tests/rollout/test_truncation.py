@@ -61,6 +61,7 @@ def test_draws_follow_the_cut_softmax_and_state_its_probabilities():
     np.testing.assert_allclose(logp[0], np.log(prob[np.asarray(token[0])]), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_sampler_cuts_and_the_likeliest_token_of_top_1_has_probability_1():
     settings = SamplingSettings(6, 1.0, (tiny.END,), tiny.PAD, 6)
     key = jax.random.key_data(jax.random.key(3))

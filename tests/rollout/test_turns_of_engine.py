@@ -98,6 +98,7 @@ def assert_same(spoken, config=tiny.UNIFORM):
             np.testing.assert_allclose(turn.logp, alike.logp, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "delay", "read"),
     [
@@ -111,6 +112,7 @@ def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(monkeypatch, s
     assert_same(converse(4, delay, slots=slots)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "config"),
     [
@@ -153,6 +155,7 @@ def test_slots_become_fewer_as_conversations_end():
     assert slot_steps % all_slots  # it would be 0 if all slots took all steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full), tiny.HYBRID],
@@ -162,6 +165,7 @@ def test_log_probs_are_those_of_the_whole_conversation(config):
     assert_log_probs(*expected(config)[:2], config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_turns_that_stop_strings_end_go_on_behind_them(slots):
     strings = StopStrings(Letters(), ["F", "BC"])

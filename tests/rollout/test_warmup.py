@@ -130,6 +130,7 @@ def test_samples_that_equal_the_first_ones_do_not_end_by_rounding():
     np.testing.assert_array_equal(stopped.token_mask, plain.token_mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [2, 3])
 def test_groups_that_are_no_larger_than_the_warmup_are_drawn_as_without_it(group):
     prompts = tiny.prompts(PROMPTS, WIDTH, seed=5)

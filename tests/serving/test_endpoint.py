@@ -132,6 +132,7 @@ def walker(log):
     return walk
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_program_are_those_of_its_sample():
     log = Log()
     rollouts, dialogue, rewards = play(walker(log))

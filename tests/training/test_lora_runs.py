@@ -38,6 +38,7 @@ def finished(tmp_path_factory):
     return jaxgrpo.train(small_run.config(folder / "run", **LORA))
 
 
+@pytest.mark.slow
 def test_adapters_move_and_weights_and_reference_do_not(finished):
     learner = finished.learner
     _, base = folders.load_model(small_run.base())
@@ -57,6 +58,7 @@ def test_adapters_move_and_weights_and_reference_do_not(finished):
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
 
 
+@pytest.mark.slow
 def test_adapters_merged_to_sample_as_on_a_gpu_draw_and_train_the_same(
     finished, tmp_path, monkeypatch
 ):
@@ -230,6 +232,7 @@ def test_narrow_weights_under_wide_adapters_train_evaluate_and_reset(tmp_path):
     assert model.config.lora is None
 
 
+@pytest.mark.slow
 def test_commands_say_what_is_trained_and_what_stays(tmp_path, capsys):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "run", **LORA)
     assert main.main(["train", str(file), "--dry-run"]) == 0

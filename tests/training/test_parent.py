@@ -119,6 +119,7 @@ def test_a_command_that_holds_the_interpreters_lock_is_killed_after_its_grace(be
     assert "in command" in errors, "the stack of the main thread"
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_kills_it_at_once_however_long_its_grace_is(begin):
     process = begin("sum", "inf")
     child_process(process)

@@ -157,6 +157,7 @@ def test_a_failure_is_told_with_its_process_and_a_loss_without_an_exit_code():
     assert peers.LOST in runtime.EXIT_CODES
 
 
+@pytest.mark.slow
 def test_a_stranger_who_connects_is_no_process_of_the_run():
     listener = peers._listen("127.0.0.1")
     watch = peers.Peers(0, 2, "secret", listener, [])
@@ -197,6 +198,7 @@ time.sleep(5)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "left"), [("10", 65), ("1", 0)])
 def test_a_crowd_of_strangers_is_bounded_and_a_broken_watch_ends_the_process(seconds, left):
     run = subprocess.run(

@@ -411,6 +411,7 @@ def test_commands_that_ask_a_run_answer_its_samples_too(tmp_path, mine):
     assert {row["completion"][:2] for row in rows}
 
 
+@pytest.mark.slow
 def test_a_dry_run_with_an_environment_alone_shows_what_would_be_trained(tmp_path, mine, capsys):
     tables = options(tmp_path, mine, environment=f"{mine}:Count")
     del tables["rewards"]

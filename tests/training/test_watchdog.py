@@ -93,6 +93,7 @@ def test_a_stop_signal_in_a_hung_reward_ends_it_after_the_grace(begin, how):
     assert "in judge" in errors, "the stack of the main thread"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("sleeps", STUCK), ("regex", 1)])
 def test_a_stuck_run_ends_with_its_phase_its_reward_and_its_stacks(begin, how, code):
     ended, errors = end(begin("60", "1", how))
@@ -124,6 +125,7 @@ def test_a_hung_reward_of_one_process_ends_all(begin):
         assert "no progress for run.stuck_after = 2 s: step 2: reward" in errors
 
 
+@pytest.mark.slow
 def test_a_watchdog_that_is_left_watches_no_more():
     reports = []
     with Watchdog(lambda *report: reports.append(report), lambda: "", 60, 0.7) as watch:

@@ -66,6 +66,7 @@ def test_several_rewards_are_weighed_and_need_all_to_be_scored():
         group_metrics(rewards, {"a": 0.0, "b": 0.0})
 
 
+@pytest.mark.slow
 def test_rewards_of_several_tasks_are_counted_as_the_chain_adds_them_up():
     rewards = {
         "sums": jnp.array([[1.0, 0.0], [NAN, NAN], [NAN, NAN]]),

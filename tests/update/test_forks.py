@@ -143,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), CASES)
 def test_the_gradient_is_that_of_a_plain_pass_over_each_rewritten_conversation(name, tokens):
     moved, plain, _, number = updated(name, tokens)
@@ -171,6 +172,7 @@ def test_the_batch_is_the_one_that_is_planned_for():
     assert batch.fields[FORK].dtype == planned.fields[FORK].dtype
 
 
+@pytest.mark.slow
 def test_an_evaluation_scores_each_rewritten_conversation():
     rollouts, mesh = forked(), sharding.make_mesh(devices=jax.devices()[:1])
     model = tiny.model()

@@ -48,6 +48,7 @@ def moments(state):
     return [leaf for leaf in jax.tree.leaves(state) if leaf.shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("use", "options"),
     [("adamw", ADAMW), pytest.param("muon", {"beta": 0.9}, marks=pytest.mark.full)],

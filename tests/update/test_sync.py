@@ -55,6 +55,7 @@ def synced(changes: dict[str, Any], fsdp: int = 1, sampling_tensor: int = 0) -> 
     return learner, build_steps(blueprint).sync(learner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_outlive_their_learner(case):
     changes, axes = CASES[case]
