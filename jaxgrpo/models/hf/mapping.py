@@ -91,6 +91,11 @@ class Names(Protocol):
         ...
 
     @property
+    def aliases(self) -> Mapping[str, str]:
+        """Part of a tensor's name -> what files may have in its place."""
+        ...
+
+    @property
     def carried(self) -> Sequence[str]:
         """Beginnings of tensors' names that no model reads."""
         ...

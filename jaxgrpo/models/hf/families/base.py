@@ -81,6 +81,8 @@ class Family(NamedTuple):
     """A tied checkpoint may hold the embedding a second time, as the head."""
     in_pairs: bool = False
     """Whether dimensions 2 i and 2 i + 1 of a head turn together, not i and i + half of them"""
+    aliases: Mapping[str, str] = MappingProxyType({})
+    """Part of a tensor's name -> what transformers writes in its place"""
     carried: Sequence[str] = ()
     """Beginnings of the names of tensors that transformers does not read either: an
     export keeps them as they are"""

@@ -192,6 +192,7 @@ def _olmo_hybrid(fields: Fields) -> dict[str, Any]:
     return {**config, **kinds, "position_limit": turn.limit}
 
 
+CONVOLVED = ("query", "key", "value")
 OLMO_HYBRID = Family(
     "olmo_hybrid",
     "OlmoHybridForCausalLM",
@@ -199,8 +200,11 @@ OLMO_HYBRID = Family(
     modules={
         **MODULES,
         **AFTER,
+        "attention_norm": "attention_layer_norm",
+        "feed_forward_norm": "feedforward_layer_norm",
         "delta": "linear_attn",
         "delta/norm": "linear_attn.o_norm",
+        **{f"delta/{name}_conv": f"linear_attn.{name[0]}_conv1d" for name in CONVOLVED},
         **{
             f"delta/{name}": f"linear_attn.{letter}_proj"
             for name, letter in zip(
@@ -208,7 +212,8 @@ OLMO_HYBRID = Family(
             )
         },
     },
-    fused={"linear_attn.conv1d": FUSED["linear_attn.conv1d"]},
+    # It renames a norm of attention as if it were that of a layer that recurs.
+    aliases={"post_attention_layernorm": "feedforward_layer_norm"},
     # of the first weights
     harmless=tuple(
         f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
