@@ -32,7 +32,6 @@ SQUARE = 8
 """Rows of a triangle that is inverted by powers, which are small numbers up to this size."""
 
 _product = functools.partial(jnp.matmul, precision="highest")
-_einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 class DeltaState(NamedTuple):
@@ -159,12 +158,7 @@ def step(token: DeltaInputs, state: DeltaState) -> tuple[Array, DeltaState]:
         jnp.concatenate([tail, x[..., None, :, :].astype(tail.dtype)], axis=-3)
         for tail, x in zip(state.tail, token.mixed, strict=True)
     ]
-    query, key, value = _normed(
-        *(
-            _activated(_einsum("...whd,hdw->...hd", *_widened(window, kernel)), window.dtype)
-            for window, kernel in zip(windows, token.filters, strict=True)
-        )
-    )
+    query, key, value = _normed(*map(_convolved_last, windows, token.filters))
     shared = value.shape[-2] // key.shape[-2]
     query, key = (jnp.repeat(x, shared, axis=-2) for x in (query, key))
     decay = jnp.exp(token.log_decay.astype(query.dtype))[..., None]
@@ -190,6 +184,12 @@ def _convolved(x: Array, kernel: Array, tail: Array, begins: Array | None) -> Ar
     x, kernel = _widened(jnp.concatenate([before, x], -3), kernel)
     parts = [x[..., k : k + size, :, :] * kernel[..., k] for k in range(width)]
     return _activated(functools.reduce(jnp.add, parts), tail.dtype)
+
+
+def _convolved_last(window: Array, kernel: Array) -> Array:
+    """The same of the last token of [*B, width, heads, size]."""
+    x, kernel = _widened(window, kernel)
+    return _activated((x * jnp.moveaxis(kernel, -1, 0)).sum(-3), window.dtype)
 
 
 def _widened(x: Array, kernel: Array) -> tuple[Array, Array]:

@@ -63,7 +63,9 @@ SmolLM2-135M by 5e-6 in the mean and 5e-5 at most. bfloat16 has 8 bits: SmolLM2-
 0.03 in the mean and up to 0.55 among 6,000 tokens (docs/performance.md), Qwen2.5-0.5B between
 engines by 0.03 to 0.04 in the root mean square (github.com/ServiceNow/Fast-LLM/pull/525),
 Qwen3-1.7B by up to 0.3 among 25 tokens (github.com/vllm-project/vllm/issues/18352). With a sampler
-in 8 bits SmolLM2-135M differs by 0.05 to 0.15 in the mean and by up to 2.9.
+in 8 bits SmolLM2-135M differs by 0.05 to 0.15 in the mean and by up to 2.9. A random hybrid of four
+layers, three with float32 states, differs by 0.03 in the mean and by up to 0.21 in bfloat16
+(benchmarks/results/2026-11-27-hybrids.md): the limits are those of other models.
 """
 
 

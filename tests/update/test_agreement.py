@@ -134,6 +134,16 @@ def test_the_drift_of_samples_of_an_older_policy_is_no_disagreement():
 
 
 @full
+@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.HYBRID], ids=["attention", "states"])
+def test_what_rounding_explains_in_bfloat16_holds_with_states_as_without(config):
+    """16 layers: a difference that grew from layer to layer would be past the limit."""
+    deep = dataclasses.replace(config, dtype="bfloat16", num_layers=16)
+    metrics = updated(*sampled(deep))
+    assert 0.01 < metrics["sampling/mean_disagreement"] < 0.6
+    assert metrics["sampling/disagreement"] < 0.6
+
+
+@full
 def test_a_state_that_is_not_a_number_skips_the_update_and_is_told_in_one_line():
     """One head of one layer that recurs forgets by NaN, so that its states become NaN."""
     steps, learner, _ = sampled(tiny.HYBRID)
