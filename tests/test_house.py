@@ -29,6 +29,7 @@ SHORT = {
     "rollout/exchange.py": "batches and judging exchange alike, and neither is the other's",
     "environments/call_program.py": "other processes load it, and this one does not",
     "cli/importing.py": "a command and what it prints; the files are read in models/gguf",
+    "models/backward.py": "a decorator that models, kernels and updates share",
     "data/written.py": "data, rewards and rollout must write a number alike",
     **{
         f"models/hf/families/{name}.py": "families have a file per relative"
@@ -274,7 +275,7 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 7600,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
+    "models": 7602,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 4349,  # with turns, samples that keep their slots, and experts that are recorded

@@ -10,9 +10,7 @@ from typing import (
     Any,
     Literal,
     NamedTuple,
-    ParamSpec,
     Protocol,
-    TypeVar,
     get_args,
     runtime_checkable,
 )
@@ -496,28 +494,3 @@ def stacked_params(config: ModelConfig, params: Params) -> Params:
 def _sliced(config: ModelConfig, blocks: Params) -> tuple[Params, ...]:
     """Only what is computed: what a jitted function passes on is copied."""
     return memory_per_layer(config, {"blocks": blocks})
-
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result", covariant=True)
-
-
-@runtime_checkable
-class WithBackward(Protocol[Arguments, Result]):
-    """A function whose backward pass is written by hand."""
-
-    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result: ...
-
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any], /) -> None: ...
-
-
-def custom_vjp(
-    *static: int,
-) -> Callable[[Callable[Arguments, Result]], WithBackward[Arguments, Result]]:
-    """`jax.custom_vjp`, whose own type forgets what the function takes and returns.
-
-    Args:
-      static: places of arguments that are no arrays.
-    """
-    decorator: Any = functools.partial(jax.custom_vjp, nondiff_argnums=static)
-    return decorator

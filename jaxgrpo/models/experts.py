@@ -15,7 +15,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread, custom_vjp
+from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread
+from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, matrix
 
 LEAST_BLOCK, BLOCK = 8, 512

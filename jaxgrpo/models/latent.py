@@ -17,7 +17,7 @@ from jaxgrpo.models.api import AttentionKind, Caller, ModelConfig
 from jaxgrpo.models.layers import Angles, Dense, RMSNorm, rotate, side_by_side
 
 EPS = 1e-6
-"""What the norms of short vectors add, whatever config.json says of the others."""
+"""What the norms of short vectors add; that of the others is `rms_norm_eps`."""
 
 
 class LatentAttention(nnx.Module):

@@ -20,7 +20,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import AttentionKind, Caller, ModelConfig, Rope, custom_vjp
+from jaxgrpo.models.api import AttentionKind, Caller, ModelConfig, Rope
+from jaxgrpo.models.backward import custom_vjp
 
 INITIAL_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

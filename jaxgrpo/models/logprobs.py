@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
-from jaxgrpo.models.api import custom_vjp
+from jaxgrpo.models.backward import custom_vjp
 
 LOGITS_PER_CHUNK = 2**20
 TOKENS_PER_CHUNK = 256

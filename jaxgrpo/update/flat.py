@@ -18,11 +18,11 @@ from jaxgrpo.models.api import (
     Caller,
     DeltaKind,
     Model,
-    custom_vjp,
     memory_per_layer,
     stacked_memory,
 )
 from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.recurrence import DeltaInputs
 from jaxgrpo.rollout.dialogue import FORK
 

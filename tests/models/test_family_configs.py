@@ -135,6 +135,36 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 
 @st.composite
+def _single(draw: st.DrawFn, family: str, layers: int, heads: int) -> dict[str, Any]:
+    """Fields that single families have."""
+    fields: dict[str, Any] = {}
+    if family == "granitemoehybrid":
+        fields["layer_types"] = [FULL] * layers
+        fields["position_embedding_type"] = draw(st.sampled_from((None, "rope")))
+        fields["shared_intermediate_size"] = draw(st.integers(8, 40))
+    if family in LATENTS:
+        fields["num_key_value_heads"] = heads
+    if family == "glm4_moe_lite":
+        kinds = st.sampled_from(("dense", "sparse"))
+        fields["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    if family == "smollm3":
+        fields["no_rope_layers"] = draw(
+            st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
+        )
+    if family in ("granite", "granitemoe", "granitemoehybrid"):
+        names = ("embedding", "attention", "residual")
+        fields |= {f"{name}_multiplier": draw(scales) for name in names}
+        # Divided by less, the logits of experts are of order 10.
+        fields["logits_scaling"] = draw(st.floats(1.0, 4.0) if family in EXPERTS else scales)
+    if family.startswith("gemma"):
+        fields["query_pre_attn_scalar"] = draw(st.integers(1, 30))
+        fields["final_logit_softcapping"] = draw(st.none() | scales)
+    if family == "gemma2":
+        fields["attn_logit_softcapping"] = draw(st.none() | scales)
+    return fields
+
+
+@st.composite
 def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """Fields of config.json over those of the family's small model."""
     heads, layers = draw(st.sampled_from((2, 4))), draw(st.integers(1, 5))
@@ -167,33 +197,11 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         fields["use_sliding_window"] = fields["sliding_window"] is not None
     fields |= draw(experts(family))
-    if family == "granitemoehybrid":
-        fields["layer_types"] = [FULL] * layers
-        fields["position_embedding_type"] = draw(st.sampled_from((None, "rope")))
-        fields["shared_intermediate_size"] = draw(st.integers(8, 40))
-    if family in LATENTS:
-        fields["num_key_value_heads"] = heads
-    if family == "glm4_moe_lite":
-        kinds = st.sampled_from(("dense", "sparse"))
-        fields["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
-    if family == "smollm3":
-        fields["no_rope_layers"] = draw(
-            st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
-        )
-    if family in ("granite", "granitemoe", "granitemoehybrid"):
-        names = ("embedding", "attention", "residual")
-        fields |= {f"{name}_multiplier": draw(scales) for name in names}
-        # Divided by less, the logits of experts are of order 10.
-        fields["logits_scaling"] = draw(st.floats(1.0, 4.0) if family in EXPERTS else scales)
+    fields |= draw(_single(family, layers, heads))
     if family == "cohere2":
         fields["logit_scale"] = draw(scales)
         fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
         del fields["head_dim"]
-    if family.startswith("gemma"):
-        fields["query_pre_attn_scalar"] = draw(st.integers(1, 30))
-        fields["final_logit_softcapping"] = draw(st.none() | scales)
-    if family == "gemma2":
-        fields["attn_logit_softcapping"] = draw(st.none() | scales)
     return fields | {"rope_parameters": draw(_draw_ropes(family, 64 // heads))}
 
 

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import Array, custom_batching
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, custom_vjp
+from jaxgrpo.models.api import Attend, AttentionKind, KeyValue
+from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.kernels.cudnn import even
 from jaxgrpo.models.kernels.plain import SAVED, check_kind, take_per_bin
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgrpo.models.api import AttentionKind, custom_vjp
+from jaxgrpo.models.api import AttentionKind
+from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.cache import FP8, Cache
 from jaxgrpo.models.layers import soft_capped
 
