@@ -109,6 +109,7 @@ def experts(draw: st.DrawFn, family: str) -> dict[str, Any]:
         fields |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(sizes)}
         if family == "olmo_hybrid":
             fields["linear_allow_neg_eigval"] = draw(flags)
+            fields["linear_num_value_heads"] = keys  # as in `checkpoints.RICH`
         else:
             fields |= {"full_attention_interval": draw(st.integers(1, 3))}
     if family in GATED:

@@ -174,6 +174,9 @@ RICH: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {
         **{name: size for name, size in HYBRID.items() if name.startswith("linear_")},
+        # transformers cuts convolutions into three equal parts to save them, whatever their sizes.
+        "linear_num_value_heads": 2,
+        "linear_value_head_dim": 8,
         "layer_types": ["linear_attention", FULL, "linear_attention"],
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},

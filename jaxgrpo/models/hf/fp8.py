@@ -59,8 +59,10 @@ class Tensor:
         spans = [range(*part.indices(size)) for part, size in zip(pair, self._shape, strict=True)]
         blocks = [np.arange(span.start, span.stop) // BLOCK for span in spans]
         first = [int(block[0]) if block.size else 0 for block in blocks]
-        boxes = (slice(at, int(block[-1]) + 1) for at, block in zip(first, blocks, strict=True))
-        scales = self._scales[tuple(boxes)]
+        block_slices = (
+            slice(at, int(block[-1]) + 1) for at, block in zip(first, blocks, strict=True)
+        )
+        scales = self._scales[tuple(block_slices)]
         rows, columns = (block - at for block, at in zip(blocks, first, strict=True))
         values = self._values[pair].astype(np.float32) * scales[np.ix_(rows, columns)]
         return values.astype(ml_dtypes.bfloat16)

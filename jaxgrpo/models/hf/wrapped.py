@@ -142,8 +142,8 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
     def stored(entry: Entry) -> Entry:
         name = spelling.name(entry.name)
         for part, alias in family.aliases.items():
-            renaming = name.replace(part, alias)
-            name = renaming if name not in files and renaming in files else name
+            written = name.replace(part, alias)
+            name = written if name not in files and written in files else name
         return entry._replace(name=renamed.get(name, name))
 
     return Stored([[*map(stored, leaf)] for leaf in entries], (head, embed), unread)
