@@ -78,7 +78,7 @@ def apart(tensors):
     return tensors
 
 
-def in_blocks(tensors, scale_groups=1, keeps=False, kind=np.uint8):
+def in_blocks(tensors, scale_groups=1, keeps=False, kind: type[np.integer] = np.uint8):
     """The outer maps of GPT-OSS in MXFP4."""
     name = f"{EXPERTS}.down_proj"
     number, inputs, outputs = tensors[name].shape

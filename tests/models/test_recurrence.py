@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +76,11 @@ def test_gradients_of_rows_of_chunks_are_computed_at_the_size_of_real_heads():
     leaves = [
         jnp.asarray(random.normal(size=(1, 2, 2 * CHUNK, *size)), "float32") for size in sizes
     ]
-    filters = tuple(
+    filters: Any = tuple(
         jnp.asarray(random.normal(size=(*size, WIDTH)), "float32") for size in sizes[:3]
     )
-    example = DeltaInputs(*leaves[:3], -jnp.abs(leaves[3]), jax.nn.sigmoid(leaves[4]), filters)
+    query, key, value, decay, rate = leaves
+    example = DeltaInputs(query, key, value, -jnp.abs(decay), jax.nn.sigmoid(rate), filters)
     real, start = jnp.ones((1, 2, 2 * CHUNK), bool), recurrence.first_state(example)
     gradient, (out, _) = with_gradients(recurrence.over_sequences, example, real, start)
     expected, _ = jax.jit(recurrence.token_by_token)(example, real, start)

@@ -343,8 +343,9 @@ def _base_tensors(
             "that it was read from as base=, whose other tensors are copied"
         )
     folder = None if base is None else find_folder(base)
-    has_weights = folder is not None and any(folder.glob("*.safetensors*"))
-    with weights.opened(folder) if has_weights else contextlib.nullcontext({}) as files:
+    if folder is not None and not any(folder.glob("*.safetensors*")):
+        folder = None
+    with contextlib.nullcontext({}) if folder is None else weights.opened(folder) as files:
         stored = wrapped.find_tensors(files, model, family, str(base))
         names = {entry.name for leaf_entries in stored.entries for entry in leaf_entries}
         dtypes = weights.stored_dtypes(files, names.intersection(files), dtype)

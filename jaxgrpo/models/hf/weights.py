@@ -420,8 +420,8 @@ def stored_dtypes(
     and of tensors in a dtype that cannot hold it, nothing is returned.
     """
     by_name = {name: jnp.dtype(FLOATS[files[name].get_slice(name).get_dtype()]) for name in names}
-    [(most, _)] = Counter(by_name.values()).most_common(1) or [(None, 0)]
-    if most != jnp.dtype(dtype):
+    most, common = jnp.dtype(dtype), Counter(by_name.values()).most_common(1)
+    if not common or common[0][0] != most:
         return {}
     return {name: kind for name, kind in by_name.items() if jnp.promote_types(kind, most) == kind}
 
