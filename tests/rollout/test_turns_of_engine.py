@@ -118,16 +118,9 @@ def test_replies_in_chunks_are_those_that_are_fed(in_chunks, slots, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [tiny.UNIFORM, pytest.param(tiny.HYBRID, marks=pytest.mark.full)],
-    ids=["full", "states"],
-)
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}])
-def test_tokens_are_those_of_one_device_on_four(axes, config):
-    slots = 8 if config is tiny.HYBRID else 0  # two of each device, or one for every sample
-    mesh = sharding.make_mesh(**axes)
-    assert_same(converse(4, 3, config, mesh, slots=slots)[0], config)
+def test_tokens_are_those_of_one_device_on_four(axes):
+    assert_same(converse(4, 3, mesh=sharding.make_mesh(**axes))[0])
 
 
 @pytest.mark.full
