@@ -129,17 +129,16 @@ def test_replies_in_chunks_are_those_that_are_fed(in_chunks, slots, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
-    [tiny.UNIFORM, pytest.param(tiny.HYBRID, marks=pytest.mark.full)],
-    ids=["full", "states"],
-)
-@pytest.mark.parametrize(
     "axes", [pytest.param({"data": 4}, marks=pytest.mark.full), {"data": 2, "tensor": 2}]
 )
-def test_tokens_are_those_of_one_device_on_four(axes, config):
-    slots = 8 if config is tiny.HYBRID else 0  # two of each device, or one for every sample
-    mesh = sharding.make_mesh(**axes)
-    assert_same(converse(4, 3, config, mesh, slots=slots)[0], config)
+def test_tokens_are_those_of_one_device_on_four(axes):
+    assert_same(converse(4, 3, mesh=sharding.make_mesh(**axes))[0])
+
+
+@pytest.mark.full
+def test_samples_with_states_have_the_tokens_of_one_device_on_four():
+    mesh = sharding.make_mesh(data=2, tensor=2)
+    assert_same(converse(4, 3, tiny.HYBRID, mesh, slots=8)[0], tiny.HYBRID)
 
 
 @pytest.mark.full
