@@ -173,7 +173,7 @@ def test_weights_in_fp8_are_read_by_blocks_and_written_as_bfloat16(tmp_path):
     rng = np.random.default_rng(0)
     tensors = load_file(tmp_path / "plain/model.safetensors")
     # A layer that guesses further, which an export keeps.
-    tensors["model.layers.2.eh_proj.weight"] = rng.normal(size=(160, 320)).astype(np.float32)
+    tensors["model.layers.2.eh_proj.weight"] = rng.normal(0, 0.02, (160, 320)).astype(np.float32)
     for name, tensor in tensors.items():
         stored[name] = tensor
         if tensor.ndim < 2 or "embed" in name or "lm_head" in name or name.endswith("gate.weight"):
