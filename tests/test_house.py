@@ -275,7 +275,7 @@ LINES = {
     "losses": 950,
     "core": 502,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 7602,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
+    "models": 7605,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 4349,  # with turns, samples that keep their slots, and experts that are recorded
