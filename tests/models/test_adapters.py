@@ -34,6 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
 }
 """What is adapted, by the family; everything in the others but experts, which are no modules."""
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+OPTIONS |= {
+    family: {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", *_LATENT]}
+    for family in ["glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_moe", "olmoe"]
+}
+"""There PEFT takes "all-linear" for parameters of experts too, which are refused."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The fields of adapter_config.json that must be there."""
 
