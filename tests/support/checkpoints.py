@@ -70,13 +70,7 @@ GATED_EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 
-LATENTS: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 14,
+GROUPED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -84,6 +78,16 @@ LATENTS: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
+}
+"""Experts in groups, beside some that all tokens pass."""
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    **GROUPED,
     "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
 }
 
@@ -200,13 +204,7 @@ RICH: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.7,
+        **GROUPED,
         "use_qk_norm": True,
         "attention_bias": True,
     },

@@ -84,8 +84,8 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = MappingProxyType({})
     """Part of a tensor's name -> what transformers writes in its place"""
     carried: Sequence[str] = ()
-    """Beginnings of the names of tensors that transformers does not read either: an
-    export keeps them as they are"""
+    """Beginnings of the names of tensors that transformers does not read either: an export keeps
+    them as they are"""
 
 
 def sizes(

@@ -184,7 +184,7 @@ GLM4_MOE = Family(
     modules=SHARED_MODULES,
     experts=EXPERTS,
     fused_experts=FUSED_EXPERTS,
-    harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # of layers that are not in the files
+    harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # of layers that nothing reads
 )
 
 
