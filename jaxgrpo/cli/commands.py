@@ -156,6 +156,11 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         samples("16 by default"),
         PROMPTS,
         argument("--level", "L", "of intervals, 0.99 by default", type=float),
+        argument(
+            "--methods",
+            "A,B,…",
+            "instead: how alike the updates of methods are, as grpo,sign,loss.surrogate=gspo",
+        ),
         JSON,
         argument("--html", "OUT", "write a page with plots", dest="html_out"),
         SET,

@@ -18,6 +18,7 @@ from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.config import keys, methods, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
 from jaxgrpo.config.own_code import installed, is_reference, named_file
+from jaxgrpo.config.ranges import LARGEST
 from jaxgrpo.config.reading import TRL, Values, show
 from jaxgrpo.core.errors import InputError, pattern_problem, suggest
 from jaxgrpo.core.types import RolloutSpec
@@ -178,7 +179,7 @@ def _refill(values: Values, parts: BuiltParts) -> Iterator[str]:
     factor = refill.get("factor")
     if unknown := sorted(refill.keys() - {"factor"}):
         yield f"rollout.refill.{unknown[0]}: unknown key; {expected}"
-    elif type(factor) not in (int, float) or not 1 <= factor <= keys.LARGEST:
+    elif type(factor) not in (int, float) or not 1 <= factor <= LARGEST:
         yield (
             f"{where}: {expected}, the groups that a step may generate over those that it trains "
             "on, a finite number of 1 or more"

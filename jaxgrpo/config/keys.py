@@ -1,20 +1,20 @@
 """The keys of a config: one frozen dataclass per table, with each default in one place.
 
-`key` states the range of a value beside it. reading.py reads tables into them, checks.py says what
-several must fulfil together, files.py reads and writes files.
+`key` (ranges.py) states the range of a value beside it. reading.py reads tables into them,
+checks.py says what several must fulfil together, files.py reads and writes files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
+from jaxgrpo.config.ranges import key
 from jaxgrpo.core.scores import POLICIES, QUANTITIES, STRIDE
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.storage import is_url
@@ -25,51 +25,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 SHIPPED = next(filter(Path.is_dir, [_PACKAGE / "configs"]), _PACKAGE.parent / "configs")
 """The configs that come with the package: inside it when installed, beside it in a checkout."""
 
-LARGEST = 2**31 - 1
-"""Of a whole number, where its key says nothing else: devices count in 32 bits."""
-
 DEFAULT_RECIPE = "grpo"
 """The recipe if neither `recipe` nor `advantage` is given."""
-
-
-class Range(NamedTuple):
-    """What a key's value may be, beside its type."""
-
-    at_least: float = -math.inf
-    at_most: float = math.inf
-    above: float = -math.inf
-    choices: tuple[str, ...] = ()
-    may_be_empty: bool = False
-    holds: str = "use"  # of a table: the entry that it must have
-    entries: Any = None  # a dataclass: a list of such tables is allowed too
-
-    def __str__(self) -> str:
-        if self.choices:
-            return " or ".join(f'"{choice}"' for choice in self.choices)
-        if self.above > -math.inf:
-            return f"above {self.above:g}"
-        if self.at_most < math.inf:
-            return f"{self.at_least:g} to {self.at_most}"
-        return f"{self.at_least:g} or more"
-
-    def allows(self, value: Any) -> bool:
-        if self.choices:
-            return value in self.choices
-        if isinstance(value, str):
-            return self.may_be_empty or bool(value)
-        return self.at_least <= value <= self.largest(value) and value > self.above
-
-    def largest(self, value: Any) -> float:
-        """The largest number that may be given where `value` is."""
-        is_free = self.at_most == math.inf and type(value) is int
-        return LARGEST if is_free else self.at_most
-
-
-def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
-    """A key with its default (none: the key must be given) and its range."""
-    is_table = isinstance(default, dict)  # a fresh one for every config
-    arguments: Any = {"default_factory": default.copy} if is_table else {"default": default}
-    return dataclasses.field(**arguments, metadata={"range": Range(**limits)})
 
 
 Part = dict[str, Any]
@@ -236,6 +193,14 @@ class TreeKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AtlasKeys:
+    """Other methods, whose updates are compared with the run's."""
+
+    methods: tuple[str, ...] = key(())  # as "sign", "dr_grpo+loss.reduction=constant"
+    every: int = key(50, at_least=1)  # steps; and step 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerKeys:
     use: str = key("adamw")  # any factory of optax; other entries of the table are its options
     learning_rate: float = key(at_least=0)
@@ -383,6 +348,7 @@ class Config:
     reference: ReferenceKeys
     experience: ExperienceKeys
     tree: TreeKeys
+    atlas: AtlasKeys
     optimizer: OptimizerKeys
     rollout: RolloutKeys
     train: TrainKeys

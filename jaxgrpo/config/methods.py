@@ -20,7 +20,8 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import LARGEST, LossKeys, Part, RolloutKeys, part_options
+from jaxgrpo.config.keys import LossKeys, Part, RolloutKeys, part_options
+from jaxgrpo.config.ranges import LARGEST
 from jaxgrpo.core.errors import InputError, call, find, refusing
 from jaxgrpo.core.scores import OF_SAMPLES, SCORES, Score
 from jaxgrpo.core.types import RolloutSpec

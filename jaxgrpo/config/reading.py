@@ -13,7 +13,6 @@ import functools
 import json
 import math
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,23 +21,12 @@ from jaxgrpo.config.keys import (
     DEFAULT_RECIPE,
     HINTS,
     KEYS,
-    LARGEST,
     SECTIONS,
     Part,
-    Range,
     RewardKeys,
     ScoreKeys,
 )
-
-KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: 'a text in quotes, "..."',
-    dict: 'a table, {{ {holds} = "..." }}',
-    Mapping: "a table, {{ name = value }}",
-    tuple: 'a list of texts, ["..."], none of them empty',
-}
+from jaxgrpo.config.ranges import KINDS, LARGEST, Range, expected_value, kind_for
 
 TRL = {
     "num_generations": "rollout.group_size",
@@ -171,7 +159,7 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
         elif default is not dataclasses.MISSING:
             values[where] = default
         elif where not in likely_keys:  # a key that is merely misspelt is one problem, not two
-            yield f"{where}: missing; expected {_expected(hints[name], limits)}"
+            yield f"{where}: missing; expected {expected_value(hints[name], limits)}"
 
 
 def show(value: Any) -> str:
@@ -210,7 +198,7 @@ def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values) -> Iterator[str]:
-    kind = _kind(hint)
+    kind = kind_for(hint)
     if limits.entries and isinstance(value, (list, tuple)):
         read_entry = functools.partial(_read_entry, limits.entries)
         yield from _read_list(where, value, read_entry, values, limits.holds)
@@ -298,17 +286,3 @@ def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
     homes = {key.rpartition(".")[2]: key for key in reversed(KEYS)}  # the first one counts
     near = difflib.get_close_matches(name, homes, n=1, cutoff=0.75)
     return homes[near[0]] if near else None
-
-
-def _kind(hint: Any) -> type:
-    """int, float, str, dict, Mapping or tuple: the type of a hint, which may be optional."""
-    if isinstance(hint, types.UnionType):
-        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-    return typing.get_origin(hint) or hint
-
-
-def _expected(hint: Any, limits: Range) -> str:
-    if limits.choices:
-        return str(limits)
-    text = KINDS[_kind(hint)].format(holds=limits.holds)
-    return text if limits == Range() else f"{text}, {limits}"

@@ -113,6 +113,11 @@ class TreeTable(TypedDict, total=False):
     segment: int
 
 
+class AtlasTable(TypedDict, total=False):
+    methods: Sequence[str]
+    every: int
+
+
 class ScoreTable(TypedDict, total=False):
     """What a pass of a model over the samples gives."""
 
@@ -240,6 +245,7 @@ class Overrides(TypedDict, total=False):
     reference: ReferenceTable
     experience: ExperienceTable
     tree: TreeTable
+    atlas: AtlasTable
     optimizer: OptimizerTable | Part
     rollout: RolloutTable
     train: TrainTable

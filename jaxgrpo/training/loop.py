@@ -182,6 +182,10 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
     sharding.give_back(run.inputs.pretrained.mesh)
     with clock("prepare"):
         learner, prepared = run.prepare(learner, collected.rollouts)
+    atlas: dict[str, float] = {}
+    if run.atlases is not None and (number == 1 or is_due(number, run.config.atlas.every)):
+        with clock("atlas"):
+            atlas = run.atlases.draw(learner, collected.rollouts).metrics()
     with clock("update"):
         learner, metrics = run.update(learner, prepared.batches)
         # Of all that was sampled, where `collect` and `prepare` count the same.
@@ -189,7 +193,7 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
         values = finalise(sharding.to_host(metrics))
     values = with_logged(values, collected.reward_log)
     values["learning_rate"] = float(sharding.to_host(current_rate(learner.opt_state)))
-    values |= clock.seconds
+    values |= clock.seconds | atlas
     return StepEnd(number, learner, stream, collected, prepared.advantage, values)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
+from jaxgrpo.config.contenders import make_atlases
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.config.scoring import make_scores
@@ -44,6 +45,7 @@ from jaxgrpo.training.replay import SavedRollouts
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rollout_source import first_stream, make_rollout_source
 from jaxgrpo.update import packing, step
+from jaxgrpo.update.atlas import Atlases
 from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, params_of, trained
 from jaxgrpo.update.optimizer import make_optimizer
 
@@ -102,6 +104,7 @@ class Setup(NamedTuple):
     engine: SlotEngine
     steps: step.Steps
     collector: Collector
+    atlases: Atlases | None  # of `atlas.methods`
     learner: Learner
     stream: Stream
 
@@ -223,8 +226,7 @@ def _assemble(
     share, has_turns = config.experience.share, config.has_turns
     forks = blueprint.geometry.has_forks
     recorded = routing.recorded(blueprint.model.config.kinds)
-    arguments = grown, config.rollout, share, has_turns, lacking, forks, recorded
-    brought = brought_fields(*arguments)
+    brought = brought_fields(grown, config.rollout, share, has_turns, lacking, forks, recorded)
     world = run_inputs.world
     converse = None if world is None else world.converse(rows)
     options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
@@ -244,6 +246,7 @@ def _assemble(
         rewards=rewards,
         **method._asdict(),
         collector=collector,
+        atlases=make_atlases(config, blueprint, rewards),
         learner=(make_learner or read)(blueprint),
         stream=first_stream(source, len(rows), config.train.seed),
     )

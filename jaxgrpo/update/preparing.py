@@ -62,17 +62,16 @@ class Preparer:
 
     def __init__(self, blueprint: Blueprint):
         self.blueprint: Blueprint = blueprint
-        geometry = blueprint.geometry
-        shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
-        self.sample_shape: tuple[int, int, int] = shape
         self.score: Jitted = jax.jit(self._score, static_argnums=(2, 3))
         self.behind_prompt: Jitted = jax.jit(_behind_prompt, static_argnums=1)
         judged = blueprint.chain, blueprint.objective.acts_on_all, blueprint.reward_weights
         draws = blueprint.sampling.temperature > 0
-        self.judge: Jitted = jax.jit(functools.partial(_judge, *judged, draws, blueprint.mesh))
+        self.judge: Jitted = jax.jit(
+            functools.partial(judge_samples, *judged, draws, blueprint.mesh)
+        )
         self.recipe: AdvantageTransform = blueprint.recipe or blueprint.chain
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
-        self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint.objective.reduction))
+        self.weigh: Jitted = jax.jit(functools.partial(weigh_tokens, blueprint.objective.reduction))
         constrain = sharding.constrain(blueprint.mesh)
         self.move_rollouts: Jitted = jax.jit(functools.partial(_move_rollouts, constrain))
         self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
@@ -255,10 +254,11 @@ class Preparer:
         # As for the parts of a chain, a need may be the name of a reward.
         available_fields = {**rollouts.rewards, **rollouts.fields}
         fields = {
-            name: self.per_token(available_fields[name]) for name in needs & available_fields.keys()
+            name: at_tokens(available_fields[name], rollouts)
+            for name in needs & available_fields.keys()
         }
         fields["behavior_logp"] = rollouts.behavior_logp
-        fields["sampled_now"] = self.per_token(rollouts.policy_version == learner.step)
+        fields["sampled_now"] = at_tokens(rollouts.policy_version == learner.step, rollouts)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
         names = (needs & self.blueprint.scores.keys()) - fields.keys()
         late = self.score_fields(learner, names, batch, self.blueprint.geometry)
@@ -289,10 +289,11 @@ class Preparer:
         settings = self.blueprint.score_pass(scores[names[0]])._replace(tokens=geometry.tokens)
         return score_batch(settings, params, batch, scores)
 
-    def per_token(self, value: Array) -> Array:
-        """A field [P], [P, G] or [P, G, T] at every token."""
-        value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
-        return jnp.broadcast_to(value, self.sample_shape)
+
+def at_tokens(value: Array, rollouts: Rollouts) -> Array:
+    """A field [P], [P, G] or [P, G, T] at every token of the samples, [P, G, T]."""
+    per_token = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+    return jnp.broadcast_to(per_token, rollouts.token_mask.shape)
 
 
 def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
@@ -361,7 +362,7 @@ def _at_tokens(signal: Signal, rollouts: Rollouts) -> tuple[Array, Array]:
     return jnp.where(mask, value, 0).astype(jnp.float32), mask
 
 
-def _judge(
+def judge_samples(
     chain: AdvantageTransform,
     acts_on_all: bool,
     reward_weights: Mapping[str, float] | None,
@@ -396,7 +397,7 @@ def _judge(
     return state, (advantage, alive, mask), live, per_sample, metrics
 
 
-def _weigh(reduction: Reduction, counted: Array, mask: Array, prompts: Array) -> Array:
+def weigh_tokens(reduction: Reduction, counted: Array, mask: Array, prompts: Array) -> Array:
     """The reduction's weights [P, G, T] for the update of `prompts`; 0 elsewhere.
 
     They are normalised over `counted` tokens of these prompts, the whole batch of the update. The

@@ -15,7 +15,8 @@ import pytest
 
 import jaxgrpo as jg
 from jaxgrpo.config import keys, tables
-from jaxgrpo.config.keys import HINTS, SECTIONS, PartKeys, Range
+from jaxgrpo.config.keys import HINTS, SECTIONS, PartKeys
+from jaxgrpo.config.ranges import Range
 
 OVERRIDES: list[tuple[Callable[..., Any], Any]] = [
     (jg.train, tables.TrainOverrides),

@@ -19,9 +19,9 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, make_questions
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
-from jaxgrpo.experiments.probe import measure, report
+from jaxgrpo.experiments.probe import atlas, measure, report
 from jaxgrpo.experiments.probe.advice import advise
-from jaxgrpo.rewards import RewardFunction
+from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import TrainerState, reads_any
 from jaxgrpo.training.inputs import show_previews, try_rewards
 from jaxgrpo.training.processes import process
@@ -49,6 +49,7 @@ def probe(
     samples: int | None = None,
     prompts: int | None = None,
     level: float = LEVEL,
+    methods: Sequence[str] = (),
     **overrides: Unpack[AskOverrides],
 ) -> dict[str, Any]:
     """What `jaxgrpo probe` finds: whether groups of samples would carry a signal, before training.
@@ -60,11 +61,16 @@ def probe(
       samples: N per prompt; 16 by default.
       prompts: how many, from the start of the data; all by default.
       level: of the intervals.
+      methods: two or more, as "sign", "dr_grpo+loss.reduction=constant": how alike the updates are
+        that they would make of the samples of one step, and nothing else.
       overrides: tables of the config, rollout={"temperature": 0.5}, as of `train`.
 
     Returns: the numbers, in the structure that docs/probe.md describes, "advice" last.
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
+    if methods:
+        refuse_with_methods(samples=samples, prompts=prompts)
+        return _atlas(target, methods, data, reward, (), overrides)
     source, rows = (data, None) if isinstance(data, str) else (None, data)
     judge = judge_name(reward)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
@@ -80,32 +86,74 @@ def main(
     samples: int | None = None,
     prompts: int | None = None,
     level: float = LEVEL,
+    methods: str | None = None,
     as_json: bool = False,
     html_out: str | None = None,
     overrides: Sequence[str] = (),
 ) -> int | Document:
     """The command: prints what was found, and writes a page where asked. Returns the exit code.
 
-    Args: as of `probe`, and
+    Args: as of `probe`, with methods as one text, and
       overrides: keys of the config, also of its table `eval`, which is ignored otherwise.
 
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
-    eval_keys = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
-    config = _config(target, eval_keys, overrides)
     outs = check_writable(html_out)
     if html_out:
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
-    numbers = _probe(console, target, config, level)
+    if methods is not None:
+        refuse_with_methods(samples=samples, num_prompts=prompts)
+        names = [name.strip() for name in methods.split(",")]
+        with telling(console, "probe: atlas"):
+            numbers = _atlas(target, names, data, reward, overrides)
+        shown = atlas
+    else:
+        eval_keys = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
+        config = _config(target, eval_keys, overrides)
+        numbers = _probe(console, target, config, level)
+        shown = report
     if not process.is_main():
         return 0
     if not as_json:
-        report.show(console, numbers)
+        shown.show(console, numbers)
     for out in outs:
-        write_atomically(out, report.render(numbers))
+        write_atomically(out, shown.render(numbers))
         console.print(f"written: {out}", markup=False, soft_wrap=True)
     return Document(numbers) if as_json else 0
+
+
+def refuse_with_methods(**options: int | None) -> None:
+    """Raises: InputError for what an atlas does not read."""
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(
+                f"--{name.replace('_', '-')}: an atlas is of the samples of a step; say how many "
+                "with --set rollout.prompts_per_step=… rollout.group_size=…"
+            )
+
+
+def _atlas(
+    target: str | Place,
+    methods: Sequence[str],
+    data: str | Rows | None,
+    reward: str | RewardFunction | None,
+    overrides: Sequence[str],
+    tables: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """How alike the updates of methods are, on samples of the training data or of `data`."""
+    changes = {**tables}
+    if isinstance(data, str):
+        changes["data.path"] = data
+    if isinstance(reward, str):
+        changes["rewards"] = [{"use": reward}]
+    config = config_for(target, changes, overrides)
+    objects = {
+        "dataset": None if isinstance(data, str) else data,
+        "rewards": {callable_name(reward): reward} if callable(reward) else None,
+    }
+    drawn = atlas.probe_atlas(config, methods, **objects)
+    return {"model": without_passwords(str(target)), **atlas.as_numbers(drawn)}
 
 
 def _probe(

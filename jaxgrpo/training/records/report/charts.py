@@ -152,6 +152,12 @@ PANELS = (
         log=True,
     ),
     Panel(
+        "Updates of methods beside the run's",
+        {"atlas/cosine/run/*": "*"},
+        "Cosines: 1 is the same direction, 0 nothing in common.",
+        kind="points",
+    ),
+    Panel(
         "Seconds per step",
         {f"time/{phase}": phase for phase in ("sample", "reward", "prepare", "update")},
         "The first step compiles; its bar may end above the frame.",

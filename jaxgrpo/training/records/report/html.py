@@ -174,9 +174,13 @@ def _evaluation(record: Record) -> str:
 
 
 def _charts(record: Record) -> str:
-    from jaxgrpo.training.records.report import charts
+    from jaxgrpo.training.records.report import charts, maps
 
     figures = [figure(panel.title, svg, panel.note) for panel, svg in charts.draw(record)]
+    if (atlas := maps.latest(record)) is not None:
+        step, atlas_map = atlas
+        svg = maps.draw_map("Updates of methods", atlas_map)
+        figures.append(figure("Updates of methods", svg, maps.NOTE.format(step=step)))
     if not figures:
         return section("Charts", nothing("No step is finished yet."))
     return section("Charts", f'<div class="charts">{"".join(figures)}</div>')

@@ -1,0 +1,89 @@
+"""The methods that an atlas compares, from their names.
+
+A name is a recipe, which takes the place of the run's, and `KEY=VALUE` changes what else a method
+is made of: "sign", "loss.surrogate=gspo", "dr_grpo+loss.reduction=constant".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxgrpo.advantages.registry import recipes
+from jaxgrpo.config import files as configs
+from jaxgrpo.config import methods
+from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import KEYS
+from jaxgrpo.core.errors import ConfigError, InputError, suggest
+from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.update.atlas import RUN, Atlases, Contender
+from jaxgrpo.update.forward import Blueprint
+
+CHANGES = ("recipe", "loss")
+"""Tables and keys of a config that a contender may change."""
+
+
+def make_atlases(config: Config, blueprint: Blueprint, rewards: Sequence[Reward]) -> Atlases | None:
+    """The atlases of a run and of its `atlas.methods`; None without any.
+
+    Raises: InputError where a method cannot be built, or reads what the run does not make.
+    """
+    if not config.atlas.methods:
+        return None
+    run_method = Contender(blueprint.chain, blueprint.objective)
+    named = make_contenders(config, rewards, config.atlas.methods, "atlas.methods")
+    return Atlases(blueprint, {RUN: run_method, **named})
+
+
+def make_contenders(
+    config: Config, rewards: Sequence[Reward], names: Sequence[str], where: str
+) -> dict[str, Contender]:
+    """Name -> method, as a run with this config but for what the name says.
+
+    Args:
+      where: the key or option that names them, for messages.
+
+    Raises: InputError where a name is none, is there twice, or says what cannot be built.
+    """
+    if twice := sorted({name for name in names if list(names).count(name) > 1}):
+        raise InputError(f"{where}: {twice[0]} is there twice; leave one out")
+    contenders = {}
+    for name in names:
+        tables = configs.to_tables(config)
+        overrides = _overrides(name, f"{where}: {name}")
+        if overrides[0].startswith("recipe="):
+            tables.pop("advantage", None)
+        try:
+            changed = configs.from_dict(tables, overrides, source=config.source)
+        except ConfigError as error:
+            raise InputError(f"{where}: {name}: {'; '.join(error.problems)}") from None
+        recipe = methods.make_recipe(changed.named_chain, rewards)
+        longest = changed.rollout.max_completion_tokens
+        objective = methods.make_objective(changed.loss, longest)
+        contenders[name] = Contender(methods.make_chain(changed.loss, recipe), objective)
+    return contenders
+
+
+def _overrides(name: str, where: str) -> list[str]:
+    """What a name changes in a config, as `--set` takes it; a recipe comes first.
+
+    Raises: InputError where it is no recipe and no change of a method.
+    """
+    overrides = []
+    for change in map(str.strip, name.split("+")):
+        key, assigned, value = change.partition("=")
+        if not assigned and change not in recipes:
+            raise InputError(
+                f"{where}: no recipe is called {change!r}: {suggest(change, recipes)}; of a "
+                'surrogate or a reduction give the key, as "loss.surrogate=gspo"'
+            )
+        if assigned and key.partition(".")[0] not in CHANGES:
+            raise InputError(f"{where}: {key} is no part of a method; give recipe or loss.…")
+        overrides.append(_override(key, value, change) if assigned else f"recipe={change}")
+    return sorted(overrides, key=lambda override: not override.startswith("recipe="))
+
+
+def _override(key: str, value: str, change: str) -> str:
+    """A part of the loss may be named alone: "loss.surrogate=gspo"."""
+    takes_part = key in KEYS and "Part" in str(KEYS[key].type)
+    is_name = takes_part and value.strip().replace("_", "").isalnum()
+    return f'{key}={{ use = "{value.strip()}" }}' if is_name else change

@@ -1,0 +1,78 @@
+"""What the value of a config's key may be, stated beside the key and its default."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: 'a text in quotes, "..."',
+    dict: 'a table, {{ {holds} = "..." }}',
+    Mapping: "a table, {{ name = value }}",
+    tuple: 'a list of texts, ["..."], none of them empty',
+}
+
+LARGEST = 2**31 - 1
+"""Of a whole number, where its key says nothing else: devices count in 32 bits."""
+
+
+class Range(NamedTuple):
+    """What a key's value may be, beside its type."""
+
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    above: float = -math.inf
+    choices: tuple[str, ...] = ()
+    may_be_empty: bool = False
+    holds: str = "use"  # of a table: the entry that it must have
+    entries: Any = None  # a dataclass: a list of such tables is allowed too
+
+    def __str__(self) -> str:
+        if self.choices:
+            return " or ".join(f'"{choice}"' for choice in self.choices)
+        if self.above > -math.inf:
+            return f"above {self.above:g}"
+        if self.at_most < math.inf:
+            return f"{self.at_least:g} to {self.at_most}"
+        return f"{self.at_least:g} or more"
+
+    def allows(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if isinstance(value, str):
+            return self.may_be_empty or bool(value)
+        return self.at_least <= value <= self.largest(value) and value > self.above
+
+    def largest(self, value: Any) -> float:
+        """The largest number that may be given where `value` is."""
+        is_free = self.at_most == math.inf and type(value) is int
+        return LARGEST if is_free else self.at_most
+
+
+def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """A key with its default (none: the key must be given) and its range."""
+    is_table = isinstance(default, dict)  # a fresh one for every config
+    arguments: Any = {"default_factory": default.copy} if is_table else {"default": default}
+    return dataclasses.field(**arguments, metadata={"range": Range(**limits)})
+
+
+def kind_for(hint: Any) -> type:
+    """int, float, str, dict, Mapping or tuple: the type of a hint, which may be optional."""
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
+    return typing.get_origin(hint) or hint
+
+
+def expected_value(hint: Any, limits: Range) -> str:
+    """What is allowed, for messages."""
+    if limits.choices:
+        return str(limits)
+    text = KINDS[kind_for(hint)].format(holds=limits.holds)
+    return text if limits == Range() else f"{text}, {limits}"

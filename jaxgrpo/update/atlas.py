@@ -1,0 +1,212 @@
+"""The atlas: how alike the updates are that different methods would make of the same samples.
+
+At parameters theta a method's update is a sum over tokens of a coefficient times grad log p. Chain,
+reduction and surrogate give the coefficients without a pass of the model; the gradients are
+sketched once for all methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_ANSWERS, OF_PASS
+from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
+from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
+from jaxgrpo.models import sharding
+from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.preparing import Preparer, at_tokens, judge_samples, weigh_tokens
+from jaxgrpo.update.sketches import make_sketch
+
+RUN = "run"
+"""What the method of the run itself is called, the first of its atlases."""
+
+EVEN = 0.02
+"""Coefficients of a sample's tokens that differ by so much of their size (root mean square) are
+taken for equal: that turns an update by at most so much of its length, a cosine by EVEN^2 / 2."""
+
+
+class Contender(NamedTuple):
+    """A method on the atlas."""
+
+    chain: AdvantageTransform
+    objective: Objective
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.chain.needs | self.objective.needs | {"trainer_logp"}
+
+
+class Atlas(NamedTuple):
+    """Inner products of the updates of methods, estimated from sketches."""
+
+    names: tuple[str, ...]
+    products: np.ndarray  # [M, M] float64
+
+    @property
+    def norms(self) -> np.ndarray:
+        """[M]: the lengths of the updates."""
+        return np.sqrt(np.diag(self.products))
+
+    @property
+    def cosines(self) -> np.ndarray:
+        """[M, M]; NaN where an update is 0."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            cosines = self.products / np.outer(self.norms, self.norms)
+        return np.clip(cosines, -1, 1)
+
+    def metrics(self) -> dict[str, float]:
+        """atlas/norm/A, the length beside that of the first, and atlas/cosine/A/B of each pair;
+        without those that an update of 0 leaves undefined."""
+        values: dict[str, float] = {}
+        for place, name in enumerate(self.names):
+            values[f"atlas/norm/{name}"] = float(self.norms[place] / (self.norms[0] or np.nan))
+            for earlier, cosine in zip(self.names, self.cosines[:place, place], strict=False):
+                values[f"atlas/cosine/{earlier}/{name}"] = float(cosine)
+        return {name: value for name, value in values.items() if np.isfinite(value)}
+
+
+class Atlases:
+    """Draws atlases of some methods on the samples of a run."""
+
+    def __init__(self, blueprint: Blueprint, contenders: Mapping[str, Contender]):
+        """
+        Args:
+          contenders: name -> method; see `refuse`.
+        """
+        for name, contender in contenders.items():
+            refuse(name, contender, blueprint)
+        self.contenders: dict[str, Contender] = {
+            name: contender._replace(objective=without_pass(contender.objective))
+            for name, contender in contenders.items()
+        }
+        self.blueprint: Blueprint = blueprint
+        self.preparer: Preparer = Preparer(blueprint)
+        self.sketch = make_sketch(blueprint)
+        self.coefficients = {
+            name: jax.jit(functools.partial(_coefficients, blueprint, contender))
+            for name, contender in self.contenders.items()
+        }
+
+    def draw(self, learner: Learner, rollouts: Rollouts) -> Atlas:
+        """The atlas of a step's rollouts, before the learner is updated on them.
+
+        Methods with a memory are taken as in their first step. A pass sketches every sample that
+        moves some method, and one more all samples of a method whose coefficients differ within a
+        sample.
+        """
+        rollouts = self._scored(learner, rollouts)
+        mask = np.asarray(sharding.to_host(rollouts.token_mask))
+        by_token = {
+            name: np.asarray(sharding.to_host(compute(rollouts)), np.float64)
+            for name, compute in self.coefficients.items()
+        }
+        by_sample = {name: even_out(values, mask) for name, values in by_token.items()}
+        moved = np.zeros(mask.shape[:2])
+        for value in by_sample.values():
+            moved += 0 if value is None else np.abs(value)
+        sketches = self.sketch(learner, rollouts, mask * (moved > 0)[..., None])
+        updates = []
+        for name, value in by_sample.items():
+            if value is None:
+                update = self.sketch(learner, rollouts, by_token[name]).sum((0, 1))
+            else:
+                update = np.einsum("pg,pgk->k", value, sketches)
+            updates.append(update.astype(np.float64))
+        stacked = np.stack(updates)
+        return Atlas(tuple(self.contenders), stacked @ stacked.T)
+
+    def _scored(self, learner: Learner, rollouts: Rollouts) -> Rollouts:
+        """The rollouts on the update's mesh, with all that the methods read."""
+        preparer = self.preparer
+        if self.blueprint.has_two_meshes:
+            rollouts = preparer.move_rollouts(rollouts)
+        rollouts = preparer.routed(rollouts)
+        lengths = sharding.to_host(preparer.measure(rollouts))
+        needs = frozenset().union(*(contender.needs for contender in self.contenders.values()))
+        return preparer.with_fields(learner, rollouts, lengths, needs)
+
+
+def without_pass(objective: Objective) -> Objective:
+    """The objective without penalties that are no functions of log-probs, as of the entropy."""
+    penalties = (part for part in objective.penalties if not part.needs & OF_PASS.keys())
+    return objective._replace(penalties=tuple(penalties))
+
+
+def refuse(name: str, contender: Contender, blueprint: Blueprint) -> None:
+    """Raises: InputError where a run does not hold what a method reads."""
+    if read := sorted(contender.objective.surrogate.needs & OF_PASS.keys()):
+        raise InputError(
+            f"{name}: its surrogate reads {', '.join(read)}, whose gradient is none of log-probs: "
+            "the atlas cannot show it"
+        )
+    scores, needs = blueprint.scores, contender.needs
+    policies = {scores[need].policy for need in needs & scores.keys()} - {"trainer"}
+    lacking = policies - {*blueprint.policies, *blueprint.teachers}
+    answers = needs & OF_ANSWERS.keys() - blueprint.chain.needs
+    if lacking or answers:
+        what = ", ".join(sorted(lacking | answers))
+        raise InputError(
+            f"{name}: reads {what}, which the run's method does not: the run does not make it; "
+            "leave the method out, or draw the atlas in a run of it"
+        )
+
+
+def _coefficients(blueprint: Blueprint, contender: Contender, rollouts: Rollouts) -> Array:
+    """[P, G, T]: minus the derivative of the loss in each token's log-prob, before an update."""
+    chain, objective = contender
+    names = tuple(rollouts.rewards)
+    spec = RolloutSpec(*blueprint.geometry[:4], rewards=names, num_rows=None)
+    draws, mesh = blueprint.sampling.temperature > 0, blueprint.mesh
+    judged = chain, objective.acts_on_all, blueprint.reward_weights, draws, mesh
+    _, (advantage, mask, counted), *_ = judge_samples(*judged, chain.init(spec), rollouts)
+    prompts = jnp.arange(len(mask))
+    weight = weigh_tokens(objective.reduction, counted, mask, prompts)
+    available = {**rollouts.rewards, **rollouts.fields}
+    rows = functools.partial(jnp.reshape, shape=(-1, mask.shape[-1]))
+    fields = {
+        need: rows(at_tokens(available[need], rollouts))
+        for need in objective.needs & available.keys()
+    }
+    logp = rollouts.fields["trainer_logp"]
+    proximal = logp if objective.proximal == "trainer" else rollouts.behavior_logp
+    tokens = Tokens(
+        logp=rows(jnp.where(mask, logp, 0)),
+        proximal_logp=rows(proximal),
+        advantage=rows(advantage),
+        mask=rows(mask),
+        segment=jnp.ones(rows(mask).shape, jnp.int32),
+        fields=fields | {"behavior_logp": rows(rollouts.behavior_logp)},
+    )
+    if objective.reads_groups:
+        group = jnp.repeat(prompts, mask.shape[1])[:, None]
+        group = jnp.broadcast_to(group, tokens.mask.shape)
+        log_ratio = group_log_ratio(tokens, group, len(mask))
+        tokens = dataclasses.replace(tokens, fields={**tokens.fields, GROUP_LOG_RATIO: log_ratio})
+
+    def loss(logp: Array) -> Array:
+        moved = dataclasses.replace(tokens, logp=logp)
+        parts = objective.surrogate, objective.penalties, moved, objective.init()
+        return jnp.where(tokens.mask, rows(weight) * token_loss(*parts)[0], 0).sum()
+
+    return -jax.grad(loss)(tokens.logp).reshape(mask.shape)
+
+
+def even_out(values: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
+    """[P, G]: the coefficient that all tokens of a sample have; None where they have several.
+
+    Args: coefficients and the tokens that the policy chose, [P, G, T] each.
+    """
+    mean = (values * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
+    difference = np.where(mask, values - mean[..., None], 0)
+    is_even = np.square(difference).sum() <= EVEN**2 * np.square(values).sum()
+    return mean if is_even else None
