@@ -279,8 +279,8 @@ LINES = {
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 4349,  # with turns, samples that keep their slots, and experts that are recorded
-    "update": 2131,  # with what kernels are chosen by, experts taken again, 240 of the atlas
-    "config": 2206,  # with what tools and environments are, and 65 of other methods by name
+    "update": 2140,  # with what kernels are chosen by, experts taken again, 240 of the atlas
+    "config": 2216,  # with what tools and environments are, and 65 of other methods by name
     "evaluation": 700,  # with how two judgements agree
     "training": 7100,  # with a page of conversations, versions of tokens, what fits, and maps
     "planning": 1719,  # 110 of it what compiled programs move, which benchmarks had

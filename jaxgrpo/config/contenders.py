@@ -6,41 +6,56 @@ is made of: "sign", "loss.surrogate=gspo", "dr_grpo+loss.reduction=constant".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from jaxgrpo.advantages.registry import recipes
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
-from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import KEYS
 from jaxgrpo.core.errors import ConfigError, InputError, suggest
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.update.atlas import RUN, Atlases, Contender
-from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.preparing import Preparer
 
 CHANGES = ("recipe", "loss")
 """Tables and keys of a config that a contender may change."""
 
 
-def make_atlases(config: Config, blueprint: Blueprint, rewards: Sequence[Reward]) -> Atlases | None:
-    """The atlases of a run and of its `atlas.methods`; None without any.
+def make_atlases(
+    preparer: Preparer,
+    names: Sequence[str],
+    tables: Mapping[str, Any],
+    source: Path | None,
+    rewards: Sequence[Reward],
+) -> Atlases | None:
+    """The atlases of a run and of `atlas.methods`; None without any.
+
+    Args:
+      preparer: of the run; names: `atlas.methods`; the rest as of `make_contenders`.
 
     Raises: InputError where a method cannot be built, or reads what the run does not make.
     """
-    if not config.atlas.methods:
+    if not names:
         return None
-    run_method = Contender(blueprint.chain, blueprint.objective)
-    named = make_contenders(config, rewards, config.atlas.methods, "atlas.methods")
-    return Atlases(blueprint, {RUN: run_method, **named})
+    run_method = Contender(preparer.blueprint.chain, preparer.blueprint.objective)
+    named = make_contenders(names, "atlas.methods", tables, source, rewards)
+    return Atlases(preparer, {RUN: run_method, **named})
 
 
 def make_contenders(
-    config: Config, rewards: Sequence[Reward], names: Sequence[str], where: str
+    names: Sequence[str],
+    where: str,
+    tables: Mapping[str, Any],
+    source: Path | None,
+    rewards: Sequence[Reward],
 ) -> dict[str, Contender]:
     """Name -> method, as a run with this config but for what the name says.
 
     Args:
       where: the key or option that names them, for messages.
+      tables, source: the config, and the file that it came from.
 
     Raises: InputError where a name is none, is there twice, or says what cannot be built.
     """
@@ -48,12 +63,11 @@ def make_contenders(
         raise InputError(f"{where}: {twice[0]} is there twice; leave one out")
     contenders = {}
     for name in names:
-        tables = configs.to_tables(config)
         overrides = _overrides(name, f"{where}: {name}")
-        if overrides[0].startswith("recipe="):
-            tables.pop("advantage", None)
+        replaced = {"advantage"} if overrides[0].startswith("recipe=") else set()
+        rest = {key: value for key, value in tables.items() if key not in replaced}
         try:
-            changed = configs.from_dict(tables, overrides, source=config.source)
+            changed = configs.from_dict(rest, overrides, source=source)
         except ConfigError as error:
             raise InputError(f"{where}: {name}: {'; '.join(error.problems)}") from None
         recipe = methods.make_recipe(changed.named_chain, rewards)

@@ -48,6 +48,7 @@ from jaxgrpo.update import packing, step
 from jaxgrpo.update.atlas import Atlases
 from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, params_of, trained
 from jaxgrpo.update.optimizer import make_optimizer
+from jaxgrpo.update.preparing import Preparer
 
 DIVIDED = {
     "prompts_per_step": "bins",
@@ -227,8 +228,7 @@ def _assemble(
     forks = blueprint.geometry.has_forks
     recorded = routing.recorded(blueprint.model.config.kinds)
     brought = brought_fields(grown, config.rollout, share, has_turns, lacking, forks, recorded)
-    world = run_inputs.world
-    converse = None if world is None else world.converse(rows)
+    converse = None if (world := run_inputs.world) is None else world.converse(rows)
     options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
     draw_groups = functools.partial(draw, method.engine, **options)
     source = make_rollout_source(*keys, run_inputs, blueprint, draw_groups, rewards, brought)
@@ -239,15 +239,15 @@ def _assemble(
     parts = config.rollout, config.train.steps, run_inputs, rewards, method
     collector = _make_collector(*parts, source, waits)
     start = config.train.seed, pretrained, len(rows), rewards
-    read = functools.partial(_read_learner, *start)
+    atlas = config.atlas.methods, configs.to_tables(config), config.source, rewards
     return Setup(
         config=config.at_time(run_inputs.chat.time),
         inputs=run_inputs,
         rewards=rewards,
         **method._asdict(),
         collector=collector,
-        atlases=make_atlases(config, blueprint, rewards),
-        learner=(make_learner or read)(blueprint),
+        atlases=make_atlases(Preparer(blueprint), *atlas),
+        learner=(make_learner or functools.partial(_read_learner, *start))(blueprint),
         stream=first_stream(source, len(rows), config.train.seed),
     )
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_ANSWERS, OF_PASS
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_ANSWERS, OF_PASS, Score
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
 from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
 from jaxgrpo.models import sharding
-from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.preparing import Preparer, at_tokens, judge_samples, weigh_tokens
-from jaxgrpo.update.sketches import make_sketch
+from jaxgrpo.update.sketches import Sketch, make_sketch
 
 RUN = "run"
 """What the method of the run itself is called, the first of its atlases."""
@@ -78,23 +78,31 @@ class Atlas(NamedTuple):
 class Atlases:
     """Draws atlases of some methods on the samples of a run."""
 
-    def __init__(self, blueprint: Blueprint, contenders: Mapping[str, Contender]):
+    def __init__(self, preparer: Preparer, contenders: Mapping[str, Contender]):
         """
         Args:
-          contenders: name -> method; see `refuse`.
+          preparer: of the run.
+          contenders: name -> method.
+
+        Raises: InputError where the run does not hold what a method reads.
         """
+        blueprint = preparer.blueprint
+        policies = {"trainer", *blueprint.policies, *blueprint.teachers}
         for name, contender in contenders.items():
-            refuse(name, contender, blueprint)
-        self.contenders: dict[str, Contender] = {
-            name: contender._replace(objective=without_pass(contender.objective))
+            refuse(name, contender, blueprint.scores, policies, blueprint.chain.needs)
+        mesh, sizes = blueprint.mesh, blueprint.geometry
+        self.names: tuple[str, ...] = tuple(contenders)
+        self.needs: frozenset[str] = frozenset().union(
+            *(contender.needs for contender in contenders.values())
+        )
+        self.preparer: Preparer = preparer
+        tokens = sharding.rounded_up(mesh, sizes.widest, "sequence")
+        self.sketch: Sketch = make_sketch(blueprint.passes._replace(tokens=tokens))
+        spec = RolloutSpec(*sizes[:4], rewards=(*(blueprint.reward_weights or ()),))
+        judged = blueprint.reward_weights, blueprint.sampling.temperature > 0, mesh
+        self.coefficients: dict[str, Callable[[Rollouts], Array]] = {
+            name: jax.jit(functools.partial(_coefficients, contender, spec, judged))
             for name, contender in contenders.items()
-        }
-        self.blueprint: Blueprint = blueprint
-        self.preparer: Preparer = Preparer(blueprint)
-        self.sketch = make_sketch(blueprint)
-        self.coefficients = {
-            name: jax.jit(functools.partial(_coefficients, blueprint, contender))
-            for name, contender in self.contenders.items()
         }
 
     def draw(self, learner: Learner, rollouts: Rollouts) -> Atlas:
@@ -123,17 +131,16 @@ class Atlases:
                 update = np.einsum("pg,pgk->k", value, sketches)
             updates.append(update.astype(np.float64))
         stacked = np.stack(updates)
-        return Atlas(tuple(self.contenders), stacked @ stacked.T)
+        return Atlas(self.names, stacked @ stacked.T)
 
     def _scored(self, learner: Learner, rollouts: Rollouts) -> Rollouts:
         """The rollouts on the update's mesh, with all that the methods read."""
         preparer = self.preparer
-        if self.blueprint.has_two_meshes:
+        if preparer.blueprint.has_two_meshes:
             rollouts = preparer.move_rollouts(rollouts)
         rollouts = preparer.routed(rollouts)
         lengths = sharding.to_host(preparer.measure(rollouts))
-        needs = frozenset().union(*(contender.needs for contender in self.contenders.values()))
-        return preparer.with_fields(learner, rollouts, lengths, needs)
+        return preparer.with_fields(learner, rollouts, lengths, self.needs)
 
 
 def without_pass(objective: Objective) -> Objective:
@@ -142,33 +149,48 @@ def without_pass(objective: Objective) -> Objective:
     return objective._replace(penalties=tuple(penalties))
 
 
-def refuse(name: str, contender: Contender, blueprint: Blueprint) -> None:
-    """Raises: InputError where a run does not hold what a method reads."""
+def refuse(
+    name: str,
+    contender: Contender,
+    scores: Mapping[str, Score],
+    policies: Collection[str],
+    read_by_run: Collection[str],
+) -> None:
+    """Raises: InputError where a run does not hold what a method reads.
+
+    Args:
+      policies: that the run holds; read_by_run: what its chain needs.
+    """
     if read := sorted(contender.objective.surrogate.needs & OF_PASS.keys()):
         raise InputError(
             f"{name}: its surrogate reads {', '.join(read)}, whose gradient is none of log-probs: "
             "the atlas cannot show it"
         )
-    scores, needs = blueprint.scores, contender.needs
-    policies = {scores[need].policy for need in needs & scores.keys()} - {"trainer"}
-    lacking = policies - {*blueprint.policies, *blueprint.teachers}
-    answers = needs & OF_ANSWERS.keys() - blueprint.chain.needs
-    if lacking or answers:
-        what = ", ".join(sorted(lacking | answers))
+    needs = contender.needs
+    lacking = {scores[need].policy for need in needs & scores.keys()}.difference(policies)
+    lacking |= (needs & OF_ANSWERS.keys()).difference(read_by_run)
+    if lacking:
         raise InputError(
-            f"{name}: reads {what}, which the run's method does not: the run does not make it; "
-            "leave the method out, or draw the atlas in a run of it"
+            f"{name}: reads {', '.join(sorted(lacking))}, which the run's method does not: the "
+            "run does not make it; leave the method out, or draw the atlas in a run of it"
         )
 
 
-def _coefficients(blueprint: Blueprint, contender: Contender, rollouts: Rollouts) -> Array:
-    """[P, G, T]: minus the derivative of the loss in each token's log-prob, before an update."""
-    chain, objective = contender
-    names = tuple(rollouts.rewards)
-    spec = RolloutSpec(*blueprint.geometry[:4], rewards=names, num_rows=None)
-    draws, mesh = blueprint.sampling.temperature > 0, blueprint.mesh
-    judged = chain, objective.acts_on_all, blueprint.reward_weights, draws, mesh
-    _, (advantage, mask, counted), *_ = judge_samples(*judged, chain.init(spec), rollouts)
+def _coefficients(
+    contender: Contender,
+    spec: RolloutSpec,
+    judged: tuple[Mapping[str, float] | None, bool, Mesh],
+    rollouts: Rollouts,
+) -> Array:
+    """[P, G, T]: minus the derivative of the loss in each token's log-prob, before an update.
+
+    Args:
+      judged: the last arguments of `judge_samples` before the state.
+    """
+    chain, objective = contender.chain, without_pass(contender.objective)
+    state = chain.init(spec)
+    parts = chain, objective.acts_on_all, *judged
+    _, (advantage, mask, counted), *_ = judge_samples(*parts, state, rollouts)
     prompts = jnp.arange(len(mask))
     weight = weigh_tokens(objective.reduction, counted, mask, prompts)
     available = {**rollouts.rewards, **rollouts.fields}
@@ -195,8 +217,9 @@ def _coefficients(blueprint: Blueprint, contender: Contender, rollouts: Rollouts
 
     def loss(logp: Array) -> Array:
         moved = dataclasses.replace(tokens, logp=logp)
-        parts = objective.surrogate, objective.penalties, moved, objective.init()
-        return jnp.where(tokens.mask, rows(weight) * token_loss(*parts)[0], 0).sum()
+        surrogate, penalties = objective.surrogate, objective.penalties
+        per_token, _ = token_loss(surrogate, penalties, moved, objective.init())
+        return jnp.where(tokens.mask, rows(weight) * per_token, 0).sum()
 
     return -jax.grad(loss)(tokens.logp).reshape(mask.shape)
 

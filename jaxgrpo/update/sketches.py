@@ -21,7 +21,6 @@ from jaxgrpo.models import sharding
 from jaxgrpo.update import packing
 from jaxgrpo.update.flat import fullest
 from jaxgrpo.update.forward import (
-    Blueprint,
     Pass,
     forward,
     full_params,
@@ -43,7 +42,7 @@ Sketch = Callable[[Learner, Rollouts, np.ndarray], np.ndarray]
 sum over t of weight_t grad log p_t: 0 where no token weighs anything"""
 
 
-def make_sketch(blueprint: Blueprint) -> Sketch:
+def make_sketch(settings: Pass) -> Sketch:
     """The function that sketches the gradients of samples, by one pass over each of them.
 
         sketch(g)_k = sum over arrays w, and entries i with order_w(k) = i mod SIZE, of sign_i g_i
@@ -52,11 +51,12 @@ def make_sketch(blueprint: Blueprint) -> Sketch:
     E <sketch(a), sketch(b)> = <a, b>. In a micro-batch each part of the axis "data" computes one
     sample, and holds its whole gradient, as an update does.
 
+    Args:
+      settings: of passes over micro-batches of one sample per part.
+
     Source: the count sketch of Charikar, Chen and Farach-Colton 2002, with entries dealt in turn.
     """
-    mesh, geometry = blueprint.mesh, blueprint.geometry
-    tokens = sharding.rounded_up(mesh, geometry.widest, "sequence")
-    settings = blueprint.passes._replace(tokens=tokens)
+    mesh = settings.mesh
     program = jax.jit(functools.partial(_sketch_batch, settings))
     gather = jax.jit(functools.partial(packing.gather, constrain=sharding.constrain(mesh)))
 

@@ -19,6 +19,7 @@ from jaxgrpo.update import sketches
 from jaxgrpo.update.atlas import Atlas, Atlases, Contender, even_out
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.preparing import Preparer
 from jaxgrpo.update.step import build_steps
 
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
@@ -84,7 +85,7 @@ def exact(config, behavior):
 def drawn(config, behavior, mesh=(1, 1, 1, 1)):
     run = blueprint(config, mesh)
     learner, rollouts = learner_and_rollouts(config, run, behavior)
-    return Atlases(run, contenders()).draw(learner, rollouts)
+    return Atlases(Preparer(run), contenders()).draw(learner, rollouts)
 
 
 @pytest.mark.parametrize("behavior", ["trainer", "random"])
@@ -155,4 +156,4 @@ def test_what_the_run_does_not_make_is_refused(contender, message):
     recipe, surrogate = contender
     method = Contender(advantages.build(recipe), losses.Objective(surrogate, MEANS["token_mean"]))
     with pytest.raises(InputError, match=message):
-        Atlases(blueprint(), {"run": contenders()["grpo"], "extra": method})
+        Atlases(Preparer(blueprint()), {"run": contenders()["grpo"], "extra": method})

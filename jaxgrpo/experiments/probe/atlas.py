@@ -9,48 +9,65 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from jaxgrpo.config import files as configs
 from jaxgrpo.config.contenders import make_contenders
-from jaxgrpo.config.files import Config
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.data.sources import Rows
+from jaxgrpo.data.storage import Place
+from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.training.records.console import show_table
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.report import blocks
 from jaxgrpo.training.records.report.maps import NOTE, Map, draw_map
 from jaxgrpo.training.setup import setup
-from jaxgrpo.training.stored_policy import NO_REWARD
+from jaxgrpo.training.stored_policy import NO_REWARD, config_for
 from jaxgrpo.update.atlas import Atlas, Atlases
+from jaxgrpo.update.preparing import Preparer
 
 TITLE = "cosines of updates, and lengths beside the first"
 
 
-def probe_atlas(config: Config, methods: Sequence[str], **objects: Any) -> Atlas:
+def probe_atlas(
+    target: str | Place,
+    methods: Sequence[str],
+    data: str | Rows | None,
+    reward: str | RewardFunction | None,
+    overrides: Sequence[str],
+    tables: Mapping[str, Any],
+) -> dict[str, Any]:
     """How alike the updates are that methods would make of the samples of a run's first step.
 
     Args:
       methods: recipes by name, and changes of the loss, as "dr_grpo+loss.reduction=constant".
-      objects: Python objects instead of what the config names, as of `setup`.
+      overrides: of the command line; `tables`: of Python, nested or dotted. The rest as of `probe`.
 
+    Returns: "model", "methods" [M], "cosines" [M][M] and "norms" [M], lengths beside that of the
+    first; None where an update of 0 leaves them undefined.
     Raises: InputError before anything is sampled, where one cannot be built, or nothing judges.
     """
     if len(methods) < 2:
         raise InputError("--methods: give two or more, as grpo,sign,dr_grpo")
-    if config.rewards[0].use == NO_REWARD and objects.get("rewards") is None:
+    changes = {**tables}
+    changes |= {"data.path": data} if isinstance(data, str) else {}
+    changes |= {"rewards": [{"use": reward}]} if isinstance(reward, str) else {}
+    config = config_for(target, changes, overrides)
+    functions = {callable_name(reward): reward} if callable(reward) else None
+    if config.rewards[0].use == NO_REWARD and functions is None:
         raise InputError("nothing judges the samples; give --reward, as math")
-    run = setup(config, **objects)
+    run = setup(config, rewards=functions, dataset=None if isinstance(data, str) else data)
     try:
-        contenders = make_contenders(config, run.rewards, methods, "--methods")
-        atlases = Atlases(run.blueprint, contenders)
+        built = configs.to_tables(config), config.source, run.rewards
+        atlases = Atlases(Preparer(run.blueprint), make_contenders(methods, "--methods", *built))
         live_groups = functools.partial(run.live_groups, run.learner)
         clock = Clock(lambda phase: None)
         _, collected = run.collect(run.sync(run.learner), 0, run.stream, live_groups, clock)
-        return atlases.draw(run.learner, collected.rollouts)
+        atlas = atlases.draw(run.learner, collected.rollouts)
     finally:
         run.inputs.close()
+    return {"model": without_passwords(str(target)), **_numbers(atlas)}
 
 
-def as_numbers(atlas: Atlas) -> dict[str, Any]:
-    """ "methods" [M], "cosines" [M][M] and "norms" [M], lengths beside that of the first; None
-    where an update of 0 leaves them undefined."""
+def _numbers(atlas: Atlas) -> dict[str, Any]:
     first = atlas.norms[0]
     cosines = [[None if value != value else float(value) for value in row] for row in atlas.cosines]
     norms = [float(norm / first) if first else None for norm in atlas.norms]

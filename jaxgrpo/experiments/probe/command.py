@@ -21,7 +21,7 @@ from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import atlas, measure, report
 from jaxgrpo.experiments.probe.advice import advise
-from jaxgrpo.rewards import RewardFunction, callable_name
+from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.rewards.protocol import TrainerState, reads_any
 from jaxgrpo.training.inputs import show_previews, try_rewards
 from jaxgrpo.training.processes import process
@@ -70,7 +70,7 @@ def probe(
     """
     if methods:
         refuse_with_methods(samples=samples, prompts=prompts)
-        return _atlas(target, methods, data, reward, (), overrides)
+        return atlas.probe_atlas(target, methods, data, reward, (), overrides)
     source, rows = (data, None) if isinstance(data, str) else (None, data)
     judge = judge_name(reward)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
@@ -106,7 +106,7 @@ def main(
         refuse_with_methods(samples=samples, num_prompts=prompts)
         names = [name.strip() for name in methods.split(",")]
         with telling(console, "probe: atlas"):
-            numbers = _atlas(target, names, data, reward, overrides)
+            numbers = atlas.probe_atlas(target, names, data, reward, overrides, {})
         shown = atlas
     else:
         eval_keys = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
@@ -131,29 +131,6 @@ def refuse_with_methods(**options: int | None) -> None:
                 f"--{name.replace('_', '-')}: an atlas is of the samples of a step; say how many "
                 "with --set rollout.prompts_per_step=… rollout.group_size=…"
             )
-
-
-def _atlas(
-    target: str | Place,
-    methods: Sequence[str],
-    data: str | Rows | None,
-    reward: str | RewardFunction | None,
-    overrides: Sequence[str],
-    tables: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """How alike the updates of methods are, on samples of the training data or of `data`."""
-    changes = {**tables}
-    if isinstance(data, str):
-        changes["data.path"] = data
-    if isinstance(reward, str):
-        changes["rewards"] = [{"use": reward}]
-    config = config_for(target, changes, overrides)
-    objects = {
-        "dataset": None if isinstance(data, str) else data,
-        "rewards": {callable_name(reward): reward} if callable(reward) else None,
-    }
-    drawn = atlas.probe_atlas(config, methods, **objects)
-    return {"model": without_passwords(str(target)), **atlas.as_numbers(drawn)}
 
 
 def _probe(

@@ -93,11 +93,9 @@ def test_on_a_run_the_cosines_are_those_of_its_updates_within_three_hundredths(t
     sgd = {"optimizer": {"use": "sgd", "learning_rate": 1.0, "clip_norm": 0.0}}
     sizes = {"rollout.prompts_per_step": 16, "rollout.group_size": 8}
     run = setup(small_run.config(tmp_path / "run", **{"atlas.methods": recipes, **sizes}, **sgd))
-    params, live_groups = (
-        run.sync(run.learner),
-        lambda rollouts: run.live_groups(run.learner, rollouts),
-    )
-    _, collected = run.collect(params, 0, run.stream, live_groups, Clock(lambda phase: None))
+    live_groups, clock = functools.partial(run.live_groups, run.learner), Clock(lambda phase: None)
+    _, collected = run.collect(run.sync(run.learner), 0, run.stream, live_groups, clock)
+    assert run.atlases is not None
     atlas = run.atlases.draw(run.learner, collected.rollouts)
     moves = []
     for recipe in recipes:
