@@ -14,7 +14,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments.check import targets
 from jaxgrpo.experiments.check.laws import LAWS, broken
 from jaxgrpo.experiments.check.method import read_method
-from jaxgrpo.experiments.check.verdict import EXACT, Report, Row, check
+from jaxgrpo.experiments.check.verdict import EXACT, Report, Row, check, main_rows
 from jaxgrpo.training.records.console import Document, show_table
 from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw, check_writable
@@ -117,13 +117,13 @@ def draw(report: Report, suffix: str) -> bytes:
 
 
 def _draw_weights(axes: Any, report: Report) -> None:
-    main_rows = [row for row in report.rows if row.rewards == "binary" and not row.staleness]
-    for row in main_rows:
+    rows = main_rows(report.rows)
+    for row in rows:
         order = np.argsort(row.rate)
         label = f"{row.game}, G = {row.group_size}"
         dashes = "o-" if row.game == "bandit" else "s--"
         axes.plot(row.rate[order], row.scale[targets.MEAN][order], dashes, ms=4, label=label)
-    rate, size = np.linspace(0.04, 0.98, 200), max(row.group_size for row in main_rows)
+    rate, size = np.linspace(0.04, 0.98, 200), max(row.group_size for row in rows)
     curves = {
         "mean reward": np.ones_like(rate),
         f"pass@{size}": size * (1 - rate) ** (size - 1),
@@ -131,8 +131,8 @@ def _draw_weights(axes: Any, report: Report) -> None:
     }
     for name, dashes in zip(curves, ("-", "--", ":"), strict=True):
         axes.plot(rate, curves[name], dashes, color="#9aa3ad", lw=1.2, label=f"gradient of {name}")
-    highest = max(float(row.scale[targets.MEAN].max()) for row in main_rows)
-    lowest = min(float(row.scale[targets.MEAN].min()) for row in main_rows)
+    highest = max(float(row.scale[targets.MEAN].max()) for row in rows)
+    lowest = min(float(row.scale[targets.MEAN].min()) for row in rows)
     axes.set_ylim(min(0.0, 1.15 * lowest), 1.25 * max(highest, 1.0))
     axes.set(xlabel="success rate of the prompt", ylabel="times the gradient of its mean reward")
     axes.set_title("How much a prompt weighs")
@@ -160,9 +160,12 @@ def _climbs(report: Report) -> str:
     times = "" if scale == "1" else f", times {scale}"
     if report.climbs == "nothing":
         return "climbs nothing: the expected update is 0"
+    if report.climbs == "other" and report.cosine < 0:
+        return f"climbs none of the targets: it descends the mean reward{times}"
     if report.climbs == "other":
-        down = "it descends the mean reward" if report.cosine < 0 else "nearest to the mean reward"
-        return f"climbs none of the targets; {down}{times}{bias}"
+        return f"climbs none of the targets: beside the mean reward{times}{bias}"
+    if report.climbs == "divergence":
+        return f"descends a divergence, nearest {report.target}{times}{bias}"
     return f"climbs the {report.target}{times}{bias}"
 
 
@@ -180,6 +183,8 @@ def _penalty(report: Report) -> list[str]:
     if penalty is None:
         return []
     what = penalty["climbs"]
+    if what == "nothing":
+        return [f"penalty {penalty['penalties']}: does nothing in the first update"]
     if what == "other":
         what = f"none of the targets, nearest to {penalty['nearest']}"
     sign = "climbs" if what == targets.ENTROPY else "descends"

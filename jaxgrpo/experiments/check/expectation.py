@@ -16,8 +16,8 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.advantages import chains
-from jaxgrpo.core.metrics import Metrics
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, SCORES
+from jaxgrpo.core.metrics import Mean, Metric
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, POLICIES
 from jaxgrpo.core.types import Rollouts, RolloutSpec
 from jaxgrpo.experiments.check.games import GAMES, Game, Policies, groups, token_logp
 from jaxgrpo.experiments.check.method import Method
@@ -77,11 +77,9 @@ def _program(method: Method, name: str, samples: int, prompts: int) -> Any:
             slope, (advantage, mask, metrics) = step()
             weight = jnp.exp(jnp.take_along_axis(chance, index, 1).sum())
             tokens = jnp.maximum(mask[0].sum(), 1)
-            refused = sum(
-                metric.total for key, metric in metrics.items() if key.endswith("/refused")
-            )
+            refused = count_refused(metrics)
             value = jnp.where(mask[0].any(), advantage[0].sum() / tokens, jnp.nan)
-            return -prompts * slope[0], weight, value, jnp.asarray(refused), reward[index[0]]
+            return -prompts * slope[0], weight, value, refused, reward[index[0]]
 
         slope, weight, value, refused, rewards = jax.vmap(weigh)(batches)
         flat = (rewards == rewards[:, :1]).all(1)
@@ -120,10 +118,22 @@ def update(
     return jax.grad(loss)(tables.policy), (advantage, mask, metrics)
 
 
-def judge(method: Method, rollouts: Rollouts, state: Any) -> tuple[Array, Array, Metrics]:
+def judge(
+    method: Method, rollouts: Rollouts, state: Any
+) -> tuple[Array, Array, Mapping[str, Metric]]:
     """(advantage [P, G, T], mask, metrics) of the method's chain."""
     signal, _, metrics = method.chain.update(chains.start(rollouts), state, rollouts)
     return *chains.at_tokens(signal, rollouts.token_mask), metrics
+
+
+def count_refused(metrics: Mapping[str, Metric]) -> Array:
+    """Samples that the chain has left out because of the value of their reward, []."""
+    totals = [
+        metric.total
+        for name, metric in metrics.items()
+        if name.endswith("/refused") and isinstance(metric, Mean)
+    ]
+    return jnp.asarray(sum(totals))
 
 
 def quantities(game: Game, logits: Array, reference: Array, index: Array) -> dict[str, Array]:
@@ -207,11 +217,8 @@ def draw(method: Method, game: Game, tables: Policies, reward: Array, index: Arr
     }
     first, *rest = method.reward_names
     entropy = quantities(game, tables.policy, tables.reference, index)["policy_entropy"]
-    by_policy = {"trainer": logp["policy"], **dict.fromkeys(("reference", "base", "ema"))}
     fields = {
-        name: logp["reference"] if by_policy[score.policy] is None else by_policy[score.policy]
-        for name, score in SCORES.items()
-        if score.quantity == "logp"
+        f"{name}_logp": logp["policy" if name == "trainer" else "reference"] for name in POLICIES
     }
     return Rollouts(
         prompt_tokens=jnp.zeros((prompts, 1), jnp.int32),

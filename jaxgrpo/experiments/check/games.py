@@ -8,7 +8,7 @@ end token or the limit of two tokens, which cuts it.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ class Game(NamedTuple):
 
 
 class Policies(NamedTuple):
-    """Tables of logits, [K, S, V] each."""
+    """Tables of logits, [K, S, V] each, of NumPy or JAX."""
 
-    policy: np.ndarray
-    behavior: np.ndarray  # drew the samples, where they are stale
-    reference: np.ndarray
+    policy: Any
+    behavior: Any  # drew the samples, where they are stale
+    reference: Any
 
 
 def bandit() -> Game:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,15 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.advantages import AdvantageTransform, chains
-from jaxgrpo.core.scores import SCORES
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
-from jaxgrpo.experiments.check.expectation import batch_loss, judge, loss_tokens
+from jaxgrpo.experiments.check.expectation import (
+    batch_loss,
+    count_refused,
+    draw,
+    judge,
+    loss_tokens,
+)
+from jaxgrpo.experiments.check.games import Game, Policies
 from jaxgrpo.experiments.check.method import Method
 from jaxgrpo.losses import Objective, Tokens, token_loss
 
@@ -74,7 +80,7 @@ Run = Callable[[Rollouts], Pull]
 
 def check_laws(method: Method) -> dict[str, bool]:
     """Name of each law of one batch -> whether the method keeps it."""
-    rollouts = make_batch(method.reward_names)
+    rollouts = make_batch(method)
     size = RolloutSpec(P, G, 1, T, method.reward_names, num_rows=P)
     state = method.chain.init(size)
     plain = method.objective._replace(penalties=())
@@ -92,39 +98,19 @@ def check_laws(method: Method) -> dict[str, bool]:
     return laws | _step_laws(method.chain, rollouts, state)
 
 
-def make_batch(names: Sequence[str]) -> Rollouts:
-    """The batch: the same in every call, in float64. Its samples are of the trained policy.
-
-    Args:
-      names: of the rewards; those behind the first are 0.
-    """
+def make_batch(method: Method) -> Rollouts:
+    """The batch: the same in every call, in float64. Its samples are of the trained policy."""
     random = np.random.default_rng(1)
-    tokens = np.arange(T) < LENGTHS[..., None]
-    logp, anchor = (
-        jnp.asarray(np.where(tokens, -random.exponential(size=(P, G, T)), 0)) for _ in range(2)
-    )
+    length, shape = LENGTHS.ravel(), (P * G, T)
+    tokens, state = random.integers(0, 3, (2, *shape), np.int32)
     truncated = np.zeros((P, G), bool)
     truncated[tuple(np.array([*CUT]).T)] = True
-    fields = {
-        name: logp if score.policy == "trainer" else anchor
-        for name, score in SCORES.items()
-        if score.quantity == "logp"
-    }
-    order = jnp.arange(P, dtype=jnp.int32)
-    return Rollouts(
-        prompt_tokens=jnp.zeros((P, 1), jnp.int32),
-        prompt_mask=jnp.ones((P, 1), bool),
-        ordinal=order,
-        row=order,
-        step=jnp.int32(1),
-        completion_tokens=jnp.asarray(random.integers(0, 9, (P, G, T)), jnp.int32),
-        token_mask=jnp.asarray(tokens),
-        behavior_logp=logp,
-        rewards={name: jnp.asarray(REWARDS * (name == names[0])) for name in names},
-        truncated=jnp.asarray(truncated),
-        policy_version=jnp.ones((P, G), jnp.int32),
-        fields={**fields, "token_entropy": -logp, "classes": jnp.arange(G) + 0 * order[:, None]},
-    )
+    mask = np.arange(T) < length[:, None]
+    game = Game("laws", tokens, mask, state, truncated.ravel(), (3, 3), {})
+    policy, reference = map(jnp.asarray, random.normal(size=(2, P, 3, 3)))
+    index = jnp.arange(P * G).reshape(P, G)
+    tables = Policies(policy, policy, reference)
+    return draw(method, game, tables, jnp.asarray(REWARDS.ravel()), index)
 
 
 def _current(rollouts: Rollouts, logp: Array) -> dict[str, Array]:
@@ -140,8 +126,8 @@ def _pull(method: Method, rollouts: Rollouts, state: Any) -> tuple[Array, Array,
         current = _current(rollouts, logp)
         return batch_loss(method.objective, current, rollouts, advantage, mask)
 
-    refused = sum(metric.total for key, metric in metrics.items() if key.endswith("/refused"))
-    return -jax.grad(loss)(rollouts.fields["trainer_logp"]), advantage, mask, jnp.asarray(refused)
+    slope = jax.grad(loss)(rollouts.fields["trainer_logp"])
+    return -slope, advantage, mask, count_refused(metrics)
 
 
 def _chain_laws(
@@ -169,8 +155,7 @@ def _chain_laws(
     pairs = (after.advantage, before.advantage), (after.mask, before.mask)
     yield "groups apart", all(_same(left[0], right[0]) for left, right in pairs)
     yield "unscored samples", _unscored(run, rollouts, name)
-    is_out = ~before.mask.any(-1, keepdims=True)
-    after = rewarded(np.where(is_out[..., 0], 1 - REWARDS, REWARDS))
+    after = rewarded(np.where(before.mask.any(-1), REWARDS, 1 - REWARDS))
     stays = before.mask & after.mask
     yield "masked samples", _same(np.where(stays, after.pull, 0), np.where(stays, before.pull, 0))
     yield "masked tokens", _masked_tokens(run, before, rollouts)

@@ -113,9 +113,9 @@ def refuse_unknown(method: Method) -> None:
     for part, needs in parts.items():
         for field in sorted(needs - KNOWN - {*method.reward_names}):
             raise InputError(
-                f"check {method.name}: {part} reads {field}, {_source(field)}, and the games of "
-                "check have none: it cannot be enumerated; jaxgrpo advantages and jaxgrpo losses "
-                "show what a part does with numbers that you give"
+                f"check {method.name}: {part} reads {field}, {_source(field)}; the games of check "
+                "have none, so that it cannot be enumerated: jaxgrpo advantages and jaxgrpo losses "
+                "show what a part does with numbers of yours"
             )
 
 

@@ -28,7 +28,7 @@ REVERSE, FORWARD = "KL(policy || reference)", "KL(reference || policy)"
 AT_STATES = " at each visited state"
 ENTROPY = "entropy"
 ALPHAS = (0.25, 0.5, 0.75)
-LARGEST = 6
+LARGEST = 8
 """Samples of a group."""
 
 Objective = Callable[[Array, Array, Array], Array]
@@ -92,7 +92,7 @@ def _reward_targets(game: Game) -> dict[str, Objective]:
         failure = 1 - mean(logits, reference, reward)
         if terms is None:
             return jnp.log1p(-failure)
-        return -sum(failure**k / k for k in range(1, terms + 1))
+        return -jnp.stack([failure**k / k for k in range(1, terms + 1)]).sum()
 
     sizes = range(1, LARGEST + 1)
     return {

@@ -7,7 +7,7 @@ single prompt with rewards in {0, 1} all have one direction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,11 @@ from jaxgrpo.experiments.check.laws import check_laws
 from jaxgrpo.experiments.check.method import Method
 from jaxgrpo.losses import Surrogate
 
-SIZES = {
-    ("bandit", 1): (2, 4, 6),
-    ("bigram", 1): (2, 3),
-    ("bandit", 2): (2, 3),
+Sizes = Mapping[tuple[str, int], Sequence[int]]
+SIZES: Sizes = {
+    ("bandit", 1): (2, 4, 8),
+    ("bigram", 1): (2, 4),
+    ("bandit", 2): (2, 4),
     ("bigram", 2): (2,),
 }
 """(game, groups in a batch) -> the group sizes whose batches are all enumerated."""
@@ -76,25 +77,31 @@ class Report(NamedTuple):
         return document
 
 
-def check(method: Method) -> Report:
+def check(method: Method, sizes: Sizes = SIZES) -> Report:
     """Everything that is found out about a method: what it climbs without its penalties, and they.
+
+    Args:
+      sizes: as `SIZES`.
 
     Raises: InputError if its chain takes none of the group sizes.
     """
     bare = method._replace(objective=method.objective._replace(penalties=()))
     with jax.enable_x64(True):
         laws = check_laws(method)
-        rows = measure(bare, 1 if laws["groups apart"] else 2)
-        penalty = _measure_penalty(method)
-    main = [row for row in rows if row.rewards == "binary" and not row.staleness]
+        rows = measure(bare, 1 if laws["groups apart"] else 2, sizes)
+        penalty = measure_penalty(method)
+    main = main_rows(rows)
     climbs, target = name_target(main)
     scales = np.array([row.scale[target] for row in main])
     low, high = scales.min(), scales.max()
     even = all(row.bias[target] < EXACT for row in main)
-    laws["group size"] = bool(np.ptp(scales, axis=0).max() < EXACT * max(1, abs(high)))
+    spans = [np.ptp([row.scale[target] for row in main if row.game == name], axis=0).max()
+             for name in {row.game for row in main}]  # fmt: skip
+    laws["group size"] = max(spans) < EXACT * max(1, abs(high))
     laws["unit scale"] = even and abs(low - 1) < EXACT and abs(high - 1) < EXACT
-    laws["KL"] = penalty is None or penalty["bias"] < EXACT or penalty["climbs"] == targets.ENTROPY
-    last = max((row for row in main if row.game == "bandit"), key=lambda row: row.group_size)
+    unrelated = "nothing", targets.ENTROPY
+    laws["KL"] = penalty is None or penalty["bias"] < EXACT or penalty["climbs"] in unrelated
+    last = max(bandit_rows(main), key=lambda row: row.group_size)
     flat = {"all_fail": last.flat[0], "all_pass": last.flat[1], "share": last.flat_share}
     cosine, bias = (float(np.mean(v)) for v in ([r.cosine for r in main],
                                                 [r.bias[target] for r in main]))  # fmt: skip
@@ -104,12 +111,12 @@ def check(method: Method) -> Report:
     )
 
 
-def measure(method: Method, prompts: int) -> list[Row]:
+def measure(method: Method, prompts: int, sizes: Sizes) -> list[Row]:
     """The rows of every setting that the chain takes. Args: prompts: groups of a batch."""
     rows, problem = [], None
     for game in GAMES.values():
         tables = make_policies(game)
-        for samples in SIZES[game.name, prompts]:
+        for samples in sizes[game.name, prompts]:
             try:
                 method.chain.init(spec(method, game, samples, prompts))
             except InputError as error:
@@ -122,12 +129,25 @@ def measure(method: Method, prompts: int) -> list[Row]:
                     if not expected.refused:
                         setting = game, kind, samples, stale
                         rows.append(_compare(method, setting, tables.policy, expected))
-    if not rows:
-        sizes = ", ".join(map(str, SIZES["bandit", prompts]))
+    if not any(row.rewards == "binary" for row in rows):
+        numbers = ", ".join(map(str, sizes["bandit", prompts]))
         raise InputError(
-            f"check {method.name}: no groups of {sizes} samples can be judged: {problem}"
+            f"check {method.name}: its chain takes no groups of {numbers} samples with rewards of "
+            f"0 and 1, and others are not enumerated: {problem or 'it leaves such rewards out'}"
         )
     return rows
+
+
+def main_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows that a method is named by: rewards of 0 and 1, samples of the policy itself, and an
+    update that is not 0, if there is such a row."""
+    plain = [row for row in rows if row.rewards == "binary" and not row.staleness]
+    return [row for row in plain if row.size > EXACT] or plain
+
+
+def bandit_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows in which length plays no part, if there are any."""
+    return [row for row in rows if row.game == "bandit"] or [*rows]
 
 
 def name_target(rows: Sequence[Row]) -> tuple[str, str]:
@@ -137,9 +157,9 @@ def name_target(rows: Sequence[Row]) -> tuple[str, str]:
     bandit, where length plays no part. The mean reward is climbed too where each prompt's update is
     a multiple of its gradient, whatever the prompt.
     """
-    if max(row.size for row in rows) < EXACT:
+    if rows[0].size < EXACT:
         return "nothing", targets.MEAN
-    bandits = [row for row in rows if row.game == "bandit"]
+    bandits = bandit_rows(rows)
     common = [name for name in bandits[0].bias if all(name in row.bias for row in rows)]
     for name in common:
         if all(row.bias[name] < EXACT for row in bandits):
@@ -197,7 +217,7 @@ def _compare(
     )
 
 
-def _measure_penalty(method: Method) -> dict[str, Any] | None:
+def measure_penalty(method: Method) -> dict[str, Any] | None:
     """What the penalties of the loss climb by themselves; None: there are none."""
     objective = method.objective
     if not objective.penalties:
@@ -215,12 +235,13 @@ def _measure_penalty(method: Method) -> dict[str, Any] | None:
         for name, slope in slopes.items():
             distances.setdefault(name, []).append(_distance(update, slope))
     nearest = min(distances, key=lambda name: sum(distances[name]))
+    acts = any(value < 1 for value in distances[nearest])
     names = ", ".join(penalty.name for penalty in objective.penalties)
     reverse = min(max(distances[name]) for name in distances if name.startswith(targets.REVERSE))
     exact = max(distances[nearest]) < EXACT
     return {
         "penalties": names,
-        "climbs": nearest if exact else "other",
+        "climbs": nearest if exact else "other" if acts else "nothing",
         "nearest": nearest,
         "cosine": float(np.mean(cosines)),
         "bias": reverse,
