@@ -3,7 +3,7 @@ that of the laws in docs/check.md.
 
     python -m docs.make_checks     (make checks, some minutes)
 
-Each row is what `jaxgrpo check` says of a recipe, a surrogate, a reduction or a penalty.
+Each row is what `jaxgrpo check` finds for a recipe, a surrogate, a reduction or a penalty.
 """
 
 from __future__ import annotations

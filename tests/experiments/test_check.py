@@ -94,7 +94,9 @@ def enumerate_update(game, logits, reference, reward, samples, formula):
             slope[state, token] += 1
             total += np.log(policy[state, token])
             base_total += np.log(anchor[state, token])
-        logp.append(total), base_logp.append(base_total), slopes.append(slope)
+        logp.append(total)
+        base_logp.append(base_total)
+        slopes.append(slope)
     logp, base_logp, slopes = np.array(logp), np.array(base_logp), np.array(slopes)
     index = np.array(list(itertools.product(range(len(logp)), repeat=samples)))
     advantage = formula(reward[index], logp[index], base_logp[index])
@@ -153,11 +155,12 @@ def test_a_baseline_that_holds_its_sample_leaves_out_a_share_and_a_reward_twice_
 
 def test_a_kl_of_the_wrong_direction_is_named():
     report = verdict.check(read_method(f"{MISTAKES}:k3_for_reverse_kl"), SMALL)
+    assert report.penalty is not None
     assert report.penalty["climbs"] == "KL(reference || policy) at each visited state"
     assert set(broken(report.laws)) == {SCALE, "KL"}
     right = make_method("k2", penalties=(build_penalty({"use": "k2", "beta": 0.1}),))
     with jax.enable_x64(True):
-        penalty = verdict.measure_penalty(right)
+        penalty = verdict.measure_penalty(right) or {}
     assert penalty["climbs"] == "KL(policy || reference) at each visited state"
     assert penalty["bias"] < 1e-9
 
@@ -219,8 +222,8 @@ def test_a_recipe_breaks_the_laws_that_the_page_names(name):
 @pytest.mark.parametrize("name", recipes.recipes)
 def test_every_recipe_climbs_and_breaks_what_the_page_says(name):
     report = make_checks.report_recipe(name)
-    if name in UNCHECKED:
-        assert isinstance(report, str)
+    assert isinstance(report, str) == (name in UNCHECKED)
+    if isinstance(report, str):
         return
     assert (report.climbs, set(broken(report.laws))) == (
         CLIMBED.get(name, "mean reward"),

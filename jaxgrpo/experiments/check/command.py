@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def draw(report: Report, suffix: str) -> bytes:
         left, right = figure.subplots(1, 2)
         _draw_weights(left, report)
         _draw_cosines(right, report.rows)
-        figure.suptitle(f"{report.name}: {_climbs(report)}", fontsize=10)
+        title = textwrap.fill(f"{report.name}: {_climbs(report)}", 100)
+        figure.suptitle(title, fontsize=10)
         metadata = {"Software": None} if suffix == "png" else {"Date": None, "Creator": None}
         figure.savefig(content, format=suffix, dpi=120, metadata=metadata)
     return content.getvalue()
@@ -146,7 +148,7 @@ def _draw_cosines(axes: Any, rows: Sequence[Row]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(min(0.0, *(1.05 * row.cosine for row in rows)), 1.05)
     axes.axvline(1, color="#9aa3ad", lw=0.8)
-    axes.set_title("Cosine with the gradient of the mean reward")
+    axes.set_title("Cosine with ∇ mean reward")
 
 
 def _setting(row: Row) -> str:

@@ -114,7 +114,7 @@ def make_batch(method: Method) -> Rollouts:
 
 
 def _current(rollouts: Rollouts, logp: Array) -> dict[str, Array]:
-    """What an update's pass gives, where no table of logits stands behind it."""
+    """What an update's pass gives, where it comes from no table of logits."""
     unit = jnp.ones_like(logp)
     return {"logp": logp, "policy_entropy": unit, "full_kl": unit}
 

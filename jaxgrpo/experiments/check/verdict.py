@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `jaxgrpo check` says of a method."""
+    """What `jaxgrpo check` finds for a method."""
 
     name: str
     climbs: str  # "mean reward", "pass@k", "log success", "divergence", "other" or "nothing"
