@@ -8,7 +8,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test test-all readme lint docs site experiments clean
+.PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test test-all readme lint docs checks site experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
@@ -23,6 +23,7 @@ help:
 	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
 	@echo "make lint        ruff and pyright"
 	@echo "make docs        compute what the docs say of recipes and losses"
+	@echo "make checks      compute what they say of what these climb, some minutes"
 	@echo "make site        build the pages of docs/ into site/; once its tools are installed, without the network"
 	@echo "make experiments compute docs/experiments again; stops where a criterion fails"
 	@echo "make clean       remove caches and builds; environments and runs/ stay"
@@ -70,6 +71,9 @@ docs: .venv/.run-time
 	$(BIN)/python -m docs.make_advantages
 	$(BIN)/python -m docs.make_losses
 	$(BIN)/python -m docs.make_papers
+
+checks: .venv/.run-time
+	$(BIN)/python -m docs.make_checks
 
 site: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -107,7 +107,8 @@ plain computation."""
 
 
 OF_ALL_PARTS = re.compile(
-    r"test_(laws|names|english|chain|numerics|invariances|building|methods|own_programs|live_groups)"
+    r"test_(laws|names|english|chain|numerics|invariances|building|methods|own_programs"
+    r"|live_groups|check)"
 )
 """Test files that name many parts and hold the oracle of none."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
@@ -101,6 +102,15 @@ def start(rollouts: Rollouts) -> Streams:
     if len(set(shapes.values())) > 1:
         raise InputError(f"rewards differ in shape: {shapes}; all must be the same [P, G]")
     return streams
+
+
+def at_tokens(signal: Signal, token_mask: Array) -> tuple[Array, Array]:
+    """(advantage, mask) [P, G, T] of what a chain returned: a value of a sample at its tokens."""
+    value, mask = signal.value, signal.mask
+    if value.ndim == 2:
+        value, mask = value[..., None], mask[..., None]
+    mask = jnp.broadcast_to(mask, token_mask.shape) & token_mask
+    return jnp.where(mask, value, 0), mask
 
 
 def compute(

@@ -341,6 +341,20 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         switch("--one-sequence", "the ratios are of the tokens of one sequence"),
         JSON,
     ),
+    "check": (
+        "what a method climbs: its exact expected update on small games, and the laws it breaks",
+        "jaxgrpo.experiments.check.command:main",
+        argument("method", "METHOD", "a recipe, a surrogate, a config, or FILE.py:FUNCTION"),
+        argument("--figure", "OUT", "draw it: .png or .svg"),
+        argument(
+            "--json",
+            "OUT",
+            "write one JSON document; without OUT print it instead",
+            dest="as_json",
+            nargs="?",
+            const=True,
+        ),
+    ),
     "init": (
         "write a run.toml, a reward.py and all else that training takes, to begin with",
         "jaxgrpo.cli.init:init",

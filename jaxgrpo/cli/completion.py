@@ -10,7 +10,7 @@ from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING
 from jaxgrpo.config.files import shipped
 from jaxgrpo.config.keys import KEYS
 
-WITH_CONFIG = ("train", "plan", "sft")
+WITH_CONFIG = ("train", "plan", "sft", "check")
 """Commands that take the name of a shipped config."""
 
 SCRIPT = """\

@@ -58,8 +58,9 @@ def _guarded(calls: str, options: dict[str, Any]) -> int:
 
 
 def _run_command(calls: str, options: dict[str, Any]) -> int | None:
-    """Runs a command. With --json it returns a `console.Document`, which is printed here."""
-    if not options.get("as_json"):
+    """Runs a command. With --json it returns a `console.Document`, which is printed here; where
+    --json takes the name of a file, the command writes it."""
+    if options.get("as_json") is not True:
         return pkgutil.resolve_name(calls)(**options)
     with printing_on_stderr():
         answer = pkgutil.resolve_name(calls)(**options)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo import advantages
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.advantages.chains import at_tokens
 from jaxgrpo.core.metrics import Metrics, mean, merge
 from jaxgrpo.core.scores import (
     OF_ANSWERS,
@@ -353,13 +354,9 @@ def _live(
 
 
 def _at_tokens(signal: Signal, rollouts: Rollouts) -> tuple[Array, Array]:
-    """(advantage, mask) [P, G, T] of what a chain returned."""
-    tokens = rollouts.token_mask
-    value, mask = signal.value, signal.mask
-    if value.ndim == 2:
-        value, mask = value[..., None], mask[..., None]
-    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
-    return jnp.where(mask, value, 0).astype(jnp.float32), mask
+    """(advantage, mask) [P, G, T] of what a chain returned, in the dtype of batches."""
+    advantage, mask = at_tokens(signal, rollouts.token_mask)
+    return advantage.astype(jnp.float32), mask
 
 
 def judge_samples(

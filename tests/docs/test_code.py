@@ -18,6 +18,7 @@ CHECKED = {
     "docs/tutorial.md": 2,
     "docs/advantages.md": 6,
     "docs/losses.md": 4,
+    "docs/check.md": 2,
     "docs/rewards.md": 0,
     "docs/configuration.md": 2,
     "docs/models.md": 2,

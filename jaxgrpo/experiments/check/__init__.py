@@ -1,0 +1,1 @@
+"""`jaxgrpo check`: what a method climbs, by enumerating every group of two small games."""

@@ -1,0 +1,261 @@
+"""The exact expected update of a method on a game: every batch by its chance, in float64.
+
+What runs is the method itself: its chain, its loss and jax.grad. Numbers of an update are those of
+a step on one prompt; where a chain compares groups, of one of two prompts, times two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo.advantages import chains
+from jaxgrpo.core.metrics import Mean, Metric
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, POLICIES
+from jaxgrpo.core.types import Rollouts, RolloutSpec
+from jaxgrpo.experiments.check.games import GAMES, Game, Policies, groups, token_logp
+from jaxgrpo.experiments.check.method import Method
+from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
+
+
+class Expected(NamedTuple):
+    """Of each policy of a family, [K, ...]: the mean over all batches, by their chance."""
+
+    update: np.ndarray  # [K, S, V], minus the gradient of the loss
+    square: np.ndarray  # [K], of the norm of the update of one group
+    failed: np.ndarray  # [K, S, V], the part of the update that comes from groups that all fail
+    passed: np.ndarray  # [K, S, V], and that all pass
+    advantage: np.ndarray  # [K, 2], mean over the samples of those groups; NaN: all masked
+    refused: bool  # whether the chain leaves out a reward because of its value
+
+
+def expect(
+    method: Method,
+    game: Game,
+    samples: int,
+    prompts: int,
+    reward: np.ndarray,
+    tables: Policies,
+) -> Expected:
+    """The expected update of a step on groups of `samples`, each of one policy of the tables.
+
+    Args:
+      prompts: 1, or 2 if a group is to have another beside it, of the next policy.
+      reward: [N], of each sample of the game.
+    """
+    neighbours = (np.arange(len(tables.policy))[:, None] + np.arange(prompts)) % len(tables.policy)
+    state = first_state(method, game, samples, prompts, tables, reward)
+    program = _program(method, game.name, samples, prompts)
+    by_prompt = Policies(*(table[neighbours] for table in tables))
+    numbers = program(by_prompt, jnp.asarray(reward), state)
+    *sums, refused = jax.tree.map(np.asarray, numbers)
+    return Expected(*sums, refused=bool(refused.any()))
+
+
+@functools.lru_cache(32)
+def _program(method: Method, name: str, samples: int, prompts: int) -> Any:
+    """(tables [K, P, S, V], reward [N], state) -> the fields of Expected, compiled."""
+    game = GAMES[name]
+    batches = jnp.asarray(groups(game, prompts, samples))
+
+    @jax.jit
+    def run(tables: Policies, reward: Array, state: Any) -> Any:
+        return jax.lax.map(lambda tables: mean(tables, reward, state), tables)
+
+    def mean(tables: Policies, reward: Array, state: Any) -> Any:
+        drawn = jax.vmap(lambda logits: token_logp(game, logits))(tables.behavior)
+        chance = jnp.where(game.mask, drawn, 0).sum(-1)  # [P, N]
+
+        def weigh(index: Array) -> tuple[Array, Array, Array, Array, Array]:
+            step = functools.partial(update, method, game, tables, reward, state, index)
+            slope, (advantage, mask, metrics) = step()
+            weight = jnp.exp(jnp.take_along_axis(chance, index, 1).sum())
+            tokens = jnp.maximum(mask[0].sum(), 1)
+            refused = count_refused(metrics)
+            value = jnp.where(mask[0].any(), advantage[0].sum() / tokens, jnp.nan)
+            return -prompts * slope[0], weight, value, refused, reward[index[0]]
+
+        slope, weight, value, refused, rewards = jax.vmap(weigh)(batches)
+        flat = (rewards == rewards[:, :1]).all(1)
+        ends = [flat & (rewards[:, 0] == end) for end in (reward.min(), reward.max())]
+        total = functools.partial(jnp.einsum, "b,bsv->sv")
+        shares = [jnp.where(end, weight, 0) for end in ends]
+        means = jnp.stack([(jnp.where(share > 0, share * value, 0)).sum() / share.sum()
+                           for share in shares])  # fmt: skip
+        square = (weight * (slope**2).sum((1, 2))).sum()
+        parts = [total(share, slope) for share in shares]
+        return total(weight, slope), square, *parts, means, (refused > 0).any()
+
+    return run
+
+
+def update(
+    method: Method,
+    game: Game,
+    tables: Policies,
+    reward: Array,
+    state: Any,
+    index: Array,
+) -> tuple[Array, Any]:
+    """The gradient [P, S, V] of the loss of a batch, and (advantage, mask, metrics of the chain).
+
+    Args:
+      tables: [P, S, V] each.  reward: [N].  index: [P, G], which samples of the game were drawn.
+    """
+    rollouts = draw(method, game, tables, reward, index)
+    advantage, mask, metrics = judge(method, rollouts, state)
+
+    def loss(logits: Array) -> Array:
+        current = quantities(game, logits, tables.reference, index)
+        return batch_loss(method.objective, current, rollouts, advantage, mask)
+
+    return jax.grad(loss)(tables.policy), (advantage, mask, metrics)
+
+
+def judge(
+    method: Method, rollouts: Rollouts, state: Any
+) -> tuple[Array, Array, Mapping[str, Metric]]:
+    """(advantage [P, G, T], mask, metrics) of the method's chain."""
+    signal, _, metrics = method.chain.update(chains.start(rollouts), state, rollouts)
+    return *chains.at_tokens(signal, rollouts.token_mask), metrics
+
+
+def count_refused(metrics: Mapping[str, Metric]) -> Array:
+    """Samples that the chain has left out because of the value of their reward, []."""
+    totals = [
+        metric.total
+        for name, metric in metrics.items()
+        if name.endswith("/refused") and isinstance(metric, Mean)
+    ]
+    return jnp.asarray(sum(totals))
+
+
+def quantities(game: Game, logits: Array, reference: Array, index: Array) -> dict[str, Array]:
+    """What the update's own pass gives of each token, [P, G, T], with its gradient."""
+    logp, anchor = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    place = jnp.arange(len(index))[:, None, None]
+    state, token = jnp.asarray(game.state)[index], jnp.asarray(game.tokens)[index]
+    by_state = {
+        "policy_entropy": -(jnp.exp(logp) * logp).sum(-1),
+        "full_kl": (jnp.exp(logp) * (logp - anchor)).sum(-1),
+    }
+    current = {name: value[place, state] for name, value in by_state.items()}
+    return {"logp": logp[place, state, token], **current}
+
+
+def batch_loss(
+    objective: Objective,
+    current: Mapping[str, Array],
+    rollouts: Rollouts,
+    advantage: Array,
+    mask: Array,
+) -> Array:
+    """The loss of a batch, weighed and with its dead left out as in training.
+
+    Args:
+      current: "logp" and what else the update's pass gives, [P, G, T].
+    """
+    live = mask.any(-1) if objective.acts_on_all else (advantage != 0).any(-1)
+    weight = jnp.where(live[..., None], objective.reduction.weights(mask), 0)
+    tokens = loss_tokens(objective, current, rollouts, advantage, mask & live[..., None])
+    per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective.init())
+    return (weight.reshape(per_token.shape) * per_token).sum()
+
+
+def loss_tokens(
+    objective: Objective,
+    current: Mapping[str, Array],
+    rollouts: Rollouts,
+    advantage: Array,
+    mask: Array,
+) -> Tokens:
+    """What the loss reads, a row for each sample."""
+    shape = mask.shape
+    fields = {**rollouts.rewards, **rollouts.fields, "behavior_logp": rollouts.behavior_logp}
+    fields["sampled_now"] = jnp.ones(shape)
+    names = objective.fields_read - {GROUP_LOG_RATIO}
+    wide = {
+        name: jnp.broadcast_to(value.reshape(*value.shape, *[1] * (3 - value.ndim)), shape)
+        for name, value in {**fields, **current}.items()
+        if name in names
+    }
+    scored = objective.proximal == "trainer"
+    rows = {
+        "logp": current["logp"],
+        "proximal_logp": rollouts.fields["trainer_logp"] if scored else rollouts.behavior_logp,
+        "advantage": advantage,
+        "mask": mask,
+        "segment": jnp.ones(shape, jnp.int32),
+    }
+    flat = {name: value.reshape(-1, shape[-1]) for name, value in rows.items()}
+    flat_fields = {name: value.reshape(-1, shape[-1]) for name, value in wide.items()}
+    tokens = Tokens(**flat, fields=flat_fields)
+    if objective.reads_groups:
+        place = jnp.broadcast_to(jnp.arange(shape[0])[:, None, None], shape).reshape(-1, shape[-1])
+        flat_fields[GROUP_LOG_RATIO] = group_log_ratio(tokens, place, shape[0])
+        tokens = Tokens(**flat, fields=flat_fields)
+    return tokens
+
+
+def draw(method: Method, game: Game, tables: Policies, reward: Array, index: Array) -> Rollouts:
+    """The rollouts of a batch; the method's first reward is the game's, others are 0."""
+    prompts, place = len(index), jnp.arange(len(index))[:, None]
+
+    def pick(value: np.ndarray | Array) -> Array:
+        return jnp.asarray(value)[index]
+
+    mask = pick(game.mask)
+    logp = {
+        name: jnp.where(mask, jax.vmap(lambda row: token_logp(game, row))(table)[place, index], 0)
+        for name, table in tables._asdict().items()
+    }
+    first, *rest = method.reward_names
+    entropy = quantities(game, tables.policy, tables.reference, index)["policy_entropy"]
+    fields = {
+        f"{name}_logp": logp["policy" if name == "trainer" else "reference"] for name in POLICIES
+    }
+    return Rollouts(
+        prompt_tokens=jnp.zeros((prompts, 1), jnp.int32),
+        prompt_mask=jnp.ones((prompts, 1), bool),
+        ordinal=jnp.arange(prompts, dtype=jnp.int32),
+        row=jnp.arange(prompts, dtype=jnp.int32),
+        step=jnp.int32(1),
+        completion_tokens=pick(game.tokens),
+        token_mask=mask,
+        behavior_logp=logp["behavior"],
+        rewards={first: reward[index], **{name: jnp.zeros(index.shape) for name in rest}},
+        truncated=pick(game.truncated),
+        policy_version=jnp.ones(index.shape, jnp.int32),
+        fields={**fields, "token_entropy": entropy, "classes": index},
+    )
+
+
+def spec(method: Method, game: Game, samples: int, prompts: int) -> RolloutSpec:
+    """What the chain may know of the batches, whose prompts are the rows of the data."""
+    length = game.tokens.shape[1]
+    return RolloutSpec(prompts, samples, 1, length, method.reward_names, num_rows=prompts)
+
+
+def first_state(
+    method: Method,
+    game: Game,
+    samples: int,
+    prompts: int,
+    tables: Policies,
+    reward: np.ndarray,
+) -> Any:
+    """What the chain remembers of one batch in which each sample of the game was drawn in turn."""
+    state = method.chain.init(spec(method, game, samples, prompts))
+    if not jax.tree.leaves(state):
+        return state
+    size = len(game.tokens)
+    index = jnp.arange(prompts * samples).reshape(prompts, samples) % size
+    rows = Policies(*(jnp.asarray(table[:prompts]) for table in tables))
+    rollouts = draw(method, game, rows, jnp.asarray(reward), index)
+    return jax.jit(method.chain.update)(chains.start(rollouts), state, rollouts)[1]

@@ -1,0 +1,325 @@
+"""What an update keeps when its batch is changed: laws, each a comparison of two batches.
+
+The batch has four groups of four samples of one to three tokens, two of the groups flat. A pull is
+minus the derivative of the loss with respect to the log-prob of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo.advantages import AdvantageTransform, chains
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.experiments.check.expectation import (
+    batch_loss,
+    count_refused,
+    draw,
+    judge,
+    loss_tokens,
+)
+from jaxgrpo.experiments.check.games import Game, Policies
+from jaxgrpo.experiments.check.method import Method
+from jaxgrpo.losses import Objective, Tokens, token_loss
+
+TOLERANCE = 1e-9
+UP_TO_EPS = 1e-3
+"""For rewards times a constant: deviations have an eps added before they divide."""
+SHIFT, SCALE = 0.5, 2.0
+NUDGE = 1e-4
+"""Of log ratios, for how a pull grows with the ratio: within the bounds of every surrogate."""
+FAR = 0.4
+"""Of log ratios, for where a token has moved against its advantage: beyond PPO's bounds."""
+P, G, T = 4, 4, 3
+REWARDS = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]], float)
+LENGTHS = np.array([[1, 3, 2, 2], [2, 1, 3, 1], [1, 2, 3, 3], [3, 1, 2, 2]])
+CUT = {(0, 2), (3, 0)}
+"""(group, sample) that the limit has cut."""
+
+LAWS = {
+    "shift invariance": "a constant added to all rewards changes nothing",
+    "scale invariance": "rewards times a constant change nothing",
+    "order of samples": "samples of a group may come in any order",
+    "order of groups": "groups may come in any order",
+    "groups apart": "a group's advantages do not depend on the other groups",
+    "unscored samples": "what a sample that could not be scored says has no influence",
+    "masked samples": "the reward of a sample that is left out has no influence on the others",
+    "masked tokens": "what masked tokens hold has no influence, and they are not pulled",
+    "mask shrinks": "no step of the chain brings a masked sample back",
+    "past state": "what a step remembers is from before the batch that it judges",
+    "length": "the pull on a token does not depend on how many tokens its sample has",
+    "micro-batches": "the gradients of the parts of a batch add up to that of the batch",
+    "packing": "samples may share a row",
+    "stale ratio": "stale samples are weighed by the ratio of the policy to the one that drew them",
+    "way back": "a token that moved against its advantage is still pulled back",
+    "group size": "the expected update is the same for every group size",
+    "unit scale": "the expected update is the gradient of what it climbs, not a multiple of it",
+    "KL": "a penalty pulls as KL(policy || reference) does",
+}
+"""Name -> what holds where the law does. The last three follow from expected updates."""
+
+
+class Pull(NamedTuple):
+    """What a method makes of a batch, [P, G, T] each."""
+
+    pull: np.ndarray
+    advantage: np.ndarray
+    mask: np.ndarray
+    refused: float  # samples left out because of the value of their reward
+
+
+Run = Callable[[Rollouts], Pull]
+
+
+def check_laws(method: Method) -> dict[str, bool]:
+    """Name of each law of one batch -> whether the method keeps it."""
+    rollouts = make_batch(method)
+    size = RolloutSpec(P, G, 1, T, method.reward_names, num_rows=P)
+    state = method.chain.init(size)
+    plain = method.objective._replace(penalties=())
+    bare = method._replace(objective=plain)
+    if jax.tree.leaves(state):
+        state = jax.jit(method.chain.update)(chains.start(rollouts), state, rollouts)[1]
+    program = jax.jit(functools.partial(_pull, bare))
+
+    def run(rollouts: Rollouts) -> Pull:
+        return Pull(*jax.tree.map(np.asarray, program(rollouts, state)))
+
+    reference = run(rollouts)
+    laws = dict(_chain_laws(run, reference, rollouts, method.reward_names[0]))
+    laws |= dict(_loss_laws(method, run, reference, rollouts))
+    return laws | _step_laws(method.chain, rollouts, state)
+
+
+def make_batch(method: Method) -> Rollouts:
+    """The batch: the same in every call, in float64. Its samples are of the trained policy."""
+    random = np.random.default_rng(1)
+    length, shape = LENGTHS.ravel(), (P * G, T)
+    tokens, state = random.integers(0, 3, (2, *shape), np.int32)
+    truncated = np.zeros((P, G), bool)
+    truncated[tuple(np.array([*CUT]).T)] = True
+    mask = np.arange(T) < length[:, None]
+    game = Game("laws", tokens, mask, state, truncated.ravel(), (3, 3), {})
+    policy, reference = map(jnp.asarray, random.normal(size=(2, P, 3, 3)))
+    index = jnp.arange(P * G).reshape(P, G)
+    tables = Policies(policy, policy, reference)
+    return draw(method, game, tables, jnp.asarray(REWARDS.ravel()), index)
+
+
+def _current(rollouts: Rollouts, logp: Array) -> dict[str, Array]:
+    """What an update's pass gives, where it comes from no table of logits."""
+    unit = jnp.ones_like(logp)
+    return {"logp": logp, "policy_entropy": unit, "full_kl": unit}
+
+
+def _pull(method: Method, rollouts: Rollouts, state: Any) -> tuple[Array, Array, Array, Any]:
+    advantage, mask, metrics = judge(method, rollouts, state)
+
+    def loss(logp: Array) -> Array:
+        current = _current(rollouts, logp)
+        return batch_loss(method.objective, current, rollouts, advantage, mask)
+
+    slope = jax.grad(loss)(rollouts.fields["trainer_logp"])
+    return -slope, advantage, mask, count_refused(metrics)
+
+
+def _chain_laws(
+    run: Run, before: Pull, rollouts: Rollouts, name: str
+) -> Iterator[tuple[str, bool]]:
+    """The laws of changed rewards, orders and lengths. Args: name: of the game's reward."""
+    replace = functools.partial(dataclasses.replace, rollouts)
+
+    def rewarded(value: Any) -> Pull:
+        return run(replace(rewards={**rollouts.rewards, name: jnp.asarray(value)}))
+
+    after = rewarded(REWARDS + SHIFT)
+    yield "shift invariance", not after.refused and _same(after.pull, before.pull)
+    after = rewarded(REWARDS * SCALE)
+    near = np.allclose(after.pull, before.pull, rtol=UP_TO_EPS, atol=UP_TO_EPS)
+    yield "scale invariance", not after.refused and near
+    order = np.array([2, 0, 3, 1])
+    by_sample = jax.tree.map(lambda leaf: leaf[:, order] if leaf.shape[:2] == (P, G) else leaf,
+                             rollouts)  # fmt: skip
+    yield "order of samples", _same(run(by_sample).pull, before.pull[:, order])
+    by_group = jax.tree.map(lambda leaf: leaf[order] if leaf.ndim else leaf, rollouts)
+    yield "order of groups", _same(run(by_group).pull, before.pull[order])
+    neighbours = np.concatenate([REWARDS[:1], [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 1]]])
+    after = rewarded(neighbours)
+    pairs = (after.advantage, before.advantage), (after.mask, before.mask)
+    yield "groups apart", all(_same(left[0], right[0]) for left, right in pairs)
+    yield "unscored samples", _unscored(run, rollouts, name)
+    after = rewarded(np.where(before.mask.any(-1), REWARDS, 1 - REWARDS))
+    stays = before.mask & after.mask
+    yield "masked samples", _same(np.where(stays, after.pull, 0), np.where(stays, before.pull, 0))
+    yield "masked tokens", _masked_tokens(run, before, rollouts)
+    turned = np.arange(T) < LENGTHS[:, ::-1, None]
+    after = run(replace(token_mask=jnp.asarray(turned)))
+    # The first token is there in both; masks of samples may be other ones by their lengths.
+    yield "length", _same(after.pull[..., 0], before.pull[..., 0])
+
+
+def _unscored(run: Run, rollouts: Rollouts, name: str) -> bool:
+    """Whether a sample that no reward could score may say anything."""
+    is_out = np.zeros((P, G), bool)
+    is_out[0, 1] = True
+    rewards = {
+        key: jnp.where(is_out, jnp.nan, value) if key == name else value
+        for key, value in rollouts.rewards.items()
+    }
+    unscored = dataclasses.replace(rollouts, rewards=rewards)
+    spoiled = _spoil(unscored, jnp.asarray(is_out[..., None] & np.ones((P, G, T), bool)))
+    spoiled = dataclasses.replace(
+        spoiled,
+        token_mask=rollouts.token_mask & ~is_out[..., None] | is_out[..., None],
+        truncated=rollouts.truncated ^ is_out,
+    )
+    before, after = run(unscored), run(spoiled)
+    return _same(after.pull, before.pull) and not before.pull[0, 1].any()
+
+
+def _masked_tokens(run: Run, before: Pull, rollouts: Rollouts) -> bool:
+    after = run(_spoil(rollouts, ~rollouts.token_mask))
+    return (
+        _same(after.pull, before.pull) and not before.pull[~np.asarray(rollouts.token_mask)].any()
+    )
+
+
+def _spoil(rollouts: Rollouts, places: Array) -> Rollouts:
+    """The rollouts with other contents at some places [P, G, T]."""
+
+    def spoil(value: Array) -> Array:
+        if value.shape != (P, G, T):
+            return value
+        return jnp.where(
+            places, jnp.asarray(jnp.nan if value.dtype == float else 7, value.dtype), value
+        )
+
+    return dataclasses.replace(
+        rollouts,
+        completion_tokens=spoil(rollouts.completion_tokens),
+        behavior_logp=spoil(rollouts.behavior_logp),
+        fields={name: spoil(value) for name, value in rollouts.fields.items()},
+    )
+
+
+def _loss_laws(
+    method: Method, run: Run, before: Pull, rollouts: Rollouts
+) -> Iterator[tuple[str, bool]]:
+    """The laws of ratios, and of how a batch is cut and laid out."""
+    logp = rollouts.fields["trainer_logp"]
+
+    def drawn(log_ratio: Any) -> Pull:
+        return run(dataclasses.replace(rollouts, behavior_logp=logp - log_ratio))
+
+    after = drawn(np.full((P, G, T), NUDGE))
+    advantage = before.advantage if method.chain.importance else after.advantage
+    moved = np.abs(before.advantage) > TOLERANCE
+    scale = np.where(moved, advantage / np.where(moved, before.advantage, 1), 1)
+    powers = np.ones((P, G, T)), LENGTHS[..., None] * np.ones(T)
+    yield (
+        "stale ratio",
+        any(
+            np.allclose(
+                after.pull, before.pull * scale * np.exp(NUDGE * power), rtol=NUDGE**1.5, atol=0
+            )
+            for power in powers
+        ),
+    )
+    after = drawn(-FAR * np.sign(before.advantage))
+    same_sign = after.mask & moved & (after.advantage * before.advantage > 0)
+    towards = after.pull * np.sign(after.advantage)
+    yield "way back", bool((towards[same_sign] > 0).all())
+    arguments = method.objective, rollouts, before.advantage, before.mask
+    whole_batch, parts, packed = _layouts(*arguments)
+    yield "micro-batches", _same(parts, whole_batch)
+    yield "packing", _same(packed, whole_batch)
+
+
+def _layouts(
+    objective: Objective, rollouts: Rollouts, advantage: np.ndarray, mask: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The gradient by log-prob [P G, T] of a batch, of its halves, and of rows of two samples."""
+    logp = rollouts.fields["trainer_logp"]
+    live = (advantage != 0).any(-1, keepdims=True) | objective.acts_on_all
+    alive = jnp.asarray(mask & live)
+    judged = rollouts, jnp.asarray(advantage), alive
+    tokens = loss_tokens(objective, _current(rollouts, logp), *judged)
+    weight = objective.reduction.weights(jnp.asarray(mask)).reshape(tokens.logp.shape)
+
+    @jax.jit
+    def slope(tokens: Tokens, weight: Array) -> Array:
+        def loss(logp: Array) -> Array:
+            current = dataclasses.replace(tokens, logp=logp)
+            per_token, _ = token_loss(
+                objective.surrogate, objective.penalties, current, objective.init()
+            )
+            return (weight * per_token).sum()
+
+        return jax.grad(loss)(tokens.logp)
+
+    half = P * G // 2
+    halves = [
+        slope(*jax.tree.map(lambda leaf: leaf[rows], (tokens, weight)))  # noqa: B023
+        for rows in (slice(half), slice(half, None))
+    ]
+    wide = jax.tree.map(lambda leaf: leaf.reshape(half, -1), (tokens, weight))
+    segment = jnp.repeat(jnp.arange(1, 3, dtype=jnp.int32)[None], half, 0).repeat(T, 1)
+    packed = slope(dataclasses.replace(wide[0], segment=segment), wide[1])
+    shape = tokens.logp.shape
+    return (
+        np.asarray(slope(tokens, weight)),
+        np.concatenate([np.asarray(part) for part in halves]),
+        np.asarray(packed).reshape(shape),
+    )
+
+
+def _step_laws(chain: AdvantageTransform, rollouts: Rollouts, state: Any) -> dict[str, bool]:
+    """The laws of each step by itself: of its mask, and of what it remembers."""
+
+    @jax.jit
+    def run(state: Any) -> list[tuple[Any, Any, Any]]:
+        stages = chains.trace(chain, rollouts, state)
+        outcomes = []
+        for stage, (key, step) in zip(stages, chain.steps, strict=False):
+            inputs = stage.signal
+            if step.kind == "signal->signal" and not isinstance(inputs, Signal):
+                (inputs,) = inputs.values()
+            output = step.update(inputs, state[key], rollouts)[0]
+            moved = jax.tree.map(_move_others, inputs)
+            outcomes.append((inputs, output, step.update(moved, state[key], rollouts)[0]))
+        return outcomes
+
+    shrinks, past = True, True
+    for (key, _), (inputs, output, moved) in zip(chain.steps, run(state), strict=True):
+        if isinstance(inputs, Signal) and isinstance(output, Signal):
+            mask = np.asarray(inputs.mask)
+            mask = mask.reshape(mask.shape + (1,) * (output.mask.ndim - mask.ndim))
+            shrinks &= not (np.asarray(output.mask) & ~mask).any()
+        if jax.tree.leaves(state[key]):
+            first = [np.asarray(signal.value)[0, 0] for signal in (output, moved)]
+            past &= _same(*first)
+    return {"mask shrinks": shrinks, "past state": past}
+
+
+def _move_others(leaf: Array) -> Array:
+    """A value with other numbers for all samples but the first of the first group."""
+    if leaf.dtype == bool:
+        return leaf
+    is_first = jnp.zeros(leaf.shape, bool).at[0, 0].set(True)
+    return jnp.where(is_first, leaf, 1 - leaf)
+
+
+def _same(left: Any, right: Any) -> bool:
+    return bool(np.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE))
+
+
+def broken(laws: Mapping[str, bool]) -> list[str]:
+    """The names of the laws that do not hold, in the order of LAWS."""
+    return [name for name in LAWS if not laws.get(name, True)]

@@ -1,0 +1,317 @@
+"""`jaxgrpo check`: its expected updates beside an enumeration written apart, the mistakes that it
+finds, and what it says of what is shipped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from docs import make_checks
+from jaxgrpo.advantages import build
+from jaxgrpo.advantages import registry as recipes
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.experiments.check import verdict
+from jaxgrpo.experiments.check.expectation import expect
+from jaxgrpo.experiments.check.games import GAMES, make_policies
+from jaxgrpo.experiments.check.laws import LAWS, broken, check_laws
+from jaxgrpo.experiments.check.method import make_method, read_method
+from jaxgrpo.losses import build_penalty, registry
+
+MISTAKES = Path(__file__).parents[1] / "support" / "mistakes.py"
+SMALL: verdict.Sizes = {
+    ("bandit", 1): (2, 3),
+    ("bigram", 1): (2,),
+    ("bandit", 2): (2,),
+    ("bigram", 2): (2,),
+}
+UNIT, SIZE, SCALE = "unit scale", "group size", "scale invariance"
+
+
+# The papers' formulas, r [M, G] of M groups, and log-probs of the samples [M, G].
+
+
+def centred(r, *_):
+    return r - r.mean(1, keepdims=True)
+
+
+def normalised(r, *_):
+    deviation = r.std(1, ddof=1, keepdims=True)
+    return np.where(np.ptp(r, axis=1, keepdims=True) > 0, centred(r) / (deviation + 1e-6), 0)
+
+
+def leave_one_out(r, *_):
+    return r - (r.sum(1, keepdims=True) - r) / (r.shape[1] - 1)
+
+
+def best_less_second(r, *_):
+    ordered = np.sort(r, axis=1)
+    gap = (ordered[:, -1] - ordered[:, -2]) / (r.std(1, ddof=1) + 1e-6)
+    return np.where(np.arange(r.shape[1]) == r.argmax(1)[:, None], gap[:, None], 0)
+
+
+def above_mean(r, *_):
+    mean = r.mean(1, keepdims=True)
+    return np.where(mean > 0, (r - mean) / np.where(mean > 0, mean, 1), 0)
+
+
+def towards_filtered(r, logp, base_logp):
+    """alpha 0.5, cap 10, Z the group's mean of base v / policy, at most 1 and at least 1e-4."""
+    weight = np.exp(base_logp - logp) * r
+    z = np.minimum(weight.mean(1, keepdims=True), 1)
+    pseudo = np.minimum(np.sqrt(weight / np.where(z > 0, z, 1e-4)) - 1, 10)
+    flat = np.ptp(pseudo, axis=1, keepdims=True) == 0
+    return np.where(flat, 0, leave_one_out(pseudo))
+
+
+FORMULAS = {
+    "grpo": normalised,
+    "dr_grpo": centred,
+    "rloo": leave_one_out,
+    "sign": lambda r, *_: 2 * r - 1,
+    "reinforce": lambda r, *_: r,
+    "passk": best_less_second,
+    "maxrl": above_mean,
+    "alpha_dpg": towards_filtered,
+}
+
+
+def enumerate_update(game, logits, reference, reward, samples, formula):
+    """(expected update [S, V], expected square of its norm), term by term in NumPy."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    policy = np.exp(shifted) / np.exp(shifted).sum(-1, keepdims=True)
+    anchor = np.exp(reference) / np.exp(reference).sum(-1, keepdims=True)
+    logp, base_logp, slopes = [], [], []
+    for tokens, states, mask in zip(game.tokens, game.state, game.mask, strict=True):
+        slope, total, base_total = np.zeros_like(logits), 0.0, 0.0
+        for token, state in zip(tokens[mask], states[mask], strict=True):
+            slope[state] -= policy[state]
+            slope[state, token] += 1
+            total += np.log(policy[state, token])
+            base_total += np.log(anchor[state, token])
+        logp.append(total)
+        base_logp.append(base_total)
+        slopes.append(slope)
+    logp, base_logp, slopes = np.array(logp), np.array(base_logp), np.array(slopes)
+    index = np.array(list(itertools.product(range(len(logp)), repeat=samples)))
+    advantage = formula(reward[index], logp[index], base_logp[index])
+    updates = np.einsum("mg,mgsv->msv", advantage / samples, slopes[index])
+    chance = np.exp(logp[index].sum(1))
+    return np.einsum("m,msv->sv", chance, updates), chance @ (updates**2).sum((1, 2))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_expected_update_is_that_of_the_papers_formula(name):
+    for game in GAMES.values():
+        tables, reward = make_policies(game), game.rewards["binary"]
+        with jax.enable_x64(True):
+            drawn = tables._replace(behavior=tables.policy)
+            expected = expect(read_method(name), game, 3, 1, reward, drawn)
+        for place, logits in enumerate(tables.policy):
+            update, square = enumerate_update(
+                game, logits, tables.reference[place], reward, 3, FORMULAS[name]
+            )
+            np.testing.assert_allclose(expected.update[place], update, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(expected.square[place], square, rtol=1e-9)
+
+
+MISTAKEN = {
+    "batch_deviation": {"groups apart"},
+    "times_length": {"length", SCALE},
+    "mask_after_mean": {"masked samples", SCALE},
+    "grown_mask": {"mask shrinks", SCALE, "shift invariance"},
+    "sees_its_batch": {"past state", "groups apart", SCALE, "shift invariance"},
+    "mean_per_micro_batch": {"micro-batches", SCALE},
+    "clipped_on_the_wrong_side": {"way back", SCALE},
+    "without_ratio": {"stale ratio", SCALE},
+}
+"""What laws of one batch say of each mistake. SCALE is no mistake: the plain method breaks it."""
+
+
+@pytest.mark.parametrize("name", MISTAKEN)
+def test_a_mistake_is_found_by_the_law_that_it_breaks(name):
+    with jax.enable_x64(True):
+        assert set(broken(check_laws(read_method(f"{MISTAKES}:{name}")))) == MISTAKEN[name]
+
+
+def test_the_plain_method_breaks_no_law_but_scale_invariance():
+    with jax.enable_x64(True):
+        assert broken(check_laws(make_method("plain"))) == [SCALE]
+
+
+def test_a_baseline_that_holds_its_sample_leaves_out_a_share_and_a_reward_twice_doubles():
+    report = verdict.check(read_method(f"{MISTAKES}:sees_itself"), SMALL)
+    np.testing.assert_allclose(report.scale, [1 / 2, 2 / 3], rtol=1e-9)
+    assert set(broken(report.laws)) == {SCALE, SIZE, UNIT}
+    report = verdict.check(read_method(f"{MISTAKES}:reward_twice"), SMALL)
+    np.testing.assert_allclose(report.scale, [2, 2], rtol=1e-9)
+    assert set(broken(report.laws)) == {SCALE, UNIT}
+
+
+def test_a_kl_of_the_wrong_direction_is_named():
+    report = verdict.check(read_method(f"{MISTAKES}:k3_for_reverse_kl"), SMALL)
+    assert report.penalty is not None
+    assert report.penalty["climbs"] == "KL(reference || policy) at each visited state"
+    assert set(broken(report.laws)) == {SCALE, "KL"}
+    right = make_method("k2", penalties=(build_penalty({"use": "k2", "beta": 0.1}),))
+    with jax.enable_x64(True):
+        penalty = verdict.measure_penalty(right) or {}
+    assert penalty["climbs"] == "KL(policy || reference) at each visited state"
+    assert penalty["bias"] < 1e-9
+
+
+SHIFT, APART = "shift invariance", "groups apart"
+OWN_MEAN = {SCALE, SIZE, UNIT}
+BY_DEVIATION = {SIZE, UNIT}
+RAW = {SHIFT, SCALE}
+BY_BATCH = {APART, SIZE, UNIT}
+UNWEIGHED = {SCALE, "stale ratio"}
+FILTERED = {SHIFT, SCALE, "length", SIZE, UNIT}
+REMARKS = {
+    "alpha_dpg": FILTERED,
+    "f_dpg": FILTERED,
+    "asymmetric": {SHIFT, SCALE, UNIT},
+    "sign": {SHIFT, SCALE, UNIT},
+    "avspo": {SHIFT, SCALE, SIZE, UNIT},
+    "conditional_sign": {SHIFT, SCALE, SIZE, UNIT},
+    **dict.fromkeys(("darling", "dr_grpo", "rlcr"), OWN_MEAN),
+    **dict.fromkeys(("dapo", "dvao", "grpo", "like_trl", "like_verl", "passk"), BY_DEVIATION),
+    **dict.fromkeys(("ema", "reinforce"), RAW),
+    **dict.fromkeys(("gdpo", "lite_ppo", "scale_rl"), BY_BATCH),
+    "maxrl": {SHIFT},
+    "reinforce_pp": {APART, "length", SIZE, UNIT},
+    "rloo": {SCALE},
+    "spo": {SCALE, APART, SIZE, UNIT},
+    "ttrl": {"order of samples", SIZE, UNIT},
+}
+"""What docs/advantages.md says of recipes: the laws that they do not keep, and are not meant to."""
+UNCHECKED = {
+    *("dro_r3", "gigpo", "hicra", "l2t", "rank_learning", "tree_grpo", "tree_po", "tree_rl"),
+}
+"""Recipes that read what the games do not have."""
+OF_SURROGATES = {
+    **{name: {SCALE} for name in registry.surrogates},
+    **dict.fromkeys(("gvpo", "on_policy", "reinforce", "vespo"), UNWEIGHED),
+    "shaped_ratio": {SCALE, "stale ratio", UNIT},
+}
+"""What docs/losses.md says of surrogates behind `rloo`, which is not invariant to scale."""
+CLIMBED = {
+    "alpha_dpg": "divergence",
+    "f_dpg": "divergence",
+    "darling": "other",
+    "maxrl": "log success",
+    "passk": "pass@k",
+}
+"""What recipes climb; the others the mean reward."""
+
+
+@pytest.mark.parametrize("name", ["grpo", "sign", "maxrl"])
+def test_a_recipe_breaks_the_laws_that_the_page_names(name):
+    with jax.enable_x64(True):
+        laws = check_laws(read_method(name))
+    assert set(broken(laws)) == REMARKS[name] - {SIZE, UNIT}
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("name", recipes.recipes)
+def test_every_recipe_climbs_and_breaks_what_the_page_says(name):
+    report = make_checks.report_recipe(name)
+    assert isinstance(report, str) == (name in UNCHECKED)
+    if isinstance(report, str):
+        return
+    assert (report.climbs, set(broken(report.laws))) == (
+        CLIMBED.get(name, "mean reward"),
+        REMARKS[name],
+    )
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(registry.surrogates.keys() - {"by_sample"}))
+def test_every_surrogate_climbs_the_mean_reward_and_breaks_what_the_page_says(name):
+    report = make_checks.report_surrogate(name)
+    assert (report.climbs, set(broken(report.laws))) == ("mean reward", OF_SURROGATES[name])
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_tables_of_the_pages_are_what_the_command_finds():
+    for path, text in make_checks.pages().items():
+        assert path.read_text() == text, f"{path.name} is out of date: make checks"
+
+
+def test_a_row_of_the_page_is_what_the_command_finds(repository):
+    (row,) = make_checks.recipe_table(["maxrl"]).splitlines()[2:]
+    assert row in (repository / "docs" / "advantages.md").read_text().splitlines()
+    ((path, text),) = make_checks.pages(["check.md"]).items()
+    assert path.read_text() == text, "docs/check.md is out of date: make checks"
+
+
+def test_a_wrong_sign_descends_in_text_json_and_figure(tmp_path, capsys):
+    file, figure = tmp_path / "out.json", tmp_path / "out.svg"
+    words = ["check", f"{MISTAKES}:wrong_sign", "--json", str(file), "--figure", str(figure)]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("climbs none of the targets: it descends the mean reward, times -1\n")
+    assert "breaks: unit scale: " in text
+    numbers = json.loads(file.read_text())
+    keys = {"climbs", "cosine", "scale", "bias", "noise", "flat_groups", "laws"}
+    assert keys < numbers.keys()
+    assert numbers["laws"].keys() == LAWS.keys()
+    assert (numbers["climbs"], round(numbers["cosine"], 9)) == ("other", -1)
+    np.testing.assert_allclose(numbers["scale"], [-1, -1], rtol=1e-9)
+    assert figure.read_text().count("wrong_sign: climbs none of the targets") == 1
+
+
+OWN_CODE = """
+import jax.numpy as jnp
+
+def three(signal, rollouts, options): return signal
+def number(): return 3
+def asks(signal, rollouts):
+    return signal if signal.value.sum() > 0 else signal
+def wide(tokens): return jnp.zeros(3), {}
+"""
+WRONG = {
+    "missing.py:f": "there is no file",
+    "own.py:nothing": "own.py has no 'nothing'",
+    "own.py:three": "takes signal, rollouts, options: expected (signal, rollouts) -> signal",
+    "own.py:number": "number() returned int, expected a chain",
+    "own.py:asks": "asks (",
+    "own.py:wide": "surrogate wide returned a loss of shape (3,)",
+    "own.py": "name the function too, as own.py:my_advantage",
+    "grop": "no recipe, surrogate, reduction or config is called so: did you mean 'grpo'?",
+    "missing.toml": "missing.toml",
+    "tree_rl": "tree_process reads ancestors, [P, G, D]",
+    "l2t": "add_information_gain reads cut_answer_logp, a score of reference answers by a model",
+    "rank_learning": "reads effective_rank, which is of the hidden states of a model",
+    "number_guess": "number_guess",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_checked_is_refused_with_the_reason(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own.py").write_text(OWN_CODE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert WRONG[name] in error
+
+
+def test_groups_that_a_chain_refuses_and_files_that_cannot_be_written_are_told(tmp_path, capsys):
+    for words, says in {
+        ("grpo", "--figure", "out.pdf"): "name a file that ends with .png or .svg",
+        ("grpo", "--json", str(tmp_path / "none" / "out.json")): "there is no folder",
+    }.items():
+        assert main(["check", *words]) == 2
+        assert says in capsys.readouterr().err
+    method = make_method("best", build("passk", {"k": 9}))
+    with jax.enable_x64(True), pytest.raises(InputError, match="takes no groups of 2, 4, 8"):
+        verdict.measure(method, 1, verdict.SIZES)
