@@ -11,11 +11,11 @@ from jax import Array, lax
 
 from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams
-from jaxgrpo.advantages.stats import top_share
 from jaxgrpo.advantages.streams import add_stream, any_mask, stream
 from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.ranking import top_share
 from jaxgrpo.core.scores import SCORERS, answer_field
 from jaxgrpo.core.types import Rollouts, Signal
 
