@@ -30,7 +30,12 @@ from jaxgrpo.models.logprobs import token_logprobs
 B, T = 512, 2048
 TOKENS, HIDDEN, VOCABULARY = 1024, 64, 8192  # small ones: the more, the less a surrogate weighs
 LIMIT = 1.1
-OPTIONS = {"by_sample": {"field": "replayed"}}
+OPTIONS = {"by_sample": {"field": "replayed"}, "off_policy_mask": {"threshold": 0.1}}
+CONSTANTS = (
+    *("group_log_ratio", "behavior_logp", "token_draw", "clip_cov_tokens", "kl_cov_tokens"),
+    *("label_log_sum", "label_count"),
+)
+"""Fields that are 0 here: a surrogate costs the same whatever they hold."""
 
 
 def batch(rows: int, length: int) -> dict[str, jax.Array]:
@@ -45,7 +50,7 @@ def batch(rows: int, length: int) -> dict[str, jax.Array]:
         "mask": mask,
         "segment": np.ones(mask.shape, np.int32),
         "replayed": np.repeat(np.arange(rows)[:, None] % 2, length, 1).astype(np.float32),
-        "group_log_ratio": np.zeros(mask.shape, np.float32),
+        **{name: np.zeros(mask.shape, np.float32) for name in CONSTANTS},
     }
     arrays["weight"] = np.asarray(token_mean().weights(jnp.asarray(mask)[:, None])[:, 0])
     return jax.tree.map(jnp.asarray, arrays)

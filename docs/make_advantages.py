@@ -57,6 +57,8 @@ def fields(success: np.ndarray = SUCCESS) -> dict[str, np.ndarray]:
         "truncated": np.zeros_like(success, bool),
         "token_entropy": token,
         "token_confidence": token,
+        "self_certainty": token * success[..., None],
+        "token_collision": 0.5 * token,
         "effective_rank": token,
         "token_value": 0 * token,
         "planning": token.astype(bool) & (np.arange(TOKENS) == 0),

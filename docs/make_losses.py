@@ -25,7 +25,7 @@ from docs.experiments.common import cosine
 from docs.experiments.kl_uses import REVERSE, USES
 from docs.experiments.x15_kl_uses import measure, policies
 from docs.pages import FOLDER, between, markdown, paper, write
-from jaxgrpo.losses import Tokens, build_surrogate, registry
+from jaxgrpo.losses import Tokens, build_surrogate, registry, with_batch_fields
 
 PAGE = FOLDER / "losses.md"
 
@@ -39,6 +39,12 @@ PEERS = {
     "gmpo": "verl `geo_mean`",
     "vespo": "TRL `vespo`",
     "gvpo": "verl-recipe `gvpo`",
+    "topr": "ROLL, Trinity-RFT `topr`, by token",
+    "mirror_descent": 'with `level = "token"` ROLL `kimi15`, verl `dro`',
+    "clip_cov": "verl, SkyRL `clip_cov`",
+    "kl_cov": "verl, SkyRL `kl_cov`",
+    "rewards_as_labels": "ms-swift `real`",
+    "off_policy_mask": "TRL `off_policy_mask_threshold`, slime (OPSM)",
     "dppo_tv": "verl `dppo_tv`",
     "reinforce": "verl `gpg`",
     "on_policy": "NeMo RL",
@@ -50,7 +56,10 @@ PEERS = {
 }
 """What other libraries call a part; none that we know has the parts that are not listed."""
 
-OF_OTHERS = {"by_sample": "that of `then`, or of `otherwise`"}
+OF_OTHERS = {
+    "by_sample": "that of `then`, or of `otherwise`",
+    "off_policy_mask": "that of `then`, or 0",
+}
 """What to say of a surrogate that is made of others."""
 
 SOURCES = ("paper", "elsewhere")
@@ -77,9 +86,14 @@ def pull(name: str) -> str:
         return OF_OTHERS[name]
     part = build_surrogate(name)
 
+    by_group = [field for field in part.batch_fields if field.by_group]
+    constants = dict.fromkeys(part.needs - {field.name for field in by_group}, 0.0)
+
     def loss(logp: Array, advantage: float) -> Array:
-        tokens = Tokens.from_ratios(jnp.ones((1, 1)), advantage, **dict.fromkeys(part.needs, 0.0))
-        return part.compute(dataclasses.replace(tokens, logp=logp.reshape(1, 1)))[0].sum()
+        tokens = Tokens.from_ratios(jnp.ones((1, 1)), advantage, **constants)
+        tokens = dataclasses.replace(tokens, logp=logp.reshape(1, 1))
+        tokens = with_batch_fields(by_group, tokens, jnp.zeros((1, 1), jnp.int32))
+        return part.compute(tokens)[0].sum()
 
     slope = jax.jit(jax.vmap(jax.grad(loss), (0, None)))
     log_ratio = jnp.log(jnp.asarray(RATIOS))

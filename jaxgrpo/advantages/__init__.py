@@ -34,6 +34,8 @@ from jaxgrpo.advantages.group import (
 from jaxgrpo.advantages.kl_return import add_kl_return, add_kl_return_for_validity
 from jaxgrpo.advantages.masks import (
     keep_samples,
+    keep_thoughts,
+    mask_below_running_deviation,
     mask_group_difficulty,
     mask_low_variance,
     mask_truncated,
@@ -48,10 +50,17 @@ from jaxgrpo.advantages.mismatch import (
 from jaxgrpo.advantages.reflection import (
     add_information_gain,
     answer_length,
+    answer_probability,
+    perplexity_rank,
     reasoning_reflection,
 )
 from jaxgrpo.advantages.registry import build, evaluate
-from jaxgrpo.advantages.scored import score_mean, shape_by_effective_rank
+from jaxgrpo.advantages.scored import (
+    keep_top_entropy,
+    score_mean,
+    shape_by_effective_rank,
+    subtract_optimal_token_baseline,
+)
 from jaxgrpo.advantages.streams import (
     combine,
     dvao,
@@ -66,6 +75,7 @@ from jaxgrpo.advantages.tracked import (
     divide_by_running_scale,
     ema_baseline,
     mask_difficulty_band,
+    smooth_standardise,
     subtract_tracked_success,
 )
 from jaxgrpo.advantages.trees import (
@@ -95,6 +105,7 @@ __all__ = [
     "add_kl_return_for_validity",
     "alpha_dpg",
     "answer_length",
+    "answer_probability",
     "asymmetric",
     "beta_of_mu",
     "build",
@@ -119,9 +130,12 @@ __all__ = [
     "hicra",
     "kappa",
     "keep_samples",
+    "keep_thoughts",
+    "keep_top_entropy",
     "keep_turns",
     "kl_in_reward",
     "leave_one_out_pass_at_k",
+    "mask_below_running_deviation",
     "mask_difficulty_band",
     "mask_group_difficulty",
     "mask_low_variance",
@@ -134,6 +148,7 @@ __all__ = [
     "normalise_with_virtual_rewards",
     "overlong_penalty",
     "per_reward",
+    "perplexity_rank",
     "reasoning_reflection",
     "reward_to_go",
     "rubric_gate",
@@ -142,6 +157,7 @@ __all__ = [
     "shape_by_effective_rank",
     "shrink_rare_success",
     "sign",
+    "smooth_standardise",
     "spec_of",
     "start",
     "stateless",
@@ -151,6 +167,7 @@ __all__ = [
     "subtract_group_median",
     "subtract_leave_one_out_mean",
     "subtract_length_weighted_mean",
+    "subtract_optimal_token_baseline",
     "subtract_tracked_success",
     "sum_rewards",
     "sum_scored",

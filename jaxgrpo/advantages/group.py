@@ -278,11 +278,14 @@ def max_minus_second() -> AdvantageTransform:
     return base.stateless("max_minus_second", apply, levels=(2,), relative=True)
 
 
-def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> AdvantageTransform:
+def leave_one_out_pass_at_k(
+    k: int, threshold: Scheduled | None = None, std: bool = False
+) -> AdvantageTransform:
     """The exact leave-one-out advantage of pass@k, estimated from all n samples of the prompt.
 
         U = 1 - C(n - c, k) / C(n, k)                     c successes of n unmasked samples
         a[p, g] = n (U - U without sample g)
+        std:  a / sqrt(U (1 - U)) (n - k) / (n k), so sqrt((1 - U) / U) for a success
 
     As U is unbiased, and U without g independent of g, the expected gradient is exactly that of
     pass@k, k (1 - p)^(k - 1) times that of the success rate p. k = 1 is leave-one-out (RLOO).
@@ -293,11 +296,14 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
       k: samples of which one has to succeed, from 1 to group_size - 1; for k = group_size take
         max_minus_second.
       threshold: the lowest reward that is a success; None: rewards must be 0 or 1.
+      std: whether the advantage is divided by the deviation of "one of k succeeds", as if all
+        subsets of k samples were groups; then groups weigh alike, and it is no gradient of pass@k.
 
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
     Raises: InputError on k < 1, and before compiling on k >= group_size.  Metrics: too_few, the
     share of groups with unmasked samples, but no more than k.
-    Source: the estimator of Chen et al. 2021, arXiv 2107.03374; as a reward, arXiv 2505.15201.
+    Source: the estimator of Chen et al. 2021, arXiv 2107.03374; as a reward, arXiv 2505.15201; std:
+    pass@k training, Chen et al. 2025, arXiv 2508.10751, its analytical form.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> evaluate(leave_one_out_pass_at_k(1), [[1.0, 0.0, 0.0]])[0].tolist()
@@ -308,7 +314,7 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("leave_one_out_pass_at_k", signal, threshold, rollouts)
         number = stats.count(signal.mask)
-        value = _leave_one_out(success, signal.mask, k, stats.widen(signal.value).dtype)
+        value = _leave_one_out(success, signal.mask, k, stats.widen(signal.value).dtype, std)
         few = {"too_few": mean(number <= k, number > 0)}
         return base.with_value(signal, value), {**metrics, **few}
 
@@ -391,14 +397,20 @@ def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array
     return jnp.take_along_axis(order, low, 1) / 2 + jnp.take_along_axis(order, high, 1) / 2
 
 
-def _leave_one_out(success: Array, mask: Array, k: int, dtype: Any) -> Array:
-    """n (U - U without the sample) of pass@k, [P, G]; 0 in groups without a success or n <= k."""
+def _leave_one_out(success: Array, mask: Array, k: int, dtype: Any, std: bool) -> Array:
+    """n (U - U without the sample) of pass@k, [P, G]; 0 in groups without a success or n <= k.
+
+    With `std` over the deviation of U's subsets, and by (n - k) / (n k).
+    """
     number = stats.count(mask).astype(dtype)
     wins = stats.count(mask & success).astype(dtype)
     losses = number - wins
     # C(n - c, k) / C(n, k), the chance that k of them all fail, factor by factor.
     drawn = jnp.arange(k, dtype=dtype)[None, :]
     failure_chances = jnp.maximum(losses - drawn, 0) / jnp.maximum(number - drawn, 1)
-    gain = number * k * failure_chances.prod(axis=1, keepdims=True) / jnp.maximum(number - k, 1)
+    failure = failure_chances.prod(axis=1, keepdims=True)
+    gain = number * k * failure / jnp.maximum(number - k, 1)
+    if std:
+        gain = jnp.sqrt(failure / jnp.where(failure < 1, 1 - failure, 1))
     value = jnp.where(success, gain, -gain * wins / jnp.maximum(losses, 1))
     return jnp.where((number > k) & (wins > 0), value, 0)

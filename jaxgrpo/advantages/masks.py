@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Rollouts, Signal
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 
 def mask_zero_variance() -> AdvantageTransform:
@@ -70,6 +72,32 @@ def keep_samples(count: int | None = None) -> AdvantageTransform:
         return dataclasses.replace(signal, mask=signal.mask & (place < limit)), {}
 
     return base.stateless(name, apply)
+
+
+def keep_thoughts() -> AdvantageTransform:
+    """Leaves an advantage to the tokens of each thought alone; what follows is not trained.
+
+    For rewards of a known answer, which say nothing of the sample's own.
+
+    Fields: thought_tokens [P, G].  Signal: [P, G] or [P, G, T] -> [P, G, T], mask cut.
+    Source: VeriFree, arXiv 2505.21493, whose updates hold no sampled answers.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"thought_tokens": [[1]], "token_mask": [[[True, True]]]}
+    >>> evaluate(keep_thoughts(), [[2.0]], **fields)[0].tolist()
+    [[[2.0, 0.0]]]
+    """
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        wide = at_tokens("keep_thoughts", signal, rollouts)
+        shape = wide.mask.shape
+        thought = base.read_field("keep_thoughts", "thought_tokens", rollouts, shape[:2], "[P, G]")
+        within = (
+            jnp.arange(shape[2], dtype=jnp.int32)[None, None] < thought.astype(jnp.int32)[..., None]
+        )
+        return Signal(value=wide.value, mask=wide.mask & within), {}
+
+    return base.stateless("keep_thoughts", apply, needs=frozenset({"thought_tokens"}))
 
 
 def mask_truncated() -> AdvantageTransform:
@@ -145,6 +173,53 @@ def mask_low_variance(
 
     step = base.stateless("mask_low_variance", apply, needs=needs, levels=(2,))
     return step._replace(compares_groups=callable(drop) or bool(drop))
+
+
+def mask_below_running_deviation(share: Scheduled = 0.5, decay: float = 0.99) -> AdvantageTransform:
+    """Masks groups whose samples differ less than those of earlier batches did.
+
+        group p stays where s[p] >= share m,  s[p] = std_g of its values, m the running mean of s
+        n <- decay n + 1,   m <- m + (mean_p s[p] - m) / n
+
+    m is that of the batches before; in the first one all groups stay. Flat groups have s exactly
+    0, as those with fewer than two samples. Put it before the baseline.
+
+    Args:
+      share: 0 or more; a number or a function of the step, such as one that is 0 for some steps.
+      decay: weight of the past, in [0, 1).
+
+    Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on token-level values [P, G, T].
+    State: mean [], weight [].  Metrics: masked_groups, the share of groups with a sample that went;
+    deviation, the mean of s; threshold, share m.
+    Source: RLPR, arXiv 2506.18254, with the numbers of its code, which begins after 10 steps.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_below_running_deviation(), [[1.0, 0.0], [1.0, 1.0]])[1].tolist()
+    [[True, True], [True, True]]
+    """
+    name = "mask_below_running_deviation"
+    base.check_at_least(name, 0, share=share)
+    base.check(name, "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        return dict.fromkeys(("mean", "weight"), jnp.zeros((), jnp.result_type(float)))
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        group = stats.summary(signal.value, signal.mask)
+        variance = stats.variance(signal.value, signal.mask, ddof=1, about=group)
+        spread = jnp.where(group.flat, 0, jnp.sqrt(variance))
+        scored, dtype = group.count > 0, state["mean"].dtype
+        threshold = base.at_step(share, rollouts, dtype) * state["mean"]
+        keep = spread >= threshold.astype(spread.dtype)
+        weight = decay * state["weight"] + 1
+        batch = stats.mean(spread, scored, axis=0)[0, 0].astype(dtype)
+        after = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
+        new_state = {key: jnp.where(scored.any(), after[key], state[key]) for key in state}
+        measured = {"deviation": mean(spread, scored), "threshold": mean(threshold)}
+        masked, metrics = base.keep_groups(signal, keep, **measured)
+        return masked, new_state, metrics
+
+    return AdvantageTransform(name, init, update, levels=(2,), relative=True)
 
 
 def mask_group_difficulty(

@@ -11,11 +11,11 @@ from jax import Array, lax
 
 from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams
-from jaxgrpo.advantages.stats import top_share
 from jaxgrpo.advantages.streams import add_stream, any_mask, stream
 from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.ranking import top_share
 from jaxgrpo.core.scores import SCORERS, answer_field
 from jaxgrpo.core.types import Rollouts, Signal
 
@@ -171,6 +171,110 @@ def add_information_gain(
     return base.stateless(_GAIN, apply, needs=needs, relative=True)
 
 
+def answer_probability(
+    over: str = "mean", masked_thought: bool = False, scorer: str = "trainer"
+) -> AdvantageTransform:
+    """Adds the stream "answer_probability": how probable a known answer is after each thought.
+
+        mean:     r[p, g] = mean_j exp(l[p, g, j])       over the answer's tokens
+        product:  r[p, g] = exp(sum_j l[p, g, j])        of the whole answer
+        masked_thought:  clip(r[p, g] - r[p] without a thought, 0, 1)
+
+    A mean of probabilities, not of logs: one unlikely token costs 1 / J and no more. The product is
+    the reward of a verifier that accepts the known answer alone, in expectation over answers.
+
+    Args:
+      over: "mean" or "product".
+      masked_thought: whether what the answer has without a thought is taken off.
+      scorer: "trainer", "base" or "reference", as of `reasoning_reflection`.
+
+    Fields: answer_logp [P, G, J], answer_mask and with masked_thought masked_answer_logp [P, J].
+    Streams: [P, G] each -> and "answer_probability".  Raises: InputError on unknown options.
+    Metrics: without_thought, what was taken off, over prompts; with masked_thought alone.
+    Source: mean, RLPR, arXiv 2506.18254; product, VeriFree, arXiv 2505.21493.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> fields = {"answer_logp": [[[0.0, -30.0], [0.0, 0.0]]], "answer_mask": [[True, True]]}
+    >>> evaluate([answer_probability(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
+    [[0.5, 1.0]]
+    """
+    name = "answer_probability"
+    base.check_choice(name, ("mean", "product"), over=over)
+    base.check_choice(name, SCORERS, scorer=scorer)
+    field = answer_field("answer_logp", scorer)
+    masked = answer_field("masked_answer_logp", scorer) if masked_thought else None
+
+    def probability(logp: Array, tokens: Array) -> Array:
+        if over == "product":
+            return jnp.exp(jnp.where(tokens, logp, 0).sum(-1))
+        return stats.mean(jnp.exp(logp), tokens, axis=-1)[..., 0]
+
+    def make(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        logp, without, tokens, scored = _read(streams, rollouts, field, masked, name)
+        scored = scored & tokens.any(-1, keepdims=True)
+        value = probability(logp, jnp.broadcast_to(tokens[:, None], logp.shape))
+        metrics: Metrics = {}
+        if masked is not None:
+            prior = probability(without, tokens)[:, None]
+            value = jnp.clip(value - prior, 0, 1)
+            metrics = {"without_thought": mean(prior, scored.any(-1, keepdims=True))}
+        return Signal(value=value.astype(_dtype(streams)), mask=scored), metrics
+
+    return add_stream(name, name, make, base.needed_fields("answer_mask", field, masked))
+
+
+def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> AdvantageTransform:
+    """Adds the stream "perplexity_rank": a sample's place in its group by a known answer's
+    perplexity after its thought.
+
+        q[p, g] = exp(-mean_j l[p, g, j] / max(1, 1 + log10 n[p, g])),   n the thought's tokens
+        r[p, g] = 1 - (samples with a lower q) / N + efficiency e[p, g]
+        e[p, g] = (others with a higher q and a longer thought) / (N - 1)
+
+    The best of N samples has 1, the worst 1 / N; equal ones share the mean of their places. Places
+    do not depend on how likely the answer is at all, which perplexities of long answers do.
+
+    Args:
+      efficiency: weight of e, which pays short thoughts that help; a number or schedule.
+      scorer: "trainer", "base" or "reference", as of `reasoning_reflection`.
+
+    Fields: answer_logp [P, G, J], answer_mask [P, J], thought_tokens [P, G].
+    Streams: [P, G] each -> and "perplexity_rank".
+    Metrics: perplexity, the mean of exp(-mean_j l).
+    Source: NOVER, arXiv 2505.16022, as in its code; its scorer is a copy that follows the policy
+    (`scorer = "reference"` with `reference.reset_every`), its gate on the format is `rubric_gate`.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
+    >>> fields["thought_tokens"] = [[1, 1]]
+    >>> evaluate([perplexity_rank(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
+    [[1.0, 0.5]]
+    """
+    name, field = "perplexity_rank", answer_field("answer_logp", scorer)
+    base.check_choice(name, SCORERS, scorer=scorer)
+    base.check_at_least(name, 0, efficiency=efficiency)
+
+    def make(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        logp, _, tokens, scored = _read(streams, rollouts, field, None, name)
+        scored = scored & tokens.any(-1, keepdims=True)
+        cost = -stats.mean(logp, jnp.broadcast_to(tokens[:, None], logp.shape), axis=-1)[..., 0]
+        length = base.read_field(name, "thought_tokens", rollouts, scored.shape, "[P, G]")
+        length = jnp.where(scored, length, 0).astype(cost.dtype)
+        score = cost / jnp.maximum(1 + jnp.log10(jnp.maximum(length, 1)), 1)
+        pairs = scored[:, :, None] & scored[:, None, :]
+        count = lambda flags: (pairs & flags).sum(-1).astype(cost.dtype)  # noqa: E731
+        row, column = score[:, :, None], score[:, None, :]
+        number = stats.count(scored).astype(cost.dtype)
+        place = count(column < row) + (count(column == row) - 1) / 2
+        helps = count((column > row) & (length[:, None, :] > length[:, :, None]))
+        weight = base.at_step(efficiency, rollouts, cost.dtype)
+        value = 1 - place / jnp.maximum(number, 1) + weight * helps / jnp.maximum(number - 1, 1)
+        value = jnp.where(scored, value, 0).astype(_dtype(streams))
+        return Signal(value=value, mask=scored), {"perplexity": mean(jnp.exp(cost), scored)}
+
+    return add_stream(name, name, make, frozenset({"answer_mask", "thought_tokens", field}))
+
+
 class _Gain(NamedTuple):
     """The options of `add_information_gain`, and what it does."""
 
@@ -313,9 +417,13 @@ def _r3(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Signal
     if callable(options.drop) or options.drop > 0:
         drop = base.at_step(options.drop, rollouts, spread.dtype)
         passes = passes & top_share(spread, live_prompts, 1 - drop, axis=0)
-    like = next(iter(streams.values())).value
-    r3_signal = Signal(value=value.astype(like.dtype), mask=scored & passes[:, None])
+    r3_signal = Signal(value=value.astype(_dtype(streams)), mask=scored & passes[:, None])
     return r3_signal, {"dropped": mean(~passes, live_prompts), "spread": mean(spread, live_prompts)}
+
+
+def _dtype(streams: Streams) -> Any:
+    """Of the streams, and so of one that is added."""
+    return next(iter(streams.values())).value.dtype
 
 
 class _Answers(NamedTuple):
@@ -325,20 +433,22 @@ class _Answers(NamedTuple):
     scored: Array  # [P, G] bool
 
 
-def _read(streams: Streams, rollouts: Rollouts, field: str, masked: str | None) -> _Answers:
+def _read(
+    streams: Streams, rollouts: Rollouts, field: str, masked: str | None, name: str = _NAME
+) -> _Answers:
     """The answer's log-probs, checked and made finite."""
     live_samples = any_mask(streams)
-    logp = stats.widen(base.read_field(_NAME, field, rollouts))
+    logp = stats.widen(base.read_field(name, field, rollouts))
     if logp.ndim != 3 or logp.shape[:2] != live_samples.shape:
         raise InputError(
-            f"{_NAME}: {field} has shape {logp.shape}, expected [P, G, J] with [P, G] ="
+            f"{name}: {field} has shape {logp.shape}, expected [P, G, J] with [P, G] ="
             f" {live_samples.shape}: log-probs of the answer's tokens after each sample's thought"
         )
     expected = (logp.shape[0], logp.shape[2])
-    tokens = base.read_field(_NAME, "answer_mask", rollouts, expected, "[P, J]").astype(bool)
+    tokens = base.read_field(name, "answer_mask", rollouts, expected, "[P, J]").astype(bool)
     baseline = jnp.zeros(expected, logp.dtype)
     if masked is not None:
-        baseline = base.read_field(_NAME, masked, rollouts, expected, "[P, J]")
+        baseline = base.read_field(name, masked, rollouts, expected, "[P, J]")
         baseline = baseline.astype(logp.dtype)
     has_logp, has_baseline = logp < jnp.inf, baseline < jnp.inf  # NaN is not
     scored = live_samples & ((has_logp & has_baseline[:, None]) | ~tokens[:, None]).all(-1)

@@ -14,10 +14,12 @@ from jax import Array
 from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams
 from jaxgrpo.advantages.streams import add_stream, any_mask
-from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.advantages.tokens import at_tokens
+from jaxgrpo.core.metrics import Metrics, mean, minimum
+from jaxgrpo.core.ranking import top_share
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
-_SHAPE = "shape_by_effective_rank"
+_SHAPE, _BASELINE = "shape_by_effective_rank", "subtract_optimal_token_baseline"
 _MEASURED = ("rank", "velocity", "acceleration")
 _LARGEST = 5.0
 """Relative deviations of a rank are cut here, as in github.com/hf618/VERL."""
@@ -30,8 +32,9 @@ def score_mean(
 
         r[p, g] = sign * mean_t score[p, g, t]     over the tokens that the policy chose
 
-    With token_confidence it rewards what the policy is sure of, with token_entropy and sign -1
-    low entropy; with the log-probs of a model, text that the model finds likely. With weight 0 in
+    With self_certainty it rewards what the policy is sure of (the recipe `intuitor`), with
+    token_confidence the same of the likeliest tokens, with token_entropy and sign -1 low entropy;
+    with the log-probs of a model, text that the model finds likely. With weight 0 in
     the sum it is only logged. A policy's opinion of itself can be climbed without getting better:
     look at an evaluation.
 
@@ -43,8 +46,7 @@ def score_mean(
     Streams: [P, G] each -> and the new one.  Raises: InputError where the name is taken.
     Metrics: mean, over the samples that it scores; those without a token or with a score that is
     not finite are masked.
-    Source: confidence, Intuitor, arXiv 2505.19590 (there over all tokens, not the likeliest 20);
-      entropy, RENT, arXiv 2505.22660.
+    Source: certainty, Intuitor, arXiv 2505.19590; entropy, RENT, arXiv 2505.22660.
 
     >>> from jaxgrpo.advantages import evaluate, sum_rewards
     >>> fields = {"token_entropy": [[[2.0, 1.0], [0.5, 9.0]]], "token_mask": [[[1, 1], [1, 0]]]}
@@ -66,6 +68,102 @@ def score_mean(
 
     needs = base.needed_fields(score)
     return add_stream("score_mean", name or score, make, needs)
+
+
+def keep_top_entropy(
+    share: Scheduled = 0.2, score: str = "token_entropy", denominator: str = "keep"
+) -> AdvantageTransform:
+    """Leaves an advantage to the tokens of the highest entropy alone: where the text forks.
+
+        a[p, g, t]  at the `share` of the batch's unmasked tokens of the highest score, else 0
+
+    Put it last. The entropies are of the policy before the step and compared over all its tokens,
+    those of flat groups too.
+
+    Args:
+      share: in (0, 1]; a number or a function of the step. Tokens that tie with the last one stay.
+      score: the field [P, G, T] that is compared.
+      denominator: "keep" leaves the others in the mask with value 0, so that penalties act on them
+        and the denominator of the loss counts them; "shrink" masks them.
+
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask unchanged, or cut.
+    Metrics: entropy, the mean score of the tokens that stay; lowest, the least of them.
+    Source: Beyond the 80/20 rule, Wang et al. 2025, arXiv 2506.01939 (share 0.2, in each batch).
+      TRL's `top_entropy_quantile` interpolates: at times it keeps one token less.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"token_entropy": [[[2.0, 0.1], [0.3, 1.0]]], "token_mask": [[[1, 1], [1, 1]]]}
+    >>> evaluate(keep_top_entropy(0.5), [[1.0, -1.0]], **fields)[0].tolist()
+    [[[1.0, 0.0], [0.0, -1.0]]]
+    """
+    name = "keep_top_entropy"
+    base.check(name, "a share in (0, 1]", lambda share: 0 < share <= 1, share=share)
+    base.check_choice(name, ("keep", "shrink"), denominator=denominator)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        wide = at_tokens(name, signal, rollouts)
+        shape = wide.value.shape
+        entropy = stats.widen(base.read_field(name, score, rollouts, shape, "[P, G, T]"))
+        finite = wide.mask & jnp.isfinite(entropy)
+        part = base.at_step(share, rollouts, jnp.float32)
+        top = top_share(entropy, finite, part, axis=(0, 1, 2))
+        mask = top if denominator == "shrink" else wide.mask
+        metrics = {"entropy": mean(entropy, top), "lowest": minimum(entropy, top)}
+        return Signal(value=jnp.where(top, wide.value, 0), mask=mask), metrics
+
+    step = base.stateless(name, apply, needs=frozenset({score}))
+    return step._replace(compares_groups=callable(share) or share < 1)
+
+
+def subtract_optimal_token_baseline() -> AdvantageTransform:
+    """Subtracts from each token's return a mean of the group's, by their gradients so far.
+
+        w[p, g, t] = 1 - 2 pi(token) + sum_v pi(v)^2      the square of the gradient by the logits
+        W[p, g, t] = sum over the unmasked tokens up to t of w[p, g]
+        B[p, t]    = sum_g W[p, g, t] a[p, g, t] / sum_g W[p, g, t]
+        a[p, g, t] - B[p, t]
+
+    This baseline makes the variance least, as far as tokens' gradients are alike but for the
+    logits. It holds the sample itself, as a group's mean does. Where one sample alone is as long
+    its advantage is 0. Values [P, G] are the return of all tokens of a sample; behind
+    `reward_to_go` they differ. Flat groups stay exactly 0.
+
+    Reads trainer_logp and token_collision, sum_v pi(v)^2, [P, G, T] each: one pass gives both.
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask unchanged.
+    Metrics: spread, the mean over groups of max_t B - min_t B.
+    Source: Optimal Token Baseline, arXiv 2602.07078, as in verl's `optimal_token_baseline` without
+      weights of the sampler's mismatch; its option handle_zero_tail sets B = 0 where one sample
+      alone is as long.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"token_mask": [[[1], [1]]], "trainer_logp": [[[-99.0], [-99.0]]]}
+    >>> fields["token_collision"] = [[[0.5], [0.5]]]  # w = 1.5 of both
+    >>> evaluate(subtract_optimal_token_baseline(), [[1.0, 0.0]], **fields)[0].tolist()
+    [[[0.5], [-0.5]]]
+    """
+    needs = frozenset({"trainer_logp", "token_collision"})
+    return base.stateless(_BASELINE, _less_token_baseline, needs=needs, relative=True)
+
+
+def _less_token_baseline(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+    wide = at_tokens(_BASELINE, signal, rollouts)
+    value, mask = stats.widen(wide.value), wide.mask
+    logp, collision = (
+        stats.widen(base.read_field(_BASELINE, field, rollouts, mask.shape, "[P, G, T]"))
+        for field in ("trainer_logp", "token_collision")
+    )
+    square = jnp.where(mask, 1 - 2 * jnp.exp(logp) + collision, 0)
+    weight = jnp.where(mask, jnp.cumsum(jnp.maximum(square, 0), axis=-1), 0)
+    group = stats.summary(value, mask)  # of each token; equal returns differ by exactly 0
+    weight = jnp.where(weight.sum(1, keepdims=True) > 0, weight, mask.astype(weight.dtype))
+    total = jnp.where(mask, weight * (value - group.near), 0).sum(1, keepdims=True)
+    above = total / jnp.maximum(weight.sum(1, keepdims=True), jnp.finfo(weight.dtype).tiny)
+    less = jnp.where(group.flat, 0, (value - group.near) - above)
+    baseline, anywhere = group.near + above, mask.any(1, keepdims=True)
+    high = jnp.where(anywhere, baseline, -jnp.inf).max(-1)
+    low = jnp.where(anywhere, baseline, jnp.inf).min(-1)
+    metrics = {"spread": mean(high - low, anywhere.any(-1))}
+    return Signal(value=jnp.where(mask, less, 0).astype(wide.value.dtype), mask=mask), metrics
 
 
 def shape_by_effective_rank(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.errors import InputError
@@ -216,42 +216,6 @@ def cross_rollout_variance(
     return jnp.where(squares < jnp.inf, jnp.maximum(spread, 0), squares)
 
 
-def top_share(
-    value: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"],
-    share: Any,
-    axis: int | Sequence[int] = -1,
-) -> Bool[Array, "*shape"]:
-    """True at the largest `share` of the unmasked entries, counted upwards; equal ones all enter.
-
-    Without sorting, which is slow on CPUs and gathers what lies on several devices: the lowest one
-    that enters is built from its highest bit down, by counting what reaches a candidate.
-
-    Args:
-      share: in [0, 1], a number or an array []; 0 takes none.
-      axis: what the share is taken of.
-
-    >>> value, mask = jnp.array([[3.0, 1.0, 2.0, 9.0]]), jnp.array([[True, True, True, False]])
-    >>> top_share(value, mask, 0.5).tolist()
-    [[True, False, True, False]]
-    """
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    number = mask.sum(axes, keepdims=True, dtype=jnp.int32)
-    # Rounded up, up to a relative 1e-6: 0.2 * 5 is 1.0000000149 in float32.
-    exact = jnp.asarray(share, jnp.float32) * (1 - 1e-6) * number.astype(jnp.float32)
-    top_count = jnp.minimum(jnp.ceil(exact).astype(jnp.int32), number)
-    keys = _ordered(value, mask)
-    width = 8 * keys.dtype.itemsize
-
-    def next_bit(index: Array, threshold: Array) -> Array:
-        candidate = threshold | (jnp.ones((), keys.dtype) << (width - 1 - index).astype(keys.dtype))
-        reached = (keys >= candidate).sum(axes, keepdims=True, dtype=jnp.int32)
-        return jnp.where(reached >= top_count, candidate, threshold)
-
-    least = lax.fori_loop(0, width, next_bit, jnp.zeros(number.shape, keys.dtype))
-    return mask & (top_count > 0) & (keys >= least)
-
-
 def log_ratio(
     top: Float[Array, "*shape"], bottom: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
@@ -268,13 +232,3 @@ def clamp(ratio: Float[Array, "*shape"]) -> tuple[Array, Array]:
 
 def _divided(total: Array, number: Array) -> Array:
     return total / jnp.maximum(number, 1).astype(total.dtype)
-
-
-def _ordered(value: Array, mask: Array) -> Array:
-    """Unsigned integers in the order of the values; masked entries come first, as 0."""
-    wide = lax.stop_gradient(widen(value))
-    wide = jnp.where(wide == 0, 0, wide)  # -0.0 is 0.0
-    dtype = {4: jnp.uint32, 8: jnp.uint64}[wide.dtype.itemsize]
-    bits = lax.bitcast_convert_type(wide, dtype)
-    top = jnp.asarray(1 << (8 * wide.dtype.itemsize - 1), dtype)
-    return jnp.where(mask, jnp.where(bits >= top, ~bits, bits | top), 0)

@@ -214,6 +214,105 @@ def divide_by_running_scale(
     return AdvantageTransform(name, _zeros("mean", "variance", "weight"), update)
 
 
+def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
+    """Normalises by the group and by all that the row has seen, and takes what is nearer to 0.
+
+        now = (r - mean_g r) / (std_g r + eps),   all = (r - M) / (S + eps)
+        a   = the smaller in size of  all / i + (1 - 1/i) now  and  now / i + (1 - 1/i) all
+
+    i counts the visits of the row, this one too. M is the mean of its groups' means, S^2 the mean
+    of their variances and the variance of their means, this group's too: what was learnt on a row
+    does not jump with the luck of a group. A flat group has now = 0 and teaches by its distance
+    from M, unless the row was always so. A row drawn twice in a batch is judged by the visits
+    before both. A group with fewer than two scored samples is 0 and no visit.
+
+    Args:
+      eps: added to both deviations, in units of reward; a deviation of exactly 0 gives 0.
+
+    Signal: [P, G] -> [P, G], mask unchanged.  State: visits, mean, squares (i S^2), each [rows].
+    Raises: InputError on a stream of data, whose rows never return.
+    Metrics: visits, the mean of i; flat_with_signal, the share of flat groups that teach.
+    Source: smooth advantage standardisation of Dynamic Clipping Policy Optimization (DCPO), Yang et
+    al. 2025, arXiv 2509.02333, with the deviations (by n - 1) of its code, which has no eps.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(smooth_standardise(0.0), [[1.0, 0.0, 0.5]])[0].tolist()  # the first visit
+    [[1.0, -1.0, 0.0]]
+    """
+    name = "smooth_standardise"
+    base.check_at_least(name, 0, eps=eps)
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        row = base.read(name, rollouts, "row")
+        group, dtype = stats.summary(signal.value, signal.mask), state["mean"].dtype
+        variance = stats.variance(signal.value, signal.mask, ddof=1, about=group)
+        visit = group.count > 1
+        earlier = _Visits(*(state[key][row][:, None] for key in ("visits", "mean", "squares")))
+        after = earlier.joined(*(leaf.astype(dtype) for leaf in (visit, group.mean, variance)))
+        number = jnp.maximum(after.visits, 1)
+        small = base.at_step(eps, rollouts, dtype)
+        value = stats.widen(signal.value)
+        current = _over_deviation(group.centred(value), jnp.where(group.flat, 0, variance), small)
+        overall = _over_deviation(value - after.mean, after.squares / number, small)
+        smooth = jnp.where(visit, _nearer_to_0(current, overall, number), 0)
+        moved = ((smooth != 0) & signal.mask).any(1, keepdims=True)
+        shares = {"flat_with_signal": mean(moved, visit & group.flat)}
+        metrics: Metrics = {"visits": mean(number, visit), **shares}
+        new_state = _with_visits(state, row, visit, group.mean, variance)
+        return base.with_value(signal, smooth), new_state, metrics
+
+    init = base.row_state(name, _INSTEAD, "visits", "mean", "squares")
+    return AdvantageTransform(name, init, update, levels=(2,))
+
+
+class _Visits(NamedTuple):
+    """Groups of a row: how many, the mean of their means, and i S^2 as `smooth_standardise` has."""
+
+    visits: Array
+    mean: Array
+    squares: Array
+
+    def joined(self, number: Array, mean: Array, squares: Array) -> _Visits:
+        """With `number` further groups of that mean of means and those squares."""
+        total = self.visits + number
+        gap, share = mean - self.mean, number / jnp.maximum(total, 1)
+        squares = jnp.where(number > 0, squares, 0) + jnp.square(gap) * self.visits * share
+        return _Visits(total, self.mean + gap * share, self.squares + squares)
+
+
+def _with_visits(
+    state: Any, row: Array, visit: Array, mean: Array, variance: Array
+) -> dict[str, Array]:
+    """The state after a batch's groups [P, 1], several of one row at once."""
+    dtype, empty = state["mean"].dtype, jnp.zeros_like(state["mean"])
+
+    def by_row(values: Array) -> Array:
+        return empty.at[row].add(jnp.where(visit, values, 0).astype(dtype)[:, 0], mode="drop")
+
+    number = by_row(jnp.ones_like(mean))
+    # Sums about the highest mean of a row: groups that are equal have no square.
+    highest = (empty - jnp.inf).at[row].max(jnp.where(visit, mean, -jnp.inf).astype(dtype)[:, 0])
+    highest = jnp.where(number > 0, highest, 0)
+    apart = mean - highest[row][:, None].astype(mean.dtype)
+    gap = by_row(apart) / jnp.maximum(number, 1)
+    within = by_row(variance + jnp.square(apart)) - number * jnp.square(gap)
+    old = _Visits(state["visits"], state["mean"], state["squares"])
+    return old.joined(number, highest + gap, jnp.maximum(within, 0))._asdict()
+
+
+def _nearer_to_0(current: Array, overall: Array, number: Array) -> Array:
+    """Of both mixtures of two values, by the number of visits, the smaller in size."""
+    mixed = overall / number + (1 - 1 / number) * current
+    mirror = current / number + (1 - 1 / number) * overall
+    return jnp.where(jnp.abs(mixed) < jnp.abs(mirror), mixed, mirror)
+
+
+def _over_deviation(value: Array, variance: Array, eps: Any) -> Array:
+    """value / (sqrt(variance) + eps), 0 where the variance is exactly 0."""
+    deviation = jnp.sqrt(jnp.where(variance > 0, variance, 1))
+    return jnp.where(variance > 0, value / (deviation + eps), 0)
+
+
 class _Tracker(NamedTuple):
     """The options of `subtract_tracked_success`, and what it does with them."""
 

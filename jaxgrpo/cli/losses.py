@@ -29,8 +29,8 @@ from jaxgrpo.cli.advantages import (
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS, SCORES
-from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_BATCH, OF_PASS, SCORES
+from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss, with_batch_fields
 from jaxgrpo.training.records.console import Document, terminal_table
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -152,6 +152,10 @@ def _slopes(part: Surrogate | Penalty) -> Any:
             segment=mask.astype(jnp.int32),
             fields={**fields, **pass_fields},
         )
+        row = jnp.arange(len(logp), dtype=jnp.int32)[:, None]  # each a group of its own
+        tokens = with_batch_fields(
+            surrogate.batch_fields, tokens, jnp.broadcast_to(row, logp.shape)
+        )
         loss, metrics = token_loss(surrogate, penalties, tokens, states)
         return loss.sum(), (loss, metrics)
 
@@ -193,10 +197,15 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
             raise InputError(f"--field {field}: {part.name} reads no such field: {hint}")
         user_values[field] = numbers[0]
     defaults = {field: 0.0 if spec.quantity == "logp" else 1.0 for field, spec in SCORES.items()}
-    defaults |= dict.fromkeys(OF_PASS, 1.0) | {GROUP_LOG_RATIO: 0.0}
+    defaults |= dict.fromkeys(OF_PASS, 1.0) | dict.fromkeys((GROUP_LOG_RATIO, *OF_BATCH), 0.0)
+    batch_fields = getattr(part, "batch_fields", ())
+    defaults |= {field.name: 0.0 for field in batch_fields if not field.by_group}
+    by_group = {
+        field.name for field in batch_fields if field.by_group
+    }  # each ratio is a group of its own
     values = {field: value for field, value in defaults.items() if field in part.needs}
     values |= user_values
-    if missing := sorted(part.needs - values.keys()):
+    if missing := sorted(part.needs - values.keys() - by_group):
         text = " ".join(f"--field {field}=0.5" for field in missing)
         raise InputError(f"{part.name} reads columns of the data: give {text}")
     return values

@@ -8,10 +8,7 @@ from collections.abc import Iterator, Sequence
 from jaxgrpo.config.keys import ScoreKeys
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.config.reading import Values, show
-from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, OF_SAMPLES, OF_UPDATE, SCORES, STRIDE, Score
-
-TAKEN = {"behavior_logp", "sampled_now", *OF_ANSWERS, *OF_PASS, *OF_SAMPLES, *OF_UPDATE}
-"""Fields that are no scores."""
+from jaxgrpo.core.scores import NO_SCORES, SCORES, STRIDE, Score
 
 
 def make_scores(entries: Sequence[ScoreKeys]) -> dict[str, Score]:
@@ -68,6 +65,6 @@ def _name_problem(name: str, earlier: Sequence[str], rewards: set[str]) -> str:
         return "it stands twice; give each a name of its own"
     if name in rewards:
         return "a reward has this name; give the score another"
-    if name in TAKEN:
+    if name in NO_SCORES:
         return "this is another field of a method; take another name"
     return ""

@@ -15,7 +15,9 @@ CacheDtype = Literal["auto", "float32", "bfloat16", "fp8"]
 WeightDtype = Literal["auto", "int8", "fp8"]
 Kernel = Literal["auto", "xla", "splash", "cudnn"]
 Remat = Literal["auto", "none", "attention", "dots", "full"]
-Quantity = Literal["logp", "entropy", "confidence", "rank", "effective_rank"]
+Quantity = Literal[
+    "logp", "entropy", "confidence", "certainty", "collision", "rank", "effective_rank"
+]
 Branching = Literal["uniform", "surprise", "segment"]
 Schedule = Literal["constant", "linear", "cosine"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]

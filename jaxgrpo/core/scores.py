@@ -17,6 +17,8 @@ QUANTITIES = {
     "logp": "log-prob of each token",
     "entropy": "entropy of the distribution of each token",
     "confidence": "minus the mean log-prob of the likeliest tokens in each token's place",
+    "certainty": "minus the mean log-prob of all tokens of the vocabulary in each token's place",
+    "collision": "chance that two draws in each token's place agree, the sum of squared chances",
     "rank": "number of tokens of the vocabulary that are likelier than each token",
     "effective_rank": "effective rank of the hidden states up to each `stride`-th token",
 }
@@ -50,6 +52,8 @@ SCORES: dict[str, Score] = {
     "trainer_logp": Score("[P, G, T]", "trainer", "logp"),
     "token_entropy": Score("[P, G, T]", "trainer", "entropy"),
     "token_confidence": Score("[P, G, T]", "trainer", "confidence"),
+    "self_certainty": Score("[P, G, T]", "trainer", "certainty"),
+    "token_collision": Score("[P, G, T]", "trainer", "collision"),
     "token_rank": Score("[P, G, T]", "trainer", "rank"),
     "effective_rank": Score("[P, G, T]", "trainer", "effective_rank"),
     "reference_logp": Score("[P, G, T]", "reference", "logp"),
@@ -96,6 +100,14 @@ OF_UPDATE = frozenset({GROUP_LOG_RATIO})
 """What surrogates and penalties may need of the whole update, at the parameters before it and
 without gradient: the mean over a group of each sequence's log ratio to the proximal policy. See
 `losses.group_log_ratio`."""
+
+TOKEN_DRAW = "token_draw"
+OF_BATCH: dict[str, str] = {
+    "behavior_logp": "log-prob of each token under the distribution that it was drawn from",
+    "sampled_now": "whether the parameters before the step drew a token's sample",
+    TOKEN_DRAW: "a uniform number in [0, 1) per token, a function of step, prompt and place",
+}
+"""What surrogates and penalties may need beside scores, columns and rewards: every run has it."""
 
 SCORERS = ("trainer", "reference", "base")
 """The policies that may score reference answers."""
@@ -152,3 +164,6 @@ OF_SAMPLES: dict[str, str] = {
 
 Who runs a chain on rollouts of their own (`advantages.compute`, `advantages.evaluate`) brings them.
 """
+
+NO_SCORES = {*OF_ANSWERS, *OF_BATCH, *OF_PASS, *OF_SAMPLES, *OF_UPDATE}
+"""Names that mean something else than a score."""

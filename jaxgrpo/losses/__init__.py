@@ -1,6 +1,9 @@
 """Losses as reduction x surrogate plus penalties: `sum(weight * loss per token)`."""
 
-from jaxgrpo.losses.objective import Objective, policy_loss, token_loss
+from jaxgrpo.losses.bounds import ce_gppo, dynamic_clip
+from jaxgrpo.losses.covariance import clip_cov, kl_cov, token_covariance
+from jaxgrpo.losses.labels import rewards_as_labels
+from jaxgrpo.losses.objective import Objective, policy_loss, token_loss, with_batch_fields
 from jaxgrpo.losses.penalties import (
     Penalty,
     adaptive_entropy,
@@ -25,6 +28,7 @@ from jaxgrpo.losses.registry import (
     build_surrogate,
     by_sample,
     like_trl,
+    off_policy_mask,
 )
 from jaxgrpo.losses.sequences import (
     gmpo,
@@ -32,11 +36,14 @@ from jaxgrpo.losses.sequences import (
     gspo,
     gspo_token,
     gvpo,
+    mirror_descent,
     segment_mean,
     segment_sum,
+    topr,
     vespo,
 )
 from jaxgrpo.losses.surrogates import (
+    BatchField,
     Surrogate,
     Tokens,
     cispo,
@@ -51,6 +58,7 @@ from jaxgrpo.losses.surrogates import (
 )
 
 __all__ = [
+    "BatchField",
     "Objective",
     "Penalty",
     "Reduction",
@@ -62,11 +70,14 @@ __all__ = [
     "build_reduction",
     "build_surrogate",
     "by_sample",
+    "ce_gppo",
     "cispo",
     "clip",
+    "clip_cov",
     "constant",
     "dppo_tv",
     "dual_clip",
+    "dynamic_clip",
     "entropy_bonus",
     "forward_kl_k3",
     "full_kl",
@@ -76,20 +87,27 @@ __all__ = [
     "gspo_token",
     "gvpo",
     "k2",
+    "kl_cov",
     "like_trl",
     "log_ratio",
+    "mirror_descent",
+    "off_policy_mask",
     "on_policy",
     "policy_loss",
     "prompt_mean",
     "reinforce",
     "reverse_kl_off_policy",
+    "rewards_as_labels",
     "sapo",
     "segment_mean",
     "segment_sum",
     "sequence_mean",
     "sequence_sum",
     "shaped_ratio",
+    "token_covariance",
     "token_loss",
     "token_mean",
+    "topr",
     "vespo",
+    "with_batch_fields",
 ]

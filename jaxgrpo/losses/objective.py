@@ -12,12 +12,12 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS, OF_UPDATE
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
 from jaxgrpo.losses.sequences import group_log_ratio
-from jaxgrpo.losses.surrogates import Surrogate, Tokens
+from jaxgrpo.losses.surrogates import BatchField, Surrogate, Tokens
 
 
 class Objective(NamedTuple):
@@ -36,7 +36,8 @@ class Objective(NamedTuple):
     @property
     def needs(self) -> frozenset[str]:
         """The fields that must be there before the update."""
-        prior_fields = self.fields_read.difference(OF_PASS, OF_UPDATE)
+        update_fields = (field.name for field in self.batch_fields)
+        prior_fields = self.fields_read.difference(OF_PASS, update_fields)
         return prior_fields | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
 
     @property
@@ -56,15 +57,22 @@ class Objective(NamedTuple):
         return frozenset(OF_PASS[name] for name in pass_fields) - {"trainer"}
 
     @property
-    def reads_groups(self) -> bool:
-        """Whether an update computes the log ratios of whole groups before its gradient."""
-        return GROUP_LOG_RATIO in self.fields_read
+    def batch_fields(self) -> tuple[BatchField, ...]:
+        """What an update computes from all its micro-batches before it takes the gradient."""
+        log_ratio = BatchField(GROUP_LOG_RATIO, group_log_ratio, by_group=True)
+        reads_it = GROUP_LOG_RATIO in self.fields_read
+        return (*self.surrogate.batch_fields, *([log_ratio] if reads_it else []))
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether an update has a pass over all its micro-batches before that with gradients."""
+        return bool(self.batch_fields)
 
     @property
     def acts_on_all(self) -> bool:
         """Whether samples without an advantage move the parameters, or count for those that do."""
         penalizes_all = bool(self.penalties) and self.penalties_on == "all"
-        return penalizes_all or self.surrogate.acts_on_all or self.reads_groups
+        return penalizes_all or self.surrogate.acts_on_all or self.reads_batch
 
     @property
     def fields_read(self) -> frozenset[str]:
@@ -159,7 +167,7 @@ def policy_loss(
       logp, proximal_logp, advantage: [B, T]; or the advantage [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
       segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
-      group: prompt ids, [B] of each row, or [B, T]; any numbers. prompt_mean and gvpo read them.
+      group: prompt ids, [B] of each row, or [B, T]; any numbers: for prompt_mean, gvpo, ...
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
         penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
       surrogate_options, reduction_options: of those given by name.
@@ -179,13 +187,31 @@ def policy_loss(
     tokens = Tokens(**arrays, segment=segment, fields=fields)
     surrogate_part = build_surrogate(surrogate, surrogate_options)
     objective = Objective(surrogate_part, reduction_part, (*map(build_penalty, penalties),))
-    if group is not None and objective.reads_groups and GROUP_LOG_RATIO not in fields:
+    ids = None
+    if group is not None:
         ids = dense_ids(_along(group, mask).reshape(-1)).reshape(mask.shape)
-        log_ratio = group_log_ratio(tokens, ids, ids.size)
-        tokens = dataclasses.replace(tokens, fields={**fields, GROUP_LOG_RATIO: log_ratio})
+    tokens = with_batch_fields(objective.batch_fields, tokens, ids)
     per_token, metrics = token_loss(surrogate_part, objective.penalties, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
+
+
+def with_batch_fields(
+    batch_fields: Sequence[BatchField], tokens: Tokens, group: Array | None = None
+) -> Tokens:
+    """The tokens of a whole batch with what an update would compute of them, unless they have it.
+
+    Args:
+      group: ids from 0, of the shape of the tokens. None: what reads them is left out, and its
+        reader says what it misses.
+    """
+    ids = jnp.zeros(tokens.mask.shape, jnp.int32) if group is None else group
+    fields = {
+        field.name: field.compute(tokens, ids, ids.size)
+        for field in batch_fields
+        if field.name not in tokens.fields and (group is not None or not field.by_group)
+    }
+    return dataclasses.replace(tokens, fields={**tokens.fields, **fields})
 
 
 def _checked(where: str, computed: Any, tokens: Tokens) -> tuple[Array, Metrics]:

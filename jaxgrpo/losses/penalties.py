@@ -29,7 +29,7 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics, accumulate_dtype, mean
-from jaxgrpo.losses.sequences import segment_sum
+from jaxgrpo.losses.sequences import check_level, segment_sum
 from jaxgrpo.losses.surrogates import LOG_RATIO_LIMIT, Tokens, clamp_log_ratio
 
 FLOOR = -1e30
@@ -356,8 +356,7 @@ def _k3(log_ratio: Array) -> Array:
 def _check(name: str, beta: float, level: str) -> None:
     if not (beta >= 0 and math.isfinite(beta)):
         raise InputError(f"{name}: beta = {beta}, expected a number >= 0; 0.001 to 0.05 is usual")
-    if level not in ("token", "sequence"):
-        raise InputError(f'{name}: level = {level!r}, expected "token" or "sequence"')
+    check_level(name, level)
 
 
 def _check_adaptive(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, build
-from jaxgrpo.core.metrics import Metrics, merge
+from jaxgrpo.core.metrics import Metrics, mean, merge
+from jaxgrpo.losses import bounds, covariance, labels
 from jaxgrpo.losses import penalties as terms
 from jaxgrpo.losses import reductions as weights
 from jaxgrpo.losses import sequences as per_sequence
@@ -35,6 +38,8 @@ surrogates: dict[str, Callable[..., Surrogate]] = _by_name(
     *(per_token.clip, per_token.dual_clip, per_sequence.gspo, per_sequence.gspo_token),
     *(per_token.cispo, per_token.sapo, per_sequence.gmpo, per_sequence.vespo, per_token.dppo_tv),
     *(per_sequence.gvpo, per_token.reinforce, per_token.on_policy, per_token.shaped_ratio),
+    *(bounds.ce_gppo, bounds.dynamic_clip, per_sequence.topr, per_sequence.mirror_descent),
+    *(covariance.clip_cov, covariance.kl_cov, labels.rewards_as_labels),
 )
 reductions: dict[str, Callable[..., Reduction]] = _by_name(
     *(weights.token_mean, weights.sequence_mean, weights.sequence_sum),
@@ -107,14 +112,72 @@ def by_sample(
         )
         return jnp.where(use_then, then_loss, otherwise_loss), merge(metrics, otherwise_metrics)
 
-    needs = then_surrogate.needs | otherwise_surrogate.needs | {field}
-    weighs = then_surrogate.weighs or otherwise_surrogate.weighs
-    per_token = then_surrogate.per_token and otherwise_surrogate.per_token
-    acts_on_all = then_surrogate.acts_on_all or otherwise_surrogate.acts_on_all
-    return Surrogate("by_sample", compute, needs, weighs, per_token, acts_on_all)
+    pair = then_surrogate, otherwise_surrogate
+    fields = [field.name for part in pair for field in part.batch_fields]
+    if len(set(fields)) < len(fields):
+        raise InputError(f"by_sample: both make {fields[0]} of the whole update: use one of them")
+    return Surrogate(
+        "by_sample",
+        compute,
+        needs=frozenset({field}).union(*(part.needs for part in pair)),
+        weighs=any(part.weighs for part in pair),
+        per_token=all(part.per_token for part in pair),
+        acts_on_all=any(part.acts_on_all for part in pair),
+        batch_fields=then_surrogate.batch_fields + otherwise_surrogate.batch_fields,
+    )
 
 
-surrogates["by_sample"] = by_sample
+def off_policy_mask(
+    threshold: float, then: Spec | Surrogate = "clip", sampler: str = "behavior"
+) -> Surrogate:
+    """A surrogate without the bad samples that the policy has left already.
+
+        loss = 0 where A < 0 and mean_t (behavior_logp - logp) > threshold, then's elsewhere
+
+    The mean is over a sequence and estimates the KL of the policy that drew it to the current one.
+    Such samples keep their place in the denominator.
+
+    Args:
+      threshold: in nats per token, above 0.
+      then: the surrogate of the others, as `build_surrogate` takes it.
+      sampler: "behavior", whose log-probs the sampler reported, or "proximal".
+
+    Metrics: then's; off_policy/masked, the share of tokens.
+    Raises: InputError unless threshold is positive, on another sampler.
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (off-policy sequence masking); its
+    threshold is not published.
+
+    >>> tokens = Tokens.from_ratios([[0.5, 0.5], [0.5, 0.5]], [[1], [-1]])
+    >>> print(off_policy_mask(0.5, sampler="proximal").compute(tokens)[0])  # log 2 > 0.5
+    [[-0.5 -0.5]
+     [ 0.   0. ]]
+    """
+    if not 0 < threshold < math.inf:
+        raise InputError(f"off_policy_mask: threshold = {threshold}, expected nats above 0")
+    if sampler not in ("behavior", "proximal"):
+        raise InputError(
+            f'off_policy_mask: sampler = {sampler!r}, expected "behavior" or "proximal"'
+        )
+    part, needs = build_surrogate(then), {"behavior_logp"} if sampler == "behavior" else set()
+
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        about = "the sampler's log-prob of each token"
+        drawn = tokens.proximal_logp
+        if sampler == "behavior":
+            drawn = tokens.field("behavior_logp", "off_policy_mask", about)
+        drift = -jax.lax.stop_gradient(tokens.log_ratio_to(drawn))
+        drift = per_sequence.segment_mean(drift, tokens.mask, tokens.segment)
+        bad = tokens.mask & (tokens.without_gradient(tokens.advantage) < 0)
+        left = bad & (drift > threshold)
+        loss, metrics = part.compute(tokens)
+        return jnp.where(left, 0, loss), {**metrics, "off_policy/masked": mean(left, tokens.mask)}
+
+    return part._replace(
+        name="off_policy_mask", compute=compute, needs=part.needs | needs, per_token=False
+    )
+
+
+surrogates |= {"by_sample": by_sample, "off_policy_mask": off_policy_mask}
 
 
 def like_trl(

@@ -94,20 +94,25 @@ def group_log_ratio(
      [2. 2.]
      [2. 2.]]
     """
-    mask, width = tokens.mask, tokens.mask.shape[-1]
     change = jax.lax.stop_gradient(tokens.log_ratio_to(tokens.proximal_logp))
-    sequence = segment_sum(change, mask, tokens.segment)
+    sequence = segment_sum(change, tokens.mask, tokens.segment)
+    # Each sequence counts once, at its last unmasked token: no long sum of small shares.
+    last = last_tokens(tokens)
+    total = jnp.zeros(count, sequence.dtype).at[group].add(jnp.where(last, sequence, 0))
+    number = jnp.zeros(count, jnp.int32).at[group].add(last.astype(jnp.int32))
+    return (total / jnp.maximum(number, 1).astype(total.dtype))[group]
 
-    def last_tokens(mask: Array, ids: Array) -> Array:
+
+def last_tokens(tokens: Tokens) -> Bool[Array, "*rows Q"]:
+    """True at the last unmasked token of each sequence."""
+    mask, width = tokens.mask, tokens.mask.shape[-1]
+
+    def row(mask: Array, ids: Array) -> Array:
         place = jnp.where(mask, jnp.arange(width), -1)
         return mask & (jnp.full(width + 1, -1).at[ids].max(place)[ids] == place)
 
     ids = tokens.segment.reshape(-1, width)
-    last = jax.vmap(last_tokens)(mask.reshape(ids.shape), ids).reshape(mask.shape)
-    # Each sequence counts once, at its last unmasked token: no long sum of small shares.
-    total = jnp.zeros(count, sequence.dtype).at[group].add(jnp.where(last, sequence, 0))
-    number = jnp.zeros(count, jnp.int32).at[group].add(last.astype(jnp.int32))
-    return (total / jnp.maximum(number, 1).astype(total.dtype))[group]
+    return jax.vmap(row)(mask.reshape(ids.shape), ids).reshape(mask.shape)
 
 
 def gspo(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
@@ -141,7 +146,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
         rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, low, high)
         return -rho * weight, metrics
 
-    return ratio_surrogate("gspo", rule, _mean_log_ratio)
+    return ratio_surrogate("gspo", rule, mean_log_ratio)
 
 
 def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
@@ -167,7 +172,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
     check_bounds("gspo_token", low, high)
 
     def compute(tokens: Tokens) -> tuple[Array, Metrics]:
-        log_rho, clamped = jax.lax.stop_gradient(_mean_log_ratio(tokens))
+        log_rho, clamped = jax.lax.stop_gradient(mean_log_ratio(tokens))
         weight = tokens.without_gradient(tokens.advantage)
         # Clamped sequences are constant, as in the other surrogates.
         token_log_ratio = jnp.where(clamped, 0, tokens.log_ratio_to(tokens.logp))
@@ -265,6 +270,86 @@ def vespo(
     return ratio_surrogate("vespo", rule, measure)
 
 
+def topr(level: str = "sequence", cap: float = 1.0) -> Surrogate:
+    """REINFORCE that weighs what is to become rarer by how likely it still is, and nothing else.
+
+        loss = -A logp                                         where A > 0
+               -stop_gradient(min(R, cap)) A logp              where A < 0
+        R = prod_t exp(logp - proximal_logp), or at level "token" the token's own factor
+
+    Good samples of any older policy are learnt from in full. Bad ones lose their weight as the
+    policy leaves them, so that none is pushed down without end, as with the plain score function.
+
+    Args:
+      level: "sequence", the ratio of the whole sample, or "token".
+      cap: the largest ratio where A < 0.
+
+    Metrics: `ratio_metrics` of R; clip_ratio/high_mean: tokens with A < 0 whose ratio was cut.
+    Raises: InputError unless cap is positive, on another level.
+    Source: TOPR, Le Roux et al. 2025, arXiv 2503.14286, whose sign is that of the reward. ROLL and
+    Trinity-RFT take the token's ratio. `sequence_sum` is the paper's sum.
+
+    >>> tokens = Tokens.from_ratios([[0.5, 0.5], [0.5, 0.5]], [[1], [-1]])
+    >>> print(topr().compute(tokens)[0].round(2))  # log 2, and a quarter of -log 2
+    [[ 0.69  0.69]
+     [-0.17 -0.17]]
+    """
+    check_level("topr", level)
+    if not 0 < cap < math.inf:
+        raise InputError(f"topr: cap = {cap}, expected a positive ratio; 1 is usual")
+
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        rho, mask = jnp.exp(jax.lax.stop_gradient(log_rho)), tokens.mask
+        above = mask & (weight < 0) & (rho > cap)
+        factor = jnp.where(weight < 0, jnp.minimum(rho, cap), 1)
+        cut = cut_metrics(jnp.zeros_like(mask), above, mask)
+        return -factor * weight * tokens.unmasked(tokens.logp), cut
+
+    return ratio_surrogate("topr", rule, log_ratio if level == "token" else _total_log_ratio)
+
+
+def mirror_descent(tau: float = 0.1, level: str = "sequence") -> Surrogate:
+    """REINFORCE, with a price on the squared log ratio to the proximal policy.
+
+        token:     -A logp_t + tau h_t^2 / 2,  h_t = logp_t - proximal_logp_t
+        sequence:  -A logp_t at every token, + tau H^2 / 2 in all, spread over them;  H = sum_t h_t
+
+    At ratio 1 it is `reinforce`. For rewards r and advantages r - mean r the policy of least loss
+    over a sequence is the proximal one times exp(r / tau), normalised, up to what the mean over a
+    group misses of the normaliser; `gvpo` centres h too and misses nothing. None needs weights,
+    whatever policy drew the samples.
+
+    Args:
+      tau: in units of reward per nat.
+      level: "sequence" or "token".
+
+    Metrics: `ratio_metrics`, of the product of a sequence's ratios at its level.
+    Raises: InputError unless tau is positive, on another level.
+    Source: Kimi k1.5, arXiv 2501.12599, section 2.3.2, a form of online policy mirror descent;
+    Trinity-RFT's OPMD is another. tau is not published; 0.1 is ours. ROLL (`kimi15`) and verl
+    (`dro`, the loss of arXiv 2405.19107) have level "token". Kimi: `sequence_sum`.
+
+    >>> tokens = Tokens.from_ratios([[math.e, math.e]], [[1.0]])
+    >>> print(mirror_descent(0.5).compute(tokens)[0])  # -1 + 0.5 x 2 x 2 / 2 / 2
+    [[-0.5 -0.5]]
+    >>> print(mirror_descent(0.5, "token").compute(tokens)[0])  # -1 + 0.5 / 2
+    [[-0.75 -0.75]]
+    """
+    check_level("mirror_descent", level)
+    if not 0 < tau < math.inf:
+        raise InputError(f"mirror_descent: tau = {tau}, expected a positive price of a nat squared")
+
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        squares = 0.5 * tau * jnp.square(log_rho)
+        if level == "sequence":
+            number = segment_sum(jnp.ones_like(squares), tokens.mask, tokens.segment)
+            squares = squares / jnp.maximum(number, 1)
+        return squares - weight * tokens.unmasked(tokens.logp), {}
+
+    measure = log_ratio if level == "token" else _total_log_ratio
+    return ratio_surrogate("mirror_descent", rule, measure)
+
+
 def gvpo(beta: float = 0.1) -> Surrogate:
     """The squared distance of a sequence's log ratio, centred in its group, from A / beta.
 
@@ -316,7 +401,20 @@ def gvpo(beta: float = 0.1) -> Surrogate:
     return Surrogate("gvpo", compute, frozenset({GROUP_LOG_RATIO}), acts_on_all=True)
 
 
-def _mean_log_ratio(tokens: Tokens) -> tuple[Array, Array]:
+def check_level(name: str, level: str) -> None:
+    """Raises: InputError unless the level is "token" or "sequence"."""
+    if level not in ("token", "sequence"):
+        raise InputError(f'{name}: level = {level!r}, expected "token" or "sequence"')
+
+
+def _total_log_ratio(tokens: Tokens) -> tuple[Array, Array]:
+    """(log of the product of a sequence's ratios, where it was clamped)."""
+    change = tokens.log_ratio_to(tokens.proximal_logp)
+    total = segment_sum(change, tokens.mask, tokens.segment)
+    return clamp_log_ratio(jnp.where(tokens.mask, total, 0), tokens.mask)
+
+
+def mean_log_ratio(tokens: Tokens) -> tuple[Array, Array]:
     """(log of the geometric mean of a sequence's ratios, where it was clamped)."""
     change = tokens.log_ratio_to(tokens.proximal_logp)
     mean = segment_mean(change, tokens.mask, tokens.segment)

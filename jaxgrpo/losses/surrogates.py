@@ -81,6 +81,16 @@ class Tokens:
         return self.fields[name]
 
 
+class BatchField(NamedTuple):
+    """A field that an update computes from all its micro-batches before it takes the gradient."""
+
+    name: str
+    compute: Callable[[Tokens, Array, int], Array]
+    """(tokens of a whole update at the parameters before it, group ids 0 .. n - 1, n) -> its value
+    at each token, which is a constant of the loss"""
+    by_group: bool = False  # whether it reads the group ids
+
+
 class Surrogate(NamedTuple):
     """What depends on the parameters being optimised."""
 
@@ -94,6 +104,8 @@ class Surrogate(NamedTuple):
     log-probs in the pass that computes them."""
     acts_on_all: bool = False
     """Whether samples without an advantage have a gradient too, and stay in the update."""
+    batch_fields: tuple[BatchField, ...] = ()
+    """Of `needs` those that it makes itself. All unmasked samples stay in the update."""
 
 
 def log_ratio(tokens: Tokens) -> tuple[Array, Array]:
@@ -371,7 +383,12 @@ def ratio_surrogate(
 
 
 def clip_where_it_gains(
-    rho: Array, weight: Array, mask: Array, low: float, high: float, delta: float | None = None
+    rho: Array,
+    weight: Array,
+    mask: Array,
+    low: float | Array,
+    high: float | Array,
+    delta: float | None = None,
 ) -> tuple[Array, Metrics]:
     """(the ratio, held at the bound that it passed in the direction of `weight`; metrics)."""
     above = mask & (weight > 0) & (rho > 1 + high)

@@ -179,7 +179,7 @@ def token_confidence(
 
 def confidence_from_logits(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
     """`token_confidence` of softmax(logits)."""
-    likeliest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    likeliest = logits if k >= logits.shape[-1] else jax.lax.top_k(logits, k)[0]
     return jax.nn.logsumexp(logits, axis=-1) - likeliest.mean(-1)
 
 

@@ -157,7 +157,7 @@ def _training_work(run: Run) -> dict[str, Work]:
     head = config.hidden_size * config.vocab_size
     size = jnp.dtype(config.dtype).itemsize
     weights = size * count_weights(blueprint.model).total / blueprint.mesh.shape["tensor"]
-    passes = (2 if config.lora else 3) + blueprint.objective.reads_groups
+    passes = (2 if config.lora else 3) + blueprint.objective.reads_batch
     micro, tokens, _ = full_batch(geometry)
     chunk_sizes = config.vocab_size, geometry.tokens, blueprint.logits_per_chunk
     chunks = math.ceil(tokens / chunk_tokens(*chunk_sizes))
@@ -169,7 +169,7 @@ def _training_work(run: Run) -> dict[str, Work]:
         * geometry.tokens
         / blueprint.mesh.shape["context"]
     )
-    readings = 2 + RECOMPUTED[remat] + blueprint.objective.reads_groups
+    readings = 2 + RECOMPUTED[remat] + blueprint.objective.reads_batch
     micro_bytes = readings * weights + 3 * trained_bytes + 2 * activation_bytes
     read = micro * micro_bytes + 2 * (trained_bytes + memory.on_device(run.learner.opt_state))
     calls = train.num_iterations * train.minibatches

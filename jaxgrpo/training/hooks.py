@@ -110,7 +110,9 @@ def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
     blueprint = opened.run.blueprint
-    update_passes = (2 if blueprint.model.config.lora else 3) + blueprint.objective.reads_groups
+    update_passes = (2 if blueprint.model.config.lora else 3) + bool(
+        blueprint.objective.batch_fields
+    )
     sampled = count_weights(blueprint.model).work
     trained = update_passes * blueprint.num_iterations * sampled
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):

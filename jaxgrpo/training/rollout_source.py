@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import ANSWERS_OF_POLICIES, OF_ANSWERS, Score, prompt_field
+from jaxgrpo.core.scores import ANSWERS_OF_POLICIES, OF_ANSWERS, OF_BATCH, Score, prompt_field
 from jaxgrpo.core.types import Params, Rollouts, Stream, Waiting
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
@@ -76,7 +76,7 @@ def make_rollout_source(
     names, geometry = [reward.name for reward in rewards], blueprint.geometry
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
-    needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
+    needs = (blueprint.chain.needs - scored) | (blueprint.objective.needs - OF_BATCH.keys())
     pretrained, rows, seed = run_inputs.pretrained, run_inputs.prompts.rows, train.seed
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)

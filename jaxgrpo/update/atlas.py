@@ -20,11 +20,18 @@ from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_ANSWERS, OF_PASS, Score
+from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, TOKEN_DRAW, Score
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
-from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
+from jaxgrpo.losses import Objective, Tokens, token_loss
+from jaxgrpo.losses.objective import with_batch_fields
 from jaxgrpo.models import sharding
-from jaxgrpo.update.preparing import Preparer, at_tokens, judge_samples, weigh_tokens
+from jaxgrpo.update.preparing import (
+    Preparer,
+    at_tokens,
+    judge_samples,
+    token_draw,
+    weigh_tokens,
+)
 from jaxgrpo.update.sketches import Sketch, make_sketch
 
 RUN = "run"
@@ -193,7 +200,7 @@ def _coefficients(
     _, (advantage, mask, counted), *_ = judge_samples(*parts, state, rollouts)
     prompts = jnp.arange(len(mask))
     weight = weigh_tokens(objective.reduction, counted, mask, prompts)
-    available = {**rollouts.rewards, **rollouts.fields}
+    available = {**rollouts.rewards, **rollouts.fields, TOKEN_DRAW: token_draw(rollouts)}
     rows = functools.partial(jnp.reshape, shape=(-1, mask.shape[-1]))
     fields = {
         need: rows(at_tokens(available[need], rollouts))
@@ -209,11 +216,8 @@ def _coefficients(
         segment=jnp.ones(rows(mask).shape, jnp.int32),
         fields=fields | {"behavior_logp": rows(rollouts.behavior_logp)},
     )
-    if objective.reads_groups:
-        group = jnp.repeat(prompts, mask.shape[1])[:, None]
-        group = jnp.broadcast_to(group, tokens.mask.shape)
-        log_ratio = group_log_ratio(tokens, group, len(mask))
-        tokens = dataclasses.replace(tokens, fields={**tokens.fields, GROUP_LOG_RATIO: log_ratio})
+    group = jnp.broadcast_to(jnp.repeat(prompts, mask.shape[1])[:, None], tokens.mask.shape)
+    tokens = with_batch_fields(objective.batch_fields, tokens, group)
 
     def loss(logp: Array) -> Array:
         moved = dataclasses.replace(tokens, logp=logp)

@@ -185,11 +185,19 @@ def score(
     if "rank" in quantities:
         unembed = functools.partial(head.unembed, head.as_read(head.weights))
         values["rank"] = logprobs.token_rank(unembed, hidden, flat.targets)
-    if "confidence" in quantities:
+    if "collision" in quantities:
+        # With f(x) = logsumexp(z / x) the sum of squares is exp(f(x / 2) - 2 f(x)), and z goes.
+        warm, cold = (
+            token_logprobs(head, hidden, flat.targets, temperature=x, count=flat.count)[0]
+            for x in (temperature, temperature / 2)
+        )
+        values["collision"] = jnp.exp(jnp.minimum(2 * warm - cold, 0))
+    likeliest = min(logprobs.LIKELIEST, model.config.num_drawable)
+    numbers = {"confidence": likeliest, "certainty": model.config.vocab_size}
+    for quantity in sorted(quantities & numbers.keys()):
         unembed = functools.partial(head.unembed, head.as_read(head.weights))
-        number = min(logprobs.LIKELIEST, model.config.num_drawable)
-        values["confidence"] = logprobs.token_confidence(
-            unembed, hidden, k=number, temperature=temperature
+        values[quantity] = logprobs.token_confidence(
+            unembed, hidden, k=numbers[quantity], temperature=temperature
         )
     rows, fields = functools.partial(in_rows, micro, flat), {}
     for name, entry in scores.items():

@@ -24,6 +24,7 @@ from jaxgrpo.core.metrics import Metrics, mean, merge
 from jaxgrpo.core.scores import (
     OF_ANSWERS,
     SCORES,
+    TOKEN_DRAW,
     Score,
     answer_field,
     passes,
@@ -80,6 +81,7 @@ class Preparer:
         self.load: Jitted = jax.jit(load)
         self.scatter: Jitted = jax.jit(packing.scatter)
         self.measure: Jitted = jax.jit(packing.measure_lengths)
+        self.draw: Jitted = jax.jit(token_draw)
         self.drift: Jitted = jax.jit(diagnostics.drift_metrics, static_argnums=3)
         self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=(1, 2))
         self.pick_answer_logp: Jitted = jax.jit(answers.pick_answer_logp, static_argnums=2)
@@ -260,6 +262,8 @@ class Preparer:
         }
         fields["behavior_logp"] = rollouts.behavior_logp
         fields["sampled_now"] = at_tokens(rollouts.policy_version == learner.step, rollouts)
+        if TOKEN_DRAW in needs:
+            fields[TOKEN_DRAW] = self.draw(rollouts)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
         names = (needs & self.blueprint.scores.keys()) - fields.keys()
         late = self.score_fields(learner, names, batch, self.blueprint.geometry)
@@ -304,6 +308,13 @@ def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
         return constrain(leaf, ("bins", *[None] * (leaf.ndim - 1))) if leaf.ndim else leaf
 
     return jax.tree.map(move, rollouts)
+
+
+def token_draw(rollouts: Rollouts) -> Array:
+    """A uniform number in [0, 1) for each token, [P, G, T]."""
+    key = jax.random.fold_in(jax.random.key(0), rollouts.step)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(rollouts.ordinal)
+    return jax.vmap(lambda key: jax.random.uniform(key, rollouts.token_mask.shape[1:]))(keys)
 
 
 def _plans(

@@ -18,9 +18,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, SCORES
+from jaxgrpo.core.scores import SCORES
 from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
-from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
+from jaxgrpo.losses import BatchField, Objective, Tokens, token_loss
 from jaxgrpo.losses.reductions import dense_ids
 from jaxgrpo.models import low_bit, sharding
 from jaxgrpo.models.api import Model, params_per_layer
@@ -228,8 +228,9 @@ def _update_program(
         compute_loss = functools.partial(_loss, settings, objective, objective_state, anchors)
         measure = functools.partial(_measure, objective, rounding, objective_state)
         head = head_sums(model, mesh, objective.per_token)
-        if objective.reads_groups:
-            batch = _with_group_log_ratio(settings, full_params(trainable, anchors), batch)
+        if objective.reads_batch:
+            current = full_params(trainable, anchors)
+            batch = _with_batch_fields(settings, objective.batch_fields, current, batch)
         functions = compute_loss, measure
         loss, grads, metrics = _accumulate(*functions, model, mesh, head, trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
@@ -254,8 +255,10 @@ def _update_program(
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
-def _with_group_log_ratio(settings: Pass, params: Params, batch: TrainBatch) -> TrainBatch:
-    """The batch with what losses read of groups, at these parameters.
+def _with_batch_fields(
+    settings: Pass, batch_fields: Sequence[BatchField], params: Params, batch: TrainBatch
+) -> TrainBatch:
+    """The batch with what its loss reads of all of it, at these parameters.
 
     Of all micro-batches, in a pass of its own before that with gradients: a group may be split over
     several.
@@ -264,8 +267,9 @@ def _with_group_log_ratio(settings: Pass, params: Params, batch: TrainBatch) -> 
     number = dense_ids(batch.prompt.reshape(-1)).reshape(batch.prompt.shape)
     row_group = jnp.take_along_axis(number, batch.row_prompt, -1)[..., None]
     group = jnp.broadcast_to(row_group, batch.mask.shape)
-    log_ratio = group_log_ratio(_tokens(batch, logp, {}), group, number.size)
-    return dataclasses.replace(batch, fields={**batch.fields, GROUP_LOG_RATIO: log_ratio})
+    tokens = _tokens(batch, logp, {})
+    fields = {field.name: field.compute(tokens, group, number.size) for field in batch_fields}
+    return dataclasses.replace(batch, fields={**batch.fields, **fields})
 
 
 def _take(

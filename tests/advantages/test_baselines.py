@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -287,3 +288,18 @@ def test_flat_groups_are_normalised_as_if_virtual_rewards_were_in_them():
     assert (np.asarray(value)[3, 1:] == 0).all()
     with pytest.raises(InputError, match="count = 0, expected a whole number of at least 1"):
         adv.normalise_with_virtual_rewards(count=0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_with_std_pass_at_k_is_normalised_over_all_subsets(k):
+    """Every subset of k of 5 samples is a group that is worth its best: GRPO over subsets."""
+    rows = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1] * 5, [0] * 5]
+    transform = adv.chain(SUM_ALL, adv.leave_one_out_pass_at_k(k, std=True))
+    value, _ = adv.evaluate(transform, np.array(rows, np.float32))
+    for group, row in zip(np.asarray(value), rows, strict=True):
+        subsets = [*itertools.combinations(range(5), k)]
+        worth = np.array([max(row[g] for g in subset) for subset in subsets], float)
+        score = (worth - worth.mean()) / worth.std() if worth.std() > 0 else 0 * worth
+        for sample in range(5):
+            mine = [place for place, subset in enumerate(subsets) if sample in subset]
+            assert group[sample] == pytest.approx(score[mine].mean(), abs=1e-5)

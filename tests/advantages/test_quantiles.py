@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.advantages.stats import top_share
+from jaxgrpo.core.ranking import top_share
 
 SHARES = (0.0, 0.2, 0.5, 0.9, 1.0)
 

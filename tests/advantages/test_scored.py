@@ -122,6 +122,58 @@ def test_the_mean_of_a_score_is_a_reward():
         )
 
 
+def test_only_the_tokens_of_the_highest_entropy_keep_an_advantage():
+    tokens = np.array([[[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 0, 0, 0]]], bool)
+    entropy = np.where(tokens, RANDOM.permutation(16).reshape(2, 2, 4), 99.0)
+    fields = {"token_mask": tokens, "token_entropy": entropy}
+    rewards = [[1.0, 0.0], [3.0, 3.0]]  # a flat group, whose tokens are compared too
+    top = np.sort(entropy[tokens])[-3:]  # of ten tokens
+    centred = np.array([[0.5, -0.5], [0.0, 0.0]])[..., None]
+    for denominator in ("keep", "shrink"):
+        part = adv.keep_top_entropy(0.3, denominator=denominator)
+        steps = [adv.sum_rewards(), adv.subtract_group_mean(), part]
+        value, mask = adv.evaluate(steps, rewards, **fields)
+        is_top = tokens & np.isin(entropy, top)
+        np.testing.assert_array_equal(value, np.where(is_top, centred, 0))
+        np.testing.assert_array_equal(mask, tokens if denominator == "keep" else is_top)
+
+
+def token_baseline(returns, logp, collision, tokens):
+    """verl's optimal token baseline of one group, token by token."""
+    energy = np.cumsum((1 - 2 * np.exp(logp) + collision) * tokens, axis=1)
+    out = np.zeros_like(logp)
+    for t in range(logp.shape[1]):
+        longer = tokens[:, t]
+        if longer.sum() > 1:
+            mean = (returns[:, t] * energy[:, t])[longer].sum() / energy[longer, t].sum()
+            out[longer, t] = returns[longer, t] - mean
+    return out
+
+
+@pytest.mark.parametrize("to_go", [False, True])
+def test_the_token_baseline_weighs_samples_by_their_gradients_so_far(to_go):
+    tokens = np.arange(T) < RANDOM.integers(2, T + 1, (P, G, 1))
+    logits = 2 * RANDOM.normal(size=(P, G, T, 7))
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    logp, collision = np.log(shares[..., 0]), (shares**2).sum(-1)
+    rewards = RANDOM.normal(size=(P, G))
+    rewards[1] = 0.1
+    returns = np.where(tokens, rewards[..., None], 0)
+    steps = [adv.sum_rewards(), adv.subtract_optimal_token_baseline()]
+    if to_go:
+        left = tokens.sum(-1, keepdims=True) - 1 - np.arange(T)
+        returns = np.where(tokens, rewards[..., None] * 0.9 ** np.maximum(left, 0), 0)
+        steps[1:1] = [adv.to_tokens("last"), adv.reward_to_go(0.9)]
+    fields = {"trainer_logp": logp, "token_collision": collision, "token_mask": tokens}
+    value, mask = adv.evaluate(steps, rewards, **fields)
+    np.testing.assert_array_equal(mask, tokens)
+    for p in range(P):
+        want = token_baseline(returns[p], logp[p], collision[p], tokens[p])
+        np.testing.assert_allclose(value[p], want, atol=2e-6)
+    if not to_go:
+        assert (np.asarray(value)[1] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

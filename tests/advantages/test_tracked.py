@@ -304,3 +304,67 @@ def test_a_field_of_another_shape_is_refused():
     part = adv.subtract_tracked_success(drift="moved")
     with pytest.raises(InputError, match=r"moved has shape \(1, 1\), expected \[P\] = \(1,\)"):
         through(part, [make_rollouts([[1.0]], moved=[[1.0]])])
+
+
+def smoothed_by_the_papers_code(batches, num_rows):
+    """DCPO's advantages, row by row, with its recursion of mean and deviation over visits."""
+    times, means, stds = np.zeros(num_rows), np.zeros(num_rows), np.zeros(num_rows)
+    out = []
+    for rewards, rows in batches:
+        values = np.zeros_like(rewards)
+        for group, row in enumerate(rows):
+            new_mean, new_std = rewards[group].mean(), rewards[group].std(ddof=1)
+            old, number = times[row], times[row] + 1
+            mean, std = new_mean, new_std
+            if old:
+                mean = (means[row] * old + new_mean) / number
+                squares = old * stds[row] ** 2 + new_std**2
+                std = np.sqrt((squares + old / number * (new_mean - means[row]) ** 2) / number)
+            current = (rewards[group] - new_mean) / new_std if new_std > 0 else 0 * rewards[group]
+            overall = (rewards[group] - mean) / std if std > 0 else 0 * rewards[group]
+            mixed = overall / number + (1 - 1 / number) * current
+            mirror = current / number + (1 - 1 / number) * overall
+            values[group] = np.where(abs(mixed) < abs(mirror), mixed, mirror)
+            times[row], means[row], stds[row] = number, mean, std
+        out.append(values)
+    return out
+
+
+def test_smooth_standardisation_is_that_of_the_papers_code():
+    random = np.random.default_rng(2)
+    batches = [
+        (random.integers(0, 2, (4, 5)).astype(float), random.permutation(6)[:4]) for _ in range(6)
+    ]
+    batches[3][0][:2] = [[1.0], [0.0]]  # flat groups of rows that were not always so
+    with jax.enable_x64(True):
+        rollouts = [make_rollouts(rewards, row) for rewards, row in batches]
+        values, states = through(adv.smooth_standardise(eps=0.0), rollouts, num_rows=6)
+    for value, want in zip(values, smoothed_by_the_papers_code(batches, 6), strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-12)
+    assert (values[3][:2] != 0).any()
+    assert states[-1]["visits"].sum() == 24
+
+
+def test_two_groups_of_a_row_at_once_are_remembered_as_one_after_the_other():
+    random = np.random.default_rng(3)
+    groups = random.normal(size=(3, 4))
+    with jax.enable_x64(True):
+        first = make_rollouts(random.normal(size=(1, 4)), [0])
+        together = through(
+            adv.smooth_standardise(), [first, make_rollouts(groups, [0, 2, 0])], num_rows=3
+        )[1][-1]
+        turns = zip(groups, [0, 2, 0], strict=True)
+        apart = [make_rollouts(group[None], [row]) for group, row in turns]
+        in_turn = through(adv.smooth_standardise(), [first, *apart], num_rows=3)[1][-1]
+    for name, numbers in in_turn.items():
+        np.testing.assert_allclose(together[name], numbers, atol=1e-12)
+
+
+def test_a_row_that_was_always_flat_teaches_nothing_and_one_sample_is_no_visit():
+    flat = make_rollouts([[0.1, 0.1, 0.1], [0.3, NAN, NAN]])
+    values, states = through(adv.smooth_standardise(), [flat] * 3)
+    for value in values:
+        assert (value[0] == 0).all()
+        assert value[1, 0] == 0
+    assert states[-1]["visits"][:2].tolist() == [3, 0]
+    assert states[-1]["squares"][0] == 0

@@ -4,8 +4,8 @@
 |---|---|
 | micro-batches, order, padding, masked groups, devices, what is masked, packing | every pair |
 | a masked row more | every pair; with count_empty the divisor counts it |
-| no gradient beyond the bounds | clip, dual_clip, gspo, gspo_token, gmpo, dppo_tv; not cispo |
-| the gradient on policy is REINFORCE's | all but shaped_ratio, which has a multiple of it |
+| no gradient beyond the bounds | clip, gspo, gmpo and their relatives, dppo_tv; not cispo |
+| the gradient on policy is REINFORCE's | all but rewards_as_labels, and shaped_ratio's multiple |
 | gspo = gspo_token | weights and advantages that are constant within a sequence |
 
 One jitted function evaluates all pairs (`loss_pairs.py`); each invariance changes its arguments.
@@ -19,8 +19,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from loss_pairs import (
+    BATCH_FIELDS,
     BOUNDED,
+    BY_PROBABILITY,
     COUNTS_MASKED_ROWS,
+    NO_SCORE,
     OPTIONS,
     REDUCTIONS,
     SLOPE_AT_1,
@@ -176,15 +179,16 @@ def test_on_policy_the_gradient_is_that_of_reinforce(dtype):
     """Ratios are exactly 1: no surrogate sees a difference between the two policies."""
     batch = make_batch(dtype)
     nothing = 0 * batch["replayed"]
-    batch |= {"proximal": batch["logp"], "replayed": nothing, "group_log_ratio": nothing}
+    batch |= {"proximal": batch["logp"], "behavior_logp": batch["logp"]}
+    batch |= dict.fromkeys(("replayed", "group_log_ratio", *BATCH_FIELDS), nothing)
     weights, results = reduce_all(batch["mask"]), evaluate_batch(batch)
-    for name in SURROGATES:
+    for name in SURROGATES.keys() - NO_SCORE:
         loss, gradient, metrics = results[name]
         for reduction, weight in weights.items():
             expected = -np.asarray(weight) * np.asarray(batch["advantage"])
             slope = SLOPE_AT_1.get(name, 1.0)
             check_equal(gradient[reduction], slope * expected, TOLERANCE[dtype])
-            if name in BOUNDED - {"dppo_tv"} | {"on_policy", "by_sample"}:
+            if name in BOUNDED - {"dppo_tv"} | {"on_policy", "by_sample", "ce_gppo", "kl_cov"}:
                 check_equal(loss[reduction], expected.sum(), TOLERANCE[dtype])
         assert metrics["ratio_max"].result() == 1
         assert metrics["policy_kl"].result() == 0
@@ -211,14 +215,17 @@ def test_tokens_beyond_the_bounds_get_no_gradient_but_from_cispo(float64):
     """Every token 0.5 beyond its old log-prob in the direction that its advantage wants."""
     batch = make_batch(float64)
     sign = jnp.sign(batch["advantage"])
-    moved = {**batch, "proximal": batch["logp"] - 0.5 * sign}
-    back = {**batch, "proximal": batch["logp"] + 0.5 * sign}
+    batch["clip_cov_tokens"] = 0 * batch["replayed"]
+    moved, back = (
+        {**batch, **dict.fromkeys(("proximal", "behavior_logp"), batch["logp"] + shift * sign)}
+        for shift in (-0.5, 0.5)
+    )
     mask = np.asarray(batch["mask"] & (sign != 0))
     gone, returning = evaluate_batch(moved), evaluate_batch(back)
     for name in SURROGATES.keys() - {"by_sample"}:
         gradient = np.asarray(gone[name][1]["token_mean"])
         touched = gradient[mask] != 0
-        if name == "dppo_tv":  # its bound is on probabilities: rare tokens are not touched
+        if name in BY_PROBABILITY:  # rare tokens are not touched
             share = gone[name][2]["clip_ratio/region_mean"].result()
             assert 0 < (~touched).sum() == round(share * np.asarray(batch["mask"]).sum())
         else:

@@ -30,7 +30,7 @@ def jacobians() -> dict[str, np.ndarray]:
     }
     fields = {name: value for name, value in constants.items() if name != "proximal"}
     fields |= {"full_kl_clamped": jnp.zeros(T), "replayed": jnp.arange(T) % 2}
-    fields |= {"group_log_ratio": jnp.zeros(T)}
+    fields |= {name: jnp.ones(T) for name in loss_pairs.FIELDS if name != "replayed"}
 
     def loss(logp, term):
         tokens = Tokens(
@@ -57,7 +57,7 @@ def test_a_loss_per_token_depends_on_no_other_token(jacobians):
 
 def test_those_over_sequences_do_not_say_that_they_are_per_token(jacobians):
     reaching = {name for name, of in jacobians.items() if (of * (1 - np.eye(T))).any()}
-    assert {"gspo", "gmpo", "gvpo"} <= reaching
+    assert {"gspo", "gmpo", "gvpo", "mirror_descent", "rewards_as_labels"} <= reaching
     assert not {name for name in reaching if TERMS[name].per_token}
     per_token = {name for name, term in TERMS.items() if term.per_token}
-    assert {"clip", "cispo", "reinforce", "k2 0", "entropy_bonus 7"} <= per_token
+    assert {"clip", "cispo", "clip_cov", "reinforce", "k2 0", "entropy_bonus 7"} <= per_token

@@ -8,6 +8,11 @@ import numpy as np
 import pytest
 from loss_pairs import G, P, T, check_equal, evaluate_batch, make_batch
 
+BY_SEQUENCE = {
+    *("gspo", "gspo_token", "gmpo", "vespo", "gvpo"),
+    *("topr", "mirror_descent", "rewards_as_labels"),
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -30,7 +35,7 @@ def test_log_ratios_of_100_are_clamped_and_counted(dtype, advantage):
             assert loss["token_mean"].dtype == (np.float64 if dtype is np.float64 else np.float32)
             counted = metrics["clip_ratio/log_ratio_clamped"].result()
             # Means over a sequence: +100 and -100 may cancel, one more of either does not.
-            by_sequence = name in ("gspo", "gspo_token", "gmpo", "vespo", "gvpo")
+            by_sequence = name in BY_SEQUENCE
             assert (0 < counted <= 1) if by_sequence else counted == 1, name
 
 

@@ -68,6 +68,8 @@ def make_fields(random: np.random.Generator, logp: np.ndarray) -> dict[str, jax.
         "trainer_logp": logp * dtype(0.95),
         "token_entropy": np.abs(logp),
         "token_confidence": 2 * np.abs(logp),
+        "self_certainty": 3 * np.abs(logp),
+        "token_collision": np.exp(-np.abs(logp)),
         "effective_rank": (1 + np.abs(logp)) * (np.arange(T) % 2),
         "token_value": random.normal(size=(P, G, T)).astype(dtype),
         "planning": random.random((P, G, T)) < 0.4,

@@ -23,7 +23,14 @@ OPTIONS = {
     "gspo": {"low": 0.05, "high": 0.05},  # so that some sequences are within, others beyond
     "gspo_token": {"low": 0.05, "high": 0.05},
     "dppo_tv": {"low": 0.02, "high": 0.02},
+    "dynamic_clip": {"low": 0.02, "high": 0.02},
+    "off_policy_mask": {"threshold": 0.1},
 }
+BATCH_FIELDS = ("clip_cov_tokens", "kl_cov_tokens", "label_log_sum", "label_count")
+FIELDS = ("replayed", "group_log_ratio", "behavior_logp", "token_draw", *BATCH_FIELDS)
+"""What surrogates read beside log-probs and advantages."""
+NO_SCORE = {"rewards_as_labels"}
+"""Surrogates whose gradient on policy is no multiple of REINFORCE's."""
 SURROGATES = {name: build_surrogate(name, OPTIONS.get(name)) for name in registry.surrogates}
 SURROGATES["cispo with two bounds"] = build_surrogate("cispo", {"low": 0.8, "high": 1.2})
 REDUCTIONS = {name: build_reduction(name, OPTIONS.get(name)) for name in registry.reductions}
@@ -38,7 +45,12 @@ STATES = {penalty.name: penalty.init() for penalty in PENALTIES if penalty.init 
 CASES = {name: (surrogate, []) for name, surrogate in SURROGATES.items()}
 CASES["clip with penalties"] = SURROGATES["clip"], PENALTIES
 COUNTS_MASKED_ROWS = {"sequence_mean of all"}
-BOUNDED = {"clip", "dual_clip", "gspo", "gspo_token", "gmpo", "dppo_tv"}
+BOUNDED = {
+    *("clip", "dual_clip", "gspo", "gspo_token", "gmpo", "dppo_tv"),
+    *("dynamic_clip", "clip_cov", "off_policy_mask"),
+}
+BY_PROBABILITY = {"dppo_tv", "dynamic_clip"}
+"""Those whose bounds depend on the token's probability."""
 SLOPE_AT_1 = {"shaped_ratio": 0.1 / 1.1**2}
 """The gradient on policy as a multiple of REINFORCE's; 1 for the others."""
 TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
@@ -61,6 +73,12 @@ def make_batch(dtype):
         "reference": reference,
         "replayed": replayed,
         "group_log_ratio": np.repeat(random.normal(size=(P, 1)), G * T).reshape(P, G, T),
+        "behavior_logp": proximal + 0.1 * random.normal(size=(P, G, T)),
+        "token_draw": random.random((P, G, T)),
+        "clip_cov_tokens": random.random((P, G, T)) < 0.2,
+        "kl_cov_tokens": random.random((P, G, T)) < 0.2,
+        "label_log_sum": 1 + random.random((P, G, T)),
+        "label_count": random.integers(1, 4, (P, G, T)),
     }
     return {name: jnp.asarray(leaf, dtype) for name, leaf in arrays.items()} | {
         "mask": jnp.asarray(mask),
@@ -81,7 +99,7 @@ def evaluate_all(batch, weights):
     def evaluate(logp, surrogate, penalties):
         reference = batch["reference"]
         fields = {"reference_logp": reference, "full_kl": reference, "policy_entropy": reference}
-        fields |= {name: batch[name] for name in ("replayed", "group_log_ratio")}
+        fields |= {name: batch[name] for name in FIELDS}
         tokens = Tokens(
             logp=logp,
             proximal_logp=batch["proximal"],

@@ -205,3 +205,72 @@ def test_adapters_make_the_step_of_the_published_loss():
         start, end, expected = (lora.split(params)[0] for params in (before, after, want))
         assert len(jax.tree.leaves(start)) > 0
         assert_same_step(start, end, expected, 1e-5)
+
+
+def draws():
+    """What chooses tokens at random: a key folded by step and by each prompt's ordinal."""
+    sampled = rollouts()
+    key = jax.random.fold_in(jax.random.key(0), int(sampled.step))
+    keys = [jax.random.fold_in(key, int(ordinal)) for ordinal in sampled.ordinal]
+    return np.stack([jax.random.uniform(key, sampled.token_mask.shape[1:]) for key in keys])
+
+
+def step_on_plain_arrays(config, params, surrogate):
+    """Parameters after SGD on `policy_loss` of all samples, each a row."""
+    sampled = rollouts()
+    scored = jnp.where(TRUNCATED, np.nan, REWARDS).astype(jnp.float64)
+    advantage, _ = advantages.evaluate("dr_grpo", scored)
+    rows = lambda leaf: jnp.asarray(leaf).reshape(16, -1)  # noqa: E731
+    mask = rows(sampled.token_mask & ~TRUNCATED[..., None])
+    old, group = rows(sampled.behavior_logp), jnp.arange(16) // 4
+    fields = {"token_draw": rows(draws())} if "token_draw" in surrogate.needs else {}
+
+    def loss(params):
+        logp = rows(tiny.whole_logps(config, params, sampled, TEMPERATURE))
+        arrays = logp, old, advantage.reshape(-1), mask
+        return losses.policy_loss(surrogate, "token_mean", *arrays, group=group, **fields)[0]
+
+    down = jax.jit(jax.grad(loss))(params)
+    return jax.tree.map(lambda leaf, slope: np.asarray(leaf - RATE * slope), params, down)
+
+
+SEEING_THE_BATCH = {
+    "rewards_as_labels": losses.rewards_as_labels(),
+    "clip_cov": losses.clip_cov(share=0.1, least=-0.1, most=9.0),
+    "kl_cov": losses.kl_cov(share=0.2),
+}
+
+
+ON_FOUR = {"tokens": 10, "mesh": (2, 2, 1, 1)}
+ADAPTERS = {"tokens": 10, "config": ADAPTED, "steps_before": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param("rewards_as_labels", ON_FOUR, id="labels on four devices"),
+        *(
+            pytest.param(name, layout, id=case, marks=pytest.mark.full)
+            for case, name, layout in (
+                ("labels by adapters", "rewards_as_labels", ADAPTERS),
+                ("clip on four devices", "clip_cov", ON_FOUR),
+                ("clip in one micro-batch", "clip_cov", {"tokens": 100}),
+                ("kl on parts of a sequence", "kl_cov", {"tokens": 10, "mesh": (1, 2, 2, 1)}),
+                ("kl in micro-batches", "kl_cov", {"tokens": 25}),
+                ("kl by adapters", "kl_cov", ADAPTERS),
+            )
+        ),
+    ],
+)
+def test_what_is_computed_of_the_whole_update_is_the_same_however_it_is_laid_out(name, layout):
+    surrogate = SEEING_THE_BATCH[name]
+    objective = losses.Objective(surrogate, losses.token_mean())
+    prepared, before, after, metrics = stepped(objective=objective, **layout)
+    np.testing.assert_array_equal(prepared.live, ~TRUNCATED)
+    config = layout.get("config", WIDE)
+    want = step_on_plain_arrays(config, before, surrogate)
+    if config.lora is not None:
+        before, after, want = (lora.split(params)[0] for params in (before, after, want))
+    assert_same_step(before, after, want, 1e-5)
+    if name != "rewards_as_labels":
+        assert metrics["clip_ratio/covariance_mean"] > 0

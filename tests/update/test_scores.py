@@ -33,6 +33,8 @@ TEACHER = "models/teacher"
 ADDED = {
     "teacher_logp": Score("[P, G, T]", TEACHER, "logp"),
     "teacher_entropy": Score("[P, G, T]", TEACHER, "entropy"),
+    "teacher_certainty": Score("[P, G, T]", TEACHER, "certainty"),
+    "teacher_collision": Score("[P, G, T]", TEACHER, "collision"),
     "cold_logp": Score("[P, G, T]", "trainer", "logp", temperature=0.5),
     "hinted_logp": Score("[P, G, T]", "trainer", "logp", prompt="hinted"),
     "ranks": Score("[P, G, T]", "trainer", "effective_rank", stride=2),
@@ -111,7 +113,7 @@ def causal_pass(config, params, tokens):
 
 
 def plain(config, prompt, completion, temperature):
-    """(hidden states, log-probs, entropies) at a completion's tokens, by one pass over it alone."""
+    """(hidden states, log-probs, quantities) at a completion's tokens, by a pass over it alone."""
     tokens = np.array([*prompt, *completion], np.int32)
     padded = np.pad(tokens, (0, WIDTH + 3 + STEPS - len(tokens)))
     outputs = causal_pass(config, weights(None if config is WIDE else TEACHER), padded)
@@ -120,8 +122,12 @@ def plain(config, prompt, completion, temperature):
     logits = logits / temperature
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    entropy = -(np.exp(logp) * logp).sum(-1)
-    return hidden, logp[np.arange(len(completion)), completion], entropy
+    quantities = {
+        "entropy": -(np.exp(logp) * logp).sum(-1),
+        "certainty": -logp.mean(-1),
+        "collision": (np.exp(logp) ** 2).sum(-1),
+    }
+    return hidden, logp[np.arange(len(completion)), completion], quantities
 
 
 def expected(rollouts, hints):
@@ -132,9 +138,10 @@ def expected(rollouts, hints):
         for g in range(G):
             completion = rollouts.completion_tokens[p, g][rollouts.token_mask[p, g]]
             count = slice(len(completion))
-            _, logp, entropy = plain(LARGER, prompt, completion, 0.8)
+            _, logp, quantities = plain(LARGER, prompt, completion, 0.8)
             fields["teacher_logp"][p, g, count] = logp
-            fields["teacher_entropy"][p, g, count] = entropy
+            for name, values in quantities.items():
+                fields[f"teacher_{name}"][p, g, count] = values
             hidden, logp, _ = plain(WIDE, prompt, completion, 0.5)
             fields["cold_logp"][p, g, count] = logp
             hint = hints[p][hints[p] >= 0]

@@ -24,6 +24,7 @@ from jaxgrpo.advantages.masks import keep_samples, mask_zero_variance
 from jaxgrpo.advantages.scored import shape_by_effective_rank
 from jaxgrpo.advantages.streams import Weights, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.tracked import smooth_standardise
 from jaxgrpo.core.errors import InputError
 
 _BASELINES = ("none", "group")
@@ -342,9 +343,30 @@ def reinforce_pp(
     )
 
 
+def dcpo_smooth(eps: Scheduled = 1e-6, weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, normalised by the group and by all that the row has seen; what is nearer to 0 counts.
+
+    Use it when rows return many times and groups are so small that their deviation is luck.
+
+    Needs data whose rows return. Only the advantages of Dynamic Clipping Policy Optimization: its
+    bounds are loss.surrogate `dynamic_clip`, its loss loss.reduction `sequence_mean`.
+
+    Args:
+      eps: added to both deviations, in units of reward.
+
+    Source: DCPO, Yang et al. 2025, arXiv 2509.02333; see the part `smooth_standardise`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("dcpo_smooth", [[1.0, 0.0, 0.5]], options={"eps": 0.0})[0].tolist()
+    [[1.0, -1.0, 0.0]]
+    """
+    return sum_then("dcpo_smooth", weights, smooth_standardise(eps))
+
+
 def passk(
     k: int | None = None,
     threshold: Scheduled | None = None,
+    std: bool = False,
     eps: Scheduled = 1e-6,
     ddof: int = 1,
     weights: Weights | None = None,
@@ -353,6 +375,7 @@ def passk(
 
         k = None:  a = (max_g r - second) / (std_g r + eps) for the best sample, 0 for the others
         k:         a = n (U - U without the sample), U = 1 - C(n - c, k) / C(n, k)
+        k, std:    a (n - k) / (n k sqrt(U (1 - U)))
 
     Without k the whole group is one draw, of any rewards, scaled as verl's `grpo_passk` is. With k
     rewards are successes or failures, and the expected gradient is exactly that of pass@k.
@@ -362,20 +385,23 @@ def passk(
     Args:
       k: samples of which one has to succeed, below group_size; None: the group.
       threshold: with k, the lowest sum that is a success; None: sums must be 0 or 1.
+      std: with k, whether it is divided by the deviation of pass@k over subsets.
       eps: without k, added to the standard deviation, in units of reward.
       ddof: without k, 1 divides the variance by n - 1, 0 by n.
 
     Source: arXiv 2503.19595 without k; with k, the estimator of arXiv 2107.03374 less itself
-    without the sample.
+    without the sample; with std, arXiv 2508.10751.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> evaluate("passk", [[1.0, 0.0, 0.0]], options={"k": 1})[0].tolist()
     [[1.0, -0.5, -0.5]]
     """
+    if k is None and std:
+        raise InputError("passk: std divides the advantage of k samples: give k too")
     if k is None:
         steps = (divide_by_group_std(eps, ddof), max_minus_second())
     else:
-        steps = (leave_one_out_pass_at_k(k, threshold),)
+        steps = (leave_one_out_pass_at_k(k, threshold, std),)
     return sum_then("passk", weights, *steps)
 
 

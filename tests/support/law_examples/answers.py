@@ -26,6 +26,12 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
                 adv.add_information_gain(beta=0.2),
             ),
         ],
+        "answer_probability": [
+            (adv.answer_probability(masked_thought=True), adv.sum_rewards()),
+            (adv.answer_probability("product"), adv.sum_rewards()),
+        ],
+        "perplexity_rank": [(adv.perplexity_rank(efficiency=0.5), adv.sum_rewards())],
+        "keep_thoughts": [(adv.sum_rewards(), adv.subtract_group_mean(), adv.keep_thoughts())],
         "answer_length": [(adv.answer_length(field="classes"), adv.sum_rewards())],
         "alpha_dpg": [
             (adv.sum_rewards(), adv.alpha_dpg(threshold=0.5, z="running")),
@@ -39,6 +45,9 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
 def recipes() -> dict[str, list[Any]]:
     return {
         "dro_r3": [adv.build("dro_r3", {"weights": {"correct": 0.2, "style": 0.0, "r3": 1.0}})],
+        "rlpr": [adv.build("rlpr", {"weights": BINARY})],
+        "verifree": [adv.build("verifree", {"weights": BINARY})],
+        "nover": [adv.build("nover", {"weights": BINARY})],
         "l2t": [adv.build("l2t", {"weights": BINARY, "beta": 0.5})],
         "alpha_dpg": [adv.build("alpha_dpg", {"weights": BINARY})],
         "f_dpg": [adv.build("f_dpg", {"threshold": 0.5})],

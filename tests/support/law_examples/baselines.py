@@ -39,7 +39,10 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         "normalise_with_virtual_rewards": [
             (SUM, adv.normalise_with_virtual_rewards(count=3, top=2.0, eps=_growing))
         ],
-        "leave_one_out_pass_at_k": [(SUM, adv.leave_one_out_pass_at_k(2, threshold=0.5))],
+        "leave_one_out_pass_at_k": [
+            (SUM, adv.leave_one_out_pass_at_k(2, threshold=0.5)),
+            (SUM, adv.leave_one_out_pass_at_k(2, threshold=0.5, std=True)),
+        ],
         "contrastive_pairs": [(SUM, adv.contrastive_pairs())],
     }
 

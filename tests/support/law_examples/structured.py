@@ -53,6 +53,7 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         "tree_subgroup": [(adv.sum_rewards(), adv.tree_subgroup(weighting="size"))],
         "token_share_weights": [(*every, adv.token_share_weights())],
         **_turn_parts(),
+        **_token_parts(),
         "darling": [
             (adv.sum_rewards(), adv.darling()),
             (adv.sum_rewards(), adv.darling(field="classes", floor=_growing)),
@@ -83,6 +84,23 @@ def _turn_parts() -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
+def _token_parts() -> dict[str, list[tuple[Any, ...]]]:
+    start = (adv.sum_rewards(), adv.subtract_group_mean())
+    return {
+        "keep_top_entropy": [
+            (*start, adv.to_tokens(), adv.keep_top_entropy(0.1)),
+            (*start, adv.keep_top_entropy(_share, denominator="shrink")),
+        ],
+        "subtract_optimal_token_baseline": [
+            (adv.sum_rewards(), adv.subtract_optimal_token_baseline()),
+            (
+                *(adv.sum_rewards(), adv.to_tokens(place="last"), adv.reward_to_go(0.9)),
+                adv.subtract_optimal_token_baseline(),
+            ),
+        ],
+    }
+
+
 def recipes() -> dict[str, list[Any]]:
     return {
         "hicra": [adv.build("hicra")],
@@ -91,12 +109,20 @@ def recipes() -> dict[str, list[Any]]:
         "tree_rl": [adv.build("tree_rl")],
         "tree_po": [adv.build("tree_po")],
         "gigpo": [adv.build("gigpo")],
+        "intuitor": [adv.build("intuitor")],
+        "top_entropy": [adv.build("top_entropy")],
+        "optimal_token_baseline": [adv.build("optimal_token_baseline")],
     }
 
 
 def _growing(step: jax.Array) -> jax.Array:
     """A schedule."""
     return 0.1 * step.astype(jnp.float32)
+
+
+def _share(step: jax.Array) -> jax.Array:
+    """A schedule within (0, 1]."""
+    return 1 / (1 + step.astype(jnp.float32))
 
 
 def _cap(step: jax.Array) -> jax.Array:

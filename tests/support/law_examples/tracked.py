@@ -20,6 +20,10 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
             (success, adv.subtract_tracked_success()),
             (success, adv.subtract_tracked_success(drift="difficulty", initial="difficulty")),
         ],
+        "smooth_standardise": [(adv.sum_rewards(), adv.smooth_standardise())],
+        "mask_below_running_deviation": [
+            (adv.sum_rewards(), adv.mask_below_running_deviation(), adv.subtract_group_mean())
+        ],
         "shape_by_effective_rank": [
             (adv.sum_rewards(), adv.subtract_group_mean(), adv.shape_by_effective_rank()),
             (adv.sum_rewards(), adv.to_tokens(), adv.shape_by_effective_rank(3.0, decay=0.0)),
@@ -32,6 +36,7 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
 
 def recipes() -> dict[str, list[Any]]:
     return {
+        "dcpo_smooth": [adv.build("dcpo_smooth", {"weights": BINARY})],
         "ema": [adv.build("ema", {"weights": BINARY})],
         "rank_learning": [adv.build("rank_learning", {"weights": BINARY})],
         "spo": [adv.build("spo", {"weights": BINARY})],
