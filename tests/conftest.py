@@ -44,6 +44,7 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # workers compile for a TPU at t
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ["HF_DATASETS_CACHE"] = str(REPOSITORY / ".cache" / "datasets")
 
+import forked
 import jax
 import jaxtyping
 import programs
@@ -142,6 +143,30 @@ def environment():
         }
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fork_server(environment):
+    """A process that has imported JAX once and forks the commands that tests start."""
+    with forked.ForkServer(environment()) as server:
+        yield server
+
+
+@pytest.fixture
+def tries(request: pytest.FixtureRequest):
+    """tries(count): so many more tries of the test's fault ended as promised."""
+
+    def count(number: int = 1) -> None:
+        request.node.user_properties.append(("tries", number))
+
+    return count
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Reports say which of the twenty faults a test is about (reliability_table.py)."""
+    for item in items:
+        for mark in item.iter_markers("fault"):
+            item.user_properties.append(("fault", mark.args[0]))
 
 
 ROOT_FILES = set(os.listdir(REPOSITORY))

@@ -42,8 +42,8 @@ sys.exit(runtime.guard(command))
 
 
 @pytest.fixture
-def begin(environment):
-    with starting(LOOP, environment) as begin:
+def begin(environment, fork_server):
+    with starting(LOOP, environment, fork_server) as begin:
         yield begin
 
 

@@ -21,6 +21,8 @@ from jaxgrpo.training.processes.watchdog import STUCK, Watchdog
 from jaxgrpo.training.records import console
 from jaxgrpo.training.records.console import Display
 
+pytestmark = pytest.mark.fault(16)
+
 # Hangs in a reward of its second step, as its arguments say; the others wait for it.
 RUN = """
 import re, signal, sys, time
@@ -56,8 +58,8 @@ sys.exit(process.guard(command))
 
 
 @pytest.fixture
-def begin(environment):
-    with starting(RUN, environment) as begin:
+def begin(environment, fork_server):
+    with starting(RUN, environment, fork_server) as begin:
         yield begin
 
 

@@ -148,6 +148,7 @@ def wait_for(condition, seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.fault(14)
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
@@ -166,6 +167,7 @@ def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
 HARM = [("raise", 0), ("raise", 1), ("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 0), ("SIGSTOP", 1)]
 
 
+@pytest.mark.fault(15)
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "at"), HARM)
 def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(

@@ -9,6 +9,7 @@ from jaxgrpo.training import loop
 STEPS, WARM_UP = 100, 5
 
 
+@pytest.mark.fault(6)
 @pytest.mark.full
 def test_a_hundred_ragged_steps_compile_nothing_after_the_first_ones(tmp_path):
     counts = []

@@ -14,6 +14,8 @@ from processes import starting, together
 from jaxgrpo.training.processes import peers
 from jaxgrpo.training.processes import process as runtime
 
+pytestmark = pytest.mark.fault(15)
+
 LIMIT = 30.0
 """Seconds until all have to be gone."""
 
@@ -48,8 +50,8 @@ sys.exit(runtime.guard(command))
 
 
 @pytest.fixture
-def begin(environment):
-    with starting(RUN, environment) as begin:
+def begin(environment, fork_server):
+    with starting(RUN, environment, fork_server) as begin:
         yield begin
 
 

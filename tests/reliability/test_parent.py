@@ -14,6 +14,8 @@ from processes import starting
 
 from jaxgrpo.training.checkpoints import Checkpoints
 
+pytestmark = pytest.mark.fault(16)
+
 # A command that does what its arguments say.
 PROGRAM = """
 import ctypes, os, re, signal, subprocess, sys, time

@@ -18,6 +18,8 @@ from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
 
+pytestmark = pytest.mark.fault(17)
+
 
 def fill() -> None:
     """From now on files of more bytes than the texts of a run have fail, as on a full disk."""

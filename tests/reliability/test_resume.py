@@ -60,6 +60,7 @@ def straight(tmp_path_factory, python, environment):
     return folder / "r", changes, variables
 
 
+@pytest.mark.fault(8)
 @pytest.mark.full
 def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
     uninterrupted, changes, environment = straight
@@ -82,6 +83,7 @@ def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
     assert (tmp_path / "r" / weights).read_bytes() == (uninterrupted / weights).read_bytes()
 
 
+@pytest.mark.fault(9)
 def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     tmp_path, monkeypatch, capsys
 ):
@@ -97,6 +99,7 @@ def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     assert summary(tmp_path / "r")["parameter_hash"] == uninterrupted.summary["parameter_hash"]
 
 
+@pytest.mark.fault(14)
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, number):
@@ -116,6 +119,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, n
     assert summary(tmp_path / "r")["parameter_hash"] == summary(uninterrupted)["parameter_hash"]
 
 
+@pytest.mark.fault(9)
 @pytest.mark.full
 def test_a_penalty_with_memory_goes_on_bit_for_bit(tmp_path):
     entropy = {"use": "adaptive", "target": 5.0, "coefficient": 0.01}
