@@ -162,11 +162,14 @@ def tries(request: pytest.FixtureRequest):
     return count
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Reports say which of the twenty faults a test is about (reliability_table.py)."""
-    for item in items:
-        for mark in item.iter_markers("fault"):
-            item.user_properties.append(("fault", mark.args[0]))
+    wanted = {*(config.option.faults or ())}
+    for item in list(items):
+        numbers = {mark.args[0] for mark in item.iter_markers("fault")}
+        item.user_properties += [("fault", number) for number in numbers]
+        if wanted and not wanted & numbers:
+            items.remove(item)
 
 
 ROOT_FILES = set(os.listdir(REPOSITORY))
@@ -181,6 +184,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", type=int, nargs="*", help="only tests of these of the twenty")
     parser.addoption("--times", metavar="FILE", help="write the time per area there, as Markdown")
 
 

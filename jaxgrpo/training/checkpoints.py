@@ -49,8 +49,9 @@ class _TracebackFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         failed = record.levelno >= logging.ERROR and "orbax" in record.pathname
-        # Its loop's own files may have been closed under it; and the database that it writes to.
-        is_closed = isinstance(error, OSError) and error.errno == errno.EBADF
+        # The files of its loop may have been closed under it, the disk be full; and its database.
+        numbers = (errno.EBADF, *process.FULL)
+        is_closed = isinstance(error, OSError) and error.errno in numbers
         return not failed and not is_closed and "OCDBT" not in str(error)
 
 
@@ -112,7 +113,7 @@ class Checkpoints(Closing):
 
     def steps(self) -> list[int]:
         """The complete steps, oldest first."""
-        return [step for step in self._folders() if self._manifest(step).exists()]
+        return [step for step in self._folders() if self._manifest(step).is_file()]
 
     def latest(self) -> int | None:
         """The newest complete step; None where there is none. Its contents are not checked here."""
@@ -174,7 +175,9 @@ class Checkpoints(Closing):
         """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
             for existing_step in self._folders():
-                if not self._manifest(existing_step).exists() or existing_step > (self.newest or 0):
+                if not self._manifest(existing_step).is_file() or existing_step > (
+                    self.newest or 0
+                ):
                     self._remove(existing_step)
             home.mkdir(parents=True)
             write_atomically(home / "meta.json", text)
@@ -246,7 +249,8 @@ class Checkpoints(Closing):
         if not storage.is_url(home) and os.path.islink(home):
             logger.warning("%s is a link: it is removed, and what it points to stays", home)
         else:
-            self._manifest(step).unlink(missing_ok=True)
+            if not self._manifest(step).is_dir():
+                self._manifest(step).unlink(missing_ok=True)
         storage.remove_tree(home)
 
     def _refuse_unless_next(self, step: int) -> None:
@@ -324,7 +328,10 @@ def damage(home: Place) -> str | None:
         path = home / name
         if not path.is_file():
             return f"{path} is missing"
-        actual = _fingerprint(path)
+        try:
+            actual = _fingerprint(path)
+        except PermissionError:
+            return f"{path} cannot be read: give its permissions back"
         if actual != [size, crc]:
             return (
                 f"{path} was written as {size} bytes, crc32 {crc}, and is {actual[0]}, {actual[1]}"

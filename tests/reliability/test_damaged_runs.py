@@ -43,8 +43,13 @@ def folders(base, tmp_path_factory, fork_server, environment) -> Folders:
 
 
 def write(base: Path, home: Path, **changes: Any) -> Path:
-    texts = {"run.report": True, "tracking": {"tensorboard": True}, "run.rollouts_every": 1}
-    return faulty_runs.write(base, home, **{"train.steps": STEPS, **texts, **changes})
+    """A config that writes every kind of file. All of them have their reward in one place."""
+    steps = changes.get("train.steps", STEPS)
+    texts = {"run.report": True, "tracking": {"tensorboard": True}} if steps == STEPS else {}
+    rewards = {"rewards": [{"use": f"{base.parent}/mine.py:digits"}]}
+    faulty_runs.write(base, base.parent)
+    changes = {"train.steps": steps, "run.rollouts_every": 1, **texts, **rewards, **changes}
+    return faulty_runs.write(base, home, **changes)
 
 
 def remove(file: Path, stranger: Path, precious: Path) -> None:
@@ -89,12 +94,21 @@ DAMAGES: dict[str, Callable[[Path, Path, Path], None]] = {
 
 
 def files_to_damage(run: Path) -> list[Path]:
-    """Those of the newest step, of an older one a few, and all others, relative to the run."""
+    """Every file of which there is one, and some of each kind, relative to the run."""
     files = sorted(file.relative_to(run) for file in run.rglob("*") if file.is_file())
-    older = [file for file in files if file.parts[:2] == ("checkpoints", str(STEPS - 1))]
-    few = random.Random(0).sample(older, 2)
-    chunks = [file for file in files if file.parts[:2] == ("model",)]
-    return [file for file in files if file not in older or file in few if file not in chunks[2:]]
+    draw, few = random.Random(0), []
+    groups = {
+        "checkpoints/" + str(STEPS - 1): 2,
+        f"checkpoints/{STEPS}/state": 4,
+        "model": 2,
+        "rollouts": 1,
+        "samples": 1,
+    }
+    for prefix, count in groups.items():
+        group = [file for file in files if str(file).startswith(prefix)]
+        files = [file for file in files if file not in group]
+        few += draw.sample(group, count)
+    return sorted(files + few)
 
 
 @pytest.mark.fault(12)
@@ -113,36 +127,37 @@ def test_a_damaged_file_is_refused_in_a_line_or_the_run_ends_as_if_it_were_whole
         precious.write_text(PRECIOUS)
         DAMAGES[damage](home / "r" / place, folders.stranger / "r" / place, precious)
         before = precious.read_bytes()
-        options = {"merged": False, "is_powerless": True}
-        run = start("train", file, "--resume", "auto", **options)
-        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
-        print("@@", place, run.returncode, errors[-260:].replace(chr(10), " | "))
-        found = judge(run.returncode, errors, home / "r", folders.outcome, place)
+        run = start("train", file, "--resume", "auto", is_powerless=True)
+        output, _ = run.communicate(timeout=faulty_runs.SECONDS)
+
+        found = judge(damage, run.returncode, output, home / "r", folders.outcome, place)
         found += ["a file that is not the run's was changed"] * (precious.read_bytes() != before)
         if found:
             problems.append(f"{place} {damage}: {'; '.join(found)}")
         else:
             tries()
         shutil.rmtree(home)
-    assert problems == []
+    assert not problems, "\n".join(problems)
 
 
 def judge(
-    code: int, errors: str, run: Path, expected: dict[str, Any], place: Path
+    damage: str, code: int, output: str, run: Path, expected: dict[str, Any], place: Path
 ) -> list[str]:
     """What is wrong with how a run with a damaged file ended."""
-    wrong = faulty_runs.disorder(errors)
+    wrong = faulty_runs.disorder(output)
     if code == 2:
-        named = place.name in errors or str(place.parent) in errors or "run.dir" in errors
-        wrong += [] if named else [f"does not name it: {errors[-300:]}"]
-    elif code == 0:
-        different = faulty_runs.differences(expected, run)
-        # What was damaged itself may be lost; nothing that is computed from then on.
-        lost = {"metrics.jsonl": "metrics", "samples": "samples"}
-        words = [word for name, word in lost.items() if name in place.parts]
-        wrong += [name for name in different if not (words and name.startswith((*words, "number")))]
-        if words and different and not errors and "of another" not in str(place):
-            wrong.append("lines were lost without a word")
-    else:
-        wrong.append(f"exit code {code}: {errors[-300:]}")
+        is_named = any(name in output for name in (place.name, f"/{place.parts[0]} ", "run.dir"))
+        return wrong if is_named else [*wrong, f"does not name it: {output[-300:]}"]
+    if code != 0:
+        return [*wrong, f"exit code {code}: {output[-300:]}"]
+    different = faulty_runs.differences(expected, run)
+    # What was damaged itself may be lost, but nothing that is computed from then on.
+    lost = {"metrics.jsonl": ("metrics", "number"), "samples": ("samples",)}
+    words = tuple(word for name in lost if name in place.parts for word in lost[name])
+    wrong += [name for name in different if not name.startswith(words or ("nothing",))]
+    if place.name == "metrics.jsonl" and different and "metrics.jsonl is not what" not in output:
+        wrong.append("lines were lost without a word")
+    is_compared = damage != "removed" or "config.toml is gone" in output
+    if place.name == "config.toml" and not is_compared:
+        wrong.append("the config was not compared, without a word")
     return wrong

@@ -81,7 +81,7 @@ def test_wherever_the_disk_is_full_the_run_says_so_and_continues_once_there_is_r
         else:
             tries()
         subprocess.run(["rm", "-rf", str(small_disk / "r")], check=True)
-    assert problems == []
+    assert not problems, "\n".join(problems)
 
 
 def test_files_that_may_not_be_larger_fail_as_on_a_full_disk(
@@ -111,4 +111,4 @@ def test_files_that_may_not_be_larger_fail_as_on_a_full_disk(
             problems.append(f"files of {limit} bytes: {'; '.join(wrong)}")
         else:
             tries()
-    assert problems == []
+    assert not problems, "\n".join(problems)

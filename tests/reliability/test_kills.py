@@ -81,7 +81,5 @@ def kill(run: Any, moment: str, folder: Path, draw: random.Random) -> None:
             )
         time.sleep(draw.uniform(0.0, 0.02))
     else:
-        faulty_runs.wait_until(
-            lambda: run.poll() is not None or time.monotonic() > began + until
-        )
+        faulty_runs.wait_until(lambda: run.poll() is not None or time.monotonic() > began + until)
     run.kill()

@@ -120,9 +120,7 @@ def test_ctrl_c_twice_in_any_phase_ends_at_once_and_keeps_what_was_saved(
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_signal_to_one_of_two_processes_in_any_phase_stops_both(
-    at, base, tmp_path, start, tries
-):
+def test_a_signal_to_one_of_two_processes_in_any_phase_stops_both(at, base, tmp_path, start, tries):
     """Either gets every signal, and a signal in every phase."""
     changes = {"mesh": {"data": 2}, "rollout.slots": 8}
     file = write(base, tmp_path, **changes)

@@ -101,7 +101,7 @@ def outcome(run: Path) -> dict[str, Any]:
     """What a finished run came to: weights, metrics, samples, and its summary's hash."""
     files = {"weights": run / "model" / "model.safetensors"}
     files |= {f"samples of {file.stem}": file for file in (run / "samples").glob("*.jsonl")}
-    contents: dict[str, Any] = {n: file.read_bytes() for n, file in files.items() if file.exists()}
+    contents: dict[str, Any] = {n: file.read_bytes() for n, file in files.items() if file.is_file()}
     summary = run / "summary.json"
     digest = json.loads(summary.read_text())["parameter_hash"] if summary.exists() else None
     logged = {f"metrics of step {line['step']}": line for line in lines(run)}

@@ -14,9 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
-
-from typing_extensions import Self
+from typing import Any, Self, TextIO
 
 SERVER = Path(__file__).with_name("fork_server.py")
 START = 120.0  # seconds that a server may take to import

@@ -135,7 +135,7 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
-        meta = {**self.progress.meta(), "inputs": self.inputs}
+        meta = {**self.progress.meta(), "inputs": self.inputs, "logged": self.folder.logged()}
         if self.adapters is not None:
             meta["lora"] = self.adapters
         self.checkpoints.save(number, parameters.to_save(learner, stream), meta)

@@ -18,6 +18,7 @@ import math
 import numbers
 import os
 import weakref
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,9 @@ SAMPLE_KEYS = (
 )
 OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs/environments.md
 LOCK = ".lock"
+FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
+FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
+"""What is written at the end too: that it cannot be is said at the start."""
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
 Closes = TypeVar("Closes", bound="Closing")
@@ -150,6 +154,37 @@ def is_step(name: str) -> bool:
     return name.isdecimal() and name == str(int(name))
 
 
+def _read_text(file: Path) -> str | None:
+    """The text of a file of a run; None where there is none. Raises: InputError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): put back what "
+            "the run wrote there, or set run.dir to another folder"
+        ) from None
+
+
+def _refuse_other_kinds(folder: Path) -> None:
+    """Raises: InputError where a folder is in the place of a file of the run, or the reverse."""
+    for name in FILES:
+        if (folder / name).is_dir():
+            raise InputError(f"{folder / name} is a folder, and a run writes a file there: move it")
+    for name in FOLDERS:
+        if os.path.lexists(folder / name) and not (folder / name).is_dir():
+            raise InputError(f"{folder / name} is no folder, and a run writes one there: move it")
+
+
+def _bytes(file: Path) -> bytes | None:
+    """The content of a file; None where it cannot be read, as a folder cannot."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
+
+
 def _line(step: int, metrics: Mapping[str, Any]) -> str:
     """A line of metrics.jsonl: names in order, numbers that are not finite as null."""
     named = {name: plain(metrics[name], name) for name in sorted(metrics) if name != "step"}
@@ -158,7 +193,13 @@ def _line(step: int, metrics: Mapping[str, Any]) -> str:
 
 def _complete_lines(file: Place) -> list[tuple[bytes, dict[str, Any]]]:
     """Each complete line of a metrics file, as bytes with its end, and what it says."""
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    try:
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be read ({error.strerror or error}): put back what the run wrote there, "
+            "or start again in another run.dir"
+        ) from None
     result = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -239,6 +280,7 @@ class RunFolder(Closing):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            _refuse_other_kinds(self.path)
             if storage.is_url(self.place):
                 self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
         except InputError:
@@ -281,15 +323,15 @@ class RunFolder(Closing):
         except FileNotFoundError:
             return True
 
-    def refuse_to_forget(self, save_every: int) -> None:
+    def refuse_to_forget(self, most_steps: int) -> None:
         """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
 
-        A run that was killed before its first checkpoint was complete may start again: it logs the
-        same lines again. One that ended, whose folder of checkpoints is gone, or that has logged
-        more than two saves apart, would lose what it measured.
+        A run that was killed before its first checkpoint was complete, or whose disk was full, may
+        start again: it logs the same lines again. One that ended, whose folder of checkpoints is
+        gone, or that has logged more steps than that, has lost what it could continue from.
 
         Args:
-          save_every: checkpoint.every of its last start.
+          most_steps: that a run may log before its first checkpoint is complete.
         """
         logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
         if not logged:
@@ -297,11 +339,11 @@ class RunFolder(Closing):
         # A bucket has no empty folders: one that is gone looks like one not yet begun.
         is_missing = not storage.is_url(self.place) and not self.checkpoints.is_dir()
         has_ended = (self.path / "summary.json").exists()
-        if is_missing or has_ended or max(logged) > 2 * save_every:
+        if is_missing or has_ended or max(logged) > most_steps:
             raise InputError(
                 f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
                 f"from ({self.checkpoints} {'does not exist' if is_missing else 'holds none'}); "
-                "starting at step 1 would erase them: put the checkpoints back, or start again "
+                "starting at step 1 would do all of it again: put the checkpoints back, or start again "
                 "without --resume and with another run.dir, or after moving or deleting this folder"
             )
 
@@ -347,6 +389,36 @@ class RunFolder(Closing):
             folder = self.path / f"{name}_{number}"
         folder.mkdir()
         return folder
+
+    def logged(self, until: int | None = None) -> list[int]:
+        """[bytes, crc32] of metrics.jsonl, with the lines that wait for space.
+
+        Args:
+          until: of the lines up to this step; None: of all.
+        """
+        lines = _complete_lines(self.path / "metrics.jsonl")
+        text = b"".join(line for line, entry in lines if until is None or entry["step"] <= until)
+        text += self._unwritten_lines
+        return [len(text), zlib.crc32(text)]
+
+    def problems(self, step: int, logged: Any) -> list[str]:
+        """What of the files beside the checkpoint of a step is not what the run wrote.
+
+        Args:
+          logged: `logged()` as the checkpoint has it; None: it was not saved.
+        """
+        problems = []
+        if logged is not None and self.logged(step) != logged:
+            problems.append(
+                f"{self.path / 'metrics.jsonl'} is not what this run wrote until step {step}: "
+                "lines were removed or changed, or are another run's; it continues behind them"
+            )
+        if not (self.path / "config.toml").exists():
+            problems.append(
+                f"{self.path / 'config.toml'} is gone: that this config is the run's was not "
+                "compared"
+            )
+        return problems
 
     def base(self) -> dict[str, Any]:
         """The evaluation of the base, in the line of step 0; {} where there is none."""
@@ -433,8 +505,7 @@ class RunFolder(Closing):
 
     def replay(self) -> str | None:
         """The text of replay.json; None where the run has none."""
-        file = self.path / "replay.json"
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return _read_text(self.path / "replay.json")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json in one go; numbers that are not finite become null."""
@@ -447,8 +518,7 @@ class RunFolder(Closing):
 
     def config(self) -> str | None:
         """The text of config.toml; None where the run has none yet."""
-        file = self.path / "config.toml"
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return _read_text(self.path / "config.toml")
 
     def _write(self, name: str, content: str | bytes) -> None:
         if self._writes:
@@ -466,7 +536,7 @@ class RunFolder(Closing):
         for source in map(Path, files):
             folder.mkdir(exist_ok=True)
             target, number = folder / source.name, 1
-            while target.exists() and target.read_bytes() != source.read_bytes():
+            while os.path.lexists(target) and _bytes(target) != source.read_bytes():
                 number += 1
                 target = folder / f"{source.stem}_{number}{source.suffix}"
             write_atomically(target, source.read_bytes())
