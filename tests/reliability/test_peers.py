@@ -188,7 +188,7 @@ peers.TOKEN_SECONDS = float(sys.argv[1])
 listener = peers._listen("127.0.0.1")
 pipes = [socket.socketpair() for _ in range(600)]  # so that new descriptors are above 1,024
 watch = peers.Peers(0, 2, "secret", listener, [])
-crowd = [socket.create_connection(listener.getsockname(), timeout=10) for _ in range(200)]
+crowd = [socket.create_connection(listener.getsockname(), timeout=10) for _ in range(int(sys.argv[2]))]
 long = socket.create_connection(listener.getsockname(), timeout=10)
 long.sendall(b"x" * 5_000)
 process = peers._Link(socket.create_connection(listener.getsockname(), timeout=10), 0)
@@ -201,10 +201,16 @@ time.sleep(5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "left"), [("10", 65), ("1", 0)])
-def test_a_crowd_of_strangers_is_bounded_and_a_broken_watch_ends_the_process(seconds, left):
+@pytest.mark.parametrize(
+    ("seconds", "crowd", "left"),
+    [("10", 200, 65), ("1", 200, 0), pytest.param("10", 2_000, 65, marks=pytest.mark.full)],
+)
+def test_a_crowd_of_strangers_is_bounded_and_a_broken_watch_ends_the_process(seconds, crowd, left):
     run = subprocess.run(
-        [sys.executable, "-c", STRANGERS, seconds], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", STRANGERS, seconds, str(crowd)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert run.stdout.split() == [str(left), "1"]
     assert run.returncode == 1

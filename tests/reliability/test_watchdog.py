@@ -127,6 +127,23 @@ def test_a_hung_reward_of_one_process_ends_all(begin):
         assert "no progress for run.stuck_after = 2 s: step 2: reward" in errors
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stops", [False, True], ids=["stuck", "SIGTERM"])
+def test_one_of_two_that_holds_the_interpreters_lock_ends_both(begin, stops):
+    """No thread of the second runs: a timer in C ends it, or the first that hears nothing of it."""
+    first, second = together()
+    times = ("2", "0") if stops else ("60", "2")
+    waiting, holding = begin(*times, "waits", **first), begin(*times, "regex", **second)
+    come_to(waiting, "waits")
+    come_to(holding, "hangs")
+    if stops:
+        waiting.send_signal(signal.SIGTERM)
+    code, errors = end(waiting)
+    assert code == (143 if stops else STUCK), errors
+    holding.communicate(timeout=60)
+    assert holding.returncode != 0
+
+
 @pytest.mark.slow
 def test_a_watchdog_that_is_left_watches_no_more():
     reports = []

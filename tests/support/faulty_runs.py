@@ -110,9 +110,13 @@ def outcome(run: Path) -> dict[str, Any]:
 
 def differences(straight: Mapping[str, Any], run: Path) -> list[str]:
     """In what a run differs from the outcome of the one that nothing disturbed."""
-    there = outcome(run)
-    names = sorted(straight.keys() | there.keys())
-    return [name for name in names if straight.get(name) != there.get(name)]
+    return compare(straight, outcome(run))
+
+
+def compare(straight: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    """In what two outcomes differ."""
+    names = sorted(straight.keys() | run.keys())
+    return [name for name in names if straight.get(name) != run.get(name)]
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = SECONDS, tick: float = 0.002) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -323,6 +324,11 @@ class RunFolder(Closing):
         except FileNotFoundError:
             return True
 
+    def _refuse_moved(self) -> None:
+        """Raises: OSError where the folder is another one: nothing is written into that."""
+        if self.is_moved():
+            raise OSError(errno.ESTALE, f"{self.path} is not the folder that this run began in")
+
     def refuse_to_forget(self, most_steps: int) -> None:
         """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
 
@@ -465,6 +471,7 @@ class RunFolder(Closing):
         """Appends the lines that wait. Raises: OSError where the disk takes them not or in part."""
         if not self._unwritten_lines:
             return
+        self._refuse_moved()
         file = self.path / "metrics.jsonl"
         size = file.stat().st_size if file.exists() else 0
         try:
@@ -522,6 +529,7 @@ class RunFolder(Closing):
 
     def _write(self, name: str, content: str | bytes) -> None:
         if self._writes:
+            self._refuse_moved()
             (self.path / name).parent.mkdir(exist_ok=True)
             write_atomically(self.path / name, content)
 
