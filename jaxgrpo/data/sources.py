@@ -378,7 +378,7 @@ def _failure(source: Source, error: Exception, local: bool) -> str:
             return f"{source.where}: {text} Set {source.table}.{key} to one of them"
     if not local:
         return _explain(source, DATA_SET, error)
-    cause = f" ({error.__cause__})" if error.__cause__ else ""
+    cause = f" ({one_line(error.__cause__)})" if error.__cause__ else ""
     return f"{source.where} is no folder of rows: {text}{cause}: give {FORMS}"
 
 
