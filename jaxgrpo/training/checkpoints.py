@@ -37,7 +37,8 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.folder import Closing, is_step, write_atomically
+from jaxgrpo.training.records.folder import Closing, write_atomically
+from jaxgrpo.training.records.reading import is_step
 
 FORMAT = 1  # of the files of a step
 logger: logging.Logger = logging.getLogger(__name__)
@@ -320,7 +321,7 @@ def damage(home: Place) -> str | None:
     try:
         files = json.loads((home / "manifest.json").read_text(encoding="utf-8"))["files"]
         expected = {name: tuple(entry) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{home / 'manifest.json'} cannot be read ({type(error).__name__})"
     if "meta.json" not in expected or not any(name.startswith("state/") for name in expected):
         return f"{home / 'manifest.json'} does not list meta.json and the files of state/"
@@ -350,7 +351,17 @@ def refuse_other_step(folder: Place, named_step: int, stored_step: int) -> None:
 
 def _read_meta(home: Place) -> dict[str, Any]:
     """meta.json of a step. Raises: InputError where another version or another step wrote it."""
-    stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+    try:
+        stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+        leaves = {name: (str(kind), [*shape]) for name, (kind, shape) in stored["leaves"].items()}
+        is_read = isinstance(stored["step"], int) and isinstance(stored["meta"], dict)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        stored, leaves, is_read = {}, {}, False
+    if not (is_read and leaves):
+        raise InputError(
+            f"{home / 'meta.json'} does not describe a step: choose another step, or start again "
+            "in another run.dir"
+        )
     if stored.get("format") != FORMAT:
         raise InputError(
             f"{home / 'meta.json'} has format {stored.get('format')!r}, and this jaxgrpo reads "

@@ -2,9 +2,9 @@
 
     python tests/reliability/chaos.py [run.toml] [--seeds 0 1 2] [--every 2.0] [--steps 40]
 
-Without a config it makes a small model and its config. The run of the config is trained once
-undisturbed and, for each seed, once with a fault every few seconds, by `jaxgrpo train --resume auto`
-in a loop: kills, stop signals, Ctrl-C once and twice, a process that is stopped for a while, bits
+Without a config it makes a small model and its config. The run of the config is trained undisturbed
+and, for each seed, once with a fault every few seconds, by `jaxgrpo train --resume auto` in a
+loop: kills, stop signals, Ctrl-C once and twice, a process that is stopped for a while, bits
 that flip in the newest checkpoint while nothing runs, files that are cut, and a disk that is full
 until the next start. Weights, metrics (apart from times) and samples must be equal, bit for bit.
 
@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("", "tests/support")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import faulty_runs
-from forked import Forked, ForkServer
+import faulty_runs  # noqa: E402
+from forked import Forked, ForkServer  # noqa: E402
 
-from jaxgrpo.config import files as configs
+from jaxgrpo.config import files as configs  # noqa: E402
 
 MOST_STARTS = 200
 TRACE: Callable[[str], None] = print
@@ -209,12 +209,10 @@ def main(argv: list[str]) -> int:
             wrong += bool(different)
             verdict = f"DIFFERS in {', '.join(different[:5])}" if different else "equal"
             kinds = ", ".join(f"{count} {name}" for name, count in sorted(faults.items()))
-            print(
-                f"seed {seed}: {sum(faults.values())} faults ({kinds}) in {starts} starts: {verdict}"
-            )
-        print(
-            f"{len(options.seeds) - wrong} of {len(options.seeds)} seeds equal, hash {expected['hash']}"
-        )
+            count = sum(faults.values())
+            print(f"seed {seed}: {count} faults ({kinds}) in {starts} starts: {verdict}")
+        seeds = len(options.seeds)
+        print(f"{seeds - wrong} of {seeds} seeds equal, hash {expected['hash']}")
     return int(wrong > 0)
 
 

@@ -59,7 +59,7 @@ def test_it_is_refused_in_words_and_nothing_is_written(name, home, capfd, monkey
 
 def test_there_are_entries_of_every_kind():
     counts = Counter(wrong.kind for wrong in bad_commands.WRONG.values())
-    expected = """config data columns template tokenizer weights adapter GGUF rollouts reward command
-        mesh environment model"""
+    expected = """config data columns template tokenizer weights adapter GGUF rollouts reward
+        command mesh environment model"""
     assert counts.keys() == {*expected.split()}
     assert counts.total() > 180

@@ -20,7 +20,7 @@ from jaxgrpo.training import loop
 
 STEPS, WARM_UP = 500, 100
 
-GAUGES = f"""
+GAUGES = """
 if step % 20 == 0 and not is_called_to_try:
     gc.collect()
     pages = int(open("/proc/self/statm").read().split()[1])
@@ -107,14 +107,14 @@ def test_of_100000_rewards_none_is_lost_though_many_hang_raise_or_are_texts(trie
             assert (score == number[0] % 7) if kind == "right" else (np.isnan(score), kind)
             outcomes["unscored" if np.isnan(score) else "right"] += 1
         except RewardError as error:
-            assert kinds[number[0]] == "a text", error
-            outcomes["a text"] += 1
+            outcomes["a text" if kinds[number[0]] == "a text" else str(error)] += 1
         longest = max(longest, time.monotonic() - began)
     assert longest < LIMIT + 2
     counts = Counter(kinds)
     assert outcomes["right"] == counts["right"]
     assert outcomes["unscored"] == counts["hangs"] + counts["raises"]
     assert outcomes["a text"] == counts["a text"]
+    assert outcomes.total() == CALLS
     tries(CALLS)
 
 

@@ -188,7 +188,8 @@ peers.TOKEN_SECONDS = float(sys.argv[1])
 listener = peers._listen("127.0.0.1")
 pipes = [socket.socketpair() for _ in range(600)]  # so that new descriptors are above 1,024
 watch = peers.Peers(0, 2, "secret", listener, [])
-crowd = [socket.create_connection(listener.getsockname(), timeout=10) for _ in range(int(sys.argv[2]))]
+address, count = listener.getsockname(), int(sys.argv[2])
+crowd = [socket.create_connection(address, timeout=10) for _ in range(count)]
 long = socket.create_connection(listener.getsockname(), timeout=10)
 long.sendall(b"x" * 5_000)
 process = peers._Link(socket.create_connection(listener.getsockname(), timeout=10), 0)

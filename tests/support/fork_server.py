@@ -3,9 +3,9 @@
     python fork_server.py SOCKET
 
 A client connects, sends a request as JSON with the descriptors of the command's stdout and stderr,
-and is answered by two lines: the process id, and the exit status once the command has ended. What
-JAX starts threads for, its backend, is made in the child: until then there is one thread, and a fork
-is safe. A command starts in a tenth of a second instead of several.
+and is answered by two lines: the process id, and the exit status once the command has ended.
+JAX starts threads in its backend, which is made in the child: until then there is one thread, and a
+fork is safe. A command starts in a tenth of a second instead of several.
 """
 
 from __future__ import annotations

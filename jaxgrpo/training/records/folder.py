@@ -16,7 +16,6 @@ import errno
 import fcntl
 import json
 import math
-import numbers
 import os
 import weakref
 import zlib
@@ -31,6 +30,14 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.processes.process import broadcast
+from jaxgrpo.training.records.reading import (
+    complete_lines,
+    evaluation_metrics,
+    read_bytes,
+    read_metrics,
+    read_text,
+    sample_steps,
+)
 
 SAMPLE_KEYS = (
     "step",  # the step it was drawn for, as in metrics.jsonl
@@ -89,11 +96,6 @@ def plain(value: Any, name: str = "value") -> Any:
     )
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
 def write_atomically(path: Place, content: str | bytes) -> None:
     """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
@@ -115,59 +117,6 @@ def write_atomically(path: Place, content: str | bytes) -> None:
         raise
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a half-written last line is left out.
-
-    Args:
-      path: the run folder, or the file.
-    Raises: InputError on a line that is no JSON object with a step, unless it is the last one.
-    """
-    path = storage.place(path) if storage.is_url(path) else Path(path)
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    return [entry for _, entry in _complete_lines(file)]
-
-
-def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of an evaluation in a line, or a step's values, without "eval/"."""
-    return {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
-
-
-def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a run's file of samples, by default of the newest; [] where there is none."""
-    folder = storage.place(path) if storage.is_url(path) else Path(path)
-    numbers = [number for number in sample_steps(folder) if step in (None, number)]
-    if not numbers:
-        return []
-    file = folder / "samples" / f"step_{max(numbers)}.jsonl"
-    text = file.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
-    # Split at "\n" alone: a completion may hold other characters that end lines.
-    return [json.loads(line) for line in text.split("\n") if line]
-
-
-def sample_steps(path: Place) -> list[int]:
-    """The steps of a run that have a file of samples."""
-    names = [file.stem.removeprefix("step_") for file in (path / "samples").glob("step_*.jsonl")]
-    return [int(name) for name in names if is_step(name)]
-
-
-def is_step(name: str) -> bool:
-    """Whether it is the number of a step as we write it: "9", and not "0009"."""
-    return name.isdecimal() and name == str(int(name))
-
-
-def _read_text(file: Path) -> str | None:
-    """The text of a file of a run; None where there is none. Raises: InputError."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): put back what "
-            "the run wrote there, or set run.dir to another folder"
-        ) from None
-
-
 def _refuse_other_kinds(folder: Path) -> None:
     """Raises: InputError where a folder is in the place of a file of the run, or the reverse."""
     for name in FILES:
@@ -178,44 +127,10 @@ def _refuse_other_kinds(folder: Path) -> None:
             raise InputError(f"{folder / name} is no folder, and a run writes one there: move it")
 
 
-def _bytes(file: Path) -> bytes | None:
-    """The content of a file; None where it cannot be read, as a folder cannot."""
-    try:
-        return file.read_bytes()
-    except OSError:
-        return None
-
-
 def _line(step: int, metrics: Mapping[str, Any]) -> str:
     """A line of metrics.jsonl: names in order, numbers that are not finite as null."""
     named = {name: plain(metrics[name], name) for name in sorted(metrics) if name != "step"}
     return json.dumps({"step": int(step), **named}, allow_nan=False) + "\n"
-
-
-def _complete_lines(file: Place) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each complete line of a metrics file, as bytes with its end, and what it says."""
-    try:
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    except OSError as error:
-        raise InputError(
-            f"{file} cannot be read ({error.strerror or error}): put back what the run wrote there, "
-            "or start again in another run.dir"
-        ) from None
-    result = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-            if not line.endswith(b"\n") or not isinstance(entry["step"], int):
-                raise ValueError
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):  # the process died while it wrote this line
-                break
-            raise InputError(
-                f'{file}, line {number} is not a JSON object with a "step": {line[:60]!r}; '
-                "take the line out, or start again in another run.dir"
-            ) from None
-        result.append((line, entry))
-    return result
 
 
 def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
@@ -304,7 +219,7 @@ class RunFolder(Closing):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(lock, 200).decode().strip() or "unknown"
+            holder = os.read(lock, 200).decode("utf-8", "replace").strip() or "unknown"
             os.close(lock)
             raise InputError(
                 f"run.dir = {self.place} is in use by another trainer ({holder}): "
@@ -349,8 +264,8 @@ class RunFolder(Closing):
             raise InputError(
                 f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
                 f"from ({self.checkpoints} {'does not exist' if is_missing else 'holds none'}); "
-                "starting at step 1 would do all of it again: put the checkpoints back, or start again "
-                "without --resume and with another run.dir, or after moving or deleting this folder"
+                "starting at step 1 would do it all again: put the checkpoints back, or start "
+                "again without --resume and with another run.dir, or after moving or deleting this folder"
             )
 
     def rewind(self, step: int | None) -> Path | None:
@@ -370,7 +285,7 @@ class RunFolder(Closing):
             self.checkpoints.mkdir(exist_ok=True)
         last = -1 if step is None else step
         metrics = self.path / "metrics.jsonl"
-        lines = _complete_lines(metrics)
+        lines = complete_lines(metrics)
         earlier = b"".join(line for line, entry in lines if entry["step"] <= last)
         later = b"".join(line for line, entry in lines if entry["step"] > last)
         names = [f"step_{number}.jsonl" for number in sample_steps(self.path) if number > last]
@@ -402,7 +317,7 @@ class RunFolder(Closing):
         Args:
           until: of the lines up to this step; None: of all.
         """
-        lines = _complete_lines(self.path / "metrics.jsonl")
+        lines = complete_lines(self.path / "metrics.jsonl")
         text = b"".join(line for line, entry in lines if until is None or entry["step"] <= until)
         text += self._unwritten_lines
         return [len(text), zlib.crc32(text)]
@@ -512,7 +427,7 @@ class RunFolder(Closing):
 
     def replay(self) -> str | None:
         """The text of replay.json; None where the run has none."""
-        return _read_text(self.path / "replay.json")
+        return read_text(self.path / "replay.json")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json in one go; numbers that are not finite become null."""
@@ -525,7 +440,7 @@ class RunFolder(Closing):
 
     def config(self) -> str | None:
         """The text of config.toml; None where the run has none yet."""
-        return _read_text(self.path / "config.toml")
+        return read_text(self.path / "config.toml")
 
     def _write(self, name: str, content: str | bytes) -> None:
         if self._writes:
@@ -544,7 +459,7 @@ class RunFolder(Closing):
         for source in map(Path, files):
             folder.mkdir(exist_ok=True)
             target, number = folder / source.name, 1
-            while os.path.lexists(target) and _bytes(target) != source.read_bytes():
+            while os.path.lexists(target) and read_bytes(target) != source.read_bytes():
                 number += 1
                 target = folder / f"{source.stem}_{number}{source.suffix}"
             write_atomically(target, source.read_bytes())

@@ -25,13 +25,8 @@ from jaxgrpo.core.types import Rollouts
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records import alarms, rollout_files
 from jaxgrpo.training.records.console import Display, best_and_worst, warning
-from jaxgrpo.training.records.folder import (
-    Closing,
-    RunFolder,
-    is_number,
-    read_metrics,
-    write_atomically,
-)
+from jaxgrpo.training.records.folder import Closing, RunFolder, write_atomically
+from jaxgrpo.training.records.reading import is_number, read_metrics
 from jaxgrpo.training.records.report.html import write_report
 from jaxgrpo.training.records.report.record import FINISHED, STOPPED, UNDER_WAY
 
