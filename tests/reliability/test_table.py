@@ -7,8 +7,9 @@ import re
 import reliability_table as table
 from reliability_table import Row
 
-CASE = '<testcase time="{}"><properties>{}</properties>{}</testcase>'
+CASE = '<testcase classname="tests.a.test_b" time="{}"><properties>{}</properties>{}</testcase>'
 EIGHT = '<property name="fault" value="8"/>'
+FILES = frozenset({"a/b"})
 THREE = '<property name="tries" value="3"/>'
 
 
@@ -26,13 +27,18 @@ def test_tries_of_a_fault_are_added_and_a_failing_test_has_lost_one():
         CASE.format(4, EIGHT + '<property name="fault" value="9"/>', ""),
         CASE.format(5, "", ""),
     ]
-    assert table.read_report(report(*cases)) == {8: Row(11, 2, 9.5), 9: Row(1, 0, 4.0)}
+    assert table.read_report(report(*cases)) == {
+        8: Row(11, 2, 9.5, FILES),
+        9: Row(1, 0, 4.0, FILES),
+    }
 
 
 def test_rows_that_were_not_measured_again_stay():
     page = f"# Page\n\n{table.BEGIN}\n{table.END}\n\nbehind\n"
-    first = table.with_lines(page, table.lines({9: Row(1, 0, 2), 8: Row(40, 1, 300.4)}, "day 1"))
-    row = f"| 8 | {' | '.join(table.TWENTY[8])} | 41 | 40 | 1 | 300 | day 1 |"
+    first = table.with_lines(
+        page, table.lines({9: Row(1, 0, 2), 8: Row(40, 1, 300.4, FILES)}, "day 1")
+    )
+    row = f"| 8 | {' | '.join(table.TWENTY[8])} | a/b | 41 | 40 | 1 | 300 | day 1 |"
     assert row in first
     assert first.index("| 8 |") < first.index("| 9 |")
     second = table.with_lines(first, table.lines({9: Row(2, 0, 3)}, "day 2"))

@@ -34,8 +34,8 @@ FOLDERS = (
     "cli",
 )
 HEAD = (
-    "| | fault | promise | tries | survived | lost | seconds | measured |\n"
-    "|---:|---|---|---:|---:|---:|---:|---|"
+    "| | fault | promise | tests | tries | survived | lost | seconds | measured |\n"
+    "|---:|---|---|---|---:|---:|---:|---:|---|"
 )
 BEGIN, END = "<!-- table of the twenty: make test-reliability -->", "<!-- end of the table -->"
 
@@ -70,9 +70,14 @@ class Row(NamedTuple):
     survived: int
     lost: int
     seconds: float
+    files: frozenset[str] = frozenset()
 
-    def add(self, survived: int, lost: int, seconds: float) -> Row:
-        return Row(self.survived + survived, self.lost + lost, self.seconds + seconds)
+    def add(self, more: Row) -> Row:
+        """Both together."""
+        return Row(
+            *(left + right for left, right in zip(self[:3], more[:3], strict=True)),
+            self.files | more.files,
+        )
 
 
 def read_report(text: str) -> dict[int, Row]:
@@ -86,19 +91,21 @@ def read_report(text: str) -> dict[int, Row]:
         numbers = {int(value) for name, value in properties if name == "fault"}
         if case.find("skipped") is not None:
             continue
+        file = case.get("classname", "").removeprefix("tests.").replace(".test_", "/")
         tried = [int(value) for name, value in properties if name == "tries"]
         lost = any(case.find(kind) is not None for kind in ("failure", "error"))
         survived = sum(tried) if tried or lost else 1
         for number in numbers:
-            row = rows.get(number, Row(0, 0, 0.0))
-            rows[number] = row.add(survived, int(lost), float(case.get("time", 0)))
+            more = Row(survived, int(lost), float(case.get("time", 0)), frozenset({file}))
+            rows[number] = rows[number].add(more) if number in rows else more
     return rows
 
 
 def lines(rows: Mapping[int, Row], measured: str) -> dict[int, str]:
     """Number -> its line of the table."""
     return {
-        number: f"| {number} | {' | '.join(TWENTY[number])} | {row.survived + row.lost} "
+        number: f"| {number} | {' | '.join(TWENTY[number])} | {', '.join(sorted(row.files))} "
+        f"| {row.survived + row.lost} "
         f"| {row.survived} | {row.lost} | {row.seconds:.0f} | {measured} |"
         for number, row in rows.items()
     }

@@ -265,7 +265,7 @@ class RunFolder(Closing):
                 f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
                 f"from ({self.checkpoints} {'does not exist' if is_missing else 'holds none'}); "
                 "starting at step 1 would do it all again: put the checkpoints back, or start "
-                "again without --resume and with another run.dir, or after moving or deleting this folder"
+                "again without --resume and with another run.dir, or move this folder away"
             )
 
     def rewind(self, step: int | None) -> Path | None:
