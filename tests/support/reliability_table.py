@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import re
 import subprocess
 import sys
@@ -134,7 +135,8 @@ def run_tests(numbers: Iterable[int], jobs: int) -> tuple[str, int]:
             "--faults",
             *map(str, numbers),
         ]
-        code = subprocess.run(command, cwd=REPOSITORY).returncode
+        environment = {"EXAMPLES": "1000", **os.environ}  # of a format; more in `make test-all`
+        code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
         return report.read_text(encoding="utf-8"), code
 
 
