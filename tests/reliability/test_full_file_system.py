@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.full, pytest.mark.fault(13)]
 
 SIZE = 60 << 20
 STEPS = 6
-MODES = ("saves", "all")
 
 
 def write(base: Path, home: Path, folder: Path) -> Path:
@@ -37,6 +36,20 @@ def small_disk(tmp_path):
         pytest.skip("this user may not mount a file system: see the limits of sizes below")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_file_system_that_may_only_be_read_is_refused_at_the_start(
+    base, tmp_path, start, small_disk
+):
+    run_folder = small_disk / "r"
+    run_folder.mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    run = start("train", write(base, tmp_path, run_folder), merged=False)
+    _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+    assert run.returncode == 2, errors
+    assert f"run.dir = {run_folder}" in errors
+    assert len(errors.splitlines()) == 1
+    assert list(run_folder.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

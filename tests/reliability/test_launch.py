@@ -164,13 +164,26 @@ def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
     assert "ended at once" not in errors
 
 
+@pytest.mark.full
+@pytest.mark.fault(15)
+def test_processes_end_with_a_launcher_that_is_killed(config, tmp_path, environment):
+    more = {"SEEN": str(tmp_path / "seen"), "AT": "-1", "HOW": "SIGKILL"}
+    run = start(*("train", config, "--set", "train.steps=500"), environment=environment, **more)
+    wait_for((tmp_path / "r" / "metrics.jsonl").exists)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) == 2
+    run.kill()
+    run.communicate(timeout=60)
+    wait_for(lambda: not any(child.is_running() for child in children), seconds=10)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, environment) -> list[dict]:
     """The metrics of the run that no process of is harmed."""
     home = tmp_path_factory.mktemp("undisturbed")
     (home / "judges.py").write_text(JUDGES)
-    changes = {"train.steps": 4, "checkpoint.every": 1}
-    changes["rewards"] = [{"use": f"{home}/judges.py:judge"}]
+    rewards = {"rewards": [{"use": f"{home}/judges.py:judge"}]}
+    changes = {"train.steps": 4, "checkpoint.every": 1, **rewards}
     file = small_run.write(home / "run.toml", home / "r", **changes)
     more = {"SEEN": str(home / "seen"), "AT": "-1", "HOW": "raise"}
     run = start("train", file, environment=environment, **more)

@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import faulty_runs
 import numpy as np
@@ -87,7 +88,7 @@ def test_of_100000_rewards_none_is_lost_though_many_hang_raise_or_are_texts(trie
     kinds = draw.choices(KINDS, weights=(5, 5, 5, 85), k=CALLS)
     number = [0]
 
-    def reward(completions, **columns):
+    def reward(completions: list[str], **columns: Any) -> Any:
         kind = kinds[number[0]]
         if kind == "hangs":
             while True:

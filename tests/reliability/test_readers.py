@@ -145,7 +145,7 @@ def make_rollouts(folder: Path) -> None:
         "policy_version": np.zeros((2, 2), np.int32),
         "step": np.zeros((), np.int32),
     }
-    rewards = {"r": np.ones((2, 2), np.float32)}
+    rewards: dict[str, Any] = {"r": np.ones((2, 2), np.float32)}
     rollout_files.save(folder / "r.safetensors", Rollouts(**arrays, rewards=rewards, fields={}), 1)
 
 
@@ -239,7 +239,7 @@ def settings(count: int) -> hypothesis.settings:
         deadline=1000 * SECONDS,
         database=None,
         derandomize=True,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,16 @@ def tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Change:
         weights = load_file(file)
         change(weights)
         save_file(weights, file, metadata={"format": "pt"})
+
+    return write
+
+
+def fields(name: str, **values: object) -> Change:
+    """A JSON file of the model with fields replaced."""
+
+    def write(home: Path) -> None:
+        file = home / "base" / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
     return write
 
@@ -261,6 +272,9 @@ MODELS = [
     Wrong("model", "config.json", change=put("base/config.json", "[]")),
     Wrong("model", "model_type", change=put("base/config.json", "{}")),
     Wrong("model", "config.json", change=put("base/config.json", b"\xff\xff")),
+    Wrong("model", "num_hidden_layers", change=fields("config.json", num_hidden_layers=10**7)),
+    Wrong("model", "vocab_size", change=fields("config.json", vocab_size=10**12)),
+    Wrong("model", "does not fit its devices", change=fields("config.json", hidden_size=10**9)),
     sets("model", "absent", "model.path={home}/absent"),
     sets("model", "run.toml", "model.path={home}/run.toml"),
     Wrong("tokenizer", "tokenizer", change=gone("base/tokenizer.json")),

@@ -69,7 +69,7 @@ def tables(base: Path, home: Path, **changes: Any) -> dict[str, Any]:
     return values
 
 
-def write(base: Path, home: Path, harm: str = "", setup: str = "", **changes: Any) -> Path:
+def write(base: Path, home: Path, harm: str = "", setup: str = "", /, **changes: Any) -> Path:
     """Writes a config and its reward into `home`, and returns the config's path.
 
     Args:

@@ -76,7 +76,9 @@ class Row(NamedTuple):
     def add(self, more: Row) -> Row:
         """Both together."""
         return Row(
-            *(left + right for left, right in zip(self[:3], more[:3], strict=True)),
+            self.survived + more.survived,
+            self.lost + more.lost,
+            self.seconds + more.seconds,
             self.files | more.files,
         )
 
