@@ -44,6 +44,7 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # workers compile for a TPU at t
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ["HF_DATASETS_CACHE"] = str(REPOSITORY / ".cache" / "datasets")
 
+import forked
 import jax
 import jaxtyping
 import programs
@@ -144,6 +145,33 @@ def environment():
     return make
 
 
+@pytest.fixture(scope="session")
+def fork_server(environment):
+    """A process that has imported JAX once and forks the commands that tests start."""
+    with forked.ForkServer(environment()) as server:
+        yield server
+
+
+@pytest.fixture
+def tries(request: pytest.FixtureRequest):
+    """tries(count): so many more tries of the test's fault ended as promised."""
+
+    def count(number: int = 1) -> None:
+        request.node.user_properties.append(("tries", number))
+
+    return count
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Reports say which of the twenty faults a test is about (reliability_table.py)."""
+    wanted = {*(config.option.faults or ())}
+    for item in list(items):
+        numbers = {mark.args[0] for mark in item.iter_markers("fault")}
+        item.user_properties += [("fault", number) for number in numbers]
+        if wanted and not wanted & numbers:
+            items.remove(item)
+
+
 ROOT_FILES = set(os.listdir(REPOSITORY))
 
 
@@ -156,6 +184,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", type=int, nargs="*", help="only tests of these of the twenty")
     parser.addoption("--times", metavar="FILE", help="write the time per area there, as Markdown")
 
 

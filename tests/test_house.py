@@ -282,7 +282,7 @@ LINES = {
     "update": 2140,  # with what kernels are chosen by, experts taken again, 240 of the atlas
     "config": 2216,  # with what tools and environments are, and 65 of other methods by name
     "evaluation": 700,  # with how two judgements agree
-    "training": 7100,  # with a page of conversations, versions of tokens, what fits, and maps
+    "training": 7165,  # with a page of conversations, versions of tokens, damaged runs
     "planning": 1719,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 3875,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3370,  # with saved samples judged again, queries answered, small models of 33 families

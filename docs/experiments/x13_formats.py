@@ -21,7 +21,7 @@ from docs.experiments.three_formats import FORMATS, TASK
 from docs.experiments.trained import Compared, complete, cost, section_table, take
 from jaxgrpo.evaluation.diversity import COLLAPSED, SHARE, find_collapse
 from jaxgrpo.experiments.compare.results import Outcome
-from jaxgrpo.training.records.folder import read_metrics
+from jaxgrpo.training.records.reading import read_metrics
 
 NAME = "x13_formats"
 FILE, BASE = common.FOLDER / f"{NAME}.toml", Path("runs/formats/base")

@@ -23,7 +23,8 @@ from jaxgrpo.rollout.judging import Texts, call_on_texts, step_progress
 from jaxgrpo.training.inputs import load_run_rows, resolve_rewards
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, facts, show_whole, terminal_table
-from jaxgrpo.training.records.folder import is_number, plain, read_samples
+from jaxgrpo.training.records.folder import plain
+from jaxgrpo.training.records.reading import is_number, read_samples
 from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.records.report.record import shown, total_reward, visible
 from jaxgrpo.training.stored_policy import read_run

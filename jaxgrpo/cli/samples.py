@@ -13,7 +13,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.records.console import Document
-from jaxgrpo.training.records.folder import is_number, read_samples, sample_steps
+from jaxgrpo.training.records.reading import is_number, read_samples, sample_steps
 from jaxgrpo.training.records.report.record import (
     mean_advantage,
     read_run,

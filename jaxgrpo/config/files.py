@@ -77,12 +77,25 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
     else:
         source = configs[source.name]
     try:
-        return tomllib.loads(source.read_text(encoding="utf-8-sig")), source
-    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, lists of 1,000 levels
-        reason = str(error).replace("Cannot overwrite a value", "a key stands twice")
-        raise ConfigError(str(source), [f"not TOML: {reason}"]) from None
+        text = source.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(source), [f"not TOML: {error}"]) from None
     except OSError as error:
         raise ConfigError(str(source), [f"cannot be read ({error.strerror})"]) from None
+    return parse_tables(text, str(source)), source
+
+
+def parse_tables(text: str, where: str) -> dict[str, Any]:
+    """The tables that a text describes. Raises: ConfigError if it is no TOML.
+
+    Args:
+      where: it is from.
+    """
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, lists of 1,000 levels
+        reason = str(error).replace("Cannot overwrite a value", "a key stands twice")
+        raise ConfigError(where, [f"not TOML: {reason}"]) from None
 
 
 def from_dict(

@@ -286,7 +286,7 @@ def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Loca
         hint = " (rows count the header as 1)" if "Row #" in str(error) else ""
         return f"{file}: {one_line(error)}{hint}: mend it"
 
-    with refusing(problem, pa.ArrowException, OSError):
+    with refusing(problem, pa.ArrowException, OSError, UnicodeDecodeError):
         if file.suffix == ".parquet":
             table = parquet.ParquetFile(file).read()
         else:
@@ -298,11 +298,11 @@ def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Loca
                     column_types={name: pa.string() for name in text_columns}
                 ),
             )
-    names = table.column_names
+        names, rows = table.column_names, table.to_pylist()
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InputError(f"{file}: column {twice[0]!r} stands twice: rename one of them")
-    return _counted(str(file), _exact(table.to_pylist(), table.schema))
+    return _counted(str(file), _exact(rows, table.schema))
 
 
 WIDTHS = {"halffloat": 16, "float": 32}
@@ -378,7 +378,7 @@ def _failure(source: Source, error: Exception, local: bool) -> str:
             return f"{source.where}: {text} Set {source.table}.{key} to one of them"
     if not local:
         return _explain(source, DATA_SET, error)
-    cause = f" ({error.__cause__})" if error.__cause__ else ""
+    cause = f" ({one_line(error.__cause__)})" if error.__cause__ else ""
     return f"{source.where} is no folder of rows: {text}{cause}: give {FORMS}"
 
 

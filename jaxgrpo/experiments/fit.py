@@ -23,7 +23,7 @@ from rich.console import Console
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.data import storage
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
-from jaxgrpo.training.records.folder import is_number, read_metrics
+from jaxgrpo.training.records.reading import is_number, read_metrics
 
 COMPUTE = "flops"
 METRIC = "eval/accuracy"

@@ -27,7 +27,7 @@ from jaxgrpo.experiments.compare.experiment import Case, Experiment, make_cases
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
-from jaxgrpo.training.records.folder import is_number, read_metrics
+from jaxgrpo.training.records.reading import is_number, read_metrics
 from jaxgrpo.training.stored_policy import is_run, read_run
 from jaxgrpo.training.teachers import compare_tokens
 

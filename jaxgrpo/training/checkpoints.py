@@ -37,7 +37,8 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.folder import Closing, is_step, write_atomically
+from jaxgrpo.training.records.folder import Closing, write_atomically
+from jaxgrpo.training.records.reading import is_step
 
 FORMAT = 1  # of the files of a step
 logger: logging.Logger = logging.getLogger(__name__)
@@ -49,8 +50,9 @@ class _TracebackFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         failed = record.levelno >= logging.ERROR and "orbax" in record.pathname
-        # Its loop's own files may have been closed under it; and the database that it writes to.
-        is_closed = isinstance(error, OSError) and error.errno == errno.EBADF
+        # The files of its loop may have been closed under it, the disk be full; and its database.
+        numbers = (errno.EBADF, *process.FULL)
+        is_closed = isinstance(error, OSError) and error.errno in numbers
         return not failed and not is_closed and "OCDBT" not in str(error)
 
 
@@ -112,7 +114,7 @@ class Checkpoints(Closing):
 
     def steps(self) -> list[int]:
         """The complete steps, oldest first."""
-        return [step for step in self._folders() if self._manifest(step).exists()]
+        return [step for step in self._folders() if self._manifest(step).is_file()]
 
     def latest(self) -> int | None:
         """The newest complete step; None where there is none. Its contents are not checked here."""
@@ -174,7 +176,9 @@ class Checkpoints(Closing):
         """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
             for existing_step in self._folders():
-                if not self._manifest(existing_step).exists() or existing_step > (self.newest or 0):
+                if not self._manifest(existing_step).is_file() or existing_step > (
+                    self.newest or 0
+                ):
                     self._remove(existing_step)
             home.mkdir(parents=True)
             write_atomically(home / "meta.json", text)
@@ -246,7 +250,8 @@ class Checkpoints(Closing):
         if not storage.is_url(home) and os.path.islink(home):
             logger.warning("%s is a link: it is removed, and what it points to stays", home)
         else:
-            self._manifest(step).unlink(missing_ok=True)
+            if not self._manifest(step).is_dir():
+                self._manifest(step).unlink(missing_ok=True)
         storage.remove_tree(home)
 
     def _refuse_unless_next(self, step: int) -> None:
@@ -316,7 +321,7 @@ def damage(home: Place) -> str | None:
     try:
         files = json.loads((home / "manifest.json").read_text(encoding="utf-8"))["files"]
         expected = {name: tuple(entry) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{home / 'manifest.json'} cannot be read ({type(error).__name__})"
     if "meta.json" not in expected or not any(name.startswith("state/") for name in expected):
         return f"{home / 'manifest.json'} does not list meta.json and the files of state/"
@@ -324,7 +329,10 @@ def damage(home: Place) -> str | None:
         path = home / name
         if not path.is_file():
             return f"{path} is missing"
-        actual = _fingerprint(path)
+        try:
+            actual = _fingerprint(path)
+        except PermissionError:
+            return f"{path} cannot be read: give its permissions back"
         if actual != [size, crc]:
             return (
                 f"{path} was written as {size} bytes, crc32 {crc}, and is {actual[0]}, {actual[1]}"
@@ -343,7 +351,17 @@ def refuse_other_step(folder: Place, named_step: int, stored_step: int) -> None:
 
 def _read_meta(home: Place) -> dict[str, Any]:
     """meta.json of a step. Raises: InputError where another version or another step wrote it."""
-    stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+    try:
+        stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+        leaves = {name: (str(kind), [*shape]) for name, (kind, shape) in stored["leaves"].items()}
+        is_read = isinstance(stored["step"], int) and isinstance(stored["meta"], dict)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        stored, leaves, is_read = {}, {}, False
+    if not (is_read and leaves):
+        raise InputError(
+            f"{home / 'meta.json'} does not describe a step: choose another step, or start again "
+            "in another run.dir"
+        )
     if stored.get("format") != FORMAT:
         raise InputError(
             f"{home / 'meta.json'} has format {stored.get('format')!r}, and this jaxgrpo reads "

@@ -29,7 +29,7 @@ from jaxgrpo.training.inputs import (
     make_chat,
 )
 from jaxgrpo.training.pretrained import find_config
-from jaxgrpo.training.records.folder import evaluation_metrics, read_metrics
+from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics
 from jaxgrpo.training.records.report.record import accuracy_first, with_interval
 from jaxgrpo.training.stored_policy import read_run
 from jaxgrpo.update.forward import (

@@ -27,7 +27,8 @@ from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting import Collected
 from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.folder import evaluation_metrics, plain
+from jaxgrpo.training.records.folder import plain
+from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.stored_policy import policy_for_run
 

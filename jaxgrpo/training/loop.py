@@ -36,8 +36,8 @@ from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, ma
 from jaxgrpo.training.inputs import with_logged
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
-from jaxgrpo.training.records.folder import evaluation_metrics, read_metrics, read_samples
 from jaxgrpo.training.records.logbook import Clock
+from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_samples
 from jaxgrpo.training.replay import SavedRollouts
 from jaxgrpo.training.setup import Setup
 from jaxgrpo.training.stored_policy import evaluator_for_run

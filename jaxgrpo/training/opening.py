@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line, gold_problem
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.processes.recovery import Keeper, Progress
+from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress
 from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
@@ -83,11 +82,14 @@ def open_run(
         learner, stream = restore(run, checkpoints, step)
         run = run._replace(learner=learner, stream=stream)
     finished_steps = step or 0
+    problems = [problem] if problem else []
+    if step is not None and process.is_main():
+        problems += folder.problems(step, meta.get("logged"))
     aside_folder = folder.rewind(step)
     record(run, folder)
     display = Display(config.train.steps, finished_steps, active=shown and process.is_main())
     stack.enter_context(display.bar)
-    say_start(run, display, devices_line, problem, aside_folder)
+    say_start(run, display, devices_line, problems, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
     remembered = (Progress.from_meta(meta), facts, *replay_and_adapters(run, meta))
     keeper = Keeper(
@@ -117,7 +119,9 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
 
     Returns: the config, with the time of the run's first start, and that of its last start.
     """
-    last_config = config if text is None else configs.from_dict(tomllib.loads(text))
+    last_config = config
+    if text is not None:
+        last_config = configs.from_dict(configs.parse_tables(text, str(place / "config.toml")))
     if None in (config.data.template_time, last_config.data.template_time):
         config = config.at_time(last_config.data.template_time)
     difference = configs.resume_difference(last_config, config)
@@ -138,7 +142,9 @@ def newest_checkpoint(
 ) -> tuple[int | None, dict[str, Any]]:
     """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
     if process.broadcast(checkpoints.latest) is None:
-        process.broadcast(lambda: folder.refuse_to_forget(save_every))
+        # Saves may have failed until the run ended, and another may have been under way.
+        most_steps = (MAX_UNSAVED + 2) * save_every
+        process.broadcast(lambda: folder.refuse_to_forget(most_steps))
         return None, {}
     step = checkpoints.choose()
     return step, checkpoints.meta(step)
@@ -212,9 +218,13 @@ def restore(run: Setup, checkpoints: Checkpoints, step: int) -> tuple[Learner, S
 
 
 def say_start(
-    run: Setup, display: Display, devices_line: str, problem: str | None, aside_folder: Path | None
+    run: Setup,
+    display: Display,
+    devices_line: str,
+    problems: Sequence[str],
+    aside_folder: Path | None,
 ) -> None:
-    """Says what a run begins with: devices, its attention, prompts left out, answers, a problem,
+    """Says what a run begins with: devices, its attention, prompts left out, answers, problems,
     and where the lines and files are that it will write again.
     """
     display.say(devices_line)
@@ -234,7 +244,7 @@ def say_start(
     method = run.blueprint.chain, run.blueprint.objective, run.blueprint.sampling
     if line := methods.low_bit_line(*method):
         display.say(line)
-    if problem:
+    for problem in problems:
         display.say(problem)
     if aside_folder is not None:
         display.say(f"what was logged after the checkpoint is in {aside_folder}")

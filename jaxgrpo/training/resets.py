@@ -17,7 +17,7 @@ from jaxgrpo.config.keys import ReferenceKeys
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Learner, Params
 from jaxgrpo.losses import Objective
-from jaxgrpo.training.records.folder import evaluation_metrics
+from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
 from jaxgrpo.update.optimizer import fresh_moments
 

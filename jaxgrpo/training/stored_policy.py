@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -404,4 +403,8 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
     file = folder / "config.toml"
     if not is_run(run):
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
-    return folder, configs.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+    return folder, configs.from_dict(configs.parse_tables(text, str(file)))

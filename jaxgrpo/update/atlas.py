@@ -27,8 +27,8 @@ from jaxgrpo.losses.objective import with_batch_fields
 from jaxgrpo.models import sharding
 from jaxgrpo.update.preparing import (
     Preparer,
-    at_tokens,
     judge_samples,
+    per_token,
     token_draw,
     weigh_tokens,
 )
@@ -203,7 +203,7 @@ def _coefficients(
     available = {**rollouts.rewards, **rollouts.fields, TOKEN_DRAW: token_draw(rollouts)}
     rows = functools.partial(jnp.reshape, shape=(-1, mask.shape[-1]))
     fields = {
-        need: rows(at_tokens(available[need], rollouts))
+        need: rows(per_token(available[need], rollouts))
         for need in objective.needs & available.keys()
     }
     logp = rollouts.fields["trainer_logp"]
@@ -222,8 +222,8 @@ def _coefficients(
     def loss(logp: Array) -> Array:
         moved = dataclasses.replace(tokens, logp=logp)
         surrogate, penalties = objective.surrogate, objective.penalties
-        per_token, _ = token_loss(surrogate, penalties, moved, objective.init())
-        return jnp.where(tokens.mask, rows(weight) * per_token, 0).sum()
+        losses, _ = token_loss(surrogate, penalties, moved, objective.init())
+        return jnp.where(tokens.mask, rows(weight) * losses, 0).sum()
 
     return -jax.grad(loss)(tokens.logp).reshape(mask.shape)
 

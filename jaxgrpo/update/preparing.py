@@ -257,11 +257,11 @@ class Preparer:
         # As for the parts of a chain, a need may be the name of a reward.
         available_fields = {**rollouts.rewards, **rollouts.fields}
         fields = {
-            name: at_tokens(available_fields[name], rollouts)
+            name: per_token(available_fields[name], rollouts)
             for name in needs & available_fields.keys()
         }
         fields["behavior_logp"] = rollouts.behavior_logp
-        fields["sampled_now"] = at_tokens(rollouts.policy_version == learner.step, rollouts)
+        fields["sampled_now"] = per_token(rollouts.policy_version == learner.step, rollouts)
         if TOKEN_DRAW in needs:
             fields[TOKEN_DRAW] = self.draw(rollouts)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
@@ -295,10 +295,10 @@ class Preparer:
         return score_batch(settings, params, batch, scores)
 
 
-def at_tokens(value: Array, rollouts: Rollouts) -> Array:
+def per_token(value: Array, rollouts: Rollouts) -> Array:
     """A field [P], [P, G] or [P, G, T] at every token of the samples, [P, G, T]."""
-    per_token = value.reshape(*value.shape, *[1] * (3 - value.ndim))
-    return jnp.broadcast_to(per_token, rollouts.token_mask.shape)
+    value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+    return jnp.broadcast_to(value, rollouts.token_mask.shape)
 
 
 def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:

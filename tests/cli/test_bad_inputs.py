@@ -38,6 +38,8 @@ from jaxgrpo.training import pretrained
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
 
+pytestmark = pytest.mark.fault(20)
+
 DIGITS = "1" + "0" * 5000  # more than Python reads or writes
 DEEP = "[" * 100_000
 

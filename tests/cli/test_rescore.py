@@ -16,7 +16,8 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.data.tasks import calculator
 from jaxgrpo.training import loop
-from jaxgrpo.training.records.folder import RunFolder, read_samples
+from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.reading import read_samples
 
 CODE = '''
 def call(text):

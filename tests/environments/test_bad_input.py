@@ -22,6 +22,8 @@ from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 
+pytestmark = pytest.mark.fault(20)
+
 CODE = Path(bad_environments.__file__)
 FILES = {
     "syntax.py": "def look(:\n",

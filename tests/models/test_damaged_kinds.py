@@ -16,6 +16,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import families
 
+pytestmark = pytest.mark.fault(20)
+
 KINDS = {
     "qwen3_moe": {},
     "qwen3_5_text": {"num_hidden_layers": 1, "layer_types": ["linear_attention"]},

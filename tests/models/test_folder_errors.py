@@ -18,6 +18,8 @@ from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.families import find_family
 from jaxgrpo.models.hf.folders import read_config, read_params, save_model
 
+pytestmark = pytest.mark.fault(20)
+
 CONFIG = ModelConfig(
     vocab_size=29,
     hidden_size=16,

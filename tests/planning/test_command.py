@@ -159,6 +159,7 @@ def test_a_mesh_that_does_not_fit_other_devices_is_replaced_by_one_that_does(
     assert json.loads(capsys.readouterr().out)["changes"] == {}
 
 
+@pytest.mark.fault(4)
 def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     small, monkeypatch, capsys
 ):
@@ -211,6 +212,7 @@ def test_a_sampling_mesh_that_does_not_divide_other_devices_is_left_out():
     assert nearest.changes == {"mesh.fsdp": 1, "mesh.sampling_tensor": 0}
 
 
+@pytest.mark.fault(4)
 @pytest.mark.full
 def test_a_run_far_too_large_is_answered_at_once_with_what_is_to_blame_and_what_would_fit(offline):
     """Without compiling: 30 seconds of the processor's time, which other processes do not share."""

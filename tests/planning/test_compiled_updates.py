@@ -30,6 +30,7 @@ def update(name: str, folder: Any, *overrides: str) -> tuple[Run, Planned, str]:
     return run, planned, (folder / "update.hlo.txt").read_text()
 
 
+@pytest.mark.fault(2)
 @pytest.mark.full
 def test_an_update_on_eight_v5e_moves_710_gb_of_each_chip(tmp_path):
     """863 before chunks of 2,048 tokens, and 724 where attention is computed again."""
@@ -39,6 +40,7 @@ def test_an_update_on_eight_v5e_moves_710_gb_of_each_chip(tmp_path):
     assert planned.peak <= 0.5 * topologies.CHIPS["v5e"].memory
 
 
+@pytest.mark.fault(5)
 @pytest.mark.slow
 @NEEDS_CUDA
 def test_an_update_on_an_h100_holds_no_scores_and_moves_11_tb_at_the_most(tmp_path):

@@ -275,6 +275,7 @@ def summed_and_gathered(devices, platform: str) -> tuple[str, dict[str, int]]:
     return str(lowered.compile().as_text()), dict(mesh.shape)
 
 
+@pytest.mark.fault(3)
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_real_program_has_the_collectives_of_its_source(platform):
     devices = jax.devices() if platform == "cpu" else topologies.topology("v5e:2x2").devices
@@ -294,6 +295,7 @@ def test_a_real_program_has_the_collectives_of_its_source(platform):
     )
 
 
+@pytest.mark.fault(3)
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_reduce_scatter_of_a_real_program_is_one(platform):
     """A TPU makes it of an all-reduce and a slice, in a fusion. Three rings take a third each."""

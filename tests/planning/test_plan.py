@@ -164,6 +164,7 @@ def compiled_step(request) -> tuple[Run, dict[str, Program], dict[str, Any]]:
     return run, compiled, called(real, real.learner)
 
 
+@pytest.mark.fault(1)
 @pytest.mark.slow
 def test_the_programs_of_a_plan_are_given_what_those_of_a_step_are(compiled_step):
     _, compiled, calls = compiled_step
@@ -182,6 +183,7 @@ def test_the_programs_of_a_plan_are_given_what_those_of_a_step_are(compiled_step
                 assert_alike(abstract, real)
 
 
+@pytest.mark.fault(3)
 @pytest.mark.slow
 def test_what_is_donated_is_written_over_and_scoring_is_there_where_it_is_needed(compiled_step):
     run, compiled, _ = compiled_step
@@ -235,6 +237,7 @@ def test_twice_the_prompts_or_tokens_take_more_activations():
         assert temporaries(more, "update") > 1.2 * temporaries(once, "update")
 
 
+@pytest.mark.fault(3)
 @pytest.mark.full
 def test_whole_logits_are_found(tmp_path, monkeypatch):
     """The assertion of recipes on a program that has what it forbids."""

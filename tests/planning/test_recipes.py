@@ -53,6 +53,7 @@ SMALL = (
 """Overrides with which a recipe compiles in a third of the time."""
 
 
+@pytest.mark.fault(2)
 @pytest.mark.full
 def test_a_small_recipe_compiles_and_divides_what_it_should(tmp_path):
     compiled = compiled_programs.compiled("qwen3_0p6b_v5e", tmp_path, *SMALL)

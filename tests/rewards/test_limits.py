@@ -12,6 +12,8 @@ import pytest
 
 from jaxgrpo.rewards import RewardError, call_rewards, calling, limits
 
+pytestmark = pytest.mark.fault(17)
+
 ENDLESS = re.compile("(a+)+$")
 
 

@@ -76,6 +76,7 @@ def test_answers_are_compared_as_mathematics():
         assert scores == expected
 
 
+@pytest.mark.fault(17)
 def test_a_grader_that_never_ends_is_killed_and_its_sample_unscored():
     logged = {}
     began = time.monotonic()
@@ -112,6 +113,7 @@ def batch_with_hanging(count, hanging):
     return completions, golds, scores
 
 
+@pytest.mark.fault(17)
 @pytest.mark.full
 @pytest.mark.skipif(not THERE, reason="needs math-verify")
 @pytest.mark.parametrize(

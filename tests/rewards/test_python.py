@@ -81,6 +81,7 @@ def running_programs():
     return names & {"bwrap", "python3", "python", f"python3.{sys.version_info.minor}"}
 
 
+@pytest.mark.fault(19)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SANDBOXES)
 @pytest.mark.parametrize("attack", hostile.PROGRAMS)
@@ -96,6 +97,7 @@ def test_a_hostile_program_earns_nothing_and_leaves_nothing(attack, name, attack
     assert running_programs() <= before
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_a_program_that_sleeps_is_stopped(name):
     program = "import time\ntime.sleep(600)\nprint(6)"
@@ -233,6 +235,7 @@ def test_equal_programs_are_run_once_and_others_side_by_side(name, monkeypatch):
     assert len(judged) == 2
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_an_interrupted_call_leaves_nothing_behind(name):
     completions = [f"while True: x = {number}" for number in range(20)]

@@ -9,6 +9,8 @@ import pytest
 
 from jaxgrpo.rewards.workers import Answer, WorkerError, Workers
 
+pytestmark = pytest.mark.fault(17)
+
 OBEDIENT = """
 import json, os, signal, sys, time
 print("{}", flush=True)

@@ -7,6 +7,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from forked import ForkServer
 
 
 def free_port() -> int:
@@ -24,23 +27,30 @@ def together(count: int = 2) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def starting(program: str, environment: Callable[..., dict[str, str]]) -> Iterator[Callable]:
+def starting(
+    program: str, environment: Callable[..., dict[str, str]], server: ForkServer | None = None
+) -> Iterator[Callable]:
     """begin(*arguments, **environment) -> a started process that runs `program`; ended behind it.
 
     Args:
       program: Python source.
       environment: the fixture of that name.
+      server: forks the processes, for programs that load JAX; None: each is started by itself.
     """
     started = []
 
-    def begin(*arguments: str, **more: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            env=environment(**more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def begin(*arguments: str, **more: str) -> Any:
+        variables = environment(**more)
+        if server is not None:
+            process = server.start(*arguments, env=variables, program=program, merged=False)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         started.append(process)
         return process
 

@@ -16,7 +16,7 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.fingerprints import evaluation_facts
-from jaxgrpo.training.records.folder import evaluation_metrics
+from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.stored_policy import evaluator_for_run, find_base
 

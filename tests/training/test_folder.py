@@ -14,13 +14,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training.records.folder import (
-    SAMPLE_KEYS,
-    RunFolder,
-    plain,
-    read_metrics,
-    write_atomically,
-)
+from jaxgrpo.training.records.folder import SAMPLE_KEYS, RunFolder, plain, write_atomically
+from jaxgrpo.training.records.reading import read_metrics
 
 ROW = {
     "step": np.int32(3),
@@ -201,17 +196,17 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics_and_is_refused(tmp_p
         if lost == "all steps of a finished run":
             run.write_summary({"step": 5})
         with pytest.raises(InputError, match=r"of 5 steps and no checkpoint.*start again without"):
-            run.refuse_to_forget(2 if lost == "a step long past" else 50)
+            run.refuse_to_forget(4 if lost == "a step long past" else 100)
     assert len(read_metrics(tmp_path)) == 5
 
 
 def test_a_run_killed_before_its_first_checkpoint_may_begin_again(tmp_path):
     with RunFolder(tmp_path) as run:
-        run.refuse_to_forget(2)
+        run.refuse_to_forget(4)
         run.rewind(None)
         for step in range(5):
             run.write_metrics(step, {"reward": 0.5})
-        run.refuse_to_forget(2)  # the save of step 2 may have been under way
+        run.refuse_to_forget(4)  # the save of step 2 may have been under way
 
 
 def test_evaluations_of_other_questions_are_put_aside_however_often_a_start_is_killed(tmp_path):

@@ -42,8 +42,8 @@ sys.exit(runtime.guard(command))
 
 
 @pytest.fixture
-def begin(environment):
-    with starting(LOOP, environment) as begin:
+def begin(environment, fork_server):
+    with starting(LOOP, environment, fork_server) as begin:
         yield begin
 
 
@@ -226,6 +226,7 @@ def test_a_command_that_exits_by_itself_has_crashed(capsys):
     assert "SystemExit" in capsys.readouterr().err
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("number", runtime.STOP_SIGNALS)
 def test_a_signal_stops_the_loop_after_its_step(begin, number):
     process = begin()
@@ -268,6 +269,7 @@ def test_a_closed_terminal_does_not_end_the_run_in_an_error():
     assert child.wait(30) == 0
 
 
+@pytest.mark.fault(14)
 def test_a_second_ctrl_c_ends_at_once(begin):
     process = begin("deaf")
     first_line(process)
@@ -281,6 +283,7 @@ def test_a_second_ctrl_c_ends_at_once(begin):
     assert "ended at once" in errors
 
 
+@pytest.mark.fault(14)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_one_process_stops_all_at_the_same_step(begin, number):
@@ -294,6 +297,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(begin, number):
     assert saved[0] == saved[1]
 
 
+@pytest.mark.fault(16)
 @pytest.mark.slow
 def test_an_exception_in_one_process_ends_all_soon_with_its_traceback(begin):
     processes = two(begin, "fail")

@@ -20,7 +20,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.rewards.python import choose
 from jaxgrpo.training import loop
-from jaxgrpo.training.records.folder import read_samples
+from jaxgrpo.training.records.reading import read_samples
 from jaxgrpo.training.records.rollout_files import load as load_rollouts
 
 CODE = '''

@@ -23,7 +23,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare.experiment import Case, Experiment, seeds_needed
-from jaxgrpo.training.records.folder import evaluation_metrics, read_metrics
+from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics
 from jaxgrpo.update import diagnostics
 
 OVER_STEPS = (

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 import jaxgrpo
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data import storage
 from jaxgrpo.rewards.protocol import RewardError
@@ -48,8 +49,14 @@ class Progress:
         """From what a checkpoint holds beside its arrays; {} at the start of a run."""
         if not meta:
             return cls(None, None, None, Resets())
-        best = tuple(meta["best"]) if meta["best"] else None
-        return cls(best, meta["best_metric"], meta["base"], Resets(**meta["resets"]))
+        try:
+            best = (int(meta["best"][0]), float(meta["best"][1])) if meta["best"] else None
+            return cls(best, meta["best_metric"], meta["base"], Resets(**meta["resets"]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise InputError(
+                f"the meta.json of the checkpoint is not what a run writes ({error}): choose "
+                "another run.dir"
+            ) from None
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
@@ -135,7 +142,7 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
-        meta = {**self.progress.meta(), "inputs": self.inputs}
+        meta = {**self.progress.meta(), "inputs": self.inputs, "logged": self.folder.logged()}
         if self.adapters is not None:
             meta["lora"] = self.adapters
         self.checkpoints.save(number, parameters.to_save(learner, stream), meta)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxgrpo.rewards.consensus import AGREEMENT
-from jaxgrpo.training.records.folder import is_number
+from jaxgrpo.training.records.reading import is_number
 
 CLEARS = 0.9
 """A warning ends where its metric is no more than this share of the threshold."""

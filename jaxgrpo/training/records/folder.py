@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import fcntl
 import json
 import math
-import numbers
 import os
 import weakref
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,14 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.processes.process import broadcast
+from jaxgrpo.training.records.reading import (
+    complete_lines,
+    evaluation_metrics,
+    read_bytes,
+    read_metrics,
+    read_text,
+    sample_steps,
+)
 
 SAMPLE_KEYS = (
     "step",  # the step it was drawn for, as in metrics.jsonl
@@ -45,6 +54,9 @@ SAMPLE_KEYS = (
 )
 OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs/environments.md
 LOCK = ".lock"
+FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
+FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
+"""What is written at the end too: that it cannot be is said at the start."""
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
 Closes = TypeVar("Closes", bound="Closing")
@@ -84,11 +96,6 @@ def plain(value: Any, name: str = "value") -> Any:
     )
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
 def write_atomically(path: Place, content: str | bytes) -> None:
     """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
@@ -110,70 +117,20 @@ def write_atomically(path: Place, content: str | bytes) -> None:
         raise
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a half-written last line is left out.
-
-    Args:
-      path: the run folder, or the file.
-    Raises: InputError on a line that is no JSON object with a step, unless it is the last one.
-    """
-    path = storage.place(path) if storage.is_url(path) else Path(path)
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    return [entry for _, entry in _complete_lines(file)]
-
-
-def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of an evaluation in a line, or a step's values, without "eval/"."""
-    return {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
-
-
-def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a run's file of samples, by default of the newest; [] where there is none."""
-    folder = storage.place(path) if storage.is_url(path) else Path(path)
-    numbers = [number for number in sample_steps(folder) if step in (None, number)]
-    if not numbers:
-        return []
-    file = folder / "samples" / f"step_{max(numbers)}.jsonl"
-    text = file.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
-    # Split at "\n" alone: a completion may hold other characters that end lines.
-    return [json.loads(line) for line in text.split("\n") if line]
-
-
-def sample_steps(path: Place) -> list[int]:
-    """The steps of a run that have a file of samples."""
-    names = [file.stem.removeprefix("step_") for file in (path / "samples").glob("step_*.jsonl")]
-    return [int(name) for name in names if is_step(name)]
-
-
-def is_step(name: str) -> bool:
-    """Whether it is the number of a step as we write it: "9", and not "0009"."""
-    return name.isdecimal() and name == str(int(name))
+def _refuse_other_kinds(folder: Path) -> None:
+    """Raises: InputError where a folder is in the place of a file of the run, or the reverse."""
+    for name in FILES:
+        if (folder / name).is_dir():
+            raise InputError(f"{folder / name} is a folder, and a run writes a file there: move it")
+    for name in FOLDERS:
+        if os.path.lexists(folder / name) and not (folder / name).is_dir():
+            raise InputError(f"{folder / name} is no folder, and a run writes one there: move it")
 
 
 def _line(step: int, metrics: Mapping[str, Any]) -> str:
     """A line of metrics.jsonl: names in order, numbers that are not finite as null."""
     named = {name: plain(metrics[name], name) for name in sorted(metrics) if name != "step"}
     return json.dumps({"step": int(step), **named}, allow_nan=False) + "\n"
-
-
-def _complete_lines(file: Place) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each complete line of a metrics file, as bytes with its end, and what it says."""
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    result = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-            if not line.endswith(b"\n") or not isinstance(entry["step"], int):
-                raise ValueError
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):  # the process died while it wrote this line
-                break
-            raise InputError(
-                f'{file}, line {number} is not a JSON object with a "step": {line[:60]!r}; '
-                "take the line out, or start again in another run.dir"
-            ) from None
-        result.append((line, entry))
-    return result
 
 
 def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
@@ -239,6 +196,7 @@ class RunFolder(Closing):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            _refuse_other_kinds(self.path)
             if storage.is_url(self.place):
                 self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
         except InputError:
@@ -261,7 +219,7 @@ class RunFolder(Closing):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(lock, 200).decode().strip() or "unknown"
+            holder = os.read(lock, 200).decode("utf-8", "replace").strip() or "unknown"
             os.close(lock)
             raise InputError(
                 f"run.dir = {self.place} is in use by another trainer ({holder}): "
@@ -281,15 +239,20 @@ class RunFolder(Closing):
         except FileNotFoundError:
             return True
 
-    def refuse_to_forget(self, save_every: int) -> None:
+    def _refuse_moved(self) -> None:
+        """Raises: OSError where the folder is another one: nothing is written into that."""
+        if self.is_moved():
+            raise OSError(errno.ESTALE, f"{self.path} is not the folder that this run began in")
+
+    def refuse_to_forget(self, most_steps: int) -> None:
         """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
 
-        A run that was killed before its first checkpoint was complete may start again: it logs the
-        same lines again. One that ended, whose folder of checkpoints is gone, or that has logged
-        more than two saves apart, would lose what it measured.
+        A run that was killed before its first checkpoint was complete, or whose disk was full, may
+        start again: it logs the same lines again. One that ended, whose folder of checkpoints is
+        gone, or that has logged more steps than that, has lost what it could continue from.
 
         Args:
-          save_every: checkpoint.every of its last start.
+          most_steps: that a run may log before its first checkpoint is complete.
         """
         logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
         if not logged:
@@ -297,12 +260,12 @@ class RunFolder(Closing):
         # A bucket has no empty folders: one that is gone looks like one not yet begun.
         is_missing = not storage.is_url(self.place) and not self.checkpoints.is_dir()
         has_ended = (self.path / "summary.json").exists()
-        if is_missing or has_ended or max(logged) > 2 * save_every:
+        if is_missing or has_ended or max(logged) > most_steps:
             raise InputError(
                 f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
                 f"from ({self.checkpoints} {'does not exist' if is_missing else 'holds none'}); "
-                "starting at step 1 would erase them: put the checkpoints back, or start again "
-                "without --resume and with another run.dir, or after moving or deleting this folder"
+                "starting at step 1 would do it all again: put the checkpoints back, or start "
+                "again without --resume and with another run.dir, or move this folder away"
             )
 
     def rewind(self, step: int | None) -> Path | None:
@@ -322,7 +285,7 @@ class RunFolder(Closing):
             self.checkpoints.mkdir(exist_ok=True)
         last = -1 if step is None else step
         metrics = self.path / "metrics.jsonl"
-        lines = _complete_lines(metrics)
+        lines = complete_lines(metrics)
         earlier = b"".join(line for line, entry in lines if entry["step"] <= last)
         later = b"".join(line for line, entry in lines if entry["step"] > last)
         names = [f"step_{number}.jsonl" for number in sample_steps(self.path) if number > last]
@@ -347,6 +310,36 @@ class RunFolder(Closing):
             folder = self.path / f"{name}_{number}"
         folder.mkdir()
         return folder
+
+    def logged(self, until: int | None = None) -> list[int]:
+        """[bytes, crc32] of metrics.jsonl, with the lines that wait for space.
+
+        Args:
+          until: of the lines up to this step; None: of all.
+        """
+        lines = complete_lines(self.path / "metrics.jsonl")
+        text = b"".join(line for line, entry in lines if until is None or entry["step"] <= until)
+        text += self._unwritten_lines
+        return [len(text), zlib.crc32(text)]
+
+    def problems(self, step: int, logged: Any) -> list[str]:
+        """What of the files beside the checkpoint of a step is not what the run wrote.
+
+        Args:
+          logged: `logged()` as the checkpoint has it; None: it was not saved.
+        """
+        problems = []
+        if logged is not None and self.logged(step) != logged:
+            problems.append(
+                f"{self.path / 'metrics.jsonl'} is not what this run wrote until step {step}: "
+                "lines were removed or changed, or are another run's; it continues behind them"
+            )
+        if not (self.path / "config.toml").exists():
+            problems.append(
+                f"{self.path / 'config.toml'} is gone: that this config is the run's was not "
+                "compared"
+            )
+        return problems
 
     def base(self) -> dict[str, Any]:
         """The evaluation of the base, in the line of step 0; {} where there is none."""
@@ -393,6 +386,7 @@ class RunFolder(Closing):
         """Appends the lines that wait. Raises: OSError where the disk takes them not or in part."""
         if not self._unwritten_lines:
             return
+        self._refuse_moved()
         file = self.path / "metrics.jsonl"
         size = file.stat().st_size if file.exists() else 0
         try:
@@ -433,8 +427,7 @@ class RunFolder(Closing):
 
     def replay(self) -> str | None:
         """The text of replay.json; None where the run has none."""
-        file = self.path / "replay.json"
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return read_text(self.path / "replay.json")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json in one go; numbers that are not finite become null."""
@@ -447,11 +440,11 @@ class RunFolder(Closing):
 
     def config(self) -> str | None:
         """The text of config.toml; None where the run has none yet."""
-        file = self.path / "config.toml"
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return read_text(self.path / "config.toml")
 
     def _write(self, name: str, content: str | bytes) -> None:
         if self._writes:
+            self._refuse_moved()
             (self.path / name).parent.mkdir(exist_ok=True)
             write_atomically(self.path / name, content)
 
@@ -466,7 +459,7 @@ class RunFolder(Closing):
         for source in map(Path, files):
             folder.mkdir(exist_ok=True)
             target, number = folder / source.name, 1
-            while target.exists() and target.read_bytes() != source.read_bytes():
+            while os.path.lexists(target) and read_bytes(target) != source.read_bytes():
                 number += 1
                 target = folder / f"{source.stem}_{number}{source.suffix}"
             write_atomically(target, source.read_bytes())

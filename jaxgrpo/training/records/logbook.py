@@ -25,13 +25,8 @@ from jaxgrpo.core.types import Rollouts
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records import alarms, rollout_files
 from jaxgrpo.training.records.console import Display, best_and_worst, warning
-from jaxgrpo.training.records.folder import (
-    Closing,
-    RunFolder,
-    is_number,
-    read_metrics,
-    write_atomically,
-)
+from jaxgrpo.training.records.folder import Closing, RunFolder, write_atomically
+from jaxgrpo.training.records.reading import is_number, read_metrics
 from jaxgrpo.training.records.report.html import write_report
 from jaxgrpo.training.records.report.record import FINISHED, STOPPED, UNDER_WAY
 
@@ -212,6 +207,19 @@ class _Report:
         self._spent += self._next
 
 
+def _quiet(close: Callable[[], None], stop: Callable[[], None]) -> Callable[[], None]:
+    """A file's `close` where the disk may be full; `stop` ends the thread that writes it."""
+
+    def close_quietly() -> None:
+        try:
+            close()
+        except OSError:
+            with contextlib.suppress(OSError):
+                stop()
+
+    return close_quietly
+
+
 class TensorBoard:
     """Event files in RUN/tensorboard: `tensorboard --logdir runs` shows all runs beneath it.
 
@@ -243,6 +251,7 @@ class TensorBoard:
         # It ends where the disk is full, and a queue that is read no more blocks once it is full.
         writer: Any = self._writer.event_writer
         self._thread = writer._worker
+        writer.close = _quiet(writer.close, self._thread.stop)  # is called again as Python ends
         # From this step on the reader drops what earlier files hold.
         log, first = self._events.SessionLog, finished_steps + 1 if finished_steps else 0
         begins = log(status=log.START)

@@ -24,7 +24,7 @@ from jaxgrpo.experiments.compare import command, report, results
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.training import loop
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.folder import read_metrics
+from jaxgrpo.training.records.reading import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxgrpo.data.storage import Place
-from jaxgrpo.training.records.folder import is_number, read_samples, sample_steps
+from jaxgrpo.training.records.reading import is_number, read_samples, sample_steps
 from jaxgrpo.training.records.report.blocks import cut_text, number, section, text
 from jaxgrpo.training.records.report.record import mean_advantage, strongest_first, total_reward
 

@@ -16,7 +16,8 @@ from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training.records import console
-from jaxgrpo.training.records.folder import is_number, write_atomically
+from jaxgrpo.training.records.folder import write_atomically
+from jaxgrpo.training.records.reading import is_number
 from jaxgrpo.training.records.report import conversations
 from jaxgrpo.training.records.report.blocks import (
     cut_text,

@@ -148,6 +148,7 @@ def wait_for(condition, seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.fault(14)
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
@@ -163,13 +164,42 @@ def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
     assert "ended at once" not in errors
 
 
+@pytest.mark.full
+@pytest.mark.fault(15)
+def test_processes_end_with_a_launcher_that_is_killed(config, tmp_path, environment):
+    more = {"SEEN": str(tmp_path / "seen"), "AT": "-1", "HOW": "SIGKILL"}
+    run = start(*("train", config, "--set", "train.steps=500"), environment=environment, **more)
+    wait_for((tmp_path / "r" / "metrics.jsonl").exists)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) == 2
+    run.kill()
+    run.communicate(timeout=60)
+    wait_for(lambda: not any(child.is_running() for child in children), seconds=10)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, environment) -> list[dict]:
+    """The metrics of the run that no process of is harmed."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    (home / "judges.py").write_text(JUDGES)
+    rewards = {"rewards": [{"use": f"{home}/judges.py:judge"}]}
+    changes = {"train.steps": 4, "checkpoint.every": 1, **rewards}
+    file = small_run.write(home / "run.toml", home / "r", **changes)
+    more = {"SEEN": str(home / "seen"), "AT": "-1", "HOW": "raise"}
+    run = start("train", file, environment=environment, **more)
+    _, errors = run.communicate(timeout=200)
+    assert run.returncode == 0, errors
+    return small_run.metrics(home / "r")
+
+
 HARM = [("raise", 0), ("raise", 1), ("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 0), ("SIGSTOP", 1)]
 
 
+@pytest.mark.fault(15)
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "at"), HARM)
 def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
-    config, tmp_path, environment, how, at
+    config, tmp_path, environment, how, at, undisturbed
 ):
     more = {"SEEN": str(tmp_path / "seen"), "AT": str(at), "HOW": how}
     run = start("train", config, environment=environment, **more)
@@ -201,7 +231,7 @@ def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
     run = start("train", config, "--resume", "auto", environment=environment, **more)
     _, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
-    assert [line["step"] for line in small_run.metrics(tmp_path / "r")] == [1, 2, 3, 4]
+    assert small_run.metrics(tmp_path / "r") == undisturbed
 
 
 @pytest.mark.parametrize("codes", [[6, 9], [9, 6], [6, -9]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
@@ -13,6 +12,8 @@ import small_run
 from processes import starting
 
 from jaxgrpo.training.checkpoints import Checkpoints
+
+pytestmark = pytest.mark.fault(16)
 
 # A command that does what its arguments say.
 PROGRAM = """
@@ -185,7 +186,7 @@ def reward(completions, trainer_state, **columns):
     ],
 )
 def test_a_run_ends_with_the_code_of_a_stop_and_keeps_its_steps(
-    tmp_path, environment, harm, number, code
+    tmp_path, start, harm, number, code
 ):
     (tmp_path / "mine.py").write_text(REWARD.format(harm=harm))
     changes = {
@@ -195,7 +196,7 @@ def test_a_run_ends_with_the_code_of_a_stop_and_keeps_its_steps(
         "train.steps": 5,
     }
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
-    process = small_run.command(sys.executable, "train", file, env=environment())
+    process = start("train", file)
     assert process.stdout is not None
     assert any(line == "here\n" for line in process.stdout)
     began = time.monotonic()

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 
 import jax
@@ -17,6 +16,8 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
+
+pytestmark = pytest.mark.fault(17)
 
 
 def fill() -> None:
@@ -128,7 +129,7 @@ OF_A_PROCESS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OF_A_PROCESS)
-def test_a_process_that_ends_early_says_why_in_a_few_lines(name, tmp_path, python, environment):
+def test_a_process_that_ends_early_says_why_in_a_few_lines(name, tmp_path, start):
     harm, code, reason = OF_A_PROCESS[name]
     (tmp_path / "mine.py").write_text(REWARD.format(harm=harm))
     changes = {
@@ -138,11 +139,11 @@ def test_a_process_that_ends_early_says_why_in_a_few_lines(name, tmp_path, pytho
         "train.steps": 12,
     }
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
-    command = [python, "-m", "jaxgrpo", "train", str(file)]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == code, ended.stderr
-    assert reason in ended.stderr
-    refuse_long(ended.stderr)
+    run = start("train", file, merged=False)
+    _, errors = run.communicate(timeout=100)
+    assert run.returncode == code, errors
+    assert reason in errors
+    refuse_long(errors)
 
 
 FILES = {"exits": "import sys\nsys.exit(0)\n", "broken": "def f(:\n", "raises": "1 / 0\n"}

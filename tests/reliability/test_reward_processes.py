@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from processes import together
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault(17)]
 
-PROGRAM = Path(__file__).with_name("judging_program.py")
+PROGRAM = Path(__file__).parent.with_name("support") / "judging_program.py"
 
 
 def outputs(count, mode, python, environment):

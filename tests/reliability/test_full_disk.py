@@ -17,7 +17,7 @@ from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.logbook import TensorBoard
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault(13)]
 
 NOTHING = 100  # bytes that a file may have: every file of a run is larger
 TEXTS = 40_000  # the arrays of a checkpoint are larger, a few lines of metrics are not

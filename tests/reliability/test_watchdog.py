@@ -21,6 +21,8 @@ from jaxgrpo.training.processes.watchdog import STUCK, Watchdog
 from jaxgrpo.training.records import console
 from jaxgrpo.training.records.console import Display
 
+pytestmark = pytest.mark.fault(16)
+
 # Hangs in a reward of its second step, as its arguments say; the others wait for it.
 RUN = """
 import re, signal, sys, time
@@ -56,8 +58,8 @@ sys.exit(process.guard(command))
 
 
 @pytest.fixture
-def begin(environment):
-    with starting(RUN, environment) as begin:
+def begin(environment, fork_server):
+    with starting(RUN, environment, fork_server) as begin:
         yield begin
 
 
@@ -123,6 +125,23 @@ def test_a_hung_reward_of_one_process_ends_all(begin):
         code, errors = end(started)
         assert code == STUCK, errors
         assert "no progress for run.stuck_after = 2 s: step 2: reward" in errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stops", [False, True], ids=["stuck", "SIGTERM"])
+def test_one_of_two_that_holds_the_interpreters_lock_ends_both(begin, stops):
+    """No thread of the second runs: a timer in C ends it, or the first that hears nothing of it."""
+    first, second = together()
+    times = ("2", "0") if stops else ("60", "2")
+    waiting, holding = begin(*times, "waits", **first), begin(*times, "regex", **second)
+    come_to(waiting, "waits")
+    come_to(holding, "hangs")
+    if stops:
+        waiting.send_signal(signal.SIGTERM)
+    code, errors = end(waiting)
+    assert code == (143 if stops else STUCK), errors
+    holding.communicate(timeout=60)
+    assert holding.returncode != 0
 
 
 @pytest.mark.slow

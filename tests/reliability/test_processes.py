@@ -38,11 +38,11 @@ def record(completions, completion_ids, prompts, trainer_state, **columns):
 '''
 
 
-def start(python, environment, count, devices, *arguments, **more):
+def start(fork_server, environment, count, devices, *arguments, **more):
     """`count` started processes of so many devices each, that train as one run."""
     each = together(count) if count > 1 else [{}]
     return [
-        small_run.command(python, *arguments, env=environment(devices=devices, **more, **variables))
+        fork_server.start(*arguments, env=environment(devices=devices, **more, **variables))
         for variables in each
     ]
 
@@ -55,12 +55,11 @@ def end(processes, timeout=570):
     return outputs
 
 
-def start_two(python, environment, *configs):
+def start_two(fork_server, environment, *configs):
     """Two started processes of two devices each, that train as one run, by one config or two."""
     return [
-        small_run.command(
-            *(python, "train", configs[index % len(configs)]),
-            env=environment(devices=2, **variables),
+        fork_server.start(
+            *("train", configs[index % len(configs)]), env=environment(devices=2, **variables)
         )
         for index, variables in enumerate(together())
     ]
@@ -72,12 +71,13 @@ FULL = ({}, ADAPTERS, WARMUP)
 SHRINKING = {"rollout.slots": 32}  # as many as samples: they become fewer as samples end
 
 
+@pytest.mark.fault(7)
 @pytest.mark.parametrize(
     "more",
     [{}, *(pytest.param(SHRINKING | more, marks=pytest.mark.full) for more in FULL)],
     ids=["weights", "fewer slots", "adapters", "warmup"],
 )
-def test_two_processes_train_three_steps_like_one(more, tmp_path, python, environment):
+def test_two_processes_train_three_steps_like_one(more, tmp_path, fork_server, environment):
     rows = tasks.load("task:arithmetic:train", count=8)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     changes = {**MESH, **MEMORY, **more, "data.path": str(tmp_path / "rows.jsonl")}
@@ -86,7 +86,7 @@ def test_two_processes_train_three_steps_like_one(more, tmp_path, python, enviro
         count: small_run.write(tmp_path / f"{count}.toml", folder, **changes)
         for count, folder in folders.items()
     }
-    processes = start_two(python, environment, files[2])
+    processes = start_two(fork_server, environment, files[2])
     assert main(["train", str(files[1])]) == 0  # meanwhile
     end(processes, timeout=300)
     single, two = (small_run.metrics(folders[count]) for count in (1, 2))
@@ -115,9 +115,10 @@ def test_two_processes_train_three_steps_like_one(more, tmp_path, python, enviro
             np.testing.assert_allclose(value, two[name], atol=1e-5)
 
 
-def test_a_mistake_ends_both_processes_with_one_message(tmp_path, python, environment):
+@pytest.mark.fault(20)
+def test_a_mistake_ends_both_processes_with_one_message(tmp_path, fork_server, environment):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **{"mesh.fsdp": 3})
-    processes = start_two(python, environment, file)
+    processes = start_two(fork_server, environment, file)
     for process in processes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output
@@ -125,8 +126,9 @@ def test_a_mistake_ends_both_processes_with_one_message(tmp_path, python, enviro
         assert "Traceback" not in output
 
 
+@pytest.mark.fault(20)
 @pytest.mark.full
-def test_processes_with_other_configs_or_data_both_refuse(tmp_path, python, environment):
+def test_processes_with_other_configs_or_data_both_refuse(tmp_path, fork_server, environment):
     rows = [{"prompt": f"1{n}+20=", "answer": f"{n + 30}"} for n in range(9)]
     files = []
     for number in (0, 1):
@@ -135,7 +137,7 @@ def test_processes_with_other_configs_or_data_both_refuse(tmp_path, python, envi
         data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         changes = {**MESH, "data.path": str(data)}
         files.append(small_run.write(tmp_path / f"{number}.toml", tmp_path / "r", **changes))
-    for process in start_two(python, environment, *files):
+    for process in start_two(fork_server, environment, *files):
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output
         assert "data.path: process 1 has 9 rows, crc32" in output
@@ -148,9 +150,10 @@ def rewarded(folder, name):
     return Counter(line for file in files for line in file.read_text().splitlines())
 
 
+@pytest.mark.fault(7)
 @pytest.mark.full
 def test_one_two_and_four_processes_take_the_same_ten_steps_and_judge_each_sample_once(
-    tmp_path, python, environment
+    tmp_path, fork_server, environment
 ):
     judge = tmp_path / "judge.py"
     judge.write_text(RECORDER)
@@ -158,7 +161,7 @@ def test_one_two_and_four_processes_take_the_same_ten_steps_and_judge_each_sampl
     for count in (1, 2, 4):
         file = small_run.write(tmp_path / f"{count}.toml", tmp_path / f"r{count}", **changes)
         record = str(tmp_path / f"record_{count}_")
-        end(start(python, environment, count, 4 // count, "train", file, RECORD=record))
+        end(start(fork_server, environment, count, 4 // count, "train", file, RECORD=record))
     single, *several = (small_run.metrics(tmp_path / f"r{count}") for count in (1, 2, 4))
     assert len(single) == 10
     weights = [load_file(tmp_path / f"r{n}" / "model" / "model.safetensors") for n in (1, 2, 4)]
@@ -181,16 +184,17 @@ def test_one_two_and_four_processes_take_the_same_ten_steps_and_judge_each_sampl
         assert max(shares) == min(shares)
 
 
+@pytest.mark.fault(10)
 @pytest.mark.full
 @pytest.mark.parametrize("order", [(2, 1, 2), (2, 4, 2), (1, 2, 4)])
-def test_a_run_goes_on_with_another_number_of_processes(order, tmp_path, python, environment):
+def test_a_run_goes_on_with_another_number_of_processes(order, tmp_path, fork_server, environment):
     straight = small_run.write(tmp_path / "whole.toml", tmp_path / "whole", **MESH)
-    end(start(python, environment, 1, 4, "train", straight))
+    end(start(fork_server, environment, 1, 4, "train", straight))
     run = tmp_path / "run"
     for steps, count in enumerate(order, start=1):
         file = small_run.write(tmp_path / "run.toml", run, **MESH, **{"train.steps": steps})
         again = ("--resume", "auto")
-        end(start(python, environment, count, 4 // count, "train", file, *again))
+        end(start(fork_server, environment, count, 4 // count, "train", file, *again))
     for left, right in zip(
         small_run.metrics(tmp_path / "whole"), small_run.metrics(run), strict=True
     ):

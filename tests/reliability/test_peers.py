@@ -14,6 +14,8 @@ from processes import starting, together
 from jaxgrpo.training.processes import peers
 from jaxgrpo.training.processes import process as runtime
 
+pytestmark = pytest.mark.fault(15)
+
 LIMIT = 30.0
 """Seconds until all have to be gone."""
 
@@ -48,8 +50,8 @@ sys.exit(runtime.guard(command))
 
 
 @pytest.fixture
-def begin(environment):
-    with starting(RUN, environment) as begin:
+def begin(environment, fork_server):
+    with starting(RUN, environment, fork_server) as begin:
         yield begin
 
 
@@ -186,7 +188,8 @@ peers.TOKEN_SECONDS = float(sys.argv[1])
 listener = peers._listen("127.0.0.1")
 pipes = [socket.socketpair() for _ in range(600)]  # so that new descriptors are above 1,024
 watch = peers.Peers(0, 2, "secret", listener, [])
-crowd = [socket.create_connection(listener.getsockname(), timeout=10) for _ in range(200)]
+address, count = listener.getsockname(), int(sys.argv[2])
+crowd = [socket.create_connection(address, timeout=10) for _ in range(count)]
 long = socket.create_connection(listener.getsockname(), timeout=10)
 long.sendall(b"x" * 5_000)
 process = peers._Link(socket.create_connection(listener.getsockname(), timeout=10), 0)
@@ -199,10 +202,16 @@ time.sleep(5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "left"), [("10", 65), ("1", 0)])
-def test_a_crowd_of_strangers_is_bounded_and_a_broken_watch_ends_the_process(seconds, left):
+@pytest.mark.parametrize(
+    ("seconds", "crowd", "left"),
+    [("10", 200, 65), ("1", 200, 0), pytest.param("10", 2_000, 65, marks=pytest.mark.full)],
+)
+def test_a_crowd_of_strangers_is_bounded_and_a_broken_watch_ends_the_process(seconds, crowd, left):
     run = subprocess.run(
-        [sys.executable, "-c", STRANGERS, seconds], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", STRANGERS, seconds, str(crowd)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert run.stdout.split() == [str(left), "1"]
     assert run.returncode == 1

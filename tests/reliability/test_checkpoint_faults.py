@@ -28,6 +28,7 @@ def equal(left: Any, right: Any) -> bool:
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in arrays)
 
 
+@pytest.mark.fault(11)
 def test_every_flipped_bit_is_found_and_the_step_before_is_taken(saved, caplog):
     draw = random.Random(0)
     files = sorted(p for p in (saved / "3").rglob("*") if p.is_file() and p.stat().st_size)
@@ -61,6 +62,7 @@ def test_every_flipped_bit_is_found_and_the_step_before_is_taken(saved, caplog):
         assert equal(restored, small(30))
 
 
+@pytest.mark.fault(12)
 def test_files_cut_short_or_gone_are_found(saved):
     largest = max(
         (p for p in (saved / "3").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
@@ -79,6 +81,7 @@ def test_files_cut_short_or_gone_are_found(saved):
     assert message.endswith("start again in another run.dir")
 
 
+@pytest.mark.fault(12)
 def test_a_step_without_its_manifest_is_no_step_and_is_cleared_away(saved):
     (saved / "3" / "manifest.json").unlink()
     with Checkpoints(saved) as checkpoints:
@@ -91,6 +94,7 @@ def test_a_step_without_its_manifest_is_no_step_and_is_cleared_away(saved):
         assert checkpoints.latest() == 3
 
 
+@pytest.mark.fault(13)
 def test_a_save_that_fails_says_so_and_leaves_the_step_before(saved):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     large = {"weight": np.random.default_rng(0).normal(size=1 << 19)}  # 4 MiB that do not compress
@@ -131,6 +135,7 @@ for step in itertools.count(first + 1):
 """
 
 
+@pytest.mark.fault(8)
 @pytest.mark.full
 def test_a_kill_at_any_moment_leaves_a_complete_step(tmp_path, python, environment):
     draw, last = random.Random(0), 0
@@ -291,6 +296,7 @@ with Checkpoints(folders[number]) as checkpoints:
 """
 
 
+@pytest.mark.fault(20)
 @pytest.mark.full
 def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_path, two):
     texts = two(APART, saved, tmp_path / "another disk")
@@ -306,6 +312,7 @@ def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_p
     assert lines[4].endswith("put run.dir on a file system that all processes share")
 
 
+@pytest.mark.fault(10)
 @pytest.mark.slow
 def test_two_processes_save_together_and_one_restores_it(tmp_path, two):
     folder = tmp_path / "run"

@@ -1,0 +1,52 @@
+"""What the tests of faults share: how runs are started, and a folder of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import faulty_runs
+import pytest
+from checkpointed import small
+from forked import Forked
+
+from jaxgrpo.training.checkpoints import Checkpoints
+
+Start = Callable[..., Forked]
+
+
+@pytest.fixture
+def start(fork_server, environment) -> Iterator[Start]:
+    """start(*arguments, devices=1, more={}, **options) -> a started command of jaxgrpo.
+
+    It is killed with its test; `more` is added to its environment, options are those of
+    `ForkServer.start`.
+    """
+    started: list[Forked] = []
+
+    def begin(
+        *arguments: Any, devices: int = 1, more: dict[str, str] | None = None, **options: Any
+    ) -> Forked:
+        variables = environment(devices, **(more or {}))
+        started.append(fork_server.start(*arguments, env=variables, **options))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        command.kill_group()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A model that was not trained."""
+    return faulty_runs.make_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A folder with the steps 1, 2 and 3 of `small`."""
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, small(step), {"step": step})
+    return tmp_path

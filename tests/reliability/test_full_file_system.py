@@ -1,0 +1,127 @@
+"""A file system without room for the next write of a run, whichever it is, that is freed later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import faulty_runs
+import pytest
+
+pytestmark = [pytest.mark.full, pytest.mark.fault(13)]
+
+SIZE = 60 << 20
+STEPS = 6
+
+
+def write(base: Path, home: Path, folder: Path) -> Path:
+    changes = {"train.steps": STEPS, "checkpoint.every": 1, "checkpoint.keep": 50}
+    changes |= {"run.dir": str(folder), "run.report": True, "run.rollouts_every": 1}
+    return faulty_runs.write(base, home, **changes, tracking={"tensorboard": True})
+
+
+def used(folder: Path) -> int:
+    return sum(f.stat().st_blocks * 512 for f in folder.rglob("*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 60 MB; skips where this user may make none."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system: see the limits of sizes below")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_file_system_that_may_only_be_read_is_refused_at_the_start(
+    base, tmp_path, start, small_disk
+):
+    run_folder = small_disk / "r"
+    run_folder.mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    run = start("train", write(base, tmp_path, run_folder), merged=False)
+    _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+    assert run.returncode == 2, errors
+    assert f"run.dir = {run_folder}" in errors
+    assert len(errors.splitlines()) == 1
+    assert list(run_folder.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def straight(base, tmp_path_factory, fork_server, environment) -> tuple[dict[str, Any], Path]:
+    home = tmp_path_factory.mktemp("straight")
+    run = fork_server.start("train", write(base, home, home / "r"), env=environment())
+    output, _ = run.communicate(timeout=faulty_runs.SECONDS)
+    assert run.returncode == 0, output
+    return faulty_runs.outcome(home / "r"), home / "r"
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_wherever_the_disk_is_full_the_run_says_so_and_continues_once_there_is_room(
+    part, base, tmp_path, start, straight, small_disk, tries
+):
+    """The room that is left is cut from nothing to all that the run takes, so that each of its
+    writes is the first that fails once."""
+    expected, folder = straight
+    needed = used(folder)
+    assert needed < SIZE
+    ballast, problems = small_disk / "ballast", []
+    for place in range(part, 18, 3):
+        room = int(needed * (place / 17) ** 2)  # most files are written early, and are small
+        home = tmp_path / f"room {room}"
+        file = write(base, home, small_disk / "r")
+        ballast.write_bytes(b"\0" * (SIZE - room))
+        run = start("train", file, merged=False)
+        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+        wrong = faulty_runs.disorder(errors)
+        if run.returncode not in (0, 2, 74) or (run.returncode and len(errors.splitlines()) > 5):
+            wrong.append(f"exit code {run.returncode}: {errors[-500:]}")
+        ballast.unlink()
+        run = start("train", file, "--resume", "auto", merged=False)
+        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+        wrong += faulty_runs.disorder(errors)
+        if run.returncode:
+            wrong.append(f"afterwards exit code {run.returncode}: {errors[-500:]}")
+        else:
+            wrong += faulty_runs.differences(expected, small_disk / "r")
+        if wrong:
+            problems.append(f"{room} of {needed} bytes: {'; '.join(wrong)}")
+        else:
+            tries()
+        subprocess.run(["rm", "-rf", str(small_disk / "r")], check=True)
+    assert not problems, "\n".join(problems)
+
+
+def test_files_that_may_not_be_larger_fail_as_on_a_full_disk(
+    base, tmp_path, start, straight, tries
+):
+    """A limit just below the size of each file of a run, where no file system can be made."""
+    expected, folder = straight
+    sizes = sorted({file.stat().st_size for file in folder.rglob("*") if file.is_file()})
+    limits = [max(1, size - 1) for size in sizes if size][:: max(1, len(sizes) // 8)]
+    problems = []
+    for limit in limits:
+        home = tmp_path / f"limit {limit}"
+        file = write(base, home, home / "r")
+        run = start("train", file, merged=False, limit=limit)
+        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+        wrong = faulty_runs.disorder(errors)
+        if run.returncode not in (0, 2, 74):
+            wrong.append(f"exit code {run.returncode}: {errors[-500:]}")
+        run = start("train", file, "--resume", "auto", merged=False)
+        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+        wrong += faulty_runs.disorder(errors)
+        if run.returncode:
+            wrong.append(f"afterwards exit code {run.returncode}: {errors[-500:]}")
+        else:
+            wrong += faulty_runs.differences(expected, home / "r")
+        if wrong:
+            problems.append(f"files of {limit} bytes: {'; '.join(wrong)}")
+        else:
+            tries()
+    assert not problems, "\n".join(problems)
