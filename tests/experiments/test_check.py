@@ -291,7 +291,7 @@ WRONG = {
     "tree_rl": "tree_process reads ancestors, [P, G, D]",
     "l2t": "add_information_gain reads cut_answer_logp, a score of reference answers by a model",
     "rank_learning": "reads effective_rank, which is of the hidden states of a model",
-    "number_guess": "number_guess",
+    "gigpo": "turn_normalise reads state_hash, [P, G, K], what was said before each turn",
 }
 
 
@@ -303,6 +303,14 @@ def test_what_cannot_be_checked_is_refused_with_the_reason(name, tmp_path, monke
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert WRONG[name] in error
+
+
+def test_a_config_is_checked_with_its_loss_and_the_weights_of_its_rewards(repository):
+    method = read_method(str(repository / "configs" / "rlcr.toml"))
+    assert dict(method.rewards) == {"accuracy": 0.5, "brier": 0.5, "format": 0.5}
+    objective = read_method("qwen3_0p6b_v5e").objective
+    assert (objective.surrogate.name, objective.reduction.name) == ("clip", "token_mean")
+    assert read_method("modular_sum").rewards == (("reward", 1.0),)
 
 
 def test_groups_that_a_chain_refuses_and_files_that_cannot_be_written_are_told(tmp_path, capsys):

@@ -132,12 +132,11 @@ def _read_config(name: str) -> Method:
     config = files.load(name)
     longest = config.rollout.max_completion_tokens
     rewards = resolve_rewards(config.rewards, longest)
-    if not rewards:
-        raise InputError(f"check {name}: the config has no rewards of its own to sum")
     recipe = methods.make_recipe(config.named_chain, rewards)
     objective = methods.make_objective(config.loss, longest)
     chain = methods.make_chain(config.loss, recipe)
-    weights = {reward.name: reward.weight for reward in rewards}
+    # An environment's reward, if there is no other, goes by any name.
+    weights = {reward.name: reward.weight for reward in rewards} or {"reward": 1.0}
     if not isinstance(config.named_chain, Mapping):
         weights = dict.fromkeys(weights, 1.0)  # the weights of a chain are those of its parts
     method = Method(Path(name).stem, chain, objective, tuple(weights.items()))
