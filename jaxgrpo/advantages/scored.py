@@ -108,7 +108,7 @@ def keep_top_entropy(
         part = base.at_step(share, rollouts, jnp.float32)
         top = top_share(entropy, finite, part, axis=(0, 1, 2))
         mask = top if denominator == "shrink" else wide.mask
-        metrics = {"entropy": mean(entropy, top), "lowest": minimum(entropy, top)}
+        metrics: Metrics = {"entropy": mean(entropy, top), "lowest": minimum(entropy, top)}
         return Signal(value=jnp.where(top, wide.value, 0), mask=mask), metrics
 
     step = base.stateless(name, apply, needs=frozenset({score}))
@@ -162,7 +162,7 @@ def _less_token_baseline(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Me
     baseline, anywhere = group.near + above, mask.any(1, keepdims=True)
     high = jnp.where(anywhere, baseline, -jnp.inf).max(-1)
     low = jnp.where(anywhere, baseline, jnp.inf).min(-1)
-    metrics = {"spread": mean(high - low, anywhere.any(-1))}
+    metrics: Metrics = {"spread": mean(high - low, anywhere.any(-1))}
     return Signal(value=jnp.where(mask, less, 0).astype(wide.value.dtype), mask=mask), metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +126,7 @@ def test_the_mean_of_a_score_is_a_reward():
 def test_only_the_tokens_of_the_highest_entropy_keep_an_advantage():
     tokens = np.array([[[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 0, 0, 0]]], bool)
     entropy = np.where(tokens, RANDOM.permutation(16).reshape(2, 2, 4), 99.0)
-    fields = {"token_mask": tokens, "token_entropy": entropy}
+    fields: dict[str, Any] = {"token_mask": tokens, "token_entropy": entropy}
     rewards = [[1.0, 0.0], [3.0, 3.0]]  # a flat group, whose tokens are compared too
     top = np.sort(entropy[tokens])[-3:]  # of ten tokens
     centred = np.array([[0.5, -0.5], [0.0, 0.0]])[..., None]
@@ -164,7 +165,11 @@ def test_the_token_baseline_weighs_samples_by_their_gradients_so_far(to_go):
         left = tokens.sum(-1, keepdims=True) - 1 - np.arange(T)
         returns = np.where(tokens, rewards[..., None] * 0.9 ** np.maximum(left, 0), 0)
         steps[1:1] = [adv.to_tokens("last"), adv.reward_to_go(0.9)]
-    fields = {"trainer_logp": logp, "token_collision": collision, "token_mask": tokens}
+    fields: dict[str, Any] = {
+        "trainer_logp": logp,
+        "token_collision": collision,
+        "token_mask": tokens,
+    }
     value, mask = adv.evaluate(steps, rewards, **fields)
     np.testing.assert_array_equal(mask, tokens)
     for p in range(P):

@@ -31,7 +31,7 @@ RUNS = {
     "rewards_as_labels": {
         "loss.surrogate": {"use": "rewards_as_labels"},
         "loss.reduction": SUM,
-        "recipe": {"use": "sign", "threshold": 0.5},
+        "recipe": {"use": "sign", "threshold": 0.15},
         **TWICE,
     },
     "dcpo": {
@@ -43,7 +43,7 @@ RUNS = {
     "top_entropy": {"recipe": "top_entropy"},
     "optimal_token_baseline": {"recipe": "optimal_token_baseline"},
     "intuitor": {"recipe": {"use": "intuitor", "weights": LOGGED}},
-    "passk": {"recipe": {"use": "passk", "k": 2, "std": True, "threshold": 0.5}},
+    "passk": {"recipe": {"use": "passk", "k": 2, "std": True, "threshold": 0.15}},
     "rlpr": {"recipe": {"use": "rlpr", "weights": LOGGED}, "data.answer_prefix": " "},
     "verifree": {"recipe": {"use": "verifree", "weights": LOGGED}, "data.answer_prefix": " "},
     "nover": {"recipe": {"use": "nover", "weights": LOGGED}, "data.answer_prefix": " "},

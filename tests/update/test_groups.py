@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,7 +224,8 @@ def step_on_plain_arrays(config, params, surrogate):
     rows = lambda leaf: jnp.asarray(leaf).reshape(16, -1)  # noqa: E731
     mask = rows(sampled.token_mask & ~TRUNCATED[..., None])
     old, group = rows(sampled.behavior_logp), jnp.arange(16) // 4
-    fields = {"token_draw": rows(draws())} if "token_draw" in surrogate.needs else {}
+    draw = "token_draw" in surrogate.needs
+    fields: dict[str, Any] = {"token_draw": rows(draws())} if draw else {}
 
     def loss(params):
         logp = rows(tiny.whole_logps(config, params, sampled, TEMPERATURE))
