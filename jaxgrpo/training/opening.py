@@ -82,9 +82,7 @@ def open_run(
         learner, stream = restore(run, checkpoints, step)
         run = run._replace(learner=learner, stream=stream)
     finished_steps = step or 0
-    problems = [problem] if problem else []
-    if step is not None and process.is_main():
-        problems += folder.problems(step, meta.get("logged"))
+    problems = [*filter(None, [problem]), *folder.problems(step, meta.get("logged"))]
     aside_folder = folder.rewind(step)
     record(run, folder)
     display = Display(config.train.steps, finished_steps, active=shown and process.is_main())
