@@ -312,13 +312,17 @@ class RunFolder(Closing):
         return folder
 
     def logged(self, until: int | None = None) -> list[int]:
-        """[bytes, crc32] of metrics.jsonl, with the lines that wait for space.
+        """[bytes, crc32] of metrics.jsonl, with the lines that wait for space; of process 0's.
 
         Args:
           until: of the lines up to this step; None: of all.
         """
-        lines = complete_lines(self.path / "metrics.jsonl")
-        text = b"".join(line for line, entry in lines if until is None or entry["step"] <= until)
+        file = self.path / "metrics.jsonl"
+        if until is None:
+            text = read_bytes(file) or b""
+        else:
+            lines = complete_lines(file)
+            text = b"".join(line for line, entry in lines if entry["step"] <= until)
         text += self._unwritten_lines
         return [len(text), zlib.crc32(text)]
 
