@@ -164,11 +164,11 @@ def tries(request: pytest.FixtureRequest):
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Reports say which of the twenty faults a test is about (reliability_table.py)."""
-    wanted = {*(config.option.faults or ())}
+    faults = {*(config.option.faults or ())}
     for item in list(items):
         numbers = {mark.args[0] for mark in item.iter_markers("fault")}
         item.user_properties += [("fault", number) for number in numbers]
-        if wanted and not wanted & numbers:
+        if faults and not faults & numbers:
             items.remove(item)
 
 

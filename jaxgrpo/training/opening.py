@@ -81,13 +81,10 @@ def open_run(
     if step is not None:
         learner, stream = restore(run, checkpoints, step)
         run = run._replace(learner=learner, stream=stream)
-    finished_steps = step or 0
-    problems = [problem] if problem else []
-    if step is not None and process.is_main():
-        problems += folder.problems(step, meta.get("logged"))
+    problems = [*filter(None, [problem]), *folder.problems(step, meta.get("logged"))]
     aside_folder = folder.rewind(step)
     record(run, folder)
-    display = Display(config.train.steps, finished_steps, active=shown and process.is_main())
+    display = Display(config.train.steps, step or 0, active=shown and process.is_main())
     stack.enter_context(display.bar)
     say_start(run, display, devices_line, problems, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
@@ -99,13 +96,13 @@ def open_run(
     logged = config.run, config.tracking, configs.to_toml(config)
     return OpenRun(
         run=run,
-        finished_steps=finished_steps,
+        finished_steps=step or 0,
         folder=folder,
         checkpoints=checkpoints,
         display=display,
         keeper=keeper,
         watch=stack.enter_context(Watchdog(display.under_way, keeper.saved_line, *limits)),
-        log=stack.enter_context(Logbook(*logged, folder, display, finished_steps)),
+        log=stack.enter_context(Logbook(*logged, folder, display, step or 0)),
     )
 
 

@@ -34,8 +34,10 @@ import faulty_runs  # noqa: E402
 from forked import Forked, ForkServer  # noqa: E402
 
 from jaxgrpo.config import files as configs  # noqa: E402
+from jaxgrpo.training.processes.parent import STOP_SIGNALS  # noqa: E402
 
 MOST_STARTS = 200
+STOPPED = [code for number in STOP_SIGNALS for code in (128 + number, -number)]
 TRACE: Callable[[str], None] = print
 
 
@@ -157,7 +159,9 @@ def disturbed(
         if run.returncode == 0:
             return faults, starts
         faults[fault] += 1
-        expected = (-signal.SIGKILL, 129, 130, 138, 143, *((74, 2) if limit else ()))
+        # Before a run has begun, and when it has ended, a signal ends its process at once: -15 and
+        # 143 are the same to a shell.
+        expected = (-signal.SIGKILL, *STOPPED, *((74, 2) if limit else ()))
         if run.returncode not in expected or faulty_runs.disorder(errors):
             raise RuntimeError(f"seed {seed}: exit code {run.returncode}:\n{errors[-3000:]}")
     raise RuntimeError(f"seed {seed}: not at its end after {MOST_STARTS} starts")

@@ -130,10 +130,10 @@ def test_a_damaged_file_is_refused_in_a_line_or_the_run_ends_as_if_it_were_whole
         run = start("train", file, "--resume", "auto", is_powerless=True)
         output, _ = run.communicate(timeout=faulty_runs.SECONDS)
 
-        found = judge(damage, run.returncode, output, home / "r", folders.outcome, place)
-        found += ["a file that is not the run's was changed"] * (precious.read_bytes() != before)
-        if found:
-            problems.append(f"{place} {damage}: {'; '.join(found)}")
+        wrong = judge(damage, run.returncode, output, home / "r", folders.outcome, place)
+        wrong += ["a file that is not the run's was changed"] * (precious.read_bytes() != before)
+        if wrong:
+            problems.append(f"{place} {damage}: {'; '.join(wrong)}")
         else:
             tries()
         shutil.rmtree(home)

@@ -171,10 +171,11 @@ def test_processes_end_with_a_launcher_that_is_killed(config, tmp_path, environm
     run = start(*("train", config, "--set", "train.steps=500"), environment=environment, **more)
     wait_for((tmp_path / "r" / "metrics.jsonl").exists)
     children = psutil.Process(run.pid).children(recursive=True)
-    assert len(children) == 2
+    assert len(children) == 4  # two commands, each in a child of the process that a shell knows
     run.kill()
     run.communicate(timeout=60)
-    wait_for(lambda: not any(child.is_running() for child in children), seconds=10)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")

@@ -287,8 +287,8 @@ def test_no_manifest_that_says_something_else_is_taken_for_whole(count, tmp_path
         problem = damage(tmp_path / "3")
         if problem is None:
             stored = json.loads(file.read_bytes())["files"]
-            whole = json.loads(content)["files"]
-            assert stored == {name: whole[name] for name in stored}
+            listed = json.loads(content)["files"]
+            assert stored == {name: listed[name] for name in stored}
         else:
             assert str(tmp_path) in problem
 

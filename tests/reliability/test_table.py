@@ -53,6 +53,6 @@ def test_every_fault_of_the_page_has_tests_and_every_mark_a_fault(repository):
     marks: set[int] = set()
     for folder in table.FOLDERS:
         for file in (repository / "tests" / folder).glob("test_*.py"):
-            found = re.findall(r"mark\.fault\((\d+)\)", file.read_text("utf-8"))
-            marks |= {int(number) for number in found}
+            numbers = re.findall(r"mark\.fault\((\d+)\)", file.read_text("utf-8"))
+            marks |= {int(number) for number in numbers}
     assert marks == table.TWENTY.keys()

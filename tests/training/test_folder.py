@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import subprocess
+import zlib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -394,3 +395,46 @@ def test_a_process_that_outlives_the_trainer_does_not_hold_its_lock(tmp_path, en
         os.waitpid(child, 0)
         os.close(begun)
         os.close(begins)
+
+
+def test_metrics_that_are_not_what_was_written_are_said_and_a_missing_config_too(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_config("")
+        for step in range(1, 4):
+            run.write_metrics(step, {"reward": step / 8})
+            if step == 2:
+                logged = run.logged()
+    file = tmp_path / "metrics.jsonl"
+    written = file.read_bytes()
+    first, second, third = written.splitlines(keepends=True)
+    assert logged == [len(first + second), zlib.crc32(first + second)]
+    cases = {
+        written: 0,
+        written + b'{"step": 4, "rew': 0,
+        first + second: 0,
+        first + third: 1,
+        second + first: 1,
+        first.replace(b"0.125", b"0.5") + second: 1,
+        b"": 1,
+    }
+    with RunFolder(tmp_path, resume=True) as run:
+        for content, count in cases.items():
+            file.write_bytes(content)
+            problems = run.problems(2, logged)
+            assert len(problems) == count, content
+            assert all("metrics.jsonl is not what this run wrote" in text for text in problems)
+        assert run.problems(2, None) == run.problems(None, logged) == []  # of an older version
+        (tmp_path / "config.toml").unlink()
+        (problem,) = run.problems(2, None)
+        assert "config.toml is gone" in problem
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "samples", "checkpoints"])
+def test_a_folder_with_the_name_of_a_file_or_the_reverse_is_refused_at_the_start(tmp_path, name):
+    (tmp_path / name).mkdir() if "." in name else (tmp_path / name).touch()
+    with pytest.raises(
+        InputError, match=rf"{name} is .*folder, and a run writes .* there: move it"
+    ):
+        RunFolder(tmp_path, resume=True)
+    (tmp_path / name).rename(tmp_path / "away")
+    RunFolder(tmp_path, resume=True).close()

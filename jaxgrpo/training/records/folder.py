@@ -118,7 +118,7 @@ def write_atomically(path: Place, content: str | bytes) -> None:
 
 
 def _refuse_other_kinds(folder: Path) -> None:
-    """Raises: InputError where a folder is in the place of a file of the run, or the reverse."""
+    """Raises: InputError where a folder has the name of a file of the run, or the reverse."""
     for name in FILES:
         if (folder / name).is_dir():
             raise InputError(f"{folder / name} is a folder, and a run writes a file there: move it")
@@ -312,23 +312,29 @@ class RunFolder(Closing):
         return folder
 
     def logged(self, until: int | None = None) -> list[int]:
-        """[bytes, crc32] of metrics.jsonl, with the lines that wait for space.
+        """[bytes, crc32] of metrics.jsonl, with the lines that wait for space; of process 0's.
 
         Args:
           until: of the lines up to this step; None: of all.
         """
-        lines = complete_lines(self.path / "metrics.jsonl")
-        text = b"".join(line for line, entry in lines if until is None or entry["step"] <= until)
+        file = self.path / "metrics.jsonl"
+        if until is None:
+            text = read_bytes(file) or b""
+        else:
+            lines = complete_lines(file)
+            text = b"".join(line for line, entry in lines if entry["step"] <= until)
         text += self._unwritten_lines
         return [len(text), zlib.crc32(text)]
 
-    def problems(self, step: int, logged: Any) -> list[str]:
+    def problems(self, step: int | None, logged: Any) -> list[str]:
         """What of the files beside the checkpoint of a step is not what the run wrote.
 
         Args:
           logged: `logged()` as the checkpoint has it; None: it was not saved.
         """
-        problems = []
+        problems: list[str] = []
+        if step is None or not self._writes:
+            return problems
         if logged is not None and self.logged(step) != logged:
             problems.append(
                 f"{self.path / 'metrics.jsonl'} is not what this run wrote until step {step}: "
