@@ -135,7 +135,7 @@ def _read_config(name: str) -> Method:
     recipe = methods.make_recipe(config.named_chain, rewards)
     objective = methods.make_objective(config.loss, longest)
     chain = methods.make_chain(config.loss, recipe)
-    # An environment's reward, if there is no other, goes by any name.
+    # The games' reward stands for that of an environment, which has no entry in the config.
     weights = {reward.name: reward.weight for reward in rewards} or {"reward": 1.0}
     if not isinstance(config.named_chain, Mapping):
         weights = dict.fromkeys(weights, 1.0)  # the weights of a chain are those of its parts
