@@ -7,31 +7,23 @@ sketched once for all methods.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, TOKEN_DRAW, Score
+from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, Score
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
-from jaxgrpo.losses import Objective, Tokens, token_loss
-from jaxgrpo.losses.objective import with_batch_fields
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
-from jaxgrpo.update.preparing import (
-    Preparer,
-    judge_samples,
-    per_token,
-    token_draw,
-    weigh_tokens,
-)
+from jaxgrpo.update.batch_losses import batch_loss
+from jaxgrpo.update.preparing import Preparer, judge_samples
 from jaxgrpo.update.sketches import Sketch, make_sketch
 
 RUN = "run"
@@ -197,35 +189,12 @@ def _coefficients(
     chain, objective = contender.chain, without_pass(contender.objective)
     state = chain.init(spec)
     parts = chain, objective.acts_on_all, *judged
-    _, (advantage, mask, counted), *_ = judge_samples(*parts, state, rollouts)
-    prompts = jnp.arange(len(mask))
-    weight = weigh_tokens(objective.reduction, counted, mask, prompts)
-    available = {**rollouts.rewards, **rollouts.fields, TOKEN_DRAW: token_draw(rollouts)}
-    rows = functools.partial(jnp.reshape, shape=(-1, mask.shape[-1]))
-    fields = {
-        need: rows(per_token(available[need], rollouts))
-        for need in objective.needs & available.keys()
-    }
-    logp = rollouts.fields["trainer_logp"]
-    proximal = logp if objective.proximal == "trainer" else rollouts.behavior_logp
-    tokens = Tokens(
-        logp=rows(jnp.where(mask, logp, 0)),
-        proximal_logp=rows(proximal),
-        advantage=rows(advantage),
-        mask=rows(mask),
-        segment=jnp.ones(rows(mask).shape, jnp.int32),
-        fields=fields | {"behavior_logp": rows(rollouts.behavior_logp)},
-    )
-    group = jnp.broadcast_to(jnp.repeat(prompts, mask.shape[1])[:, None], tokens.mask.shape)
-    tokens = with_batch_fields(objective.batch_fields, tokens, group)
+    _, (advantage, _, mask), *_ = judge_samples(*parts, state, rollouts)
 
     def loss(logp: Array) -> Array:
-        moved = dataclasses.replace(tokens, logp=logp)
-        surrogate, penalties = objective.surrogate, objective.penalties
-        losses, _ = token_loss(surrogate, penalties, moved, objective.init())
-        return jnp.where(tokens.mask, rows(weight) * losses, 0).sum()
+        return batch_loss(objective, {"logp": logp}, rollouts, advantage, mask)
 
-    return -jax.grad(loss)(tokens.logp).reshape(mask.shape)
+    return -jax.grad(loss)(rollouts.fields["trainer_logp"])
 
 
 def even_out(values: np.ndarray, mask: np.ndarray) -> np.ndarray | None:

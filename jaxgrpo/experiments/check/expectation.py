@@ -17,11 +17,11 @@ from jax import Array
 
 from jaxgrpo.advantages import chains
 from jaxgrpo.core.metrics import Mean, Metric
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, POLICIES
+from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.core.types import Rollouts, RolloutSpec
 from jaxgrpo.experiments.check.games import GAMES, Game, Policies, groups, token_logp
 from jaxgrpo.experiments.check.method import Method
-from jaxgrpo.losses import Objective, Tokens, group_log_ratio, token_loss
+from jaxgrpo.update.batch_losses import batch_loss
 
 
 class Expected(NamedTuple):
@@ -147,60 +147,6 @@ def quantities(game: Game, logits: Array, reference: Array, index: Array) -> dic
     }
     current = {name: value[place, state] for name, value in by_state.items()}
     return {"logp": logp[place, state, token], **current}
-
-
-def batch_loss(
-    objective: Objective,
-    current: Mapping[str, Array],
-    rollouts: Rollouts,
-    advantage: Array,
-    mask: Array,
-) -> Array:
-    """The loss of a batch, weighed and with its dead left out as in training.
-
-    Args:
-      current: "logp" and what else the update's pass gives, [P, G, T].
-    """
-    live = mask.any(-1) if objective.acts_on_all else (advantage != 0).any(-1)
-    weight = jnp.where(live[..., None], objective.reduction.weights(mask), 0)
-    tokens = loss_tokens(objective, current, rollouts, advantage, mask & live[..., None])
-    per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective.init())
-    return (weight.reshape(per_token.shape) * per_token).sum()
-
-
-def loss_tokens(
-    objective: Objective,
-    current: Mapping[str, Array],
-    rollouts: Rollouts,
-    advantage: Array,
-    mask: Array,
-) -> Tokens:
-    """What the loss reads, a row for each sample."""
-    shape = mask.shape
-    fields = {**rollouts.rewards, **rollouts.fields, "behavior_logp": rollouts.behavior_logp}
-    fields["sampled_now"] = jnp.ones(shape)
-    names = objective.fields_read - {GROUP_LOG_RATIO}
-    wide = {
-        name: jnp.broadcast_to(value.reshape(*value.shape, *[1] * (3 - value.ndim)), shape)
-        for name, value in {**fields, **current}.items()
-        if name in names
-    }
-    scored = objective.proximal == "trainer"
-    rows = {
-        "logp": current["logp"],
-        "proximal_logp": rollouts.fields["trainer_logp"] if scored else rollouts.behavior_logp,
-        "advantage": advantage,
-        "mask": mask,
-        "segment": jnp.ones(shape, jnp.int32),
-    }
-    flat = {name: value.reshape(-1, shape[-1]) for name, value in rows.items()}
-    flat_fields = {name: value.reshape(-1, shape[-1]) for name, value in wide.items()}
-    tokens = Tokens(**flat, fields=flat_fields)
-    if objective.reads_groups:
-        place = jnp.broadcast_to(jnp.arange(shape[0])[:, None, None], shape).reshape(-1, shape[-1])
-        flat_fields[GROUP_LOG_RATIO] = group_log_ratio(tokens, place, shape[0])
-        tokens = Tokens(**flat, fields=flat_fields)
-    return tokens
 
 
 def draw(method: Method, game: Game, tables: Policies, reward: Array, index: Array) -> Rollouts:

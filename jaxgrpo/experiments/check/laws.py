@@ -19,15 +19,14 @@ from jax import Array
 from jaxgrpo.advantages import AdvantageTransform, chains
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 from jaxgrpo.experiments.check.expectation import (
-    batch_loss,
     count_refused,
     draw,
     judge,
-    loss_tokens,
 )
 from jaxgrpo.experiments.check.games import Game, Policies
 from jaxgrpo.experiments.check.method import Method
 from jaxgrpo.losses import Objective, Tokens, token_loss
+from jaxgrpo.update.batch_losses import batch_loss, loss_tokens
 
 TOLERANCE = 1e-9
 UP_TO_EPS = 1e-3
