@@ -51,7 +51,7 @@ from jaxgrpo.advantages.reflection import (
     reasoning_reflection,
 )
 from jaxgrpo.advantages.registry import build, evaluate
-from jaxgrpo.advantages.scored import score_mean, shape_by_effective_rank
+from jaxgrpo.advantages.scored import distill, score_mean, shape_by_effective_rank
 from jaxgrpo.advantages.streams import (
     combine,
     dvao,
@@ -105,6 +105,7 @@ __all__ = [
     "conditional_sign",
     "contrastive_pairs",
     "darling",
+    "distill",
     "divide_by_batch_std",
     "divide_by_group_mean",
     "divide_by_group_std",

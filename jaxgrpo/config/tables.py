@@ -75,6 +75,7 @@ class DataTable(TypedDict, total=False):
     template_time: str
     history: Literal["exact", "fork"]
     too_long: Literal["error", "drop"]
+    completion: str
 
 
 class LossTable(TypedDict, total=False):
@@ -118,8 +119,11 @@ class ScoreTable(TypedDict, total=False):
 
     name: str
     policy: str
+    policies: Mapping[str, str]
+    choose_by: str
     quantity: Quantity
     prompt: str
+    max_prompt_tokens: int
     temperature: float
     stride: int
 

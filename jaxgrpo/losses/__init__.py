@@ -9,6 +9,7 @@ from jaxgrpo.losses.penalties import (
     full_kl,
     k2,
     reverse_kl_off_policy,
+    top_k_divergence,
 )
 from jaxgrpo.losses.reductions import (
     Reduction,
@@ -91,5 +92,6 @@ __all__ = [
     "shaped_ratio",
     "token_loss",
     "token_mean",
+    "top_k_divergence",
     "vespo",
 ]

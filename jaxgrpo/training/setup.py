@@ -18,7 +18,6 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
-from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
@@ -36,7 +35,7 @@ from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, teachers
 from jaxgrpo.training.collecting import Collected, Collector
 from jaxgrpo.training.experience import with_experience
-from jaxgrpo.training.growing import brought_fields, make_trees
+from jaxgrpo.training.growing import brought_fields, make_trees, make_writer
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import Pretrained, check_recurrent, sampling_settings
@@ -229,6 +228,9 @@ def _assemble(
     converse = None if world is None else world.converse(rows)
     options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
     draw_groups = functools.partial(draw, method.engine, **options)
+    if (column := config.data.completion) is not None:
+        reading = blueprint.sampling, blueprint.chain, blueprint.objective
+        draw_groups = make_writer(column, rows, pretrained, config.rollout, *reading, brought)
     source = make_rollout_source(*keys, run_inputs, blueprint, draw_groups, rewards, brought)
     again = config.experience, config.rollout, run_inputs, rewards, config.train.seed
     source = with_experience(source, *again, blueprint.samples_on)
@@ -313,7 +315,7 @@ def build_method(
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
-    teachers.refuse_unread(config.scores, chain.needs | objective.needs)
+    scores = teachers.method_scores(config.scores, chain.needs, objective)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     methods.refuse_all_stale(rollout.staleness, train.steps)
     _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
@@ -337,7 +339,7 @@ def build_method(
         num_iterations=train.num_iterations,
         on_no_live_sample=train.on_no_live_sample,
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
-        scores=make_scores(config.scores),
+        scores=scores,
         teachers=scoring,
         answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,
