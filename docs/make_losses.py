@@ -51,6 +51,7 @@ PEERS = {
     "k2": "verl `k2` (`mse`)",
     "forward_kl_k3": "TRL `beta`; verl `low_var_kl`; slime `low_var_kl`",
     "reverse_kl_off_policy": "TRL `use_bias_correction_kl`; at ratio 1 verl `k3+`",
+    "top_k_divergence": "TRL `sdpo`, `gold`; verl `forward_kl_topk`",
     "entropy_bonus": "TRL `entropy_coef`; verl `entropy_coeff`",
     "adaptive_entropy": "TRL `use_adaptive_entropy`",
 }

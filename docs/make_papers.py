@@ -36,6 +36,8 @@ NOT_REPRODUCED = {
     "2010.02840": "its test suites for Spider: databases that are chosen to tell queries apart",
     "2110.14168": "its verifiers: a second model that is trained to judge",
     "2206.00761": TASKS,
+    "2306.08543": TASKS,
+    "2306.13649": TASKS,
     "2302.08215": TASKS,
     "2402.03300": "its scores in mathematics: pretraining of 7B on 120B tokens",
     "2402.14740": TASKS,
@@ -94,6 +96,7 @@ NOT_REPRODUCED = {
     "2512.02556": "the model of 671B",
     "2512.05962": "coverage in Lean with 7B: a prover; X4 has it on an enumerated toy",
     "2601.05242": TASKS,
+    "2601.20802": "its gains in code and science with 7B: tasks with feedback, and such models",
     "2601.22582": TASKS,
     "2602.02710": "its gains in training; X2 has its expected gradient",
     "2602.03025": "calls of tools in several turns: such tools",
@@ -126,6 +129,7 @@ OF_ALL_PARTS = re.compile(
 """Test files that name many parts and hold the oracle of none."""
 
 TESTED = {
+    "2306.13649": "`tests/update/test_distillation.py`",
     "2402.03300": "`tests/advantages/test_closed_forms.py`",
     "2205.14135": "`tests/models/test_kernels.py`",
     "2208.07339": "`tests/rollout/test_low_bit.py`",
@@ -134,6 +138,7 @@ TESTED = {
     "2507.19457": "`tests/training/test_prefixes.py`",
     "2509.19128": "`tests/training/test_staleness.py`",
     "2510.13786": "`tests/training/test_scale_rl.py`",
+    "2601.20802": "`tests/training/test_distilled_runs.py`",
 }
 """Paper -> its test, where that calls what comes from the paper by other names."""
 

@@ -275,15 +275,15 @@ LINES = {
     "losses": 1240,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 555,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 7605,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
+    "models": 7655,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 4349,  # with turns, samples that keep their slots, and experts that are recorded
+    "rollout": 4351,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 2140,  # with what kernels are chosen by, experts taken again, 240 of the atlas
     "config": 2216,  # with what tools and environments are, and 65 of other methods by name
-    "evaluation": 700,  # with how two judgements agree
-    "training": 7165,  # with a page of conversations, versions of tokens, damaged runs
-    "planning": 1719,  # 110 of it what compiled programs move, which benchmarks had
+    "evaluation": 701,  # with how two judgements agree
+    "training": 7245,  # with a page of conversations, versions of tokens, and what fits an update
+    "planning": 1720,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 3875,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3370,  # with saved samples judged again, queries answered, small models of 33 families
 }

@@ -56,6 +56,7 @@ from jaxgrpo.advantages.reflection import (
 )
 from jaxgrpo.advantages.registry import build, evaluate
 from jaxgrpo.advantages.scored import (
+    distill,
     keep_top_entropy,
     score_mean,
     shape_by_effective_rank,
@@ -116,6 +117,7 @@ __all__ = [
     "conditional_sign",
     "contrastive_pairs",
     "darling",
+    "distill",
     "divide_by_batch_std",
     "divide_by_group_mean",
     "divide_by_group_std",

@@ -33,7 +33,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, as_floats, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
 from jaxgrpo.advantages.plain import as_array, check_shapes
 from jaxgrpo.advantages.recipes import group as group_recipes
-from jaxgrpo.advantages.recipes import peers, several
+from jaxgrpo.advantages.recipes import peers, several, targets
 from jaxgrpo.advantages.recipes import scored as scored_recipes
 from jaxgrpo.advantages.stats import widen
 from jaxgrpo.core import errors
@@ -63,7 +63,7 @@ parts: dict[str, Factory] = _factories(
     *(streams, group, batch, masks, absolute, weights, tracked, reflection, filtered_model),
     *(tokens, kl_return, mismatch, scored, trees, turns),
 )
-recipes: dict[str, Factory] = _factories(group_recipes, several, scored_recipes, peers)
+recipes: dict[str, Factory] = _factories(group_recipes, several, scored_recipes, targets, peers)
 
 Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
 """A transform, a function, or {"use": name or either of them, option: value, ...}."""

@@ -206,7 +206,7 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
         if not callable(gamma) and gamma == 1:
             return base.with_value(signal, sum_behind(value)), {}
         decay = base.at_step(gamma, rollouts, value.dtype)
-        return base.with_value(signal, _discounted(value, signal.mask, decay)), {}
+        return base.with_value(signal, discounted(value, signal.mask, decay)), {}
 
     return base.stateless("reward_to_go", apply, levels=(3,))
 
@@ -248,7 +248,7 @@ def gae(
         discount, trust = (jnp.asarray(share, reward.dtype) for share in shares)
         # What the token before sees: h[t] = (1 - lam) v[t] + lam (r[t] + gamma h[next(t)]).
         lambda_return = (1 - trust) * estimate + trust * reward
-        lambda_return = _discounted(lambda_return, mask, discount * trust)
+        lambda_return = discounted(lambda_return, mask, discount * trust)
         ahead = jnp.pad(lambda_return[..., 1:], ((0, 0), (0, 0), (0, 1)))
         return base.with_value(signal, reward + discount * ahead - estimate), {}
 
@@ -277,7 +277,7 @@ def sum_behind(value: Array) -> Array:
     return total.reshape(padded.shape)[..., :number]
 
 
-def _discounted(value: Array, mask: Array, decay: Any) -> Array:
+def discounted(value: Array, mask: Array, decay: Any) -> Array:
     """a[t] = value[t] + decay * a[t + 1], where masked a[t + 1]; value must be 0 where masked."""
     carry = jnp.where(mask, jnp.asarray(decay, value.dtype), 1)
 

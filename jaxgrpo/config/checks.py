@@ -40,6 +40,9 @@ BuiltParts = dict[str, tuple[Part, Any]]
 
 SOURCE_OPTIONS = ("subset", "split", "revision")
 
+OTHER_FORMAT = "other"
+"""The format of a text that no named one fits."""
+
 METRIC = keys.ReferenceKeys().reset_metric
 UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
@@ -219,7 +222,7 @@ def _evaluation(values: Values) -> Iterator[str]:
             yield f"{where}: {UNEVALUATED}"
     for name, pattern in values.get("eval.formats", {}).items():
         where = f"eval.formats.{name} = {show(pattern)}"
-        if name == keys.OTHER_FORMAT:
+        if name == OTHER_FORMAT:
             yield f"{where}: {name} is the name of what fits no format; give another name"
         if problem := pattern_problem(pattern):
             yield f"{where}: {problem}"

@@ -37,7 +37,7 @@ RESUMABLE = {
 }
 """Keys, and whole tables, that may change when a run is resumed, and why."""
 
-_INPUTS = ("model.path", "data.path", "data.path.path", "eval.data", "scores.policy")
+_INPUTS = ("model.path", "data.path", "data.path.path", "eval.data")
 """Paths that begin at the config's folder; the third is that of a list's entries."""
 _LOCAL = "lora.path"  # one that is no name on the hub
 _NAMES = ("use", "recipe")  # keys that may name own code
@@ -192,8 +192,9 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [absolute(entry, folder, where) for entry in value]
-    is_policy = where == "scores.policy" and value in POLICIES
-    is_input = where in _INPUTS and not is_policy and is_path(str(value), folder)
+    is_policy = where == "scores.policy" or where.startswith("scores.policies.")
+    is_input = where in _INPUTS or (is_policy and value not in POLICIES)
+    is_input = is_input and is_path(str(value), folder)
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_input |= where == _LOCAL and not is_url(str(value))
     names_code = where.rpartition(".")[2] in _NAMES or where in _CODE

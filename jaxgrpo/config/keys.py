@@ -48,8 +48,7 @@ class RewardKeys:
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows if it raises
     timeout: float | None = key(None, above=0)  # seconds for one batch; beyond it as if it raised
-    flip: float = key(0.0, at_least=0, at_most=0.5)  # label noise: the share of 0/1 rewards that
-    # is flipped, in training only
+    flip: float = key(0.0, at_least=0, at_most=0.5)  # share of 0/1 rewards flipped in training
     options: dict[str, Any] = key({})
 
     @property
@@ -125,6 +124,7 @@ class DataKeys:
     history: str = key("exact", choices=("exact", "fork"))  # what a turn follows: the tokens before
     # it as they are, or the conversation as the template writes it again with each reply
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
+    completion: str | None = key(None)  # column of texts that are trained on; None: it samples
 
     @property
     def forks(self) -> bool:
@@ -161,9 +161,11 @@ class ScoreKeys:
 
     name: str = key()
     policy: str = key("trainer")  # "trainer", "reference", "base", "ema", or a model as model.path
+    policies: Mapping[str, str] = key({})  # several by name, instead of `policy`
+    choose_by: str = key("teacher")  # the column that names that of a row
     quantity: str = key("logp", choices=tuple(QUANTITIES))
-    prompt: str | None = key(None)  # a column of the data that replaces the prompt, or one's own
-    # "path/file.py:function" of row and completions that returns it; None: none
+    prompt: str | None = key(None)  # a column that replaces the prompt, or own code that writes it
+    max_prompt_tokens: int | None = key(None, at_least=1)  # of own code's; None: of rollout
     temperature: float | None = key(None, above=0)  # None: that of sampling
     stride: int = key(STRIDE, at_least=1)  # tokens between those with an effective rank
 
@@ -403,7 +405,8 @@ class Config:
     @property
     def teachers(self) -> list[str]:
         """The models that scores read beside the run's own."""
-        return sorted({entry.policy for entry in self.scores} - {*POLICIES})
+        named = {name for score in self.scores for name in (score.policy, *score.policies.values())}
+        return sorted(named - {*POLICIES})
 
     @property
     def scorer_name(self) -> str:
@@ -447,9 +450,6 @@ def config_folder(source: Path | None) -> Path:
     """Where the paths in a config begin: beside its file, or here for none and for shipped ones."""
     return Path.cwd() if source is None or source.parent == SHIPPED else source.parent
 
-
-OTHER_FORMAT = "other"
-"""The format of a text that no named one fits."""
 
 HINTS: dict[str, Any] = {
     name: hint for name, hint in typing.get_type_hints(Config).items() if name != "source"

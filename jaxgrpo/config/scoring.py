@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxgrpo.config.keys import ScoreKeys
 from jaxgrpo.config.own_code import short_name
@@ -11,9 +11,14 @@ from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.scores import NO_SCORES, SCORES, STRIDE, Score
 
 
-def make_scores(entries: Sequence[ScoreKeys]) -> dict[str, Score]:
-    """The scores that a method of a run may need: those of every run, and the config's."""
-    return SCORES | {entry.name: _score(entry) for entry in entries}
+def make_scores(entries: Sequence[ScoreKeys], counts: Mapping[str, int] = {}) -> dict[str, Score]:
+    """The scores that a method of a run may need: those of every run, and the config's.
+
+    Args:
+      counts: `Objective.counts` of the method.
+    """
+    scores = {entry.name: _score(entry) for entry in entries}
+    return SCORES | {n: score._replace(count=counts.get(n, 0)) for n, score in scores.items()}
 
 
 def check(values: Values) -> Iterator[str]:
@@ -40,6 +45,13 @@ def check(values: Values) -> Iterator[str]:
                 f'{where}.name = "{entry.name}": it is built in, the {built_in.quantity} by the '
                 f"{built_in.policy} policy, and only its stride may be set: take another name"
             )
+        if entry.policies and entry.policy != ScoreKeys(name=entry.name).policy:
+            yield (
+                f"{where}.policy = {show(entry.policy)}: policies names several, one for each row: "
+                "leave one of the two out"
+            )
+        if not all(isinstance(policy, str) and policy for policy in entry.policies.values()):
+            yield f'{where}.policies = {show(entry.policies)}: expected {{ name = "model" }}'
         if entry.quantity == "rank" and entry.temperature is not None:
             yield (
                 f"{where}.temperature = {entry.temperature:g}: a rank is the same at all of them: "
@@ -54,7 +66,9 @@ def check(values: Values) -> Iterator[str]:
 
 def _score(entry: ScoreKeys) -> Score:
     prompt = entry.prompt and short_name(entry.prompt)
-    return Score("[P, G, T]", entry.policy, entry.quantity, prompt, entry.temperature, entry.stride)
+    shape = "[P, G, T, 2, k + 1]" if entry.quantity == "likeliest" else "[P, G, T]"
+    score = Score(shape, entry.policy, entry.quantity, prompt, entry.temperature, entry.stride)
+    return score._replace(policies=(*entry.policies.values(),))
 
 
 def _name_problem(name: str, earlier: Sequence[str], rewards: set[str]) -> str:

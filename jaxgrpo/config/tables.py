@@ -77,6 +77,7 @@ class DataTable(TypedDict, total=False):
     template_time: str
     history: Literal["exact", "fork"]
     too_long: Literal["error", "drop"]
+    completion: str
 
 
 class LossTable(TypedDict, total=False):
@@ -125,8 +126,11 @@ class ScoreTable(TypedDict, total=False):
 
     name: str
     policy: str
+    policies: Mapping[str, str]
+    choose_by: str
     quantity: Quantity
     prompt: str
+    max_prompt_tokens: int
     temperature: float
     stride: int
 

@@ -21,8 +21,10 @@ QUANTITIES = {
     "collision": "chance that two draws in each token's place agree, the sum of squared chances",
     "rank": "number of tokens of the vocabulary that are likelier than each token",
     "effective_rank": "effective rank of the hidden states up to each `stride`-th token",
+    "likeliest": "the k likeliest tokens in each token's place, and their log-probs",
 }
-"""Quantity -> what it is, [P, G, T] each."""
+"""Quantity -> what it is, [P, G, T] each; but "likeliest" is [P, G, T, 2, k + 1]: k token ids and
+-1, then their log-probs and that of all others together. k is the reader's (`Penalty.counts`)."""
 
 
 STRIDE = 40
@@ -38,6 +40,19 @@ class Score(NamedTuple):
     prompt: str | None = None  # the column that replaces the prompt; None: none
     temperature: float | None = None  # None: that of sampling
     stride: int = STRIDE  # tokens between those with an effective rank
+    count: int = 0  # k of "likeliest"
+    policies: tuple[str, ...] = ()
+    """instead of `policy`: which of them scores a row is in the field `choice_field`"""
+
+    @property
+    def scored_by(self) -> tuple[str, ...]:
+        """The policies that score, each once."""
+        return tuple(dict.fromkeys(self.policies)) or (self.policy,)
+
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether the rows of an update have it: the same prompts, and one policy for all rows."""
+        return self.prompt is None and not self.policies
 
 
 class ScoringPass(NamedTuple):
@@ -46,6 +61,7 @@ class ScoringPass(NamedTuple):
     policy: str
     prompt: str | None
     temperature: float | None
+    share: float = 1.0  # of the rows, about, where several policies share them
 
 
 SCORES: dict[str, Score] = {
@@ -76,8 +92,10 @@ def passes(
     by_pass: dict[ScoringPass, dict[str, Score]] = {}
     for name in sorted(names):
         score = scores[name]
-        key = ScoringPass(score.policy, score.prompt, score.temperature)
-        by_pass.setdefault(key, {})[name] = score
+        for policy in score.scored_by:
+            share = 1 / len(score.scored_by)
+            key = ScoringPass(policy, score.prompt, score.temperature, share)
+            by_pass.setdefault(key, {})[name] = score
     yield from by_pass.items()
 
 
@@ -88,6 +106,25 @@ def prompt_field(column: str) -> str:
     'prompt:hinted'
     """
     return f"prompt:{column}"
+
+
+def choice_field(name: str) -> str:
+    """The field [P] int32 that says which of a score's `policies` scores a row.
+
+    >>> choice_field("teacher_logp")
+    'choice:teacher_logp'
+    """
+    return f"choice:{name}"
+
+
+def policy_field(name: str) -> str:
+    """The field [..., k + 1] of an update's own pass, with its gradient: the policy's log-probs of
+    the tokens of a score "likeliest", and of all others together.
+
+    >>> policy_field("teacher_top")
+    'policy:teacher_top'
+    """
+    return f"policy:{name}"
 
 
 OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}

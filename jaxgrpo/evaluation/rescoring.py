@@ -17,7 +17,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Constrain, Model, ModelConfig, stacked_params
-from jaxgrpo.models.logprobs import LIKELIEST, full_kl, token_confidence, token_logprobs, token_rank
+from jaxgrpo.models.distributions import full_kl
+from jaxgrpo.models.logprobs import LIKELIEST, token_confidence, token_logprobs, token_rank
 from jaxgrpo.update import packing
 from jaxgrpo.update.flat import flatten, hidden_states, in_rows
 from jaxgrpo.update.forward import micro_batch

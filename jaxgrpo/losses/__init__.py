@@ -12,6 +12,7 @@ from jaxgrpo.losses.penalties import (
     full_kl,
     k2,
     reverse_kl_off_policy,
+    top_k_divergence,
 )
 from jaxgrpo.losses.reductions import (
     Reduction,
@@ -107,6 +108,7 @@ __all__ = [
     "token_covariance",
     "token_loss",
     "token_mean",
+    "top_k_divergence",
     "topr",
     "vespo",
     "with_batch_fields",

@@ -12,7 +12,7 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS
+from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS, policy_field
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
@@ -75,6 +75,12 @@ class Objective(NamedTuple):
         return penalizes_all or self.surrogate.acts_on_all or self.reads_batch
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Fields of likeliest tokens -> how many there are; the update's pass gives what the policy
+        makes of each (`core.scores.policy_field`)."""
+        return {name: k for penalty in self.penalties for name, k in penalty.counts}
+
+    @property
     def fields_read(self) -> frozenset[str]:
         """The fields that surrogate and penalties read, whatever gives them."""
         return self.surrogate.needs.union(*(penalty.needs for penalty in self.penalties))
@@ -91,6 +97,9 @@ class Objective(NamedTuple):
         kinds |= dict.fromkeys(("logp", "proximal_logp", "advantage"), real)
         shapes = {name: jax.ShapeDtypeStruct((2, 3), kind) for name, kind in kinds.items()}
         fields = dict.fromkeys(self.fields_read, shapes["logp"])
+        for name, k in self.counts.items():
+            fields[name] = jax.ShapeDtypeStruct((2, 3, 2, k + 1), real)
+            fields[policy_field(name)] = jax.ShapeDtypeStruct((2, 3, k + 1), real)
 
         def total(logp: Array, arrays: Any, fields: Any, states: Any) -> Any:
             tokens = Tokens(**{**arrays, "logp": logp}, fields=fields)
@@ -163,15 +172,14 @@ def policy_loss(
     """The loss of plain arrays, a whole batch; differentiate it with respect to logp.
 
     Args:
-      surrogate, reduction, penalties: a name, {"use": name, **options}, or the object.
+      surrogate, reduction, penalties: a name, with ..._options, {"use": name, **options}, or it.
       logp, proximal_logp, advantage: [B, T]; or the advantage [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
       segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
       group: prompt ids, [B] of each row, or [B, T]; any numbers: for prompt_mean, gvpo, ...
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
         penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
-      surrogate_options, reduction_options: of those given by name.
-      fields: [B, T] each, what surrogate and penalties read: reference_logp, ...
+      fields: [B, T, ...] each, what surrogate and penalties read: reference_logp, ...
 
     Returns: (loss [], metrics).  Raises: InputError on other shapes, unknown names, no state.
 
@@ -180,7 +188,8 @@ def policy_loss(
     -1.0
     """
     advantage = _along(advantage, mask, segment)
-    _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
+    _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask)
+    _check_shapes(logp, True, **fields)
     reduction_part = build_reduction(reduction, reduction_options)
     weight, mask, segment = _layout(reduction_part, mask, segment, group)
     arrays = {"logp": logp, "proximal_logp": proximal_logp, "advantage": advantage, "mask": mask}
@@ -274,9 +283,11 @@ def _along(value: Array, mask: Array, segment: Array | None = None) -> Array:
     return jnp.broadcast_to(value[:, None], (value.shape[0], mask.shape[-1]))
 
 
-def _check_shapes(logp: Array, /, **arrays: Array) -> None:
+def _check_shapes(logp: Array, may_go_on: bool = False, /, **arrays: Array) -> None:
+    """Args: may_go_on: whether arrays may have axes behind B and T."""
     for name, array in arrays.items():
-        if logp.ndim != 2 or array.shape != logp.shape:
+        shape = array.shape[:2] if may_go_on else array.shape
+        if logp.ndim != 2 or shape != logp.shape:
             rows = ", or the advantage [B], one for each row" if name == "advantage" else ""
             raise InputError(
                 f"{name} has shape {array.shape} and logp {logp.shape}: both must be [B, T]{rows}"

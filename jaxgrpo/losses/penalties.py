@@ -29,6 +29,7 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics, accumulate_dtype, mean
+from jaxgrpo.core.scores import policy_field
 from jaxgrpo.losses.sequences import check_level, segment_sum
 from jaxgrpo.losses.surrogates import LOG_RATIO_LIMIT, Tokens, clamp_log_ratio
 
@@ -50,6 +51,9 @@ class Penalty(NamedTuple):
     observe: Callable[[Any, Metrics], Any] | None = None
     """(state, metrics of a whole update) -> the state of the next; given exactly with `init`"""
     per_token: bool = False  # whether a token's penalty depends on no other token
+    counts: tuple[tuple[str, int], ...] = ()
+    """scores of likeliest tokens that it reads, and k of each. The update's pass then gives the
+    field `core.scores.policy_field` [..., k + 1] beside it."""
 
 
 def k2(beta: float, level: str = "token") -> Penalty:
@@ -171,7 +175,7 @@ def full_kl(beta: float) -> Penalty:
       beta: weight against the surrogate; not negative.
 
     Reads fields["full_kl"], differentiated, which the update's own pass makes
-    (`jaxgrpo.models.logprobs.full_kl`).
+    (`jaxgrpo.models.distributions.full_kl`).
     Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the policy's probability
     of tokens whose log ratio was clamped at 20.
     Raises: InputError on a negative beta, and if fields lack full_kl.
@@ -190,6 +194,90 @@ def full_kl(beta: float) -> Penalty:
         return beta * value, metrics | {"kl_clamped": mean(clamped, tokens.mask)}
 
     return Penalty("full_kl", compute, frozenset({"full_kl"}))
+
+
+def top_k_divergence(
+    beta: float, alpha: float = 0.0, score: str = "teacher_top", k: int = 20
+) -> Penalty:
+    """The divergence from another model at each token, of distributions shortened to its k
+    likeliest tokens and one entry for all others together.
+
+        p the policy, q the other model; l_v = log q_v - log p_v, v over k tokens and the tail
+        alpha 0:        beta sum_v q_v l_v                            forward, KL(q || p)
+        alpha 1:        beta sum_v -p_v l_v                           reverse, KL(p || q)
+        between:        beta sum_v ((1 - alpha) p_v log(p_v / m_v) + alpha q_v log(q_v / m_v)),
+                        m = (1 - alpha) p + alpha q                   JSD(alpha)
+
+    At most the divergence of the whole distributions, and equal to it for k = V - 1. Value and
+    gradient are exactly 0 where p = q. As `full_kl` it leaves out what a token does to later
+    states. It acts at any tokens: the policy's samples, or texts of the data (`data.completion`).
+    Where the other model has no prompt for a sample (NaN in the field) there is none.
+
+    Args:
+      beta: weight against the surrogate; not negative.
+      alpha: in [0, 1].
+      score: an entry of `[[scores]]` with quantity = "likeliest", by q.
+      k: tokens that are compared one by one; below V. They take 8 (k + 1) bytes at each token.
+
+    Reads a field of the score's name, of the shape `[..., 2, k + 1]`, and one of "policy:" and that
+    name, `[..., k + 1]`, differentiated, which the update's own pass makes
+    (`jaxgrpo.models.distributions.shortened`).
+    Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the share of tokens with
+    a |l_v| above 20, which counts as 20.
+    Raises: InputError on a negative beta, an alpha outside [0, 1], k < 1, and without the fields.
+    Source: SDPO, arXiv 2601.20802, with k = 100 and alpha = 0.5; GKD, arXiv 2306.13649, whose beta
+    is our alpha. SDPO's code takes the policy's likeliest tokens, here those of q.
+
+    >>> import dataclasses
+    >>> log_q = jnp.array([[[7, -1], [math.log(0.75), math.log(0.25)]]])  # token 7, and all others
+    >>> fields = {"teacher_top": log_q, "policy:teacher_top": jnp.log(jnp.array([[0.5, 0.5]]))}
+    >>> tokens = dataclasses.replace(Tokens.from_ratios([1.0]), fields=fields)
+    >>> value, _ = top_k_divergence(1.0, k=1).compute(tokens)
+    >>> round(float(value[0]), 3)  # 0.75 log 1.5 + 0.25 log 0.5
+    0.131
+    """
+    _check("top_k_divergence", beta, "token")
+    if not (0 <= alpha <= 1) or k < 1:
+        raise InputError(
+            f"top_k_divergence: alpha = {alpha}, k = {k}; expected 0 (forward) <= alpha <= 1 "
+            "(reverse), and one token or more"
+        )
+
+    compute = functools.partial(_compare, beta, alpha, score)
+    return Penalty("top_k_divergence", compute, frozenset({score}), counts=((score, k),))
+
+
+def _compare(beta: float, alpha: float, score: str, tokens: Tokens) -> tuple[Array, Metrics]:
+    """`top_k_divergence` of tokens."""
+    about = "log-probs of the likeliest tokens and of the others, of a score likeliest"
+    target = tokens.field(score, "top_k_divergence", about)[..., 1, :]
+    policy = tokens.field(policy_field(score), "top_k_divergence", about)
+    mask, dtype = tokens.mask & jnp.isfinite(target[..., 0]), accumulate_dtype(policy.dtype)
+    log_p, log_q = (jnp.where(mask[..., None], x, 0).astype(dtype) for x in (policy, target))
+    value, slope, far = _divergence(alpha, *jax.lax.stop_gradient((log_p, log_q)))
+    value = jnp.where(mask, value, 0)
+    pull = (slope * (log_p - jax.lax.stop_gradient(log_p))).sum(-1)
+    metrics: Metrics = {"kl": mean(value, mask), "kl_clamped": mean(far.astype(dtype), mask)}
+    return beta * (value + pull), metrics
+
+
+def _divergence(alpha: float, log_p: Array, log_q: Array) -> tuple[Array, Array, Array]:
+    """(divergence, its derivative by each log p less what sums to 0, whether a ratio is clamped).
+
+    d p_v sums to 0 over v, so that any constant may be taken from the derivative by p_v.
+    """
+    log_p, log_q = jnp.maximum(log_p, FLOOR), jnp.maximum(log_q, FLOOR)
+    p, q, far = jnp.exp(log_p), jnp.exp(log_q), jnp.abs(log_q - log_p) > LOG_RATIO_LIMIT
+    ratio = jnp.clip(log_q - log_p, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if alpha == 0:
+        value, slope = q * ratio, p - q
+    elif alpha == 1:
+        value, slope = -p * ratio, -p * ratio
+    else:
+        mixed = jnp.log1p(alpha * jnp.expm1(ratio))  # log(m / p)
+        slope = -(1 - alpha) * p * mixed
+        value = slope + alpha * q * (ratio - mixed)
+    return value.sum(-1), slope, far.any(-1)
 
 
 def entropy_bonus(coefficient: float) -> Penalty:

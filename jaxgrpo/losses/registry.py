@@ -46,7 +46,8 @@ reductions: dict[str, Callable[..., Reduction]] = _by_name(
     *(weights.constant, weights.prompt_mean),
 )
 penalties: dict[str, Callable[..., Penalty]] = _by_name(
-    *(terms.k2, terms.forward_kl_k3, terms.reverse_kl_off_policy, terms.full_kl)
+    *(terms.k2, terms.forward_kl_k3, terms.reverse_kl_off_policy, terms.full_kl),
+    terms.top_k_divergence,
 )
 """Uses of the KL divergence to the reference that act in the loss."""
 

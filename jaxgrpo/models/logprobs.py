@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and exact KL, chunk by chunk: no [B, T, V] array is ever whole."""
+"""Log-probabilities and entropies, chunk by chunk: no [B, T, V] array is ever whole."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ TOKENS_PER_CHUNK = 256
 Measured on a 2-core CPU (benchmarks/logprobs.py). Small vocabularies like chunks that stay in the
 cache. Of large ones every chunk reads the head and adds to its gradient: below 128 tokens that
 traffic is more than the products. A run on a GPU or TPU takes more (`training.memory`).
-"""
-
-LIMIT = 20.0
-"""Log ratios of single tokens in `full_kl` are at most this: a reference without any probability
-costs no more.
 """
 
 LIKELIEST = 20
@@ -87,11 +82,11 @@ def token_logprobs(
         head = unembed
     else:
         # What unembed closes over becomes an argument, so that a gradient can be returned for it.
-        chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
+        chunk, _ = chunk_and_vocab(unembed, hidden, logits_per_chunk)
         converted, read = jax.closure_convert(unembed, hidden[:1, :chunk])
         head = Head(tuple(read), lambda read, hidden: converted(hidden, *read))
     logits = functools.partial(head.unembed, head.as_read(head.weights))
-    chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
+    chunk, _ = chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk)
     chunks = _chunks_to_compute(hidden, count, chunk)
     return _token_logprobs(settings, head.weights, hidden, targets, chunks)
@@ -134,7 +129,7 @@ def loss_of_tokens(
     Returns: (loss, logp, entropy, sums); only the loss carries gradient, to hidden and weights.
     """
     logits = functools.partial(head.unembed, head.as_read(head.weights))
-    chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
+    chunk, _ = chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk, cost)
     chunks = _chunks_to_compute(hidden, count, chunk)
     return _loss_of_tokens(settings, head.weights, hidden, (targets, args, shared, chunks, sums))
@@ -167,14 +162,14 @@ def token_confidence(
     Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: k = 20. There the log-probs are what the
       inference engine reports, of the model before temperature by default in vLLM.
     """
-    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
+    chunk, _ = chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
     def chunk_confidence(hidden: Array) -> Array:
         return confidence_from_logits(
-            _scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k
+            scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k
         )
 
-    return jax.lax.stop_gradient(_by_chunks(chunk_confidence, chunk, hidden))
+    return jax.lax.stop_gradient(by_chunks(chunk_confidence, chunk, hidden))
 
 
 def confidence_from_logits(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
@@ -195,68 +190,16 @@ def token_rank(
 
     Whole numbers. V where the target's logit is NaN. Chunked as `token_logprobs` is; no gradient.
     """
-    chunk, vocab = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
+    chunk, vocab = chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
     def chunk_rank(hidden: Array, targets: Array) -> Array:
-        z = _scaled(unembed(hidden), 1.0)
+        z = scaled(unembed(hidden), 1.0)
         target_z = jnp.where(_is_target(z, targets), z, 0).sum(-1, keepdims=True)
         ids = jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1)
         is_behind = (z < target_z) | ((z == target_z) & (ids >= targets[..., None]))
         return vocab - is_behind.sum(-1, dtype=jnp.float32)
 
-    return _by_chunks(chunk_rank, chunk, jax.lax.stop_gradient(hidden), targets)
-
-
-def full_kl(
-    unembed: Callable[[Array], Array],
-    hidden: Float[Array, "D N E"],
-    anchor_unembed: Callable[[Array], Array],
-    anchor_hidden: Float[Array, "D N E"],
-    *,
-    temperature: float = 1.0,
-    logits_per_chunk: int | None = None,
-) -> tuple[Float[Array, "D N"], Float[Array, "D N"]]:
-    """KL(policy || anchor) of the next token at each position, and how much of it was limited.
-
-        l_v = min(log p_v - log q_v, 20),   p = softmax(z / temperature), q the anchor's
-        kl = sum_v p_v l_v
-        limited = sum_v p_v [log p_v - log q_v > 20]
-
-    The gradient is taken with l fixed: sum_v p_v d l_v is 0 without the limit, and with it a token
-    that the anchor does not know is pushed down as one of 20 nats. Tokens are taken in chunks along
-    N, whose logits, of both policies, the backward pass computes again. Gradients of what `unembed`
-    reads are summed over chunks in at least float32.
-
-    Args:
-      unembed, anchor_unembed: hidden [..., E] -> logits [..., V]; the anchor's gets no gradient.
-      temperature: of the sampling distribution, for both.
-      logits_per_chunk: upper bound on the logits of one chunk and bin, both policies together;
-        None: see `jaxgrpo.models.logprobs.TOKENS_PER_CHUNK`.
-
-    Returns: (kl, limited) in at least float32, in nats and as a share.
-    """
-    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk, policies=2)
-    # What unembed closes over becomes an argument, held wide: the chunks' gradients are added in
-    # the dtype of what they belong to.
-    converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
-    dtypes = [leaf.dtype for leaf in read]
-    wide = [leaf.astype(accumulate_dtype(leaf.dtype)) for leaf in read]
-
-    @jax.checkpoint
-    def chunk_kl(hidden: Array, anchor: Array) -> tuple[Array, Array]:
-        weights = [leaf.astype(dtype) for leaf, dtype in zip(wide, dtypes, strict=True)]
-        log_p = jax.nn.log_softmax(_scaled(converted(hidden, *weights), temperature))
-        log_q = jax.nn.log_softmax(_scaled(anchor_unembed(anchor), temperature))
-        p = jnp.exp(log_p)
-        # Where p is 0 both may be -inf.
-        ratio = jnp.where(p > 0, jax.lax.stop_gradient(log_p - log_q), 0)
-        kl = (p * jnp.minimum(ratio, LIMIT)).sum(-1)
-        return kl, jax.lax.stop_gradient(jnp.where(ratio > LIMIT, p, 0).sum(-1))
-
-    anchor_hidden = jax.lax.stop_gradient(anchor_hidden)
-    if chunk == hidden.shape[1]:
-        return chunk_kl(hidden, anchor_hidden)
-    return _by_chunks(chunk_kl, chunk, hidden, anchor_hidden)
+    return by_chunks(chunk_rank, chunk, jax.lax.stop_gradient(hidden), targets)
 
 
 class _Settings(NamedTuple):
@@ -398,7 +341,7 @@ def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, co
 
 def _values_from_logits(settings: _Settings, logits: Array, targets: Array):
     """(logp, logsumexp, entropy or None) [D, n] of one chunk."""
-    z = _scaled(logits, settings.temperature)
+    z = scaled(logits, settings.temperature)
     highest = z.max(-1)
     shifted = z - highest[..., None]
     weight = jnp.exp(shifted)
@@ -416,7 +359,7 @@ def _values_from_logits(settings: _Settings, logits: Array, targets: Array):
 
 def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:
     """d loss / d logits of one chunk, from the cotangents a of logp and b of the entropy."""
-    z = _scaled(logits, settings.temperature)
+    z = scaled(logits, settings.temperature)
     log_p = z - total[..., None]
     slope = a[..., None]
     if b is not None:
@@ -430,11 +373,12 @@ def _is_target(z: Array, targets: Array) -> Array:
     return jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1) == targets[..., None]
 
 
-def _scaled(logits: Array, temperature: float) -> Array:
+def scaled(logits: Array, temperature: float) -> Array:
+    """logits / temperature in at least float32."""
     return logits.astype(accumulate_dtype(logits.dtype)) / temperature
 
 
-def _chunk_and_vocab(
+def chunk_and_vocab(
     unembed: Callable[[Array], Array],
     hidden: Array,
     logits_per_chunk: int | None,
@@ -464,7 +408,7 @@ def _over_bins(settings: _Settings, sums: Any, weights: Any) -> Any:
     return jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), gradient, weights)
 
 
-def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
+def by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
     """`function` of arrays [D, N, ...], over `chunk` positions of N at a time."""
 
     _, pieces = jax.lax.scan(lambda _, xs: (None, function(*xs)), None, _split(chunk, arrays))

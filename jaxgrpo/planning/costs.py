@@ -192,13 +192,14 @@ def _scoring_work(
       micro: micro-batches of a pass, each of which reads the weights.
     """
     blueprint, minibatches = run.blueprint, run.config.train.minibatches
-    scored_by = [scoring_pass.policy for scoring_pass, _ in scoring_passes(run)]
+    scored_by = [scoring_pass for scoring_pass, _ in scoring_passes(run)]
     flops, read = [], []
-    for policy in scored_by:
+    for policy, _, _, share in scored_by:
         model = blueprint.policy_model(policy)
         weights = jnp.dtype(model.config.dtype).itemsize * count_weights(model).total
-        flops.append(forward_flops(model, blueprint.geometry.num_prompts, *sizes) / minibatches)
-        read.append(micro * weights / blueprint.mesh.shape["tensor"])
+        prompts = blueprint.geometry.num_prompts
+        flops.append(share * forward_flops(model, prompts, *sizes) / minibatches)
+        read.append(share * micro * weights / blueprint.mesh.shape["tensor"])
     calls, mean = minibatches * len(scored_by), lambda values: sum(values) / max(1, len(values))
     return {"score": Work(calls, mean(flops), mean(flops), mean(read), loops)}
 

@@ -278,5 +278,5 @@ def _score(run: Run) -> Program:
     fields = {name: batch.fields[name] for name in before}
     batch = dataclasses.replace(batch, fields=fields)
     params = params_of(learner, scoring_pass.policy)
-    arguments = (params, batch, tuple(scores), blueprint.geometry)
+    arguments = (params, batch, tuple(scores), blueprint.geometry, scoring_pass.policy)
     return compile_program(run, "score", run.steps.score, *arguments)

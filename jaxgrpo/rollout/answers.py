@@ -50,8 +50,10 @@ class Answers(NamedTuple):
         """L, the tokens of the longest prefix and answer."""
         return max(map(len, self.forced))
 
-    def fields(self, row: np.ndarray, ids: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-        """FORCED, THOUGHT and MASK of samples.
+    def fields(
+        self, row: np.ndarray, ids: Sequence[Sequence[int]], rewards: Any = None
+    ) -> dict[str, np.ndarray]:
+        """FORCED, THOUGHT and MASK of samples, whatever their rewards.
 
         Args:
           row: [P], of each group in the data.

@@ -411,8 +411,9 @@ def make_judge(
     )
 
 
-AddFields = Callable[[np.ndarray, Sequence[Sequence[int]]], dict[str, np.ndarray]]
-"""(row [P] of each group in the data, tokens of the P x G completions) -> fields"""
+AddFields = Callable[..., dict[str, np.ndarray]]
+"""(row [P] of each group in the data, tokens of the P x G completions, rewards: name -> [P, G]) ->
+fields"""
 
 
 def make_rewarder(
@@ -457,7 +458,7 @@ def make_rewarder(
         length = tokens.shape[-1]
         ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
         for add in add_fields:
-            fields |= add(row, ids)
+            fields |= add(row, ids, scores)
         rewards: Any = scores
         judged = dataclasses.replace(rollouts, rewards=rewards, fields=fields)
         observed = dataclasses.replace(judged, fields=fields | score_answers(params, judged))

@@ -1,21 +1,29 @@
-"""What else makes the samples of a run: trees, and right samples of earlier steps."""
+"""What else makes the samples of a run: trees, right samples of earlier steps, texts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.data.prompts import check_tokens, name_row, token_ids
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import routing
 from jaxgrpo.rollout import dialogue, trees
+from jaxgrpo.rollout.answers import answer_end_tokens
+from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.drift import DRIFT
+from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.prefixes import PREFIX
 from jaxgrpo.rollout.trees import Trees
+from jaxgrpo.training.pretrained import Pretrained
 
 EXCLUDES = {
     "tree.branch": {
@@ -31,6 +39,13 @@ EXCLUDES = {
         "prefixes": "a kept sample would follow another prompt",
         "early_stop": "a sample that was stopped is none of the policy's",
     },
+    "data.completion": {
+        "refill": "the texts of a row are the same each time",
+        "staleness": "texts are of no policy",
+        "goals": "texts begin as they are written",
+        "interrupt": "no text is interrupted",
+        "early_stop": "no text is stopped",
+    },
     "replay": {
         "refill": "no flat group can be replaced",
         "staleness": "each step trains on its own file",
@@ -40,6 +55,9 @@ EXCLUDES = {
     },
 }
 """What else makes samples -> keys of `rollout` that do not go with it, and why."""
+
+Rows = Sequence[Mapping[str, Any]]
+Draw = Callable[[Params, Prompts, np.ndarray], Drawing]
 
 
 def refuse_excluded(
@@ -129,3 +147,108 @@ def brought_fields(
         steps = rollout.max_completion_tokens
         fields[trees.DEPTH] = jax.ShapeDtypeStruct((*samples, steps), np.int32)
     return fields
+
+
+def make_writer(
+    column: str,
+    rows: Rows,
+    pretrained: Pretrained,
+    rollout: RolloutKeys,
+    settings: SamplingSettings,
+    chain: AdvantageTransform,
+    objective: Objective,
+    brought: Collection[str] = (),
+) -> Draw:
+    """What gives the texts of a column as the samples of its rows, each with an end token.
+
+    They take the place of drawing alone: rewards judge them, teachers score them, the loss sees
+    samples of another policy. Their `policy_version` is -1 and `behavior_logp` 0, which nothing
+    may read.
+
+    Args:
+      column: of a text, or of a list of `rollout.group_size` texts.
+      chain, objective: of the run.
+      brought: fields that come with samples which are drawn.
+
+    Raises: InputError where there is no such column, a text is none or too long, samples are to be
+      answered or to grow, or are weighed by how likely they were to what drew them.
+    """
+    where = f'data.completion = "{column}"'
+    refuse_excluded("data.completion", rollout)
+    if grown := sorted({*brought} - {routing.EXPERTS}):
+        raise InputError(f"{where}: texts have no {grown[0]}; leave out what adds it to samples")
+    _refuse_weights(where, chain, objective)
+    samples, longest = rollout.group_size, rollout.max_completion_tokens
+    encoded = _encode(where, column, rows, pretrained, rollout, settings.stop_tokens)
+
+    def draw(params: Params, prompts: Prompts, key: np.ndarray) -> Drawing:
+        del params, key
+        shape = len(prompts.row), samples
+        tokens = np.full((*shape, longest), settings.pad_token, np.int32)
+        mask = np.zeros((*shape, longest), bool)
+        for place, row in enumerate(np.asarray(prompts.row).tolist()):
+            for sample in range(samples):
+                ids = encoded[row * samples + sample]
+                tokens[place, sample, : len(ids)], mask[place, sample, : len(ids)] = ids, True
+        arrays: dict[str, Any] = {"completion_tokens": tokens, "token_mask": mask}
+        arrays |= {"behavior_logp": np.zeros(mask.shape, np.float32), "rewards": {}, "fields": {}}
+        version = np.full(shape, -1, np.int32)
+        arrays |= {"truncated": np.zeros(shape, bool), "policy_version": version}
+        rollouts = Rollouts(**vars(prompts), **arrays)
+        return Drawing((_ for _ in ()), lambda: rollouts)
+
+    return draw
+
+
+def _encode(
+    where: str,
+    column: str,
+    rows: Rows,
+    pretrained: Pretrained,
+    rollout: RolloutKeys,
+    stop_tokens: Sequence[int],
+) -> list[np.ndarray]:
+    """The tokens of all texts, `rollout.group_size` for each row."""
+    if column not in rows[0]:
+        raise InputError(f"{where}: the data have no such column; they have {', '.join(rows[0])}")
+    samples, longest = rollout.group_size, rollout.max_completion_tokens
+    texts = [_texts(where, rows, place, column, samples) for place in range(len(rows))]
+    tokenizer, vocab_size = pretrained.tokenizer, pretrained.model.config.vocab_size
+    flat = token_ids(tokenizer, [text for row_texts in texts for text in row_texts], column)
+    end = answer_end_tokens(tokenizer, stop_tokens)
+    encoded = [np.asarray([*ids, *end], np.int32) for ids in flat]
+    for place, ids in enumerate(encoded):
+        if len(ids) > longest:
+            raise InputError(
+                f"{where}: {name_row(rows, place // samples)}: a text of {len(ids)} tokens with "
+                f"its end, and rollout.max_completion_tokens = {longest}: set it to that or more"
+            )
+    repeated_rows = [row for row in rows for _ in range(samples)]
+    check_tokens(repeated_rows, encoded, tokenizer, vocab_size, column)
+    return encoded
+
+
+def _texts(where: str, rows: Rows, place: int, column: str, samples: int) -> list[str]:
+    """The texts of a row, one for each sample."""
+    value = rows[place][column]
+    texts = [value] if isinstance(value, str) else value
+    is_list = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
+    if not is_list or len(texts) != samples:
+        raise InputError(
+            f"{where}: {name_row(rows, place)} holds {value!r}, expected "
+            f"{'a text' if samples == 1 else f'a list of {samples} texts'}, as many as "
+            f"rollout.group_size = {samples}"
+        )
+    return list(texts)
+
+
+def _refuse_weights(where: str, chain: AdvantageTransform, objective: Objective) -> None:
+    """Raises: InputError where the method reads the log-probs of what drew its samples."""
+    surrogate = objective.surrogate
+    if chain.importance or (surrogate.weighs and objective.proximal == "behavior"):
+        reader = "a weight of the chain" if chain.importance else f"loss.surrogate {surrogate.name}"
+        raise InputError(
+            f"{where}: {reader} reads how likely samples were to the policy that drew them, and "
+            'that is not known for texts: set loss.proximal = "trainer", or take { use = '
+            '"reinforce" }'
+        )

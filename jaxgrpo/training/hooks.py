@@ -117,7 +117,8 @@ def count_work(opened: OpenRun) -> Hook:
     sampled = count_weights(blueprint.model).work
     trained = update_passes * blueprint.num_iterations * sampled
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
-        trained += count_weights(blueprint.policy_model(scoring_pass.policy)).work
+        model = blueprint.policy_model(scoring_pass.policy)
+        trained += round(scoring_pass.share * count_weights(model).work)
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]

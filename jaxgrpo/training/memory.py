@@ -339,7 +339,7 @@ def update_arguments(
 ) -> tuple[Any, ...]:
     """What the update program of a run is compiled for: its learner, and the shapes of a batch."""
     anchors = read_by_update(learner, objective.anchors)
-    batch = packing.abstract_batch(geometry, objective.needs)
+    batch = packing.abstract_batch(geometry, objective.needs, objective.counts)
 
     def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = (None, "bins", *[None] * len(leaf.shape))[: len(leaf.shape)]

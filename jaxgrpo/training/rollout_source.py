@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import ANSWERS_OF_POLICIES, OF_ANSWERS, OF_BATCH, Score, prompt_field
+from jaxgrpo.core.scores import (
+    ANSWERS_OF_POLICIES,
+    OF_ANSWERS,
+    OF_BATCH,
+    Score,
+    choice_field,
+    prompt_field,
+)
 from jaxgrpo.core.types import Params, Rollouts, Stream, Waiting
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
@@ -93,8 +100,8 @@ def make_rollout_source(
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
     columns = methods.needed_columns(needs.difference(brought), rows, rewards, blueprint.scores)
     prompting = scores, rollout, run_inputs, blueprint.policy_model
-    prompt_columns, functions = prompted.read_prompts(*prompting)
-    columns = {name: on_device(column) for name, column in {**columns, **prompt_columns}.items()}
+    score_columns, functions = prompted.read_prompts(*prompting, names)
+    columns = {name: on_device(column) for name, column in {**columns, **score_columns}.items()}
     trace({**columns, **brought})
     goals = run_goals(rollout, pretrained.tokenizer, seed)
     select = _make_select(policy, run_inputs.prompts, goals, geometry, seed, prefixes)
@@ -102,7 +109,7 @@ def make_rollout_source(
     score_answers = make_answer_scorer(policy, *scoring)
     add_fields = [source.fields for source in ([answers] if answers else []) + functions]
     judging = make_judge(pretrained.tokenizer, rewards, rows), columns, add_fields, score_answers
-    room = columns | {entry.field: np.empty((0, entry.width), np.int32) for entry in functions}
+    room = columns | {entry.field: entry.no_prompts for entry in functions}
     sizes = geometry, names, {**room, **brought}, answers, goals and goals.tokens.shape[1]
     waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
     reward = make_rewarder(policy, *judging, train.steps, seed)
@@ -205,6 +212,7 @@ def _replayed(
         _refuse_whole_samples({*needs}, scores)
     fields = {*needs} - scores.keys() - {*rewards}
     fields |= {prompt_field(score.prompt) for score in scores.values() if score.prompt is not None}
+    fields |= {choice_field(name) for name, score in scores.items() if score.policies}
     source = rollout_source_from_files(replay, rewards, fields)
     trace(replay.load(0).fields)
     return source

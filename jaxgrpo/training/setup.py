@@ -19,7 +19,6 @@ from jaxgrpo.config import methods
 from jaxgrpo.config.contenders import make_atlases
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
-from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
@@ -37,7 +36,7 @@ from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, teachers
 from jaxgrpo.training.collecting import Collected, Collector
 from jaxgrpo.training.experience import with_experience
-from jaxgrpo.training.growing import brought_fields, make_trees
+from jaxgrpo.training.growing import brought_fields, make_trees, make_writer
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import Pretrained, check_recurrent, sampling_settings
@@ -218,19 +217,20 @@ def _assemble(
     make_learner: Callable[[Blueprint], Learner] | None,
 ) -> Setup:
     """The run of a method on its inputs. Its weights are read last."""
-    pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
+    blueprint, pretrained, rows = method.blueprint, run_inputs.pretrained, run_inputs.prompts.rows
     memory.refuse_too_large(method.memory, pretrained.mesh)
     keys = config.rollout, config.data, config.train, config.scores
-    blueprint = method.blueprint
     grown = make_trees(config.tree, config.rollout, config.experience)
     lacking = blueprint.chain.needs.difference(*rows[:1])
-    share, has_turns = config.experience.share, config.has_turns
-    forks = blueprint.geometry.has_forks
+    share, has_turns, forks = config.experience.share, config.has_turns, config.data.forks
     recorded = routing.recorded(blueprint.model.config.kinds)
     brought = brought_fields(grown, config.rollout, share, has_turns, lacking, forks, recorded)
     converse = None if (world := run_inputs.world) is None else world.converse(rows)
     options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
     draw_groups = functools.partial(draw, method.engine, **options)
+    if (column := config.data.completion) is not None:
+        reading = blueprint.sampling, blueprint.chain, blueprint.objective
+        draw_groups = make_writer(column, rows, pretrained, config.rollout, *reading, brought)
     source = make_rollout_source(*keys, run_inputs, blueprint, draw_groups, rewards, brought)
     again = config.experience, config.rollout, run_inputs, rewards, config.train.seed
     source = with_experience(source, *again, blueprint.samples_on)
@@ -316,7 +316,7 @@ def build_method(
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
-    teachers.refuse_unread(config.scores, chain.needs | objective.needs)
+    scores = teachers.method_scores(config.scores, chain.needs, objective)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     methods.refuse_all_stale(rollout.staleness, train.steps)
     _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
@@ -340,7 +340,7 @@ def build_method(
         num_iterations=train.num_iterations,
         on_no_live_sample=train.on_no_live_sample,
         kernel=_choose_kernel(config.model.attention, pretrained, geometry),
-        scores=make_scores(config.scores),
+        scores=scores,
         teachers=scoring,
         answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxgrpo.config.keys import ScoreKeys
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import SCORES
+from jaxgrpo.config.scoring import make_scores
+from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.core.scores import SCORES, Score, choice_field
 from jaxgrpo.core.types import Params
+from jaxgrpo.data.prompts import name_row
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, sequences, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import folders
@@ -97,6 +101,55 @@ def read_teachers(teachers: Mapping[str, Teacher], mesh: Mesh) -> dict[str, Para
         )
         for path, (model, _) in teachers.items()
     }
+
+
+def read_choices(
+    entries: Sequence[ScoreKeys], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, np.ndarray]:
+    """Which of its policies scores each row: the fields `scores.choice_field`, int32 [rows].
+
+    Raises: InputError with the first row whose column names none of them.
+    """
+    choices: dict[str, np.ndarray] = {}
+    for index, entry in enumerate(entries):
+        if not entry.policies:
+            continue
+        names, where = [*entry.policies], f"scores[{index}].policies"
+        for place, row in enumerate(rows):
+            if (name := row.get(entry.choose_by)) not in names:
+                hint = suggest(str(name), names)
+                raise InputError(
+                    f"{where}: {name_row(rows, place)} has {entry.choose_by} = {name!r}, which is "
+                    f"none of them: {hint}"
+                )
+        numbers = [names.index(row[entry.choose_by]) for row in rows]
+        choices[choice_field(entry.name)] = np.asarray(numbers, np.int32)
+    return choices
+
+
+def method_scores(
+    entries: Sequence[ScoreKeys], read_by_chain: frozenset[str], objective: Objective
+) -> dict[str, Score]:
+    """The scores that a method may read: those of every run, and those of a config.
+
+    Raises: InputError for one that nothing reads, and where likeliest tokens are read as something
+    else, or something else as them.
+    """
+    refuse_unread(entries, read_by_chain | objective.needs)
+    scores = make_scores(entries, objective.counts)
+    for name, score in scores.items():
+        is_likeliest = score.quantity == "likeliest"
+        if is_likeliest and (name in read_by_chain or not score.count):
+            raise InputError(
+                f'scores: {name} has quantity = "likeliest", which only loss.kl = {{ use = '
+                f'"top_k_divergence", score = "{name}" }} reads: name it there and nowhere else'
+            )
+        if score.count and not is_likeliest:
+            raise InputError(
+                f'loss.kl: top_k_divergence reads {name}, whose quantity is "{score.quantity}": '
+                'set it to "likeliest"'
+            )
+    return scores
 
 
 def refuse_unread(entries: Sequence[ScoreKeys], needs: frozenset[str]) -> None:

@@ -166,7 +166,8 @@ def refuse(
             "the atlas cannot show it"
         )
     needs = contender.needs
-    lacking = {scores[need].policy for need in needs & scores.keys()}.difference(policies)
+    scorers = (scores[need].scored_by for need in needs & scores.keys())
+    lacking = {policy for names in scorers for policy in names}.difference(policies)
     lacking |= (needs & OF_ANSWERS.keys()).difference(read_by_run)
     if lacking:
         raise InputError(

@@ -6,8 +6,10 @@ how alike the updates of several are (the atlas).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +17,6 @@ from jaxgrpo.core.scores import TOKEN_DRAW
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.losses.objective import with_batch_fields
-from jaxgrpo.update.preparing import per_token, token_draw
 
 
 def batch_loss(
@@ -66,3 +67,16 @@ def loss_tokens(
     field_rows = {name: value.reshape(-1, shape[-1]) for name, value in fields.items()}
     group = jnp.broadcast_to(jnp.arange(shape[0])[:, None, None], shape).reshape(-1, shape[-1])
     return with_batch_fields(objective.batch_fields, Tokens(**rows, fields=field_rows), group)
+
+
+def per_token(value: Array, rollouts: Rollouts) -> Array:
+    """A field [P], [P, G] or [P, G, T, ...] at every token of the samples, [P, G, T, ...]."""
+    value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+    return jnp.broadcast_to(value, (*rollouts.token_mask.shape, *value.shape[3:]))
+
+
+def token_draw(rollouts: Rollouts) -> Array:
+    """A uniform number in [0, 1) for each token, [P, G, T]."""
+    key = jax.random.fold_in(jax.random.key(0), rollouts.step)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(rollouts.ordinal)
+    return jax.vmap(lambda key: jax.random.uniform(key, rollouts.token_mask.shape[1:]))(keys)

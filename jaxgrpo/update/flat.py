@@ -151,8 +151,8 @@ REROUTED = "rerouted"
 
 
 def flatten_rows(flat: Flat, values: Array) -> Array:
-    """Values [D, R, Q] of rows at the flat tokens [D, N]; 0 at those of prompts."""
-    return _picked(values.reshape(len(values), -1), flat.origin)
+    """Values [D, R, Q, ...] of rows at the flat tokens [D, N, ...]; 0 at those of prompts."""
+    return _picked(values.reshape(len(values), -1, *values.shape[3:]), flat.origin)
 
 
 def in_rows(micro: TrainBatch, flat: Flat, values: Array) -> Array:

@@ -14,14 +14,15 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score
+from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score, policy_field
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.decoder import Remat
-from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
+from jaxgrpo.models.distributions import full_kl, shortened
+from jaxgrpo.models.logprobs import Entropy, Head, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import spectrum
@@ -81,7 +82,7 @@ class Blueprint(NamedTuple):
     @property
     def policies(self) -> list[str]:
         """What the method reads beside the trained policy, of `scores.POLICIES`."""
-        names = {self.scores[name].policy for name in self.scored}
+        names = {policy for name in self.scored for policy in self.scores[name].scored_by}
         names |= {OF_ANSWERS[name].policy for name in self.chain.needs & OF_ANSWERS.keys()}
         return sorted((names & {*POLICIES} - {"trainer"}) | self.objective.anchors)
 
@@ -90,12 +91,12 @@ class Blueprint(NamedTuple):
         teacher = self.teachers.get(policy)
         return self.model if teacher is None else teacher.model
 
-    def score_pass(self, score: Score) -> Pass:
-        """What a pass that gives a score is computed with."""
+    def score_pass(self, score: Score, policy: str) -> Pass:
+        """What a pass of a policy that gives a score is computed with."""
         settings = self.passes
-        is_trainer = score.policy == "trainer" and score.prompt is None
+        is_trainer = policy == "trainer" and score.prompt is None
         settings = settings._replace(replays=settings.replays and is_trainer)
-        if teacher := self.teachers.get(score.policy):
+        if teacher := self.teachers.get(policy):
             settings = settings._replace(model=teacher.model, kernel=teacher.kernel)
         temperature = settings.temperature if score.temperature is None else score.temperature
         return settings._replace(temperature=temperature)
@@ -127,10 +128,12 @@ def forward(
     entropy: Entropy = "none",
     reference: Params | None = None,
     fullest: Array | None = None,
+    distributions: Collection[str] = (),
 ) -> tuple[Array, dict[str, Array]]:
     """One micro-batch under `params`, against the whole distributions of `reference` if given.
 
     Args:
+      distributions: fields of likeliest tokens, of which there is a `scores.policy_field` too.
       fullest: tokens of the fullest bin's rows, where `micro` has not all bins; None: it has.
 
     Returns: (log-probs of the chosen tokens, the quantities of OF_PASS and what goes with them),
@@ -151,9 +154,14 @@ def forward(
     )
     fields = {} if values is None else {"policy_entropy": values}
     fields |= rerouted
+    unembed = functools.partial(model.unembed, params)
+    for name in distributions:
+        ids = flatten_rows(flat, micro.fields[name])[..., 0, :-1].astype(jnp.int32)
+        options: Any = {"temperature": temperature, "logits_per_chunk": logits_per_chunk}
+        fields[policy_field(name)] = shortened(unembed, hidden, ids, **options)
     if reference is not None:
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
-            functools.partial(model.unembed, params),
+            unembed,
             hidden,
             functools.partial(model.unembed, reference),
             hidden_states(model, reference, micro, flat, kernel)[0],
@@ -182,8 +190,8 @@ def score(
             logits_per_chunk=logits_per_chunk,
             count=flat.count,
         )
+    unembed = functools.partial(head.unembed, head.as_read(head.weights))
     if "rank" in quantities:
-        unembed = functools.partial(head.unembed, head.as_read(head.weights))
         values["rank"] = logprobs.token_rank(unembed, hidden, flat.targets)
     if "collision" in quantities:
         # With f(x) = logsumexp(z / x) the sum of squares is exp(f(x / 2) - 2 f(x)), and z goes.
@@ -192,10 +200,9 @@ def score(
             for x in (temperature, temperature / 2)
         )
         values["collision"] = jnp.exp(jnp.minimum(2 * warm - cold, 0))
-    likeliest = min(logprobs.LIKELIEST, model.config.num_drawable)
-    numbers = {"confidence": likeliest, "certainty": model.config.vocab_size}
+    few = min(logprobs.LIKELIEST, model.config.num_drawable)
+    numbers = {"confidence": few, "certainty": model.config.vocab_size}
     for quantity in sorted(quantities & numbers.keys()):
-        unembed = functools.partial(head.unembed, head.as_read(head.weights))
         values[quantity] = logprobs.token_confidence(
             unembed, hidden, k=numbers[quantity], temperature=temperature
         )
@@ -203,9 +210,32 @@ def score(
     for name, entry in scores.items():
         if entry.quantity == "effective_rank":
             fields[name] = spectrum.ranks_along(mesh, rows(hidden), micro.segment, entry.stride)
+        elif entry.quantity == "likeliest":
+            sizes: Any = {"count": entry.count, "logits_per_chunk": logits_per_chunk}
+            fields[name] = rows(likeliest(unembed, hidden, temperature=temperature, **sizes))
         else:
             fields[name] = rows(values[entry.quantity])
     return fields
+
+
+def score_batch(
+    settings: Pass, params: Params, batch: TrainBatch, scores: Mapping[str, Score]
+) -> dict[str, Array]:
+    """The scores of a batch by one pass, [K, D, R, Q, ...]; 0 in micro-batches not live."""
+    first = jnp.int32(0)
+
+    # Jitted so that it is traced once, for its shapes and for the loop.
+    @functools.partial(jax.jit, inline=True)
+    def values(index: Array) -> dict[str, Array]:
+        return score(settings, params, micro_batch(batch, index), scores)
+
+    def body(index: Array, carry: Any) -> Any:
+        return {name: carry[name].at[index].set(value) for name, value in values(index).items()}
+
+    shapes = jax.eval_shape(values, first)
+    count = len(batch.tokens)
+    start = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
+    return jax.lax.fori_loop(first, batch.num_live, body, start)
 
 
 def loss_of_tokens(

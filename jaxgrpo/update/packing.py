@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -369,20 +369,20 @@ def gather(
     fields: dict[str, Array],
     constrain: Constrain = lambda value, axes: value,
 ) -> TrainBatch:
-    """Moves samples into the rows that the plan gives them. Pure; jitted by the caller.
+    """Moves samples into the rows that the plan gives them. Pure; jitted by the caller. `constrain`
+    lays an array out on the caller's mesh by logical axis names: D over the bins.
 
-    Args:
-      constrain: lays an array out on the caller's mesh by logical axis names: D over the bins.
-
-    Shapes: advantage, weight, mask and every field [P, G, T]; the rest as in the types.
+    Shapes: advantage, weight, mask [P, G, T], fields [P, G, T, ...]; the rest as in the types.
     """
     groups, samples, steps = rollouts.completion_tokens.shape
     position, real = _positions(rollouts)
     source = _sources(plan, real)
 
     def move(value: Array) -> Array:
-        moved = jnp.broadcast_to(value, (groups, samples, steps)).reshape(-1)[source]
-        return jnp.where(source >= 0, moved, jnp.asarray(0, value.dtype))
+        trailing = value.shape[3:]
+        wide = jnp.broadcast_to(value, (groups, samples, steps, *trailing)).reshape(-1, *trailing)
+        is_real = jnp.expand_dims(source >= 0, [*range(4, 4 + len(trailing))])
+        return jnp.where(is_real, wide[source], jnp.asarray(0, value.dtype))
 
     length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
     last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)
@@ -429,12 +429,11 @@ def _positions(rollouts: Rollouts) -> tuple[Array, Array]:
     return jnp.where(fork > 0, place - begin - 1, position), real & ~is_first
 
 
-def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
-    """The shapes and dtypes of the batch of an update that `gather` makes.
-
-    Args:
-      needs: fields that the objective reads.
-    """
+def abstract_batch(
+    geometry: Geometry, needs: Collection[str], counts: Mapping[str, int] = {}
+) -> TrainBatch:
+    """The shapes and dtypes of the batch of an update that `gather` makes; `needs` are fields that
+    the objective reads, and `counts` its `Objective.counts`."""
     sizes = geometry.micro_batches, geometry.bins
     prompts, rows = geometry.prompts_per_bin, geometry.rows
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
@@ -446,6 +445,7 @@ def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
     token, names = abstract("int32", rows, steps), {"behavior_logp", *needs}
     flag = abstract("bool", rows, steps)
     fields = dict.fromkeys(sorted(names - OF_PASS.keys()), per_token)
+    fields |= {name: abstract("float32", rows, steps, 2, k + 1) for name, k in counts.items()}
     fields |= {FORK: token} if geometry.has_forks else {}
     if geometry.routed is not None:
         fields[EXPERTS] = abstract(DTYPE.__name__, rows, steps, *geometry.routed)
@@ -468,13 +468,13 @@ def _over_bins(constrain: Constrain, leaf: Array) -> Array:
 
 
 def scatter(values: Array, plan: Plan, token_mask: Array) -> Array:
-    """The way back: row values [K, D, R, Q] to samples [P, G, T]; 0 if a token had no place.
+    """The way back: row values [K, D, R, Q, ...] to samples; 0 if a token had no place.
 
     Args:
       token_mask: [P, G, T], of the rollouts.
     """
     place = _places(plan, _real(token_mask))
-    return values.reshape(-1).at[place].get(mode="fill", fill_value=0)
+    return values.reshape(-1, *values.shape[4:]).at[place].get(mode="fill", fill_value=0)
 
 
 def _sources(plan: Plan, real: Array) -> Array:

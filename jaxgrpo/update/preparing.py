@@ -27,6 +27,7 @@ from jaxgrpo.core.scores import (
     TOKEN_DRAW,
     Score,
     answer_field,
+    choice_field,
     passes,
     prompt_field,
 )
@@ -37,7 +38,8 @@ from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.routing import EXPERTS
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
-from jaxgrpo.update.forward import Blueprint, Pass, micro_batch, params_of, score
+from jaxgrpo.update.batch_losses import per_token, token_draw
+from jaxgrpo.update.forward import Blueprint, params_of, score_batch
 
 ANCHORS = ("base_logp", "reference_logp")
 """Fields that show, if a method asks for them, how far the policy has moved."""
@@ -64,13 +66,15 @@ class Preparer:
 
     def __init__(self, blueprint: Blueprint):
         self.blueprint: Blueprint = blueprint
-        self.score: Jitted = jax.jit(self._score, static_argnums=(2, 3))
+        shape = blueprint.geometry.num_prompts, blueprint.geometry.group_size
+        shape = *shape, blueprint.geometry.max_completion_tokens
+        self.score: Jitted = jax.jit(self._score, static_argnums=(2, 3, 4))
         self.behind_prompt: Jitted = jax.jit(_behind_prompt, static_argnums=1)
+        self.per_sample: Jitted = jax.jit(functools.partial(_per_sample, shape))
         judged = blueprint.chain, blueprint.objective.acts_on_all, blueprint.reward_weights
         draws = blueprint.sampling.temperature > 0
-        self.judge: Jitted = jax.jit(
-            functools.partial(judge_samples, *judged, draws, blueprint.mesh)
-        )
+        judged = *judged, draws, blueprint.mesh
+        self.judge: Jitted = jax.jit(functools.partial(judge_samples, *judged))
         self.recipe: AdvantageTransform = blueprint.recipe or blueprint.chain
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
         self.weigh: Jitted = jax.jit(functools.partial(weigh_tokens, blueprint.objective.reduction))
@@ -100,7 +104,7 @@ class Preparer:
         live, metrics = sharding.to_host(live), merge(metrics, load)
         plans, batches = [], []
         planned = live if compact else np.ones_like(live)
-        rollouts = self.with_prompted_fields(learner, rollouts, planned)
+        rollouts = self.with_fields_apart(learner, rollouts, planned)
         for prompts, plan in _plans(lengths, planned, geometry):
             metrics = merge(metrics, packing.work(plan, lengths, geometry))
             batches.append(self.assemble(learner, rollouts, judged, prompts, plan))
@@ -143,50 +147,79 @@ class Preparer:
         """The rollouts with what a chain needs, scored on every sample."""
         scores, geometry = self.blueprint.scores, self.blueprint.geometry
         names = needs & scores.keys()
-        prompted = {name for name in names if scores[name].prompt is not None}
-        fields = self.score_samples(learner, names - prompted, rollouts, lengths, geometry)
-        rollouts = self.score_prompted(learner, prompted, rollouts)
+        apart = {name for name in names if not scores[name].is_of_batch}
+        fields = self.score_samples(learner, names - apart, rollouts, lengths, geometry)
+        rollouts = self.score_apart(learner, apart, rollouts)
         scored = {OF_ANSWERS[name].policy for name in needs & OF_ANSWERS.keys()} - {""}
         for policy in sorted(scored):
             fields |= self.score_answers(learner, rollouts, policy)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
-    def with_prompted_fields(
-        self, learner: Learner, rollouts: Rollouts, live: np.ndarray
-    ) -> Rollouts:
-        """The rollouts with what only the loss reads behind another prompt, on live samples.
-
-        Such scores are no quantities of a batch, whose rows follow the samples' own prompts.
-        """
+    def with_fields_apart(self, learner: Learner, rollouts: Rollouts, live: np.ndarray) -> Rollouts:
+        """The rollouts with what only the loss reads and no batch has (`Score.is_of_batch`), on
+        live samples."""
         scores = self.blueprint.scores
         names = self.blueprint.objective.needs & scores.keys() - rollouts.fields.keys()
-        prompted = {name for name in names if scores[name].prompt is not None}
-        return self.score_prompted(learner, prompted, rollouts, live)
+        apart = {name for name in names if not scores[name].is_of_batch}
+        return self.score_apart(learner, apart, rollouts, live)
 
-    def score_prompted(
+    def score_apart(
         self,
         learner: Learner,
         names: Collection[str],
         rollouts: Rollouts,
         live: np.ndarray | None = None,
     ) -> Rollouts:
-        """The rollouts with the named fields, of samples with another prompt before them.
+        """The rollouts with the named fields, of samples with another prompt before them, or of
+        rows that several policies share. NaN where a sample has no such prompt.
 
         Args:
           live: [P, G], the samples that are scored; None: all.
         """
-        by_prompt: dict[str, list[str]] = {}
+        fields, scores = {}, self.blueprint.scores
+        by_samples: dict[Any, list[str]] = {}
         for name in sorted(names):
-            by_prompt.setdefault(str(self.blueprint.scores[name].prompt), []).append(name)
-        fields, mesh, geometry = {}, self.blueprint.mesh, self.blueprint.geometry
-        for column, group in by_prompt.items():
-            moved = self.behind_prompt(rollouts, column)
-            wide = geometry._replace(max_prompt_tokens=moved.prompt_tokens.shape[1])
-            least = sharding.rounded_up(mesh, wide.widest, "sequence")
-            wide = wide._replace(tokens=max(geometry.tokens, least))
+            key = scores[name].prompt, name if scores[name].policies else None
+            by_samples.setdefault(key, []).append(name)
+        for (column, chooser), group in by_samples.items():
+            moved, geometry = self.moved_behind(rollouts, column)
             lengths = sharding.to_host(self.measure(moved))
-            fields |= self.score_samples(learner, group, moved, lengths, wide, live)
+            scored = np.ones(rollouts.token_mask.shape[:2], bool) if live is None else live
+            scored = scored.reshape(lengths.completion.shape) & (lengths.prompt >= 0)[:, None]
+            for policy, member in self.members(rollouts, scores[group[0]], chooser):
+                rows = scored & np.repeat(member, len(scored) // len(member))[:, None]
+                parts = self.score_samples(learner, group, moved, lengths, geometry, rows, policy)
+                for name, part in parts.items():  # no sample is in two of them
+                    part = self.per_sample(part, moved.prompt_mask)
+                    fields[name] = fields[name] + part if name in fields else part
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def moved_behind(
+        self, rollouts: Rollouts, column: str | None
+    ) -> tuple[Rollouts, packing.Geometry]:
+        """The samples behind another prompt, if there is a column of them, and their sizes."""
+        geometry, mesh = self.blueprint.geometry, self.blueprint.mesh
+        if column is None:
+            return rollouts, geometry
+        moved = self.behind_prompt(rollouts, column)
+        prompts, samples = moved.token_mask.shape[:2]
+        wide = geometry._replace(num_prompts=prompts, group_size=samples)
+        wide = wide._replace(max_prompt_tokens=moved.prompt_tokens.shape[1])
+        least = sharding.rounded_up(mesh, wide.widest, "sequence")
+        return moved, wide._replace(tokens=max(geometry.tokens, least))
+
+    def members(
+        self, rollouts: Rollouts, score: Score, chooser: str | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """(policy, the groups [P] that it scores) of each policy of a score that has any."""
+        if chooser is None:
+            yield score.policy, np.ones(len(rollouts.row), bool)
+            return
+        choice = sharding.to_host(rollouts.fields[choice_field(chooser)])
+        for policy in score.scored_by:
+            numbers = [place for place, name in enumerate(score.policies) if name == policy]
+            if (member := np.isin(choice, numbers)).any():
+                yield policy, member
 
     def score_answers(self, learner: Learner, rollouts: Rollouts, policy: str) -> dict[str, Array]:
         """How likely the reference answers are, in a pass over them and the thoughts."""
@@ -218,8 +251,10 @@ class Preparer:
         lengths: packing.Lengths,
         geometry: packing.Geometry,
         live: np.ndarray | None = None,
+        policy: str | None = None,
     ) -> dict[str, Array]:
-        """The named fields [P, G, T] of every sample, or of those that are live, 0 of others."""
+        """The named fields [P, G, T, ...] of every sample, or of those that are live, 0 of others;
+        of all their policies, or of one."""
         if not names:
             return {}
         mask, plans, scored = rollouts.token_mask, [], []
@@ -227,7 +262,7 @@ class Preparer:
         live = np.ones(mask.shape[:2], bool) if live is None else live
         for _, plan in _plans(lengths, live, geometry):
             batch = self.gather(rollouts, plan, zero, zero, mask, {})
-            scored.append(self.score_fields(learner, names, batch, geometry))
+            scored.append(self.score_fields(learner, names, batch, geometry, policy))
             plans.append(plan)
         return {
             name: self.rows_to_samples([fields[name] for fields in scored], plans, mask)
@@ -278,27 +313,29 @@ class Preparer:
         names: Collection[str],
         batch: TrainBatch,
         geometry: packing.Geometry,
+        policy: str | None = None,
     ) -> dict[str, Array]:
-        """The named fields [K, D, R, Q], by as few passes as give them."""
+        """The named fields [K, D, R, Q, ...], by as few passes as give them."""
         fields: dict[str, Array] = {}
         for scoring_pass, scores in passes(self.blueprint.scores, names):
-            params = params_of(learner, scoring_pass.policy)
-            fields |= self.score(params, batch, tuple(scores), geometry)
+            if policy in (None, scoring_pass.policy):
+                params = params_of(learner, scoring_pass.policy)
+                arguments = tuple(scores), geometry, scoring_pass.policy
+                fields |= self.score(params, batch, *arguments)
         return fields
 
     def _score(
-        self, params: Params, batch: TrainBatch, names: tuple[str, ...], geometry: packing.Geometry
+        self,
+        params: Params,
+        batch: TrainBatch,
+        names: tuple[str, ...],
+        geometry: packing.Geometry,
+        policy: str,
     ) -> dict[str, Array]:
         """The named scores, of one pass, as of `score_batch`."""
         scores = {name: self.blueprint.scores[name] for name in names}
-        settings = self.blueprint.score_pass(scores[names[0]])._replace(tokens=geometry.tokens)
-        return score_batch(settings, params, batch, scores)
-
-
-def per_token(value: Array, rollouts: Rollouts) -> Array:
-    """A field [P], [P, G] or [P, G, T] at every token of the samples, [P, G, T]."""
-    value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
-    return jnp.broadcast_to(value, rollouts.token_mask.shape)
+        settings = self.blueprint.score_pass(scores[names[0]], policy)
+        return score_batch(settings._replace(tokens=geometry.tokens), params, batch, scores)
 
 
 def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
@@ -308,13 +345,6 @@ def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
         return constrain(leaf, ("bins", *[None] * (leaf.ndim - 1))) if leaf.ndim else leaf
 
     return jax.tree.map(move, rollouts)
-
-
-def token_draw(rollouts: Rollouts) -> Array:
-    """A uniform number in [0, 1) for each token, [P, G, T]."""
-    key = jax.random.fold_in(jax.random.key(0), rollouts.step)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(rollouts.ordinal)
-    return jax.vmap(lambda key: jax.random.uniform(key, rollouts.token_mask.shape[1:]))(keys)
 
 
 def _plans(
@@ -327,30 +357,25 @@ def _plans(
 
 
 def _behind_prompt(rollouts: Rollouts, column: str) -> Rollouts:
-    """The samples behind another prompt, whose tokens are in `scores.prompt_field(column)`."""
+    """The samples behind another prompt, whose tokens are in `scores.prompt_field(column)`: of each
+    group, or of each sample, which then is a group by itself."""
     tokens = rollouts.fields[prompt_field(column)]
+    arrays: Any = {"fields": {}}
+    if tokens.ndim == 3:
+        names = "completion_tokens", "token_mask", "behavior_logp"
+        samples = {name: getattr(rollouts, name) for name in names}
+        arrays |= {name: value.reshape(-1, 1, value.shape[-1]) for name, value in samples.items()}
+        tokens = tokens.reshape(-1, tokens.shape[-1])
     real = tokens >= 0
-    prompt: Any = {"prompt_tokens": jnp.where(real, tokens, 0), "prompt_mask": real}
-    return dataclasses.replace(rollouts, **prompt, fields={})
+    arrays |= {"prompt_tokens": jnp.where(real, tokens, 0), "prompt_mask": real}
+    return dataclasses.replace(rollouts, **arrays)
 
 
-def score_batch(
-    settings: Pass, params: Params, batch: TrainBatch, scores: Mapping[str, Score]
-) -> dict[str, Array]:
-    """The scores of a batch by one pass, [K, D, R, Q]; 0 in micro-batches that are not live."""
-    first = jnp.int32(0)
-
-    # Jitted so that it is traced once, for its shapes and for the loop.
-    @functools.partial(jax.jit, inline=True)
-    def values(index: Array) -> dict[str, Array]:
-        return score(settings, params, micro_batch(batch, index), scores)
-
-    def body(index: Array, carry: Any) -> Any:
-        return {name: carry[name].at[index].set(value) for name, value in values(index).items()}
-
-    shapes = jax.eval_shape(values, first)
-    start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)
-    return jax.lax.fori_loop(first, batch.num_live, body, start)
+def _per_sample(shape: tuple[int, ...], values: Array, prompt_mask: Array) -> Array:
+    """Scores of samples, or of samples that were each a group, as [P, G, T, ...]; NaN without a
+    prompt."""
+    has_prompt = prompt_mask.any(-1).reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(has_prompt, values, jnp.nan).reshape(*shape, *values.shape[3:])
 
 
 def _live(

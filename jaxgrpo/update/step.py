@@ -43,10 +43,11 @@ from jaxgrpo.update.forward import (
     params_of,
     read_by_update,
     sampling_layout,
+    score_batch,
     trained_layout,
 )
 from jaxgrpo.update.optimizer import copy_schedule
-from jaxgrpo.update.preparing import Prepared, Preparer, score_batch
+from jaxgrpo.update.preparing import Prepared, Preparer
 
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
 """Metrics of an update that must be finite, as its loss and gradient, for it to be applied."""
@@ -423,7 +424,8 @@ def _loss(
         return loss, (logp, fields, dict.fromkeys(head, sums))
     reference = anchors.get("reference")
     reference = None if reference is None else full_params(reference, anchors)
-    outputs = forward(settings, params, micro, objective.entropy, reference, fullest)
+    arguments = settings, params, micro, objective.entropy, reference, fullest, objective.counts
+    outputs = forward(*arguments)
     tokens = _tokens(micro, *outputs)
     per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
     return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), (*outputs, head)

@@ -31,6 +31,10 @@ def jacobians() -> dict[str, np.ndarray]:
     fields = {name: value for name, value in constants.items() if name != "proximal"}
     fields |= {"full_kl_clamped": jnp.zeros(T), "replayed": jnp.arange(T) % 2}
     fields |= {name: jnp.ones(T) for name in loss_pairs.FIELDS if name != "replayed"}
+    target = loss_pairs.two_token_score(constants["reference_logp"])
+
+    def policy_top(logp):
+        return loss_pairs.two_token_score(logp)[..., 1, :]
 
     def loss(logp, term):
         tokens = Tokens(
@@ -39,7 +43,7 @@ def jacobians() -> dict[str, np.ndarray]:
             advantage=jnp.ones(T),
             mask=jnp.ones(T, bool),
             segment=jnp.ones(T, jnp.int32),
-            fields=fields,
+            fields=fields | {"teacher_top": target, "policy:teacher_top": policy_top(logp)},
         )
         state = () if getattr(term, "init", None) is None else (term.init(),)
         return term.compute(tokens, *state)[0]
@@ -60,4 +64,4 @@ def test_those_over_sequences_do_not_say_that_they_are_per_token(jacobians):
     assert {"gspo", "gmpo", "gvpo", "mirror_descent", "rewards_as_labels"} <= reaching
     assert not {name for name in reaching if TERMS[name].per_token}
     per_token = {name for name, term in TERMS.items() if term.per_token}
-    assert {"clip", "cispo", "clip_cov", "reinforce", "k2 0", "entropy_bonus 7"} <= per_token
+    assert {"clip", "cispo", "clip_cov", "reinforce", "k2 0", "entropy_bonus 8"} <= per_token

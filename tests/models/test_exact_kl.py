@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgrpo.models.distributions import full_kl as exact_kl
 from jaxgrpo.models.logprobs import TOKENS_PER_CHUNK
-from jaxgrpo.models.logprobs import full_kl as exact_kl
 
 
 @pytest.fixture(autouse=True)

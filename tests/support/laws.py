@@ -66,6 +66,7 @@ def make_fields(random: np.random.Generator, logp: np.ndarray) -> dict[str, jax.
         "reference_logp": logp * dtype(0.9),
         "base_logp": logp * dtype(1.1),
         "trainer_logp": logp * dtype(0.95),
+        "teacher_logp": logp * dtype(0.8),
         "token_entropy": np.abs(logp),
         "token_confidence": 2 * np.abs(logp),
         "self_certainty": 3 * np.abs(logp),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgrpo.core.metrics import accumulate_dtype
 from jaxgrpo.losses import (
     Tokens,
     build_entropy,
@@ -100,6 +101,8 @@ def evaluate_all(batch, weights):
         reference = batch["reference"]
         fields = {"reference_logp": reference, "full_kl": reference, "policy_entropy": reference}
         fields |= {name: batch[name] for name in FIELDS}
+        fields["teacher_top"] = two_token_score(jnp.where(batch["mask"], reference, jnp.nan))
+        fields["policy:teacher_top"] = two_token_score(jnp.where(batch["mask"], logp, 0))[..., 1, :]
         tokens = Tokens(
             logp=logp,
             proximal_logp=batch["proximal"],
@@ -124,6 +127,13 @@ def evaluate_all(batch, weights):
             metrics,
         )
     return results
+
+
+def two_token_score(score):
+    """A distribution over two tokens, as scores of likeliest tokens are, from a number for each."""
+    score = score.astype(accumulate_dtype(score.dtype))
+    logp = jnp.stack([jax.nn.log_sigmoid(score), jax.nn.log_sigmoid(-score)], -1)
+    return jnp.stack([jnp.broadcast_to(jnp.array([7, -1], logp.dtype), logp.shape), logp], -2)
 
 
 def evaluate_batch(batch):

@@ -23,12 +23,10 @@ from jaxgrpo.advantages.recipes.group import (
 )
 from jaxgrpo.advantages.recipes.peers import like_trl, like_verl
 from jaxgrpo.advantages.recipes.several import (
-    alpha_dpg,
     darling,
     dro_r3,
     dvao,
     ema,
-    f_dpg,
     gdpo,
     gigpo,
     hicra,
@@ -38,3 +36,4 @@ from jaxgrpo.advantages.recipes.several import (
     tree_po,
     tree_rl,
 )
+from jaxgrpo.advantages.recipes.targets import alpha_dpg, f_dpg, opd, sdpo

@@ -1,14 +1,14 @@
 """Recipes that use more than the samples' summed reward.
 
 Several rewards that are normalised apart; planning tokens, trees and classes inside a group; what
-is remembered of earlier batches; log-probs of the right answer or of the base model.
+is remembered of earlier batches; log-probs of the right answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxgrpo.advantages import filtered_model, streams, tokens, trees, turns
+from jaxgrpo.advantages import streams, tokens, trees, turns
 from jaxgrpo.advantages import weights as diversity
 from jaxgrpo.advantages.absolute import clip_advantage
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
@@ -402,76 +402,3 @@ def dro_r3(
         divide_by_group_std(eps, ddof),
         name="dro_r3",
     )
-
-
-def alpha_dpg(
-    alpha: Scheduled = 0.5,
-    cap: float = 10.0,
-    z: str = "group",
-    threshold: Scheduled | None = None,
-    off_policy: bool = False,
-    weights: Weights | None = None,
-) -> AdvantageTransform:
-    """Sum, then alpha-DPG: towards the base model restricted to right answers.
-
-    Its gradient is that of whole sequences: reduction `constant(1)` (a sum over tokens, a mean over
-    samples; the authors divide by 1024), one update per rollout, where the clipped ratio is 1.
-    `token_mean` and `sequence_mean` weigh long samples otherwise and leave the divergence.
-
-    Use it when right answers should stay as diverse as those of the base model: pass@k, not
-    pass@1 alone.
-
-    Args:
-      alpha: in [0, 1): 0 covers (forward KL), towards 1 it is leave-one-out REINFORCE.
-      cap: on the pseudo-reward.
-      z: how the base's success rate is estimated: "group" or "running".
-      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
-      off_policy: whether samples of older parameters are weighed, as with rollout.staleness; alpha
-        0 is then GDC++. The surrogate is `reinforce`, since a ratio would weigh them twice.
-
-    Fields: base_logp [P, G, T], a pass of the frozen base; trainer_logp if off_policy.
-    Source: arXiv 2512.05962; GDC++, arXiv 2206.00761.
-
-    >>> from jaxgrpo.advantages import evaluate
-    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
-    >>> options = {"alpha": 0.0}
-    >>> evaluate(
-    ...     "alpha_dpg", [[1.0, 0.0]], token_mask=[[[1], [1]]], options=options, **logp
-    ... )[0].tolist()
-    [[2.0, -2.0]]
-    """
-    options = {"cap": cap, "z": z, "threshold": threshold, "off_policy": off_policy}
-    part = filtered_model.alpha_dpg(alpha, **options)
-    return sum_then("alpha_dpg", weights, part)
-
-
-def f_dpg(
-    divergence: str = "js",
-    cap: float = 10.0,
-    z: str = "group",
-    threshold: Scheduled | None = None,
-    off_policy: bool = False,
-    weights: Weights | None = None,
-) -> AdvantageTransform:
-    """Sum, then f-DPG: as `alpha_dpg` under another divergence, with the same loss.
-
-    Use it when `alpha_dpg` fits and another divergence is to be tried.
-
-    Args:
-      divergence: "forward_kl", "js", "tv" or "chi2"; the reverse ones are infinite on failures.
-      cap, z, threshold, off_policy: as in `alpha_dpg`.
-
-    Fields: base_logp [P, G, T], a pass of the frozen base; trainer_logp if off_policy.
-    Source: arXiv 2302.08215.
-
-    >>> from jaxgrpo.advantages import evaluate
-    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
-    >>> options = {"divergence": "tv"}
-    >>> evaluate(
-    ...     "f_dpg", [[1.0, 0.0]], token_mask=[[[1], [1]]], options=options, **logp
-    ... )[0].tolist()
-    [[1.0, -1.0]]
-    """
-    options = {"cap": cap, "z": z, "threshold": threshold, "off_policy": off_policy}
-    part = filtered_model.f_dpg(divergence, **options)
-    return sum_then("f_dpg", weights, part)

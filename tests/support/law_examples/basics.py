@@ -47,6 +47,10 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         "per_reward": [(adv.per_reward(normalise), adv.sum_rewards())],
         "stream": [(adv.stream("length", _length), adv.sum_rewards())],
         "score_mean": [(adv.score_mean("token_confidence", name="sure"), adv.sum_rewards())],
+        "distill": [
+            (adv.sum_rewards(), adv.distill()),
+            (adv.sum_rewards(), adv.to_tokens(), adv.distill(_growing, 0.5, teacher="base")),
+        ],
         "subtract_group_mean": [(adv.sum_rewards(), adv.subtract_group_mean())],
         "divide_by_group_std": [
             (adv.sum_rewards(), adv.divide_by_group_std()),
@@ -74,6 +78,8 @@ def recipes() -> dict[str, list[Any]]:
         "grpo": [adv.build("grpo"), adv.build("grpo", {"eps": 1e-4, "ddof": 0})],
         "dr_grpo": [adv.build("dr_grpo", {"weights": {"correct": 1.0, "style": 0.2}})],
         "sign": [adv.build("sign", {"weights": BINARY})],
+        "opd": [adv.build("opd"), adv.build("opd", {"share": 0.5, "gamma": 1.0})],
+        "sdpo": [adv.build("sdpo", {"share": 0.5, "teacher": "reference"})],
     }
 
 
