@@ -55,9 +55,10 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def kill_group(self) -> None:
-        """The command with all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """The command with all that it has started; if it has ended its number may be another's."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it wrote on stdout and stderr that was not read before, and its end.

@@ -282,6 +282,7 @@ def guard(command: Callable[[], int | None]) -> int:
         code = command() or 0
         failed = code != 0  # perhaps in this process alone, as where its output is closed
     except StopRequested as stopped:
+        parent.forget_echo()  # all is saved: Ctrl-C again need not break the end of Python
         text, failed = f"{stopped}\n", False
         code = 128 + (_Stop.number or signal.SIGTERM)
     except (InputError, RunEnded) as error:
