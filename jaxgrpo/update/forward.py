@@ -21,7 +21,7 @@ from jaxgrpo.models import logprobs, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.decoder import Remat
-from jaxgrpo.models.distributions import full_kl, shortened
+from jaxgrpo.models.distributions import full_kl, likeliest, shortened
 from jaxgrpo.models.logprobs import Entropy, Head, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.engine import SamplingSettings
