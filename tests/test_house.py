@@ -271,7 +271,7 @@ def test_no_package_has_the_name_of_a_public_function():
 
 
 LINES = {
-    "advantages": 3950,  # with masks by turn, known answers, teachers, baselines of tokens and of rows
+    "advantages": 3950,  # with masks by turn, known answers, teachers, baselines of rows
     "losses": 1285,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 569,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
