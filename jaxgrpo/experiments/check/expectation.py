@@ -162,7 +162,12 @@ def draw(method: Method, game: Game, tables: Policies, reward: Array, index: Arr
         for name, table in tables._asdict().items()
     }
     first, *rest = method.reward_names
-    entropy = quantities(game, tables.policy, tables.reference, index)["policy_entropy"]
+    chances = jax.nn.log_softmax(tables.policy)[place[..., None], pick(game.state)]
+    of_tables = {
+        "token_entropy": -(jnp.exp(chances) * chances).sum(-1),
+        "token_collision": jnp.exp(2 * chances).sum(-1),
+        "self_certainty": -chances.mean(-1),
+    }
     fields = {
         f"{name}_logp": logp["policy" if name == "trainer" else "reference"] for name in POLICIES
     }
@@ -178,7 +183,7 @@ def draw(method: Method, game: Game, tables: Policies, reward: Array, index: Arr
         rewards={first: reward[index], **{name: jnp.zeros(index.shape) for name in rest}},
         truncated=pick(game.truncated),
         policy_version=jnp.ones(index.shape, jnp.int32),
-        fields={**fields, "token_entropy": entropy, "classes": index},
+        fields={**fields, **of_tables, "classes": index},
     )
 
 

@@ -11,7 +11,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform, registry
 from jaxgrpo.config import files, methods, own_code
 from jaxgrpo.core.errors import InputError, call, suggest
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_ANSWERS, OF_PASS, OF_SAMPLES, SCORES
+from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, OF_SAMPLES, SCORES, TOKEN_DRAW
 from jaxgrpo.losses import Objective, Penalty, Reduction, Surrogate
 from jaxgrpo.losses import registry as loss_registry
 from jaxgrpo.training.inputs import resolve_rewards
@@ -24,7 +24,8 @@ REWARDS: dict[str, dict[str, float]] = {
 KNOWN = frozenset(
     (
         *(name for name, score in SCORES.items() if score.quantity == "logp"),
-        *("token_entropy", "classes", "behavior_logp", "sampled_now", GROUP_LOG_RATIO),
+        *("token_entropy", "token_collision", "self_certainty"),
+        *("classes", "behavior_logp", "sampled_now"),
         *OF_PASS,
     )
 )
@@ -110,8 +111,9 @@ def refuse_unknown(method: Method) -> None:
     }
     parts[method.objective.surrogate.name] = method.objective.surrogate.needs
     parts |= {penalty.name: penalty.needs for penalty in method.objective.penalties}
+    computed = {field.name for field in method.objective.batch_fields}
     for part, needs in parts.items():
-        for field in sorted(needs - KNOWN - {*method.reward_names}):
+        for field in sorted(needs - KNOWN - computed - {*method.reward_names}):
             raise InputError(
                 f"check {method.name}: {part} reads {field}, {_source(field)}; the games of check "
                 "have none, so that it cannot be enumerated: jaxgrpo advantages and jaxgrpo losses "
@@ -125,6 +127,8 @@ def _source(field: str) -> str:
         return "a score of reference answers by a model"
     if field in SCORES:
         return HIDDEN[field]
+    if field == TOKEN_DRAW:
+        return "which is a random number"
     return OF_SAMPLES.get(field, "a score of [[scores]] by a model, or a column of the data")
 
 
