@@ -144,6 +144,7 @@ def test_the_plain_method_breaks_no_law_but_scale_invariance():
         assert broken(check_laws(make_method("plain"))) == [SCALE]
 
 
+@pytest.mark.full
 def test_a_baseline_that_holds_its_sample_leaves_out_a_share_and_a_reward_twice_doubles():
     report = verdict.check(read_method(f"{MISTAKES}:sees_itself"), SMALL)
     np.testing.assert_allclose(report.scale, [1 / 2, 2 / 3], rtol=1e-9)
@@ -153,6 +154,7 @@ def test_a_baseline_that_holds_its_sample_leaves_out_a_share_and_a_reward_twice_
     assert set(broken(report.laws)) == {SCALE, UNIT}
 
 
+@pytest.mark.full
 def test_a_kl_of_the_wrong_direction_is_named():
     report = verdict.check(read_method(f"{MISTAKES}:k3_for_reverse_kl"), SMALL)
     assert report.penalty is not None
@@ -218,7 +220,6 @@ def test_a_recipe_breaks_the_laws_that_the_page_names(name):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("name", recipes.recipes)
 def test_every_recipe_climbs_and_breaks_what_the_page_says(name):
     report = make_checks.report_recipe(name)
@@ -232,7 +233,6 @@ def test_every_recipe_climbs_and_breaks_what_the_page_says(name):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(registry.surrogates.keys() - {"by_sample"}))
 def test_every_surrogate_climbs_the_mean_reward_and_breaks_what_the_page_says(name):
     report = make_checks.report_surrogate(name)
@@ -240,12 +240,12 @@ def test_every_surrogate_climbs_the_mean_reward_and_breaks_what_the_page_says(na
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_the_tables_of_the_pages_are_what_the_command_finds():
     for path, text in make_checks.pages().items():
         assert path.read_text() == text, f"{path.name} is out of date: make checks"
 
 
+@pytest.mark.full
 def test_a_row_of_the_page_is_what_the_command_finds(repository):
     (row,) = make_checks.recipe_table(["maxrl"]).splitlines()[2:]
     assert row in (repository / "docs" / "advantages.md").read_text().splitlines()

@@ -148,6 +148,7 @@ def feedback(row, completions, rewards):
     ]
 
 
+@pytest.mark.full
 def test_feedback_stands_before_each_sample_and_none_leaves_it_out(tmp_path):
     changes = sibling(prompt=f"{__file__}:feedback", policy="trainer", max_prompt_tokens=24)
     del changes["reference.ema_decay"]

@@ -24,6 +24,7 @@ from jaxgrpo.training import loop
 from jaxgrpo.training.records import console, logbook
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.report.record import read_run
+from jaxgrpo.update.atlas import Atlas
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +121,9 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     logged |= {f"calls/{name}" for name in ENDINGS}
     logged.add("sampling/interrupted")  # of texts that are forced: test_interruption.py
     logged |= {f"routing/{name}" for name in ("load", "dead", "rerouted")}  # of experts
+    atlas = Atlas(("run", "sign"), np.eye(2))  # of runs with atlas.methods: test_atlas.py
+    logged |= {"time/atlas", *atlas.metrics()}
+    logged |= {"clip_ratio/covariance_mean", "off_policy/masked"}  # of surrogates: tests/losses
     logged.add("sampling/stopped")  # of samples that are ended: test_warmup_runs.py
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
     patterns = documented(repository)

@@ -52,7 +52,7 @@ def test_options_of_the_other_probe_are_refused(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_compares_each_pair_and_draws_them(tmp_path, capsys):
     config = small_run.write(tmp_path / "run.toml", tmp_path / "run")
     words = [str(config), "--methods", ",".join(NAMES), "--html", str(tmp_path / "page.html")]
