@@ -28,7 +28,7 @@ def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_not
     left = {k for k in keys if not any(k == t or k.startswith(f"{t}.") for t in tables)}
     assert {key if key.startswith("train.") else key.partition(".")[0] for key in left} == {
         *("train.seed", "train.stop_after_not_finite"),
-        *("run", "tracking", "plan", "checkpoint", "reference", "experience", "tree"),
+        *("run", "tracking", "plan", "checkpoint", "reference", "experience", "tree", "atlas"),
     }
 
 
