@@ -53,8 +53,12 @@ def report_recipe(name: str) -> Report | str:
 
 
 @functools.cache
-def report_surrogate(name: str) -> Report:
-    return check(make_method(name, surrogate=name), OF_LOSSES)
+def report_surrogate(name: str) -> Report | str:
+    """What is said of a surrogate; or why it cannot be checked."""
+    try:
+        return check(make_method(name, surrogate=name), OF_LOSSES)
+    except InputError as error:
+        return str(error).partition(": ")[2].partition(";")[0]
 
 
 @functools.cache
@@ -98,6 +102,9 @@ def surrogate_table(names: Sequence[str] | None = None) -> str:
     rows = []
     for name in names:
         report = report_surrogate(name)
+        if isinstance(report, str):
+            rows.append([f"`{name}`", f"not checked: {report}", *["–"] * 5])
+            continue
         stale = [row for row in report.rows if row.staleness and row.rewards == "binary"]
         means = [np.mean([row.cosine for row in stale]),
                  np.mean([row.bias[report.target] for row in stale])]  # fmt: skip

@@ -162,7 +162,8 @@ def scored(family_run: Run, alone: bool) -> np.ndarray:
     batch = family_run.preparer.gather(rollouts, plan, weight, weight, rollouts.token_mask, {})
     geometry = family_run.blueprint.geometry
     names = ("trainer_logp",)
-    scores = family_run.preparer.score(family_run.learner.trainable, batch, names, geometry)
+    call = (family_run.learner.trainable, batch, names, geometry, "trainer")
+    scores = family_run.preparer.score(*call)
     logp = scores["trainer_logp"]
     return sharding.to_host(family_run.preparer.scatter(logp, plan, rollouts.token_mask))
 
