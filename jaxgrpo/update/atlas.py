@@ -14,16 +14,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
-from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.advantages import AdvantageTransform, chains
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, Score
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
 from jaxgrpo.update.batch_losses import batch_loss
-from jaxgrpo.update.preparing import Preparer, judge_samples
+from jaxgrpo.update.preparing import Preparer
 from jaxgrpo.update.sketches import Sketch, make_sketch
 
 RUN = "run"
@@ -98,9 +97,8 @@ class Atlases:
         tokens = sharding.rounded_up(mesh, sizes.widest, "sequence")
         self.sketch: Sketch = make_sketch(blueprint.passes._replace(tokens=tokens))
         spec = RolloutSpec(*sizes[:4], rewards=(*(blueprint.reward_weights or ()),))
-        judged = blueprint.reward_weights, blueprint.sampling.temperature > 0, mesh
         self.coefficients: dict[str, Callable[[Rollouts], Array]] = {
-            name: jax.jit(functools.partial(_coefficients, contender, spec, judged))
+            name: jax.jit(functools.partial(_coefficients, contender, spec))
             for name, contender in contenders.items()
         }
 
@@ -176,21 +174,11 @@ def refuse(
         )
 
 
-def _coefficients(
-    contender: Contender,
-    spec: RolloutSpec,
-    judged: tuple[Mapping[str, float] | None, bool, Mesh],
-    rollouts: Rollouts,
-) -> Array:
-    """[P, G, T]: minus the derivative of the loss in each token's log-prob, before an update.
-
-    Args:
-      judged: the last arguments of `judge_samples` before the state.
-    """
+def _coefficients(contender: Contender, spec: RolloutSpec, rollouts: Rollouts) -> Array:
+    """[P, G, T]: minus the derivative of the loss in each token's log-prob, before an update."""
     chain, objective = contender.chain, without_pass(contender.objective)
-    state = chain.init(spec)
-    parts = chain, objective.acts_on_all, *judged
-    _, (advantage, _, mask), *_ = judge_samples(*parts, state, rollouts)
+    signal, *_ = chain.update(chains.start(rollouts), chain.init(spec), rollouts)
+    advantage, mask = chains.at_tokens(signal, rollouts.token_mask)
 
     def loss(logp: Array) -> Array:
         return batch_loss(objective, {"logp": logp}, rollouts, advantage, mask)

@@ -74,10 +74,10 @@ class Preparer:
         judged = blueprint.chain, blueprint.objective.acts_on_all, blueprint.reward_weights
         draws = blueprint.sampling.temperature > 0
         judged = *judged, draws, blueprint.mesh
-        self.judge: Jitted = jax.jit(functools.partial(judge_samples, *judged))
+        self.judge: Jitted = jax.jit(functools.partial(_judge, *judged))
         self.recipe: AdvantageTransform = blueprint.recipe or blueprint.chain
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
-        self.weigh: Jitted = jax.jit(functools.partial(weigh_tokens, blueprint.objective.reduction))
+        self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint.objective.reduction))
         constrain = sharding.constrain(blueprint.mesh)
         self.move_rollouts: Jitted = jax.jit(functools.partial(_move_rollouts, constrain))
         self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
@@ -395,7 +395,7 @@ def _at_tokens(signal: Signal, rollouts: Rollouts) -> tuple[Array, Array]:
     return advantage.astype(jnp.float32), mask
 
 
-def judge_samples(
+def _judge(
     chain: AdvantageTransform,
     acts_on_all: bool,
     reward_weights: Mapping[str, float] | None,
@@ -430,7 +430,7 @@ def judge_samples(
     return state, (advantage, alive, mask), live, per_sample, metrics
 
 
-def weigh_tokens(reduction: Reduction, counted: Array, mask: Array, prompts: Array) -> Array:
+def _weigh(reduction: Reduction, counted: Array, mask: Array, prompts: Array) -> Array:
     """The reduction's weights [P, G, T] for the update of `prompts`; 0 elsewhere.
 
     They are normalised over `counted` tokens of these prompts, the whole batch of the update. The
