@@ -320,12 +320,14 @@ def damage(home: Place) -> str | None:
     """What is wrong with the files of a step, the first file found; None where all are intact."""
     try:
         files = json.loads((home / "manifest.json").read_text(encoding="utf-8"))["files"]
-        expected = {name: tuple(entry) for name, entry in files.items()}
+        expected = {name: (size, crc) for name, (size, crc) in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{home / 'manifest.json'} cannot be read ({type(error).__name__})"
     if "meta.json" not in expected or not any(name.startswith("state/") for name in expected):
         return f"{home / 'manifest.json'} does not list meta.json and the files of state/"
     for name, (size, crc) in sorted(expected.items()):
+        if name.startswith("/") or ".." in name.split("/"):
+            return f"{home / 'manifest.json'} lists {name}, which is no file of the step"
         path = home / name
         if not path.is_file():
             return f"{path} is missing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import resource
@@ -79,6 +80,25 @@ def test_files_cut_short_or_gone_are_found(saved):
     assert f"step 2 is damaged: {saved / '2' / 'meta.json'} is missing" in message
     assert f"step 1 is damaged: {saved / '1' / 'manifest.json'} cannot be read" in message
     assert message.endswith("start again in another run.dir")
+
+
+@pytest.mark.fault(12)
+@pytest.mark.parametrize(
+    ("name", "entry", "problem"),
+    [
+        ("state/d", [1], "cannot be read"),
+        ("/dev/zero", [1, 2], "lists /dev/zero, which is no file of the step"),
+        ("state/../../1/meta.json", [1, 2], "which is no file of the step"),
+    ],
+)
+def test_a_manifest_that_lists_what_no_step_has_is_damage(saved, name, entry, problem):
+    file = saved / "3" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({**manifest, "files": {**manifest["files"], name: entry}}))
+    message = damage(saved / "3")
+    assert message is not None
+    assert message.startswith(str(file))
+    assert problem in message
 
 
 @pytest.mark.fault(12)
