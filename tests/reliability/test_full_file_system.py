@@ -82,13 +82,7 @@ def test_wherever_the_disk_is_full_the_run_says_so_and_continues_once_there_is_r
         if run.returncode not in (0, 2, 74) or (run.returncode and len(errors.splitlines()) > 5):
             wrong.append(f"exit code {run.returncode}: {errors[-500:]}")
         ballast.unlink()
-        run = start("train", file, "--resume", "auto", merged=False)
-        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
-        wrong += faulty_runs.disorder(errors)
-        if run.returncode:
-            wrong.append(f"afterwards exit code {run.returncode}: {errors[-500:]}")
-        else:
-            wrong += faulty_runs.differences(expected, small_disk / "r")
+        wrong += continued(start, file, expected, small_disk / "r")
         if wrong:
             problems.append(f"{room} of {needed} bytes: {'; '.join(wrong)}")
         else:
@@ -113,15 +107,19 @@ def test_files_that_may_not_be_larger_fail_as_on_a_full_disk(
         wrong = faulty_runs.disorder(errors)
         if run.returncode not in (0, 2, 74):
             wrong.append(f"exit code {run.returncode}: {errors[-500:]}")
-        run = start("train", file, "--resume", "auto", merged=False)
-        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
-        wrong += faulty_runs.disorder(errors)
-        if run.returncode:
-            wrong.append(f"afterwards exit code {run.returncode}: {errors[-500:]}")
-        else:
-            wrong += faulty_runs.differences(expected, home / "r")
+        wrong += continued(start, file, expected, home / "r")
         if wrong:
             problems.append(f"files of {limit} bytes: {'; '.join(wrong)}")
         else:
             tries()
     assert not problems, "\n".join(problems)
+
+
+def continued(start: Any, file: Path, expected: dict[str, Any], folder: Path) -> list[str]:
+    """What is wrong with a run that continues, once there is room, and ends: [] if nothing."""
+    run = start("train", file, "--resume", "auto", merged=False)
+    _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+    wrong = faulty_runs.disorder(errors)
+    if run.returncode:
+        return [*wrong, f"afterwards exit code {run.returncode}: {errors[-500:]}"]
+    return wrong + faulty_runs.differences(expected, folder)

@@ -15,6 +15,7 @@ import gguf
 import hypothesis
 import jax
 import jax.numpy as jnp
+import minimal_config
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -43,23 +44,7 @@ pytestmark = pytest.mark.fault(20)
 FEW, MANY = 60, int(os.environ.get("EXAMPLES", 9_000))  # 126,000 in `make test-all`
 SECONDS = 5.0  # that a reader may take
 
-CONFIG = b"""rewards = [{ use = "arithmetic" }]
-[model]
-path = "base"
-[data]
-path = "task:arithmetic:train"
-[optimizer]
-learning_rate = 1e-4
-[rollout]
-prompts_per_step = 8
-group_size = 4
-max_prompt_tokens = 16
-max_completion_tokens = 32
-[train]
-steps = 10
-[run]
-dir = "runs/x"
-"""
+CONFIG = minimal_config.MINIMAL.encode()
 ROWS = b'{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4", "more": [1, null]}\n'
 LINES = b'{"step": 1, "loss": 0.5}\n{"step": 2, "loss": null, "reward": 1e-3}\n'
 SAMPLES = b'{"step": 1, "prompt": "a", "completion": "b", "rewards": {"r": 1.0}}\n'
