@@ -37,7 +37,7 @@ def alike(rollouts, samples):
         return jnp.broadcast_to(leaf[:, :1], leaf.shape)
 
     same = jax.tree.map(repeat, rollouts)
-    policies = ("reference_logp", "base_logp", "trainer_logp")
+    policies = ("reference_logp", "base_logp", "trainer_logp", "teacher_logp")
     fields = same.fields | {name: same.behavior_logp for name in policies if name in same.fields}
     return dataclasses.replace(same, rewards=samples, fields=fields)
 

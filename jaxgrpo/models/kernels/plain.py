@@ -179,7 +179,7 @@ def _attention(
     return _with_saved(part, query, key, value, mask, sinks)
 
 
-def _attention_backward(soft_cap: float | None, saved: tuple[Array, ...], cotangent: Array):
+def _attention_backward(soft_cap: float | None, saved: tuple, cotangent: Array):
     query, key, value, mask, out, total, sinks = saved
     cache = heads_first(key, value)
     d_query, d_cache, d_sinks = _backward(
