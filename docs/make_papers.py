@@ -62,7 +62,7 @@ NOT_REPRODUCED = {
     "2505.15201": "pass@k gained in training; X2 has its expected gradient",
     "2505.16022": TASKS,
     "2505.19590": TASKS,
-    "2505.21493": "its gains, and its loss on the reference answer: updates train samples alone",
+    "2505.21493": TASKS,
     "2505.22312": "its scores in mathematics and code with 7B and 32B",
     "2505.22617": TASKS,
     "2505.22660": TASKS,

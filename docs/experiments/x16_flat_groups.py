@@ -170,6 +170,10 @@ def chain_rows(
         return values
 
     sample_fields = alike(fields(np.nan_to_num(success)), flat)
+    # A teacher who differs, and known answers that are trained, teach flat groups too.
+    disagrees = np.where(flat[:, None], 0, np.nan_to_num(success))[..., None]
+    sample_fields["teacher_logp"] = sample_fields["trainer_logp"] + disagrees
+    sample_fields["answered"] = np.zeros_like(sample_fields["answered"])
     values = run(*jax.tree.map(jnp.asarray, (dict(rewards_by_recipe), sample_fields)))
     return [_row(name, value, flat) for name, value in values.items()]
 

@@ -61,6 +61,7 @@ from jaxgrpo.advantages.scored import (
     score_mean,
     shape_by_effective_rank,
     subtract_optimal_token_baseline,
+    train_on_answers,
 )
 from jaxgrpo.advantages.streams import (
     combine,
@@ -176,6 +177,7 @@ __all__ = [
     "target_validity",
     "to_tokens",
     "token_share_weights",
+    "train_on_answers",
     "transform",
     "tree_normalise",
     "tree_process",

@@ -80,7 +80,7 @@ def keep_thoughts() -> AdvantageTransform:
     For rewards of a known answer, which say nothing of the sample's own.
 
     Fields: thought_tokens [P, G].  Signal: [P, G] or [P, G, T] -> [P, G, T], mask cut.
-    Source: VeriFree, arXiv 2505.21493, whose updates hold no sampled answers.
+    Source: ours; VeriFree, arXiv 2505.21493, trains the known answer behind it: `train_on_answers`.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"thought_tokens": [[1]], "token_mask": [[[True, True]]]}

@@ -1,4 +1,4 @@
-"""Parts that read scores of the samples' tokens: what passes of models say of them.
+"""Parts that read scores of tokens: what passes of models say of samples, or of known answers.
 
 Scores are `core.scores.SCORES` and those of the table `[[scores]]` of a config.
 """
@@ -18,6 +18,7 @@ from jaxgrpo.advantages.streams import add_stream, any_mask
 from jaxgrpo.advantages.tokens import at_tokens, discounted
 from jaxgrpo.core.metrics import Metrics, mean, minimum
 from jaxgrpo.core.ranking import top_share
+from jaxgrpo.core.scores import ANSWERED
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 _SHAPE, _BASELINE = "shape_by_effective_rank", "subtract_optimal_token_baseline"
@@ -217,6 +218,48 @@ def distill(
         return base.with_value(signal, mixed), metrics
 
     return base.stateless("distill", apply, needs=frozenset({"trainer_logp", teacher_logp}))
+
+
+def train_on_answers(weight: Scheduled = 1.0) -> AdvantageTransform:
+    """Puts the known answer behind each thought, in place of what followed it, and trains it by
+    its probability.
+
+        a[p, g, t] = a[p, g]                                    at the thought
+        a[p, g, t] = weight exp(sum_j answer_logp[p, g, j])     at the answer's tokens
+
+    With the product of `answer_probability` as reward, the two are the whole gradient of the
+    expected probability of the answer, by the thought and by the answer. The ratio of an answer's
+    tokens begins at 1; one for which `rollout.max_completion_tokens` leaves no room is left out.
+
+    Fields: answered [P, G, T], answer_logp [P, G, J], answer_mask [P, J].
+    Signal: [P, G] or [P, G, T] -> [P, G, T], answers in its mask where the sample is.
+    Metrics: room, the share of samples that the answer had room in.
+    Source: VeriFree, arXiv 2505.21493, its second term.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"answer_logp": [[[0.0]]], "answer_mask": [[True]], "token_mask": [[[1, 1]]]}
+    >>> evaluate(train_on_answers(), [[2.0]], answered=[[[False, True]]], **fields)[0].tolist()
+    [[[2.0, 1.0]]]
+    """
+    name = "train_on_answers"
+    base.check_at_least(name, 0, weight=weight)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        wide = at_tokens(name, signal, rollouts)
+        prompts, samples, _ = wide.mask.shape
+        answered = base.read_field(name, ANSWERED, rollouts, wide.mask.shape, "[P, G, T]")
+        answered = answered.astype(bool)
+        tokens = base.read_field(name, "answer_mask", rollouts).astype(bool)[:, None]
+        shape = prompts, samples, tokens.shape[-1]
+        answer_logp = base.read_field(name, "answer_logp", rollouts, shape, "[P, G, J]")
+        total = jnp.where(tokens, answer_logp, 0).sum(-1, keepdims=True)
+        probability = jnp.where(total < jnp.inf, jnp.exp(total), 0)  # NaN is not scored
+        value = base.at_step(weight, rollouts, probability.dtype) * probability
+        value = jnp.where(answered, value.astype(wide.value.dtype), wide.value)
+        room = mean(answered.any(-1), wide.mask.any(-1))
+        return base.with_value(wide, value), {"room": room}
+
+    return base.stateless(name, apply, needs=frozenset((ANSWERED, "answer_logp", "answer_mask")))
 
 
 def shape_by_effective_rank(

@@ -159,7 +159,10 @@ def answer_field(name: str, policy: str) -> str:
     return name if policy == "trainer" else f"{policy}_{name}"
 
 
+ANSWERED = "answered"
+
 OF_ANSWERS: dict[str, Score] = {
+    ANSWERED: Score("[P, G, T]", "", "places"),
     "answer_mask": Score("[P, J]", "", "tokens"),
     "thought_tokens": Score("[P, G]", "", "tokens"),
     **{
@@ -175,7 +178,8 @@ OF_ANSWERS: dict[str, Score] = {
 }
 """Fields of the data's reference answers, for chains: a policy scores the tokens of each answer
 behind the thoughts of its prompt's samples, ("masked") without a thought, and ("cut") all of them
-together behind 0, 1, ..., all of the `data.answer_cuts` parts of each thought, K one more. See
+together behind 0, 1, ..., all of the `data.answer_cuts` parts of each thought, K one more. A chain
+that reads `ANSWERED` trains the answers: they take the place of what follows each thought. See
 `rollout.answers` and `update.answers`.
 """
 

@@ -14,6 +14,7 @@ from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import (
+    ANSWERED,
     ANSWERS_OF_POLICIES,
     OF_ANSWERS,
     OF_BATCH,
@@ -26,11 +27,12 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
+from jaxgrpo.models.routing import EXPERTS
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.batch import Drawing
-from jaxgrpo.rollout.dialogue import FORK
+from jaxgrpo.rollout.dialogue import FORK, TURN
 from jaxgrpo.rollout.drift import DRIFT, Drift
 from jaxgrpo.rollout.experience import Rank
 from jaxgrpo.rollout.goals import Goals, with_goals
@@ -44,6 +46,7 @@ from jaxgrpo.rollout.judging import (
 )
 from jaxgrpo.rollout.prefixes import Prefixes, make_prefixes
 from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.rollout.trees import DEPTH
 from jaxgrpo.training import inputs, prompted
 from jaxgrpo.training.experience import make_rank
 from jaxgrpo.training.inputs import Inputs
@@ -52,6 +55,9 @@ from jaxgrpo.training.replay import Replay, rollout_source_from_files
 from jaxgrpo.update.answers import ANSWER, answer_geometry, behind_thoughts, pick_answer_logp
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
+
+_OF_TOKENS = {TURN: "tools or environment", DEPTH: "tree.branch", EXPERTS: "train.routing"}
+"""Field of the tokens that were drawn -> the key that brings it."""
 
 
 def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
@@ -87,6 +93,7 @@ def make_rollout_source(
     pretrained, rows, seed = run_inputs.pretrained, run_inputs.prompts.rows, train.seed
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
+    _refuse_other_tokens(scored, {*brought} - (set() if geometry.routed else {EXPERTS}))
     if run_inputs.replay:
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
@@ -95,8 +102,7 @@ def make_rollout_source(
     rank = make_rank(*scoring, temperature) if DRIFT in brought else None
     policy, prefixes = _make_policy(rollout, run_inputs, rewards, seed, rank)
     read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
-    if geometry.has_forks:
-        _refuse_whole_samples(read | needs, blueprint.scores)
+    _refuse_whole_samples(geometry.has_forks, read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
     columns = methods.needed_columns(needs.difference(brought), rows, rewards, blueprint.scores)
     prompting = scores, rollout, run_inputs, blueprint.policy_model
@@ -208,8 +214,8 @@ def _replayed(
     trace: Callable[[Any], None],
 ) -> RolloutSource:
     """The files of a replay, whose fields the method can read."""
-    if any(FORK in names for names in replay.fields):
-        _refuse_whole_samples({*needs}, scores)
+    has_forks = any(FORK in names for names in replay.fields)
+    _refuse_whole_samples(has_forks, {*needs}, scores)
     fields = {*needs} - scores.keys() - {*rewards}
     fields |= {prompt_field(score.prompt) for score in scores.values() if score.prompt is not None}
     fields |= {choice_field(name) for name, score in scores.items() if score.policies}
@@ -218,16 +224,28 @@ def _replayed(
     return source
 
 
-def _refuse_whole_samples(needs: Set[str], scores: Mapping[str, Score]) -> None:
-    """Raises: InputError for scores of samples as one sequence each behind a prompt."""
+def _refuse_whole_samples(has_forks: bool, needs: Set[str], scores: Mapping[str, Score]) -> None:
+    """Raises: InputError where samples fork, for scores of them as one sequence behind a prompt."""
     names = {*OF_ANSWERS, DRIFT}
     for name, score in scores.items():
         names |= {name} if score.prompt is not None or score.quantity == "effective_rank" else set()
-    if wrong := sorted(needs & names):
+    if has_forks and (wrong := sorted(needs & names)):
         raise InputError(
             f'data.history = "fork": the method reads {wrong[0]}, which takes a sample for one '
             "sequence behind a prompt; leave one of the two out"
         )
+
+
+def _refuse_other_tokens(needs: Set[str], brought: Set[str]) -> None:
+    """Raises: InputError where fields of the samples' tokens meet known answers that replace some
+    of these."""
+    for name, key in _OF_TOKENS.items():
+        if ANSWERED in needs and name in brought:
+            raise InputError(
+                f"{key}: the method trains known answers in place of what samples went on with "
+                f"(train_on_answers), and {name} is of the tokens that were drawn; leave one of "
+                "the two out"
+            )
 
 
 def _first_waiting(rollout: RolloutKeys, room: Callable[[], Rollouts]) -> Waiting:

@@ -13,6 +13,8 @@ pi is the trained policy before the update, the base (frozen), or the reference,
 with `reference.reset_every`; at the temperature of sampling, as for `trainer_logp`.
 
 Source: DRO, arXiv 2506.13351, with its three policies that score.
+
+What is trained may then be the answers themselves, behind the thoughts: `with_answers`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages.reflection import part_ends
+from jaxgrpo.core.scores import ANSWERED
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
@@ -112,6 +115,45 @@ def pick_answer_logp(logp: Array, rollouts: Rollouts, cuts: int = 1) -> dict[str
     start = jnp.broadcast_to(without.sum(-1)[:, None, None], (groups, samples, 1))
     at_cuts = jnp.concatenate([start, behind.sum(-1)], axis=-1)
     return {ANSWER: behind[:, :, -1], MASKED: without, CUT: at_cuts}
+
+
+def with_answers(rollouts: Rollouts, answer_logp: Array) -> Rollouts:
+    """The samples with prefix and answer behind each thought, in place of what followed it.
+
+    The policy chose the thought's tokens, and is to learn the answer's: the mask is True at both
+    and False at the prefix. Log-probs of the answer's tokens are those of the parameters before the
+    update, so that their ratio begins at 1. Where the completion has no room for all of the answer,
+    the sample ends with its thought.
+
+    Args:
+      answer_logp: [P, G, J], of the trained policy.
+
+    Returns: rollouts whose field `ANSWERED` [P, G, T] is True at the answers' tokens.
+    """
+    forced, thought, mask = (rollouts.fields[name] for name in (FORCED, THOUGHT, MASK))
+    steps = rollouts.token_mask.shape[2]
+    counts = (real.sum(-1, dtype=jnp.int32)[:, None, None] for real in (forced >= 0, mask))
+    size, answer = counts
+    place = jnp.arange(steps, dtype=jnp.int32) - thought[..., None]
+    has_room = thought[..., None] + size <= steps
+    within = place < 0
+    behind = ~within & (place < size) & has_room
+    answer_place = place - (size - answer)
+    answered = behind & (answer_place >= 0)
+
+    def at(values: Array, index: Array) -> Array:
+        return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[2] - 1), axis=2)
+
+    tokens = jnp.where(behind, at(forced[:, None], place), 0)
+    thought_logp = jnp.where(within, rollouts.behavior_logp, 0)
+    answer_logp = at(answer_logp, answer_place).astype(thought_logp.dtype)
+    return dataclasses.replace(
+        rollouts,
+        completion_tokens=jnp.where(within, rollouts.completion_tokens, tokens),
+        token_mask=(within & rollouts.token_mask) | answered,
+        behavior_logp=jnp.where(answered, answer_logp, thought_logp),
+        fields={**rollouts.fields, ANSWERED: answered},
+    )
 
 
 def _first_alike(tokens: Array, length: Array) -> Array:

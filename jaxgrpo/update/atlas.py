@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxgrpo.advantages import AdvantageTransform, chains
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, Score
+from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, OF_PASS, Score
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
@@ -158,6 +158,11 @@ def refuse(
     Args:
       policies: that the run holds; read_by_run: what its chain needs.
     """
+    if ANSWERED in contender.needs:
+        raise InputError(
+            f"{name}: trains known answers in place of what samples went on with, and an atlas is "
+            "of one set of samples: leave the method out"
+        )
     if read := sorted(contender.objective.surrogate.needs & OF_PASS.keys()):
         raise InputError(
             f"{name}: its surrogate reads {', '.join(read)}, whose gradient is none of log-probs: "

@@ -15,12 +15,58 @@ from jaxtyping import Bool, Float, Int
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform
 from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
+from jaxgrpo.core.scores import SCORES
+from jaxgrpo.core.types import Rollouts
 
 RARE = 0.25
 """A success is rare if no larger share of its group succeeded."""
 
 N_GRAM = 4
 """Tokens in a run that counts as repeated if the completion holds it twice."""
+
+
+ANCHORS = ("base_logp", "reference_logp")
+"""Fields that show, if a method asks for them, how far the policy has moved."""
+
+
+def rollout_metrics(
+    weights: Mapping[str, float] | None,
+    summed_rewards: Mapping[str, Array],
+    draws: bool,
+    rollouts: Rollouts,
+    drawn: Rollouts,
+    live: Array,
+    advantage: Array,
+    mask: Array,
+) -> Metrics:
+    """Metrics of rewards and completions, under TRL's names if TRL has one.
+
+    Args:
+      weights: of the rewards; summed_rewards: those that are added up.
+      draws: whether samples were drawn, and are not the likeliest tokens.
+      drawn: the rollouts as they were drawn, where the update trains known answers instead.
+      live: [P, G]; advantage, mask: [P, G, T].
+    """
+    tokens, drawn_tokens = rollouts.token_mask, drawn.token_mask
+    metrics: Metrics = {
+        "live_samples": mean(live),
+        "live_groups": mean(live.any(-1)),
+        "live_tokens": mean(live[..., None], tokens),
+        "sampling/not_finite": mean(~jnp.isfinite(drawn.behavior_logp), drawn_tokens),
+    }
+    if draws:  # of the likeliest token alone there is no entropy
+        metrics |= surprise_metrics(drawn.behavior_logp, drawn_tokens)
+    metrics |= advantage_metrics(advantage, mask, summed_rewards, weights)
+    texts = drawn.completion_tokens, drawn_tokens
+    metrics |= completion_metrics(*texts, drawn.truncated)
+    rare = rare_successes(summed_rewards, weights)
+    metrics |= symptom_metrics(*texts, rare)
+    for name in ANCHORS:
+        if name in rollouts.fields:
+            pair = (rollouts.behavior_logp, rollouts.fields[name])
+            metrics |= drift_metrics(*pair, tokens, SCORES[name].policy)
+    metrics |= group_metrics(summed_rewards, weights)
+    return metrics | reward_metrics(rollouts.rewards)
 
 
 def group_metrics(

@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from jaxgrpo import advantages
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.advantages.chains import at_tokens
-from jaxgrpo.core.metrics import Metrics, mean, merge
+from jaxgrpo.core.metrics import Metrics, merge
 from jaxgrpo.core.scores import (
+    ANSWERED,
     OF_ANSWERS,
     SCORES,
     TOKEN_DRAW,
@@ -40,9 +41,6 @@ from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
 from jaxgrpo.update.batch_losses import per_token, token_draw
 from jaxgrpo.update.forward import Blueprint, params_of, score_batch
-
-ANCHORS = ("base_logp", "reference_logp")
-"""Fields that show, if a method asks for them, how far the policy has moved."""
 
 
 class Prepared(NamedTuple):
@@ -89,17 +87,20 @@ class Preparer:
         self.drift: Jitted = jax.jit(diagnostics.drift_metrics, static_argnums=3)
         self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=(1, 2))
         self.pick_answer_logp: Jitted = jax.jit(answers.pick_answer_logp, static_argnums=2)
+        self.with_answers: Jitted = jax.jit(answers.with_answers)
 
     def prepare(self, learner: Learner, rollouts: Rollouts) -> tuple[Learner, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
         load = self.load(rollouts.fields[EXPERTS]) if EXPERTS in rollouts.fields else {}
-        rollouts = self.routed(rollouts)
+        drawn = rollouts = self.routed(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(learner, rollouts, lengths, self.blueprint.chain.needs)
+        if ANSWERED in rollouts.fields:
+            lengths = sharding.to_host(self.measure(rollouts))
         advantage_state, judged, live, per_sample, metrics = self.judge(
-            learner.advantage_state, rollouts
+            learner.advantage_state, rollouts, drawn
         )
         live, metrics = sharding.to_host(live), merge(metrics, load)
         plans, batches = [], []
@@ -110,7 +111,7 @@ class Preparer:
             batches.append(self.assemble(learner, rollouts, judged, prompts, plan))
             plans.append(plan)
         learner = dataclasses.replace(learner, advantage_state=advantage_state)
-        for name in ANCHORS:
+        for name in diagnostics.ANCHORS:
             if name not in rollouts.fields and name in batches[0].fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
                 mask = rollouts.token_mask & bool(live.all() or not compact)
@@ -146,13 +147,17 @@ class Preparer:
     ) -> Rollouts:
         """The rollouts with what a chain needs, scored on every sample."""
         scores, geometry = self.blueprint.scores, self.blueprint.geometry
-        names = needs & scores.keys()
-        apart = {name for name in names if not scores[name].is_of_batch}
-        fields = self.score_samples(learner, names - apart, rollouts, lengths, geometry)
-        rollouts = self.score_apart(learner, apart, rollouts)
         scored = {OF_ANSWERS[name].policy for name in needs & OF_ANSWERS.keys()} - {""}
+        fields: dict[str, Array] = {}
         for policy in sorted(scored):
             fields |= self.score_answers(learner, rollouts, policy)
+        if ANSWERED in needs:
+            rollouts = self.with_answers(rollouts, fields[answers.ANSWER])
+            lengths = sharding.to_host(self.measure(rollouts))
+        names = needs & scores.keys()
+        apart = {name for name in names if not scores[name].is_of_batch}
+        fields |= self.score_samples(learner, names - apart, rollouts, lengths, geometry)
+        rollouts = self.score_apart(learner, apart, rollouts)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
     def with_fields_apart(self, learner: Learner, rollouts: Rollouts, live: np.ndarray) -> Rollouts:
@@ -403,12 +408,14 @@ def _judge(
     mesh: Mesh,
     state: Any,
     rollouts: Rollouts,
+    drawn: Rollouts,
 ) -> tuple[Any, _Judged, Array, Array, Metrics]:
     """The chain on the whole step, and who is alive.
 
     Args:
       acts_on_all: whether samples without an advantage matter to the loss too.
       draws: whether samples were drawn, and are not the likeliest tokens.
+      drawn: the rollouts as they were drawn, where the update trains known answers instead.
 
     Returns: the chain's state, what batches are made of, live and mean advantage [P, G], metrics.
     """
@@ -419,7 +426,9 @@ def _judge(
         live = mask.any(-1)
     summed_rewards = diagnostics.as_summed(rollouts.rewards, reward_weights, chain)
     named = reward_weights, summed_rewards, draws
-    metrics = merge(metrics, _rollout_metrics(*named, rollouts, live, advantage, mask))
+    metrics = merge(
+        metrics, diagnostics.rollout_metrics(*named, rollouts, drawn, live, advantage, mask)
+    )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # The dead are not in the metrics of the update, which penalties may remember.
     alive = mask & live[..., None]
@@ -457,35 +466,3 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
     later_batches = [later(batch) for batch in later_batches]
     further_iteration = (later(first), *later_batches) if num_iterations > 1 else ()
     return (first, *later_batches, *further_iteration * (num_iterations - 1))
-
-
-def _rollout_metrics(
-    weights: Mapping[str, float] | None,
-    summed_rewards: Mapping[str, Array],
-    draws: bool,
-    rollouts: Rollouts,
-    live: Array,
-    advantage: Array,
-    mask: Array,
-) -> Metrics:
-    """Metrics of rewards and completions, under TRL's names if TRL has one."""
-    tokens = rollouts.token_mask
-    metrics: Metrics = {
-        "live_samples": mean(live),
-        "live_groups": mean(live.any(-1)),
-        "live_tokens": mean(live[..., None], tokens),
-        "sampling/not_finite": mean(~jnp.isfinite(rollouts.behavior_logp), tokens),
-    }
-    if draws:  # of the likeliest token alone there is no entropy
-        metrics |= diagnostics.surprise_metrics(rollouts.behavior_logp, tokens)
-    metrics |= diagnostics.advantage_metrics(advantage, mask, summed_rewards, weights)
-    texts = rollouts.completion_tokens, tokens
-    metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
-    rare = diagnostics.rare_successes(summed_rewards, weights)
-    metrics |= diagnostics.symptom_metrics(*texts, rare)
-    for name in ANCHORS:
-        if name in rollouts.fields:
-            pair = (rollouts.behavior_logp, rollouts.fields[name])
-            metrics |= diagnostics.drift_metrics(*pair, tokens, SCORES[name].policy)
-    metrics |= diagnostics.group_metrics(summed_rewards, weights)
-    return metrics | diagnostics.reward_metrics(rollouts.rewards)

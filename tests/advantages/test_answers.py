@@ -119,6 +119,43 @@ def test_only_thoughts_are_trained(fields):
     np.testing.assert_array_equal(value, within.astype(np.float32))
 
 
+def test_answers_are_trained_by_their_probability(fields):
+    logp = fields["answer_logp"]
+    names = {name: fields[name] for name in ("answer_logp", "answer_mask", "token_mask")}
+    names["answered"] = np.arange(T) >= np.array([2, 3, 5])[:, None, None] + np.zeros((P, G, 1))
+    names["token_mask"][0, 3] = False
+    value, mask = adv.evaluate(adv.train_on_answers(0.5), np.full((P, G), 3.0), **names)
+    np.testing.assert_array_equal(mask, names["token_mask"])
+    for p, g, t in np.ndindex(P, G, T):
+        chance = np.exp(logp[p, g][fields["answer_mask"][p]].astype(np.float64).sum())
+        expected = 0.5 * chance if names["answered"][p, g, t] else 3.0
+        assert float(value[p, g, t]) == pytest.approx(expected * bool(mask[p, g, t]), rel=1e-5)
+
+
+def test_both_terms_are_the_gradient_of_the_probability_of_the_answer():
+    """A thought of one token of three, then an answer of one of two; groups of two, enumerated."""
+    theta = np.array([0.3, -0.2, 0.5]), np.array([[0.1, 0.4], [-0.6, 0.2], [0.9, 0.3]])
+    soft = lambda z: np.exp(z) / np.exp(z).sum(-1, keepdims=True)  # noqa: E731
+    thought, behind = soft(theta[0]), soft(theta[1])
+    right = behind[:, 1]  # the answer is the second token
+    expected = thought * (right - thought @ right)
+    slope = np.zeros(3), np.zeros((3, 2))
+    for pair in np.ndindex(3, 3):
+        chance = thought[pair[0]] * thought[pair[1]]
+        names = {"answer_logp": np.log(right)[list(pair)][None, :, None]}
+        names |= {"answer_mask": [[True]], "answered": [[[False, True]] * 2]}
+        names["token_mask"] = np.ones((1, 2, 2), bool)
+        options = {"weights": {"reward": 0.0}}
+        value, _ = adv.evaluate("verifree", [[0.0, 0.0]], options=options, **names)
+        for place, z in enumerate(pair):
+            a = np.asarray(value[0, place], np.float64)
+            slope[0][:] += chance / 2 * a[0] * (np.eye(3)[z] - thought)
+            slope[1][z] += chance / 2 * a[1] * (np.eye(2)[1] - behind[z])
+    np.testing.assert_allclose(slope[0], expected, atol=1e-7)
+    by_answer = thought[:, None] * right[:, None] * (np.eye(2)[1] - behind)
+    np.testing.assert_allclose(slope[1], by_answer, atol=1e-7)
+
+
 def test_groups_that_differ_less_than_of_late_leave():
     """RLPR's filter over three batches: the threshold is half the mean deviation so far."""
     part = adv.chain(adv.sum_rewards(), adv.mask_below_running_deviation(0.5, decay=0.9))

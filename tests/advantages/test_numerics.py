@@ -28,7 +28,8 @@ def relative_chains():
 
 
 def alike(rollouts, samples):
-    """Rollouts of which the samples of a prompt are all the same, and all policies agree."""
+    """Rollouts of which the samples of a prompt are all the same, all policies agree, and no known
+    answer is trained."""
     size = laws.G
 
     def repeat(leaf):
@@ -39,6 +40,8 @@ def alike(rollouts, samples):
     same = jax.tree.map(repeat, rollouts)
     policies = ("reference_logp", "base_logp", "trainer_logp", "teacher_logp")
     fields = same.fields | {name: same.behavior_logp for name in policies if name in same.fields}
+    # Known answers are trained in flat groups too.
+    fields["answered"] = jnp.zeros_like(same.token_mask)
     return dataclasses.replace(same, rewards=samples, fields=fields)
 
 

@@ -76,6 +76,7 @@ def make_fields(random: np.random.Generator, logp: np.ndarray) -> dict[str, jax.
         "planning": random.random((P, G, T)) < 0.4,
         "answer_logp": answer,
         "answer_mask": np.arange(J) < random.integers(1, J + 1, (P, 1)),
+        "answered": np.arange(T) >= T - 2 + np.zeros((P, G, 1)),
         "cut_answer_logp": -random.exponential(size=(P, G, 4)).astype(dtype),
         "thought_tokens": random.integers(0, T + 1, (P, G)).astype(np.int32),
         "masked_answer_logp": -random.exponential(size=(P, J)).astype(dtype),

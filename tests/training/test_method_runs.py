@@ -58,6 +58,7 @@ EXPECTED = {
     "optimal_token_baseline": "subtract_optimal_token_baseline/spread",
     "intuitor": "score_mean/mean",
     "rlpr": "answer_probability/without_thought",
+    "verifree": "train_on_answers/room",
     "nover": "perplexity_rank/perplexity",
 }
 """A metric of the method that is above 0."""

@@ -13,12 +13,13 @@ from jaxgrpo.advantages.group import (
     subtract_group_mean,
     subtract_leave_one_out_mean,
 )
-from jaxgrpo.advantages.masks import keep_thoughts, mask_below_running_deviation
+from jaxgrpo.advantages.masks import mask_below_running_deviation
 from jaxgrpo.advantages.reflection import answer_probability, perplexity_rank
 from jaxgrpo.advantages.scored import (
     keep_top_entropy,
     score_mean,
     subtract_optimal_token_baseline,
+    train_on_answers,
 )
 from jaxgrpo.advantages.streams import Weights, sum_rewards, sum_then
 
@@ -65,36 +66,41 @@ def rlpr(
     )
 
 
-def verifree(scorer: str = "trainer", weights: Weights | None = None) -> AdvantageTransform:
-    """The probability of the whole known answer as one more reward, then RLOO, on thoughts alone.
+def verifree(
+    scorer: str = "trainer", answer: Scheduled = 1.0, weights: Weights | None = None
+) -> AdvantageTransform:
+    """The probability of the whole known answer as one more reward, then RLOO at the thought, and
+    the answer itself behind it.
 
-        r = exp(sum_j log p(answer_j | thought)),  a = r - mean of the others, at the thought
+        r = exp(sum_j log p(answer_j | thought))
+        a = r - mean of the others at the thought,  answer * r at the answer's tokens
 
-    In expectation it is the reward of exact match, with less noise. The paper's gradient has a
-    second term, r times that of log p(answer | thought), which trains the answer too; it is not
-    here, since updates hold samples alone.
+    In expectation it is the gradient of the reward of exact match, with less noise: what the
+    thought does for it, and what the answer's tokens do. An update holds thoughts with the known
+    answers behind them, and nothing that samples went on with.
 
     Use it when answers are so short and fixed that exact match would do.
 
     Args:
       scorer: as of the part `answer_probability`.
+      answer: weight of the answers' tokens, as of the part `train_on_answers`.
 
     `weights` knows the reward as "answer_probability", with weight 1 where they do not name it.
-    Fields: answer_logp, answer_mask, thought_tokens, from the data's answers in training.
-    Source: VeriFree, arXiv 2505.21493, its first term.
+    Fields: answer_logp, answer_mask and answered, from the data's answers in training.
+    Source: VeriFree, arXiv 2505.21493. The paper adds both terms of all tokens up: `sequence_sum`.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"answer_logp": [[[0.0], [-30.0]]], "answer_mask": [[True]]}
-    >>> fields |= {"thought_tokens": [[1, 1]], "token_mask": [[[1], [1]]]}
+    >>> fields |= {"answered": [[[0, 1], [0, 1]]], "token_mask": [[[1, 1], [1, 1]]]}
     >>> options = {"weights": {"reward": 0.0}}
     >>> evaluate("verifree", [[0.0, 0.0]], options=options, **fields)[0].round(3).tolist()
-    [[[1.0], [-1.0]]]
+    [[[1.0, 1.0], [-1.0, 0.0]]]
     """
     return chain(
         answer_probability("product", scorer=scorer),
         sum_rewards(**_named("answer_probability", weights)),
         subtract_leave_one_out_mean(),
-        keep_thoughts(),
+        train_on_answers(answer),
         name="verifree",
     )
 

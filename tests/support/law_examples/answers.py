@@ -32,6 +32,9 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "perplexity_rank": [(adv.perplexity_rank(efficiency=0.5), adv.sum_rewards())],
         "keep_thoughts": [(adv.sum_rewards(), adv.subtract_group_mean(), adv.keep_thoughts())],
+        "train_on_answers": [
+            (adv.sum_rewards(), adv.subtract_group_mean(), adv.train_on_answers(0.5))
+        ],
         "answer_length": [(adv.answer_length(field="classes"), adv.sum_rewards())],
         "alpha_dpg": [
             (adv.sum_rewards(), adv.alpha_dpg(threshold=0.5, z="running")),
