@@ -13,11 +13,12 @@ import pytest
 
 from docs import make_checks
 from docs.make_losses import OF_OTHERS
+from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import build
 from jaxgrpo.advantages import registry as recipes
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.experiments.check import verdict
+from jaxgrpo.experiments.check import command, verdict
 from jaxgrpo.experiments.check.expectation import expect
 from jaxgrpo.experiments.check.games import GAMES, make_policies
 from jaxgrpo.experiments.check.laws import LAWS, broken, check_laws
@@ -153,6 +154,28 @@ def test_a_baseline_that_holds_its_sample_leaves_out_a_share_and_a_reward_twice_
     report = verdict.check(read_method(f"{MISTAKES}:reward_twice"), SMALL)
     np.testing.assert_allclose(report.scale, [2, 2], rtol=1e-9)
     assert set(broken(report.laws)) == {SCALE, UNIT}
+
+
+@pytest.mark.full
+def test_an_update_that_is_no_number_is_named_and_counts_as_a_run_counts_it():
+    report = verdict.check(read_method(f"{MISTAKES}:bare_deviation"), SMALL)
+    assert set(broken(report.laws)) >= {"finite"}
+    settings = [(row.game, row.rewards, row.group_size) for row in report.rows]
+    row = report.rows[settings.index(("bandit", "binary", 3))]
+    flat = (row.rate**3 + (1 - row.rate) ** 3).max()
+    assert row.skipped == pytest.approx(flat, rel=1e-9)
+    assert report.flat_groups == {"all_fail": np.inf, "all_pass": np.inf, "share": 0}
+    text = "\n".join(command.describe(report))
+    assert "not a number: the update of up to" in text
+    assert "all fail: not a number; all pass: not a number" in text
+    # A method that leaves flat groups out has the same updates.
+    parts = adv.subtract_group_mean(), adv.divide_by_group_std(eps=0.0, ddof=0)
+    guarded = adv.chain(adv.sum_rewards(), adv.mask_zero_variance(), *parts)
+    expected = verdict.check(make_method("guarded", guarded), SMALL)
+    assert (report.climbs, report.target) == (expected.climbs, expected.target)
+    np.testing.assert_allclose(report.scale, expected.scale, rtol=1e-9)
+    np.testing.assert_allclose(report.cosine, expected.cosine, rtol=1e-9)
+    assert expected.laws["finite"]
 
 
 @pytest.mark.full

@@ -273,10 +273,8 @@ def compare(family: str, fields: dict[str, Any], folder: Path) -> None:
     theirs = checkpoints.redrawn(checkpoints.config_fields(family, **fields), folder)
     model, params = jaxgrpo.load_model(folder)
     tokens, mask = checkpoints.batch()
-    expected = checkpoints.transformers_logits(theirs, tokens, mask)
     logits = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
-    real = mask.astype(bool)
-    np.testing.assert_allclose(logits[real], expected[real], atol=CLOSE, rtol=0)
+    assert checkpoints.distance(theirs, logits, tokens, mask, CLOSE) <= CLOSE
 
 
 @pytest.mark.full

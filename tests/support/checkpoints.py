@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,27 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
         options = {"attention_mask": inputs[1], "position_ids": inputs[2]}
         # A cache cannot say how long it is where no layer attends.
         return model(inputs[0], **options, use_cache=False).logits.numpy()
+
+
+def distance(
+    model: Any, logits: np.ndarray, tokens: np.ndarray, mask: np.ndarray, near: float
+) -> float:
+    """The largest distance of logits, at real tokens, from those of transformers in float32.
+
+    Beyond `near` it is that from transformers in float64, each row by itself: some drawn configs,
+    as of attention that is all but one-hot, turn float32 by more than that, transformers' own too.
+    """
+    real = mask.astype(bool)
+    apart = np.abs(logits - transformers_logits(model, tokens, mask))[real].max()
+    if apart <= near:
+        return float(apart)
+    wide = copy.deepcopy(model).double()
+    rows = zip(tokens, mask, real, strict=True)
+    exact = [
+        transformers_logits(wide, row[None, at], row_mask[None, at])[0]
+        for row, row_mask, at in rows
+    ]
+    return float(np.abs(logits[real] - np.concatenate(exact)).max())
 
 
 def config_fields(family: str, **changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Twelve mistakes that are made in advantages and losses, each as a user would write it, for
+"""Mistakes that are made in advantages and losses, each as a user would write it, for
 `jaxgrpo check`; tests/experiments/test_check.py says by what each is found."""
 
 import dataclasses
@@ -37,6 +37,11 @@ def wrong_sign(signal, rollouts):
 
 def batch_deviation(signal, rollouts):
     return with_value(signal, centre(signal) / (signal.value.std() + 1e-6))
+
+
+def bare_deviation(signal, rollouts):
+    """0 / 0 where all samples of a group agree."""
+    return with_value(signal, centre(signal) / signal.value.std(1, keepdims=True))
 
 
 def sees_itself(signal, rollouts):

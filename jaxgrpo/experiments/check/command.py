@@ -56,8 +56,10 @@ def main(method: str, *, as_json: bool | str = False, figure: str | None = None)
 
 def describe(report: Report) -> list[str]:
     """What a report says, in sentences."""
+    skipped = max(row.skipped for row in report.rows)
     return [
         _climbs(report),
+        *([_skipped(skipped)] if skipped else []),
         f"cosine with the gradient of the mean reward: {report.cosine:.3f}",
         f"noise: the variance of one group's update is {_number(report.noise)} times the square of "
         "its mean",
@@ -171,12 +173,19 @@ def _climbs(report: Report) -> str:
     return f"climbs the {report.target}{times}{bias}"
 
 
+def _skipped(chance: float) -> str:
+    return (
+        f"not a number: the update of up to {chance:.0%} of the groups, as where a deviation of 0 "
+        "divides; a run skips each step with one of them, and so does what is said here"
+    )
+
+
 def _flat_groups(flat: dict[str, float | None]) -> str:
-    ends = [
-        f"{name.replace('_', ' ')}: "
-        + ("left out" if flat[name] is None else f"advantage {_number(flat[name])}")
-        for name in ("all_fail", "all_pass")
-    ]
+    ends = []
+    for name in ("all_fail", "all_pass"):
+        value = flat[name]
+        says = "left out" if value is None else f"advantage {_number(value)}"
+        ends.append(f"{name.replace('_', ' ')}: {'not a number' if value == np.inf else says}")
     return f"flat groups: {'; '.join(ends)}; {flat['share'] or 0:.0%} of the update comes from them"
 
 

@@ -32,6 +32,7 @@ class Expected(NamedTuple):
     failed: np.ndarray  # [K, S, V], the part of the update that comes from groups that all fail
     passed: np.ndarray  # [K, S, V], and that all pass
     advantage: np.ndarray  # [K, 2], mean over the samples of those groups; NaN: all masked
+    skipped: np.ndarray  # [K], the chance of a batch whose update is not finite: it counts as 0
     refused: bool  # whether the chain leaves out a reward because of its value
 
 
@@ -72,16 +73,25 @@ def _program(method: Method, name: str, samples: int, prompts: int) -> Any:
         drawn = jax.vmap(lambda logits: token_logp(game, logits))(tables.behavior)
         chance = jnp.where(game.mask, drawn, 0).sum(-1)  # [P, N]
 
-        def weigh(index: Array) -> tuple[Array, Array, Array, Array, Array]:
+        def weigh(index: Array) -> tuple[Array, ...]:
             step = functools.partial(update, method, game, tables, reward, state, index)
             slope, (advantage, mask, metrics) = step()
             weight = jnp.exp(jnp.take_along_axis(chance, index, 1).sum())
             tokens = jnp.maximum(mask[0].sum(), 1)
             refused = count_refused(metrics)
             value = jnp.where(mask[0].any(), advantage[0].sum() / tokens, jnp.nan)
-            return -prompts * slope[0], weight, value, refused, reward[index[0]]
+            finite = jnp.isfinite(slope).all() & jnp.isfinite(advantage).all()
+            slope = jnp.where(finite, -prompts * slope[0], 0)  # as a run skips such a step
+            return (
+                slope,
+                weight,
+                jnp.where(finite, value, jnp.inf),
+                finite,
+                refused,
+                reward[index[0]],
+            )
 
-        slope, weight, value, refused, rewards = jax.vmap(weigh)(batches)
+        slope, weight, value, finite, refused, rewards = jax.vmap(weigh)(batches)
         flat = (rewards == rewards[:, :1]).all(1)
         ends = [flat & (rewards[:, 0] == end) for end in (reward.min(), reward.max())]
         total = functools.partial(jnp.einsum, "b,bsv->sv")
@@ -90,7 +100,8 @@ def _program(method: Method, name: str, samples: int, prompts: int) -> Any:
                            for share in shares])  # fmt: skip
         square = (weight * (slope**2).sum((1, 2))).sum()
         parts = [total(share, slope) for share in shares]
-        return total(weight, slope), square, *parts, means, (refused > 0).any()
+        skipped = jnp.where(finite, 0, weight).sum()
+        return total(weight, slope), square, *parts, means, skipped, (refused > 0).any()
 
     return run
 

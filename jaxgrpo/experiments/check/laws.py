@@ -58,11 +58,12 @@ LAWS = {
     "packing": "samples may share a row",
     "stale ratio": "stale samples are weighed by the ratio of the policy to the one that drew them",
     "way back": "a token that moved against its advantage is still pulled back",
+    "finite": "every update is a number; a run skips a step with one that is not, and so does this",
     "group size": "the expected update is the same for every group size",
     "unit scale": "the expected update is the gradient of what it climbs, not a multiple of it",
     "KL": "a penalty pulls as KL(policy || reference) does",
 }
-"""Name -> what holds where the law does. The last three follow from expected updates."""
+"""Name -> what holds where the law does. The last four follow from expected updates."""
 
 
 class Pull(NamedTuple):
@@ -126,7 +127,8 @@ def _pull(method: Method, rollouts: Rollouts, state: Any) -> tuple[Array, Array,
         return batch_loss(method.objective, current, rollouts, advantage, mask)
 
     slope = jax.grad(loss)(rollouts.fields["trainer_logp"])
-    return -slope, advantage, mask, count_refused(metrics)
+    pull, advantage = (jnp.where(jnp.isfinite(x), x, 0) for x in (-slope, advantage))
+    return pull, advantage, mask, count_refused(metrics)
 
 
 def _chain_laws(

@@ -52,6 +52,7 @@ class Row(NamedTuple):
     noise: float  # variance of one group's update by the square of the expected one
     flat: tuple[float | None, float | None]  # advantages where all fail, all pass; None: masked
     flat_share: float  # of the update, from groups that are flat
+    skipped: float  # largest chance of a batch whose update is not finite
 
 
 class Report(NamedTuple):
@@ -97,6 +98,7 @@ def check(method: Method, sizes: Sizes = SIZES) -> Report:
     even = all(row.bias[target] < EXACT for row in main)
     spans = [np.ptp([row.scale[target] for row in main if row.game == name], axis=0).max()
              for name in {row.game for row in main}]  # fmt: skip
+    laws["finite"] = not any(row.skipped for row in rows)
     laws["group size"] = max(spans) < EXACT * max(1, abs(high))
     laws["unit scale"] = even and abs(low - 1) < EXACT and abs(high - 1) < EXACT
     unrelated = "nothing", targets.ENTROPY
@@ -214,6 +216,7 @@ def _compare(
         noise=square / size**2 - 1 if size > EXACT else float("inf"),
         flat=(flat[0], flat[1]),
         flat_share=_norm(expected.failed + expected.passed) / max(size, EXACT),
+        skipped=float(expected.skipped.max()),
     )
 
 
