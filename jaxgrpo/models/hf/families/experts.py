@@ -51,7 +51,7 @@ def read_experts(
     total = fields.take(number, "size", count)
     if top_k > total:
         fields.refuse("num_experts_per_tok", f"expected at most {total}, the experts of {number}")
-    stored = fields.take("norm_topk_prob", "flag", bool(normalised))
+    stored = fields.nullable("norm_topk_prob", "flag", bool(normalised))  # null: they do not
     return ExpertsKind(total, min(top_k, total), width or 1, stored or normalised == "always")
 
 

@@ -157,7 +157,8 @@ def _glm4_moe_lite(fields: Fields) -> dict[str, Any]:
     count = config["num_layers"]
     types = fields.take("mlp_layer_types", "texts", [DENSE] + [SPARSE] * (count - 1))
     if len(types) != count or not {*types} <= {DENSE, SPARSE}:
-        fields.refuse("mlp_layer_types", f"expected {DENSE} and {SPARSE}, {count} of them")
+        number = f"num_hidden_layers = {count} of them"
+        fields.refuse("mlp_layer_types", f"expected {DENSE} and {SPARSE}, {number}")
         types = [SPARSE] * count
     dense = types.index(SPARSE) if SPARSE in types else count
     _expect(fields, "first_k_dense_replace", "count", dense)

@@ -53,7 +53,8 @@ def _granite4(fields: Fields) -> dict[str, Any]:
     count = config["num_layers"]
     types = fields.take("layer_types", "texts", ["mamba"] * count)
     if len(types) != count or not {*types} <= {FULL, "attention"}:
-        fields.refuse("layer_types", f"expected {FULL}, {count} of them: no layers of Mamba-2 yet")
+        number = f"num_hidden_layers = {count} of them"
+        fields.refuse("layer_types", f"expected {FULL}, {number}: no layers of Mamba-2 yet")
     if fields.take("num_local_experts", "count", 8):
         fields.refuse("num_local_experts", "expected 0: experts beside a dense part are not built")
     if fields.take("position_embedding_type", "text", "none") != "rope":
