@@ -275,14 +275,14 @@ LINES = {
     "losses": 1285,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 571,  # with what launches and short collectives take
     "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 7655,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
+    "models": 7980,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 4351,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 2276,  # with kernels' choice, experts taken again, 240 of the atlas, teachers
     "config": 2243,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 701,  # with how two judgements agree
-    "training": 7447,  # with conversations, damaged runs, texts of the data, prompts per sample
+    "training": 7454,  # with conversations, damaged runs, texts of the data, prompts per sample
     "planning": 1720,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 3875,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3386,  # with saved samples judged again, queries answered, small models of 33 families

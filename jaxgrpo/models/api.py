@@ -6,14 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    Protocol,
-    get_args,
-    runtime_checkable,
-)
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +102,8 @@ class LayerKind(NamedTuple):
     def has(self, name: str) -> bool:
         """Whether its layers have a linear map, of the names in LINEAR; gates may be absent."""
         part, _, linear = name.partition("/")
+        if name in EXPERT_MAPS:
+            return isinstance(self.feed, ExpertsKind)
         if part == "experts":
             field = "shared_gate" if linear == "shared_gate" else "shared"
             return isinstance(self.feed, ExpertsKind) and bool(getattr(self.feed, field))
@@ -134,6 +129,8 @@ QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 NEVER = -1e20
 """Logit of a token that is never drawn: at any temperature no probability, and no gradient."""
 
+EXPERT_MAPS = ("experts/gate", "experts/up", "experts/down")
+"""The maps that each expert has; adapters of an expert's gate and up have one A."""
 QUERIES = ("query", "turned_query"), ("query_down", "query_up", "turned_query_up")
 LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
@@ -142,6 +139,7 @@ LINEAR = (
     "delta/out",
     *(f"attention/{name}" for name in ("turned_query", *QUERIES[1], "latent", "turned_key")),
     *(f"experts/{name}" for name in ("shared/gate", "shared/up", "shared/down", "shared_gate")),
+    *EXPERT_MAPS,
 )
 """The linear maps of a layer, which may have adapters; QUERIES are those of latents, by `query`."""
 
@@ -176,11 +174,13 @@ class LoraConfig:
     alpha: float
     targets: str = ".*"  # regular expression that the whole of a name in LINEAR must match
     use_rslora: bool = False
+    ranks: tuple[tuple[str, int, float], ...] = ()  # (name, rank, alpha) of those that have others
 
-    @property
-    def scale(self) -> float:
-        """alpha / rank, with rsLoRA alpha / sqrt(rank)."""
-        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+    def rank_and_scale(self, name: str = "") -> tuple[int, float]:
+        """Those of a name in LINEAR; the scale is alpha / rank, with rsLoRA alpha / sqrt(rank)."""
+        table = {module: (rank, alpha) for module, rank, alpha in self.ranks}
+        rank, alpha = table.get(name, (self.rank, self.alpha))
+        return rank, alpha / (rank**0.5 if self.use_rslora else rank)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -303,7 +303,8 @@ class ModelConfig:
         ('feed_forward/gate', 'feed_forward/down')
         """
         assert self.lora is not None  # of a map that is adapted
-        group = next((names for names in self.fused if name in names), (name,))
+        fused = (*self.fused, EXPERT_MAPS[:2])
+        group = next((names for names in fused if name in names), (name,))
         return next(module for module in group if module in self.lora.modules)
 
 

@@ -1,8 +1,9 @@
 """What the layers of a model multiply and keep, counted from the shapes and axes of its kernels.
 
-All that plans memory and time reads this count. A leaf "kernel" of a layer is a linear map: its
-inputs are the first dimension if that is "embed" or "latent", and all but the last otherwise. In
-front of them may be "layers", which are stacked, and "experts", of which a token passes some.
+All that plans memory and time reads this count. A leaf "kernel" of a layer is a linear map, and so
+are the two leaves of an adapter: its inputs are the first dimension if that is "embed", "latent" or
+"rank", and all but the last otherwise. In front of them may be "layers", which are stacked, and
+"experts", of which a token passes some.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import jax
 from jaxgrpo.models.api import LAYERS, DeltaKind, ExpertsKind, LayerKind, Model
 from jaxgrpo.models.recurrence import CHUNK
 
+MAPS = ("kernel", "lora_a", "lora_b")
+
 
 class LinearMap(NamedTuple):
     """One linear map of a layer, or of layers that are stacked."""
@@ -28,6 +31,7 @@ class LinearMap(NamedTuple):
     active: int  # of them, those that a token passes
     inputs: int
     outputs: int
+    is_adapter: bool
 
 
 def linear_maps(model: Model) -> Iterator[LinearMap]:
@@ -37,19 +41,20 @@ def linear_maps(model: Model) -> Iterator[LinearMap]:
     paths = jax.tree_util.tree_leaves_with_path(model.shapes)
     for (path, spec), axes in zip(paths, all_axes, strict=True):
         names = [str(key.key) for key in path]
-        if names[0] not in LAYERS or names[-1] != "kernel":
+        if names[0] not in LAYERS or names[-1] not in MAPS:
             continue
         kind = (config.lead if names[0] == "lead" else config.pattern)[int(names[1])]
         sizes, counts = [*zip(axes, spec.shape, strict=True)], {"layers": 1, "experts": 1}
         while sizes[0][0] in counts:
             name, size = sizes.pop(0)
             counts[name] = size
-        split = 1 if sizes[0][0] in ("embed", "latent") else -1
+        split = 1 if sizes[0][0] in ("embed", "latent", "rank") else -1
         inputs, outputs = (math.prod(size for _, size in part) for part in _halves(sizes, split))
         feed = kind.feed
         active = feed.top_k if "experts" in axes and isinstance(feed, ExpertsKind) else 1
         layers, experts = counts.values()
-        yield LinearMap((names[0], names[1]), kind, layers, experts, active, inputs, outputs)
+        place, is_adapter = (names[0], names[1]), names[-1] != "kernel"
+        yield LinearMap(place, kind, layers, experts, active, inputs, outputs, is_adapter)
 
 
 def _halves(sizes: list, split: int) -> tuple[list, list]:
@@ -110,9 +115,11 @@ class Outputs(NamedTuple):
 
 
 def layer_outputs(model: Model) -> Iterator[Outputs]:
-    """What the layers compute for a token, those of a stack at once."""
+    """What the layers compute for a token, those of a stack at once; adapters' outputs are few, or
+    added to those of their map."""
     hidden = model.config.hidden_size
-    for _, group in itertools.groupby(linear_maps(model), lambda linear: linear.place):
+    kernels = (linear for linear in linear_maps(model) if not linear.is_adapter)
+    for _, group in itertools.groupby(kernels, lambda linear: linear.place):
         maps = [*group]
         kind, feed = maps[0].kind, maps[0].kind.feed
         products = sum(linear.active * linear.outputs for linear in maps)

@@ -7,6 +7,7 @@ Nothing is dropped, and no array has both all tokens and all experts but the rou
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jaxtyping import Float, Int
 
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread
 from jaxgrpo.models.backward import custom_vjp
-from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, matrix
+from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, high_map, low_map, matrix
 
 LEAST_BLOCK, BLOCK = 8, 512
 """Rows of one expert that are multiplied at once: at the least, and at most but on a CPU."""
@@ -71,10 +72,15 @@ class Router(nnx.Module):
 
 
 class ExpertMap(nnx.Module):
-    """A linear map of each expert: kernel [experts, inputs, outputs], bias [experts, outputs]."""
+    """A linear map of each expert: kernel [experts, inputs, outputs], bias [experts, outputs].
+
+    With adapters, where config.lora names it, lora_a [experts, inputs, rank], which gate and up
+    have together, and lora_b [experts, rank, outputs]: y + scale * ((x · lora_a) · lora_b).
+    """
 
     def __init__(
         self,
+        name: str,
         inputs: dict[str, int],
         outputs: dict[str, int],
         kind: ExpertsKind,
@@ -87,6 +93,30 @@ class ExpertMap(nnx.Module):
         self.bias: nnx.Param[Array] | None = (
             nnx.Param(zeros, axes=("experts", *outputs)) if kind.bias else None
         )
+        lora, stacked = config.lora, {"experts": kind.number}
+        lora = lora if lora is not None and name in lora.modules else None
+        rank, scale = (0, 0.0) if lora is None else lora.rank_and_scale(name)
+        has_a = lora is not None and config.holds_a(name) == name
+        self.lora_a: nnx.Param[Array] | None = (
+            low_map(inputs, rank, config.dtype, rngs, stacked) if has_a else None
+        )
+        self.lora_b: nnx.Param[Array] | None = (
+            high_map(rank, outputs, config.dtype, stacked) if rank else None
+        )
+        self.scale: float = scale
+
+    def leaves(self) -> dict[str, tuple[Array, tuple[str | None, ...]]]:
+        """The arrays by their names, each with its logical axes; inputs and outputs but "mlp" are
+        not divided."""
+        params = {name: getattr(self, name) for name in ("kernel", "bias", "lora_a", "lora_b")}
+        return {
+            name: (
+                param[...],
+                tuple("mlp" if axis == "mlp" else None for axis in param.get_metadata("axes")),
+            )
+            for name, param in params.items()
+            if param is not None
+        }
 
 
 class Experts(nnx.Module):
@@ -100,9 +130,9 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": kind.size}
         self.router: Router = Router(config, kind, rngs)
-        self.gate: ExpertMap = ExpertMap(embed, mlp, kind, config, rngs)
-        self.up: ExpertMap = ExpertMap(embed, mlp, kind, config, rngs)
-        self.down: ExpertMap = ExpertMap(mlp, embed, kind, config, rngs)
+        self.gate: ExpertMap = ExpertMap("experts/gate", embed, mlp, kind, config, rngs)
+        self.up: ExpertMap = ExpertMap("experts/up", embed, mlp, kind, config, rngs)
+        self.down: ExpertMap = ExpertMap("experts/down", mlp, embed, kind, config, rngs)
         self.shared: FeedForward | None = (
             FeedForward(config, kind.shared, rngs, "experts/shared") if kind.shared else None
         )
@@ -128,19 +158,17 @@ class Experts(nnx.Module):
             combine = functools.partial(gated, ACTIVATIONS[self.activation])
         else:
             combine = functools.partial(clamped, *kind.clamp)
-        mix = functools.partial(mixed, combine, kind.number)
         tokens = (x, names), (experts, names), (gates.astype(x.dtype), names)
-        weights = (
-            (self.gate.kernel[...], (None, None, "mlp")),
-            (self.up.kernel[...], (None, None, "mlp")),
-            (self.down.kernel[...], (None, "mlp", None)),
-            *(
-                (each.bias[...], (None, "mlp"))
-                for each in (self.gate, self.up)
-                if each.bias is not None
-            ),
-        )
-        mixed_tokens = spread(mix, tokens, weights)
+        maps = {"gate": self.gate, "up": self.up, "down": self.down}
+        weights = {
+            (name, leaf): value
+            for name, linear in maps.items()
+            for leaf, value in linear.leaves().items()
+            if (name, leaf) != ("down", "bias")
+        }
+        scales = {name: linear.scale for name, linear in maps.items()}
+        mix = functools.partial(mixed, combine, kind.number, (*weights,), scales)
+        mixed_tokens = spread(mix, tokens, (*weights.values(),))
         if self.down.bias is not None:  # once, and not by each device that has a part of mlp
             biases = self.down.bias[...][experts] * gates[..., None]
             mixed_tokens += biases.sum(-2).astype(x.dtype)
@@ -166,26 +194,44 @@ def clamped(alpha: float, limit: float, gate: Array, up: Array) -> Array:
 def mixed(
     combine: Any,
     number: int,
+    names: Sequence[tuple[str, str]],
+    scales: Mapping[str, float],
     x: Float[Array, "*B E"],
     experts: Int[Array, "*B k"],
     gates: Float[Array, "*B k"],
-    gate: Float[Array, "experts E M"],
-    up: Float[Array, "experts E M"],
-    down: Float[Array, "experts M E"],
-    gate_bias: Float[Array, "experts M"] | None = None,
-    up_bias: Float[Array, "experts M"] | None = None,
+    *weights: Float[Array, "experts ..."],
 ) -> Float[Array, "*B E"]:
-    """What the experts give for the tokens, times their gates and summed."""
+    """What the experts give for the tokens, times their gates and summed.
+
+    Args:
+      names: of the weights, (map, leaf of an ExpertMap).
+      scales: of each map's adapters.
+    """
+    leaves = dict(zip(names, weights, strict=True))
     k, flat = experts.shape[-1], experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)  # of (token, place among its experts), by expert
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
     sizes = jnp.bincount(flat, length=number)
     rows = permuted(x.reshape(-1, x.shape[-1]), order, inverse, k)
-    halves = []
-    for kernel, bias in ((gate, gate_bias), (up, up_bias)):
-        half = grouped(rows, kernel, sizes)
-        halves.append(half if bias is None else half + bias.astype(half.dtype)[flat[order]])
-    out = permuted(grouped(combine(*halves), down, sizes), inverse, order, 1)
+
+    def low(name: str, rows: Array) -> Array | None:
+        """rows · lora_a, of maps that have one."""
+        return grouped(rows, leaves[name, "lora_a"], sizes) if (name, "lora_a") in leaves else None
+
+    def apply(name: str, rows: Array, inner: Array | None) -> Array:
+        y = grouped(rows, leaves[name, "kernel"], sizes)
+        if (name, "lora_b") in leaves:
+            assert inner is not None  # a map with a lora_b has a lora_a, or shares gate's
+            added = grouped(inner, leaves[name, "lora_b"], sizes)
+            y = y + added * jnp.asarray(scales[name], y.dtype)
+        bias = leaves.get((name, "bias"))
+        return y if bias is None else y + bias.astype(y.dtype)[flat[order]]
+
+    inner = low("gate", rows)
+    half = apply("gate", rows, inner)
+    inner = low("up", rows) if inner is None else inner
+    middle = combine(half, apply("up", rows, inner))
+    out = permuted(apply("down", middle, low("down", middle)), inverse, order, 1)
     out = out.reshape(-1, k, x.shape[-1]) * gates.reshape(-1, k, 1)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return out.sum(1, dtype=wide).astype(x.dtype).reshape(x.shape)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -285,13 +286,15 @@ class Dense(nnx.Module):
         self.contracted: int = len(inputs)
         lora = config.lora
         lora = lora if lora is not None and name in lora.modules else None
-        rank = 0 if lora is None else lora.rank
+        rank, scale = (0, 0.0) if lora is None else lora.rank_and_scale(name)
         has_a = lora is not None and config.holds_a(name) == name
         self.lora_a: nnx.Param[Array] | None = (
-            _uniform(inputs, rank, config.dtype, rngs) if has_a else None
+            low_map(inputs, rank, config.dtype, rngs) if has_a else None
         )
-        self.lora_b: nnx.Param[Array] | None = _zeros(rank, outputs, config.dtype) if rank else None
-        self.scale: float = 0.0 if lora is None else lora.scale
+        self.lora_b: nnx.Param[Array] | None = (
+            high_map(rank, outputs, config.dtype) if rank else None
+        )
+        self.scale: float = scale
 
     def __call__(
         self, x: Float[Array, "..."], low: Float[Array, "... rank"] | None = None
@@ -435,17 +438,29 @@ def matrix(
     return nnx.Param(value.astype(dtype), axes=axes)
 
 
-def _uniform(inputs: dict[str, int], rank: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param[Array]:
-    """lora_a [*inputs, rank], uniform within 1 / sqrt(inputs).
+def low_map(
+    inputs: dict[str, int],
+    rank: int,
+    dtype: str,
+    rngs: nnx.Rngs,
+    stacked: Mapping[str, int] = MappingProxyType({}),
+) -> nnx.Param[Array]:
+    """lora_a [*stacked, *inputs, rank], uniform within 1 / sqrt(inputs).
 
     Source: the default of PEFT, kaiming_uniform_(a=sqrt(5)), and zeros as lora_b.
     """
-    bound, shape = math.prod(inputs.values()) ** -0.5, (*inputs.values(), rank)
+    bound, sizes = math.prod(inputs.values()) ** -0.5, {**stacked, **inputs, "rank": rank}
     # A stream of its own: the weights are those of a model without adapters.
-    value = jax.random.uniform(rngs.lora(), shape, jnp.float32, -bound, bound)
-    return nnx.Param(value.astype(dtype), axes=(*inputs, "rank"))
+    value = jax.random.uniform(rngs.lora(), (*sizes.values(),), jnp.float32, -bound, bound)
+    return nnx.Param(value.astype(dtype), axes=(*sizes,))
 
 
-def _zeros(rank: int, outputs: dict[str, int], dtype: str) -> nnx.Param[Array]:
-    """lora_b [rank, *outputs]."""
-    return nnx.Param(jnp.zeros((rank, *outputs.values()), dtype), axes=("rank", *outputs))
+def high_map(
+    rank: int,
+    outputs: dict[str, int],
+    dtype: str,
+    stacked: Mapping[str, int] = MappingProxyType({}),
+) -> nnx.Param[Array]:
+    """lora_b [*stacked, rank, *outputs], zeros."""
+    sizes = {**stacked, "rank": rank, **outputs}
+    return nnx.Param(jnp.zeros((*sizes.values(),), dtype), axes=(*sizes,))

@@ -132,7 +132,8 @@ def _merged(config: ModelConfig, adapters: Params, base: Params, place: str = ""
         if "lora_b" in value:
             first = config.holds_a(f"{place}{name}").rpartition("/")[2]
             low, high = adapters[first]["lora_a"], value["lora_b"]
-            kernel = _added(base[name]["kernel"], low, high, config.lora.scale)
+            _, scale = config.lora.rank_and_scale(f"{place}{name}")
+            kernel = _added(base[name]["kernel"], low, high, scale)
             layer[name] = {**base[name], "kernel": kernel}
         else:
             layer[name] = _merged(config, value, base[name], f"{place}{name}/")
@@ -140,10 +141,11 @@ def _merged(config: ModelConfig, adapters: Params, base: Params, place: str = ""
 
 
 def _added(kernel: Array, low: Array, high: Array, scale: float) -> Array:
-    """kernel + scale * low [..., rank] · high [*stacked, rank, ...], for each of stacked layers."""
+    """kernel + scale * low [..., rank] · high [*stacked, rank, ...], for each of stacked layers and
+    experts."""
     dtype = jnp.promote_types(kernel.dtype, jnp.float32)
     product = functools.partial(jnp.tensordot, axes=1, precision="highest")
-    for _ in range(low.ndim + high.ndim - 2 - kernel.ndim):  # the layers' dimension counts twice
+    for _ in range(low.ndim + high.ndim - 2 - kernel.ndim):  # what is stacked counts twice
         product = jax.vmap(product)
     change = product(low.astype(dtype), high.astype(dtype))
     return (kernel.astype(dtype) + scale * change).astype(kernel.dtype)

@@ -170,7 +170,10 @@ def adapter_identity(folder: Path, model: Model) -> dict[str, Any] | None:
         return None
     fingerprint = folders.fingerprint(folder)
     weights = {name: value for name, value in fingerprint.items() if name.endswith(".safetensors")}
-    return {"settings": dataclasses.asdict(model.config.lora), "weights": weights}
+    settings = dataclasses.asdict(model.config.lora)
+    ranks = [list(rank) for rank in settings.pop("ranks")]  # as JSON gives them back
+    settings |= {"ranks": ranks} if ranks else {}
+    return {"settings": settings, "weights": weights}
 
 
 def saved_adapters(meta: Mapping[str, Any]) -> LoraConfig | None:
@@ -179,7 +182,11 @@ def saved_adapters(meta: Mapping[str, Any]) -> LoraConfig | None:
     Args:
       meta: what it holds beside its state.
     """
-    return LoraConfig(**meta["lora"]["settings"]) if "lora" in meta else None
+    if "lora" not in meta:
+        return None
+    settings = dict(meta["lora"]["settings"])
+    ranks = tuple((name, rank, alpha) for name, rank, alpha in settings.pop("ranks", ()))
+    return LoraConfig(**settings, ranks=ranks)
 
 
 def refuse_changed_adapters(

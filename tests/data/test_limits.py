@@ -17,7 +17,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import limits, prompts
 from jaxgrpo.data.chat import Chat, write
-from jaxgrpo.models.hf import adapters, families, folders
+from jaxgrpo.models.hf import families, folders, targets
 
 LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 DOUBLED = "{% for i in range(40) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}"
@@ -130,9 +130,9 @@ def test_a_config_with_too_many_layers_is_refused():
 
 
 def test_a_pattern_of_modules_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(adapters, "SECONDS", 0.5)
+    monkeypatch.setattr(targets, "SECONDS", 0.5)
     with pytest.raises(InputError, match=r"takes more than 0\.5 s to match model\.layers\.0"):
-        adapters._matches("(.*.*.*.*)*x", "model.layers.0.self_attn.q_proj" * 3)
+        targets._matches("(.*.*.*.*)*x", "model.layers.0.self_attn.q_proj" * 3)
 
 
 def test_a_function_that_raises_in_time_raises_that():

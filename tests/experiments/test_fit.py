@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments import fit
 from jaxgrpo.experiments.fit import Curve, fit_curve, foretell, sigmoid
 from jaxgrpo.models import decoder
+from jaxgrpo.models.api import LoraConfig
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.loop import train
@@ -92,6 +94,7 @@ def test_a_run_counts_its_operations_and_the_command_fits_them(tmp_path, capsys)
     changes = {"train.steps": 7, "rollout.refill": {"factor": 2.0}, "lora.rank": 4}
     run = train(small_run.config(tmp_path / "r", **changes))
     config = folders.read_config(small_run.base())
+    config = dataclasses.replace(config, lora=LoraConfig(rank=4, alpha=32.0))
     weights = count_weights(decoder.build(config)).work
     lines = small_run.metrics(run.path)
     for line in lines:

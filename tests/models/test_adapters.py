@@ -32,14 +32,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"target_modules": "all-linear"},
     "qwen3_next": {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
+    # PEFT writes these as parameters of experts, with twice the rank for gate and up
+    "qwen3_moe": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "olmoe": {"target_modules": ["k_proj"], "target_parameters": ["experts.gate_up_proj"]},
 }
-"""What is adapted, by the family; everything in the others but experts, which are no modules."""
+"""What is adapted, by the family; everything in the others."""
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+OPTIONS["qwen3_next"]["target_parameters"] = EXPERTS
+OPTIONS |= {
+    family: {"target_modules": "all-linear", "target_parameters": EXPERTS}
+    for family in ["gpt_oss", "granitemoe"]
+}
+OPTIONS["qwen3_5_moe_text"] = {
+    "target_modules": ["q_proj", "k_proj", "in_proj_qkv", "out_proj", "shared_expert_gate"],
+    "target_parameters": [*EXPERTS, "shared_expert.gate_proj.weight"],
+}
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 OPTIONS |= {
-    family: {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", *_LATENT]}
-    for family in ["glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_moe", "olmoe"]
+    family: {
+        "target_modules": [*_ATTENTION, *_LATENT],
+        "target_parameters": [*EXPERTS, "shared_experts.up_proj.weight"],
+    }
+    for family in ["glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 }
-"""There PEFT takes "all-linear" for parameters of experts too, which are refused."""
+"""There PEFT takes "all-linear" for routers too, which are refused."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The fields of adapter_config.json that must be there."""
 
@@ -137,8 +154,7 @@ def test_what_peft_writes_by_default_is_read(tmp_path):
         ({"bias": "all"}, "bias = 'all': known are none"),
         ({"lora_bias": True}, "lora_bias = True: not built"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = .*: not built"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern = .*: not built"),
-        ({"alpha_pattern": {"q_proj": 2}}, "not built, .* computes; take another adapter$"),
+        ({"layer_replication": [[0, 1]]}, "not built, .* computes; take another adapter$"),
         ({"layers_to_transform": [1]}, "layers_to_transform = .*: not built"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out = True: not built"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa': it may change the weights"),

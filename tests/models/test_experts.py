@@ -108,6 +108,11 @@ def test_compiled_for_a_gpu_no_array_has_all_rows_at_all_experts():
 def test_a_token_works_with_its_experts_and_all_are_held():
     weights = counts.count_weights(build(CONFIG))
     attention, router, expert = 32 * 8 * (4 + 2 + 2) + 4 * 8 * 32, 32 * 6, 3 * 32 * 16
+    only = LoraConfig(rank=5, alpha=1.0, targets="experts/(gate|up|down)")
+    adapted = counts.count_weights(build(dataclasses.replace(CONFIG, lora=only)))
+    low = 5 * (32 + 16 + 16) + 5 * (16 + 32)  # of an expert: gate and up share A; down
+    assert adapted.layers - weights.layers == 2 * 6 * low
+    assert adapted.active - weights.active == 2 * 2 * low
     assert weights.layers == 2 * (attention + router + 6 * expert)
     assert weights.active == 2 * (attention + router + 2 * expert)
     maps = {(m.inputs, m.outputs, m.experts, m.active) for m in counts.linear_maps(build(CONFIG))}
@@ -130,13 +135,25 @@ def test_what_experts_cannot_do_is_refused():
             build(dataclasses.replace(CONFIG, **changes))
 
 
-def test_a_shared_expert_has_adapters_and_experts_have_none():
+def test_experts_a_shared_one_and_its_gate_have_adapters_and_the_router_has_none():
     kind = LayerKind(feed=FEED._replace(shared=16, shared_gate=True))
     config = dataclasses.replace(CONFIG, pattern=(kind,), lora=LoraConfig(rank=2, alpha=2.0))
     adapted = lora.split(build(config).shapes)[0]["blocks"]["0"]
     assert adapted.keys() == {"attention", "experts"}
-    assert adapted["experts"].keys() == {"shared", "shared_gate"}
+    assert adapted["experts"].keys() == {"gate", "up", "down", "shared", "shared_gate"}
     assert adapted["experts"]["shared"].keys() == {"gate", "up", "down"}
+    shapes = {
+        f"{name}/{leaf}": spec.shape
+        for name in ("gate", "up", "down")
+        for leaf, spec in adapted["experts"][name].items()
+    }
+    assert shapes == {
+        "gate/lora_a": (2, 6, 32, 2),
+        "gate/lora_b": (2, 6, 2, 16),
+        "up/lora_b": (2, 6, 2, 16),  # its A is that of gate
+        "down/lora_a": (2, 6, 16, 2),
+        "down/lora_b": (2, 6, 2, 32),
+    }
 
 
 def test_the_load_of_experts_is_counted_where_there_are_records():
@@ -228,11 +245,11 @@ def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path):
     for name, tensor in unpacked.items():
         np.testing.assert_array_equal(written[name], tensor)
     assert "quantization_config" not in json.loads((tmp_path / "ours/config.json").read_text())
-    (path / "config.json").write_text(
-        json.dumps(fields | {"quantization_config": {"quant_method": "gptq"}})
-    )
-    with pytest.raises(InputError, match="only mxfp4 is read"):
-        jaxgrpo.load_model(path)
+    odd = {"of quantised": {"quant_method": "gptq"}, "without a quant_method; of": {"bits": 4}}
+    for message, settings in odd.items():
+        (path / "config.json").write_text(json.dumps(fields | {"quantization_config": settings}))
+        with pytest.raises(InputError, match=f"{message}.* only mxfp4 is read"):
+            jaxgrpo.load_model(path)
 
 
 def test_layers_that_guess_further_are_carried_and_do_not_say_how_experts_are_stored(tmp_path):

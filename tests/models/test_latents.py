@@ -109,6 +109,7 @@ def test_deepseek_v3_has_671_billion_weights_of_which_a_token_passes_37():
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8: expected num_attention_heads = 128"),
         ({"head_dim": 128}, "head_dim = 128: expected qk_rope_head_dim = 64"),
         ({"quantization_config": {"quant_method": "gptq"}}, "only fp8 in blocks of 128 x 128"),
+        ({"quantization_config": {"fmt": "e4m3"}}, "without a quant_method; of quantised weights"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(changes, message):

@@ -16,7 +16,16 @@ import tiny
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import LINEAR, Caller, LoraConfig, Model, ModelConfig, params_per_layer
+from jaxgrpo.models.api import (
+    LINEAR,
+    Caller,
+    ExpertsKind,
+    LayerKind,
+    LoraConfig,
+    Model,
+    ModelConfig,
+    params_per_layer,
+)
 from jaxgrpo.models.attention import causal
 
 ALL = LoraConfig(rank=3, alpha=7.0)
@@ -32,6 +41,10 @@ CONFIGS = {
     ),
     "biases": dataclasses.replace(
         tiny.UNIFORM, attention_bias=True, attention_out_bias=True, feed_forward_bias=True
+    ),
+    "experts": dataclasses.replace(
+        tiny.UNIFORM,
+        pattern=(LayerKind(feed=ExpertsKind(4, 2, size=12, shared=8, shared_gate=True)),),
     ),
 }
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(2, tiny.VOCAB, (2, 6)))
@@ -113,8 +126,8 @@ def test_one_map_is_the_formula():
 
 
 def test_scale_is_alpha_over_rank_or_over_its_root():
-    assert LoraConfig(rank=16, alpha=32.0).scale == 2.0
-    assert LoraConfig(rank=16, alpha=32.0, use_rslora=True).scale == 8.0
+    assert LoraConfig(rank=16, alpha=32.0).rank_and_scale() == (16, 2.0)
+    assert LoraConfig(rank=16, alpha=32.0, use_rslora=True).rank_and_scale() == (16, 8.0)
 
 
 @pytest.mark.slow
@@ -137,7 +150,15 @@ def test_fresh_adapters_change_nothing_and_weights_are_those_of_the_base(config)
         if path[-1].key == "lora_b":
             assert not leaf.any()
             continue
-        bound = math.prod(leaf.shape[1 if path[0].key == "blocks" else 0 : -1]) ** -0.5
+        axes = model.axes
+        for key in path:
+            axes = axes[key.key]
+        inputs = [
+            size
+            for axis, size in zip(axes, leaf.shape, strict=True)
+            if axis not in ("layers", "experts", "rank")
+        ]
+        bound = math.prod(inputs) ** -0.5
         assert 0.8 * bound < np.abs(leaf).max() <= bound
         assert abs(leaf.mean()) < 0.2 * bound
 

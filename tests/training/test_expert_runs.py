@@ -8,10 +8,12 @@ import pytest
 import small_run
 from safetensors.numpy import load_file
 
+import jaxgrpo
 from jaxgrpo.cli import make_base
-from jaxgrpo.models import decoder, routing
+from jaxgrpo.models import decoder, lora, routing
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
+from jaxgrpo.training.export import export
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +62,34 @@ def test_a_replay_of_its_files_ends_with_the_parameters_of_the_run(run, base, tm
     changes = {"model.path": base, "train.steps": 2}
     again = loop.train(small_run.config(tmp_path / "r", **changes), rollouts=files)
     assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
+
+
+@pytest.mark.full
+def test_a_run_trains_adapters_of_its_experts_and_exports_both_forms(base, tmp_path):
+    """And continues bit for bit, and merged weights compute what it sampled from."""
+    changes = {"model.path": base, "lora.rank": 2, "lora.alpha": 4.0, "checkpoint.every": 1}
+    changes |= {"lora.targets": r".*experts[.](gate_up|down)_proj"}
+    finished = loop.train(small_run.config(tmp_path / "r", **changes, **{"train.steps": 2}))
+    for line in small_run.metrics(finished.path):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    loop.train(small_run.config(tmp_path / "again", **changes, **{"train.steps": 1}))
+    again = loop.train(
+        small_run.config(tmp_path / "again", **changes, **{"train.steps": 2}), resume="auto"
+    )
+    assert again.summary["parameter_hash"] == finished.summary["parameter_hash"]
+    adapted, params = folders.load_model(base, adapter=finished.path / "adapter")
+    learned, _ = lora.split(params)
+    assert learned["blocks"]["0"].keys() == {"experts"}
+    jax.tree.map(np.testing.assert_array_equal, learned, finished.learner.trainable)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(learned))
+    export(finished.path, tmp_path / "merged")
+    plain, merged = folders.load_model(tmp_path / "merged")
+    tokens = np.random.default_rng(0).integers(3, plain.config.vocab_size, (2, 7))
+    logits = [
+        jaxgrpo.logits(model, values, tokens, np.ones_like(tokens))
+        for model, values in ((adapted, params), (plain, merged))
+    ]
+    np.testing.assert_allclose(*logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.full

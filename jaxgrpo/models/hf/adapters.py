@@ -5,7 +5,9 @@ lora_A is [rank, inputs] and lora_B [outputs, rank]. A field of adapter_config.j
 nothing, or must be off, as those of config.json.
 
 PEFT adapts a module that keeps several of our linear maps as one tensor (Phi-3's qkv_proj) with
-one A for all of them, and so do we (`ModelConfig.fused`).
+one A for all of them, and so do we (`ModelConfig.fused`). So it is with the parameters of all
+experts of a layer (`mapping.EXPERT_PARAMETERS`). Adapters of single experts, as transformers 4 had
+them, are read as PEFT converts them (`hf.expert_adapters`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +24,21 @@ import jax
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from jaxgrpo.core.errors import InputError, pattern_problem, refuse_all, without_passwords
+from jaxgrpo.core.errors import InputError, refuse_all, without_passwords
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import limits, storage
+from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora
-from jaxgrpo.models.api import (
-    LINEAR,
-    LayerKind,
-    LoraConfig,
-    Model,
-    ModelConfig,
+from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
+from jaxgrpo.models.hf import (
+    expert_adapters,
+    families,
+    mapping,
+    replacing,
+    targets,
+    weights,
+    wrapped,
 )
-from jaxgrpo.models.hf import families, mapping, replacing, weights, wrapped
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.mapping import Entry
@@ -47,12 +51,9 @@ CONTENTS = replacing.Contents(
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin that draw A and B and leave the weights as they are."""
 
-SECONDS = 10.0  # for a regular expression of modules' names and one of them
-
 PREFIX = "base_model.model."
 IN_TEXT = r"(.*[.])?language_model[.](model[.])?layers[.][0-9]+[.]"
 """The modules of layers of a wrapped model's text part, by each of `wrapped.SPELLINGS`."""
-ALL_LINEAR = "all-linear"
 
 HARMLESS = (
     # where it comes from, and how training began
@@ -87,10 +88,18 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     rank, alpha = fields.take("r", "size") or 1, fields.take("lora_alpha", "positive") or 1.0
     rslora = fields.take("use_rslora", "flag", False)
     target_modules = fields.nullable("target_modules", "anything")
-    targets = _adapted(target_modules, base, fields)
+    by_expert = expert_adapters.are_stored(weights_file(path))
+    parameters = fields.nullable("target_parameters", "texts", []) or []
+    names = targets.adapted(target_modules, base, fields, parameters, by_expert)
+    settings = LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(names), use_rslora=rslora)
+    settings = targets.with_ranks(settings, names, base, fields, by_expert)
     fields.refuse_unread(HARMLESS)
     refuse_all(f"{source} is not an adapter that can be built:", fields.problems)
-    return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(targets), use_rslora=rslora)
+    return settings
+
+
+def weights_file(path: str | os.PathLike[str]) -> Path:
+    return storage.local(path, "lora.path") / WEIGHTS
 
 
 def adapter_files(path: str | os.PathLike[str]) -> list[Path]:
@@ -102,10 +111,13 @@ def targets_from_peft(target_modules: str | list[str], base: ModelConfig) -> str
     """`LoraConfig.targets` for PEFT's target_modules: a regular expression that the whole name of a
     module of transformers must match, "all-linear", or a list of names or their last parts.
 
+    Experts are named as in transformers 5, `experts.gate_up_proj` and `experts.down_proj`, or by
+    the modules of each, as in 4.
+
     Raises: InputError where it matches no linear map, something else, or only some layers.
     """
     fields = Fields({"target_modules": target_modules}, "the config")
-    names = _adapted(target_modules, base, fields)
+    names = targets.adapted(target_modules, base, fields)
     refuse_all("these adapters cannot be built:", fields.problems)
     return "|".join(names)
 
@@ -123,7 +135,8 @@ def read_params(
     """
     folder = storage.local(path, "lora.path")
     family = families.find_family(model.config.family, str(folder))
-    with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as files:
+    with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as opened:
+        files = expert_adapters.joined(opened, family.experts)
         shapes, entries = _parts(model, family, files)
         weights.check(folder, files, entries, family.tied_head, False, config_file=CONFIG)
         return weights.read_leaves(folder, files, shapes, entries, dtype, shardings)
@@ -199,16 +212,10 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     """adapter_config.json of a model with adapters."""
     assert config.lora is not None  # as `_parts` refuses
     settings = config.lora
-    modules = _modules(family)
-    hf_modules = list(dict.fromkeys(modules[name] for name in config.adapted))
-    all_endings = [name.rpartition(".")[2] for name in {*family.modules.values(), *hf_modules}]
-    # PEFT takes the last part of a name for all modules that end so.
-    endings = [name.rpartition(".")[2] for name in hf_modules]
-    targets: Any = sorted(
-        endings if all(all_endings.count(name) == 1 for name in endings) else hf_modules
-    )
-    if config.text_only:  # other parts have modules of the same names
-        targets = IN_TEXT + "({})".format("|".join(map(re.escape, sorted(hf_modules))))
+    hf_modules, parameters = targets.to_peft(config.adapted, config.kinds, family)
+    target_modules: Any = targets.shortened(hf_modules, family)
+    if config.text_only and hf_modules:  # other parts have modules of the same names
+        target_modules = IN_TEXT + "({})".format("|".join(map(re.escape, sorted(hf_modules))))
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
     return {
         "peft_type": "LORA",
@@ -217,7 +224,9 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
         "r": settings.rank,
         "lora_alpha": alpha,
         "use_rslora": settings.use_rslora,
-        "target_modules": targets,
+        "target_modules": target_modules,
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
+        **targets.patterns(settings, {**hf_modules, **parameters}),
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -226,82 +235,15 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     }
 
 
-def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
-    """The names in LINEAR that PEFT's target_modules adapts; what is wrong becomes a problem."""
-    family = families.find_family(base.family, "target_modules")
-    is_list = isinstance(target_modules, list) and all(
-        isinstance(name, str) for name in target_modules
-    )
-    if not (is_list or isinstance(target_modules, str)):
-        fields.refuse("target_modules", "expected a text or a list of texts")
-        return ()
-    if not is_list and (problem := pattern_problem(target_modules)):
-        fields.refuse("target_modules", problem)
-        return ()
-    adapted, modules = [], _modules(family)
-    spellings = wrapped.SPELLINGS if base.text_only else (wrapped.Spelling(),)
-    for hf_module in dict.fromkeys(modules.values()):
-        name = next(name for name in modules if modules[name] == hf_module)
-        layers = _layers_with(base.kinds, name)
-        matched = [
-            i
-            for i in layers
-            if any(
-                _matches(target_modules, spelling.name(f"model.layers.{i}.{hf_module}"))
-                for spelling in spellings
-            )
-        ]
-        if matched and len(matched) < len(layers):
-            fields.refuse("target_modules", f"has {hf_module} in layers {matched} only: adapt all")
-        elif matched:
-            adapted += [name for name in modules if modules[name] == hf_module]
-    other_modules = {hf for name, hf in family.modules.items() if name not in LINEAR}
-    for hf_module in sorted(other_modules):
-        names = [hf_module, f"model.layers.0.{hf_module}"]
-        if target_modules != ALL_LINEAR and any(_matches(target_modules, name) for name in names):
-            fields.refuse(
-                "target_modules", f"has {hf_module}: only linear maps of layers are adapted"
-            )
-    if not adapted and not fields.problems:
-        choices = ", ".join(sorted(set(modules.values())))
-        fields.refuse("target_modules", f"matches none of {choices}")
-    return tuple(adapted)
-
-
-def _layers_with(kinds: Sequence[LayerKind], name: str) -> list[int]:
-    """The layers that have a map of LINEAR."""
-    return [i for i, kind in enumerate(kinds) if kind.has(name)]
-
-
-def _matches(target_modules: str | list[str], name: str) -> bool:
-    """PEFT's rule for one module."""
-    if target_modules == ALL_LINEAR:
-        return True
-    if isinstance(target_modules, str):
-        try:
-            return limits.within(SECONDS, lambda: re.fullmatch(target_modules, name)) is not None
-        except limits.TimedOut:
-            raise InputError(
-                f"target_modules = {target_modules!r}: it takes more than {SECONDS:g} s to match "
-                f"{name}: list the modules' names"
-            ) from None
-    return any(name == target or name.endswith(f".{target}") for target in target_modules)
-
-
-def _modules(family: Family) -> dict[str, str]:
-    """The names in LINEAR -> transformers' module, which may hold several of them."""
-    fused = {name: hf_module for hf_module, names in family.fused.items() for name in names}
-    modules = {**family.modules, **fused}
-    return {name: modules[name] for name in LINEAR if name in modules}
-
-
 def _fusion_problems(config: ModelConfig, family: Family) -> list[str]:
     """Why adapters are none of the family's: each of its modules has one adapter or none."""
     assert config.lora is not None  # as `_parts` refuses
     problems = []
-    for hf_module, names in family.fused.items():
-        adapted = [name for name in names if name in config.lora.modules]
-        if adapted and (len(adapted) < len(names) or names not in config.fused):
+    parameters = {name: maps for name, maps in mapping.EXPERT_PARAMETERS.items() if family.experts}
+    for hf_module, names in {**family.fused, **parameters}.items():
+        adapted = [name for name in names if name in config.adapted]
+        is_built = hf_module in parameters or names in config.fused
+        if adapted and (len(adapted) < len(names) or not is_built):
             problems.append(
                 f"{', '.join(adapted)} in {hf_module}, which is one map in family "
                 f"{family.model_type}: adapt {', '.join(names)}, with ModelConfig.fused"

@@ -133,6 +133,20 @@ class Fields:
             return choices[default]
         return choices[value]
 
+    def check_quantised(self, expected: Mapping[str, Any], words: str) -> None:
+        """Refuses quantised weights but of one kind, which quant_method must name, as transformers
+        asks too; other fields of `expected` may be left out.
+
+        Args:
+          words: what is read, for the message.
+        """
+        settings = self.take("quantization_config", "object", {})
+        if settings and "quant_method" not in settings:
+            why = f"without a quant_method; of quantised weights only {words} is read"
+            self.refuse("quantization_config", why)
+        elif any(settings.get(name, value) != value for name, value in expected.items()):
+            self.refuse("quantization_config", f"of quantised weights only {words} is read")
+
     def refuse(self, name: str, why: str) -> None:
         self.problems.append(f"{name} = {self.content.get(name)!r}: {why}")
 

@@ -18,10 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxgrpo.models.hf.fields import Fields
-
 SCALES = "_scale_inv"
 BLOCK = 128
+SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+"""quantization_config of such weights."""
 STORED = "F8_E4M3"
 
 
@@ -82,12 +82,3 @@ def unpacked(files: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, A
         return files[name + SCALES].get_slice(name + SCALES)
 
     return plain | {name: Tensor(paths[name], name, scales(name)) for name in names}
-
-
-def read_quantisation(fields: Fields) -> None:
-    """Refuses weights that are quantised in any other way."""
-    settings = fields.take("quantization_config", "object", {})
-    expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    if any(settings.get(name, value) != value for name, value in expected.items()):
-        why = f"of quantised weights only fp8 in blocks of {BLOCK} x {BLOCK} is read"
-        fields.refuse("quantization_config", why)

@@ -18,7 +18,14 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import LAYERS, AttentionKind, DeltaKind, Model, ModelConfig
+from jaxgrpo.models.api import (
+    EXPERT_MAPS,
+    LAYERS,
+    AttentionKind,
+    DeltaKind,
+    Model,
+    ModelConfig,
+)
 from jaxgrpo.models.layers import turned_dims
 
 LEAVES: Mapping[str, tuple[str, int | None]] = {
@@ -42,6 +49,9 @@ INPUTS = {
     for leaf in ("kernel", "lora_a")
 }
 """Those that have more inputs: heads and the dimensions of a head."""
+
+EXPERT_PARAMETERS = {"gate_up_proj": EXPERT_MAPS[:2], "down_proj": EXPERT_MAPS[2:]}
+"""The parameters of transformers 5's module of all experts -> our maps; PEFT adapts each as one."""
 
 TURNED = ("attention/query", "attention/key")
 TURNED_OF_LATENTS = tuple(f"attention/turned_{name}" for name in ("query", "query_up", "key"))
@@ -124,6 +134,7 @@ class Entry(NamedTuple):
     turn: tuple[int, int] = (0, 1)  # of the last dimension's entries: the first, and to the next
     turned: int = 0  # dimensions of each head whose rows stand in pairs, where ours are in halves
     heads: int = 0  # of which each has its rows of all entries side by side; 0: the entries have
+    swaps: bool = False  # `shape` has the first two dimensions of ours in the other order
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -181,8 +192,24 @@ def _leaf_entries(
     parts = path.split("/")
     in_layer, stacked = parts[0] in LAYERS, parts[0] == "blocks"
     start = len("/".join(parts[:2])) + 1 if in_layer else 0
-    module = path[start:].rpartition("/")[0]
+    module, _, leaf = path[start:].rpartition("/")
     has_experts = module in family.experts
+    width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
+    periods = range(config.periods if stacked else 1)
+
+    def placed(period: int, entry: Entry) -> Entry:
+        first = int(parts[1]) + begin.get(parts[0], config.num_layers - config.num_rest)
+        name = f"model.layers.{first + period * width}.{entry.name}"
+        return entry._replace(name=name, index=(period,) * stacked + entry.index)
+
+    if has_experts and leaf.startswith("lora_"):
+        in_layer_shapes = {
+            name[start:]: shape[stacked:]
+            for name, shape in leaves.items()
+            if name[:start] == path[:start]
+        }
+        entry = _adapter_of_experts(family, module, leaf, in_layer_shapes)
+        return [placed(period, entry) for period in periods]
     leading = stacked + has_experts
     layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
     fused = config.fused_experts or family.interleaves_experts
@@ -199,21 +226,63 @@ def _leaf_entries(
         entry = entry._replace(heads=next(deltas).key_heads if in_delta else config.num_heads)
     if has_experts and family.interleaves_experts:
         entry = _interleaved(family, path[start:], entry, layer_shapes[path])
-    width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
-    first = int(parts[1]) + begin.get(parts[0], config.num_layers - config.num_rest)
     number = leaves[path][stacked] if has_experts else 1
 
     def at(period: int, expert: int) -> Entry:
         name = entry.name if fused else entry.name.replace("{}", str(expert))
         in_fused = {"hf_shape": (number, *entry.hf_shape), "expert": expert}
-        return entry._replace(
-            name=f"model.layers.{first + period * width}.{name}",
-            index=(period,) * stacked + (expert,) * has_experts,
-            **(in_fused if fused and has_experts else {}),
-        )
+        changes = in_fused if fused and has_experts else {}
+        index = (expert,) * has_experts
+        return placed(period, entry._replace(name=name, index=index, **changes))
 
-    periods = range(config.periods if stacked else 1)
     return [at(period, expert) for period in periods for expert in range(number)]
+
+
+def experts_module(family: Names, module: str) -> str:
+    """transformers' module of all experts, in a layer.
+
+    Args:
+      module: one of EXPERT_MAPS.
+    """
+    return family.experts[module].partition(".{}")[0]
+
+
+def _adapter_of_experts(
+    family: Names, module: str, leaf: str, shapes: Mapping[str, tuple[int, ...]]
+) -> Entry:
+    """The entry of an adapter's leaf in a layer: PEFT's of a parameter of all experts.
+
+    Its A is [experts * rank, inputs], its B [outputs, rank * experts]. Of two parameters of a
+    module PEFT wraps the first, and then that by the second: the first one's are of its base_layer.
+
+    Args:
+      shapes: of the layer's leaves, by their paths in it.
+    """
+    maps = next(maps for maps in EXPERT_PARAMETERS.values() if module in maps)
+    number, first, last = shapes[f"{module}/{leaf}"]
+    is_inner = module != EXPERT_MAPS[2] and f"{EXPERT_MAPS[2]}/lora_b" in shapes
+    hf_module = experts_module(family, module) + ".base_layer" * is_inner
+    name, common = f"{hf_module}.{LEAVES[leaf][0]}", {"index": (), "swaps": True}
+    if leaf == "lora_a":
+        rows = number * last
+        return Entry(
+            name,
+            shape=(first, number, last),
+            inputs=1,
+            rows=(0, rows),
+            hf_shape=(rows, first),
+            **common,
+        )
+    k, outputs = maps.index(module), len(maps) * last
+    return Entry(
+        name,
+        shape=(first, number, last),
+        inputs=2,
+        rows=(k * last, (k + 1) * last),
+        hf_shape=(outputs, first * number),
+        heads=last if family.interleaves_experts and len(maps) > 1 else 0,
+        **common,
+    )
 
 
 def _turned_dims(kinds: Sequence[AttentionKind], head_dim: int, module: str) -> int:

@@ -317,6 +317,8 @@ def _fill(
     Args:
       computed: the dtype that the model computes in.
     """
+    if entry.swaps:
+        part, box = part.swapaxes(0, 1), (box[1], box[0], *box[2:])
     narrow = min((part.dtype, computed), key=lambda dtype: float(jnp.finfo(dtype).max))
     stored = files[entry.name].get_slice(entry.name)
     for piece, where in mapping.pieces(entry, box, PIECE):
@@ -363,8 +365,8 @@ def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
     """A tensor on the host, of the leaves that it is made of."""
 
     def rows(leaf: Any, entry: Entry) -> np.ndarray:
-        array = _part(leaf, entry.index) if entry.index else leaf
-        return mapping.to_hf(entry, to_host(array))
+        array = to_host(_part(leaf, entry.index) if entry.index else leaf)
+        return mapping.to_hf(entry, array.swapaxes(0, 1) if entry.swaps else array)
 
     def joined(parts: Iterable[tuple[Any, Entry]]) -> np.ndarray:
         parts = [*parts]

@@ -120,7 +120,7 @@ GRANITE_MOE = Family(
     "GraniteMoeForCausalLM",
     _granite_moe,
     modules={**MODULES, "experts/router": "block_sparse_moe.router.layer"},
-    experts=EXPERTS,
+    experts={ours: hf.replace("mlp", "block_sparse_moe") for ours, hf in EXPERTS.items()},
     fused_experts={
         f"block_sparse_moe.{name}_linear.weight": maps
         for name, maps in zip(("input", "output"), FUSED_EXPERTS.values(), strict=True)
@@ -204,9 +204,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
         **layered(fields, config["num_layers"], turns, default, window),
     }
     pattern = [kind._replace(mixer=kind.mixer._replace(sinks=True)) for kind in config["pattern"]]
-    packing = fields.take("quantization_config", "object", {})
-    if packing and packing.get("quant_method") != "mxfp4":
-        fields.refuse("quantization_config", "of quantised weights only mxfp4 is read")
+    fields.check_quantised({"quant_method": "mxfp4"}, "mxfp4")
     width = config["intermediate_size"]
     experts = read_experts(fields, "num_local_experts", 128, width, normalised="always")
     alpha = fields.take("swiglu_alpha", "positive", 1.702)

@@ -55,7 +55,7 @@ def _by_latents(
         why = f"expected num_attention_heads = {config['num_heads']}: each has keys"
         fields.refuse("num_key_value_heads", why)
     turn = rope.read_turn(fields, latent.turned, config["max_positions"])
-    fp8.read_quantisation(fields)
+    fields.check_quantised(fp8.SETTINGS, f"fp8 in blocks of {fp8.BLOCK} x {fp8.BLOCK}")
     layer = LayerKind(AttentionKind(rope=turn.rope, latent=latent))
     table = {} if fields.problems else rope.tables(fields.content).get("", {})
     return {
