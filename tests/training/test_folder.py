@@ -224,6 +224,41 @@ def test_evaluations_of_other_questions_are_put_aside_however_often_a_start_is_k
     ]
 
 
+def test_metrics_that_a_killed_start_rewrote_are_known_until_somebody_else_changes_them(tmp_path):
+    """Evaluations are put aside before the next checkpoint is saved, which alone knows the metrics
+    anew: a start that is killed between them, again and again, leaves what no checkpoint has."""
+    logged = {}
+    with RunFolder(tmp_path) as run:
+        run.write_config("")
+        run.write_metrics(0, {"eval/accuracy": 0.5})
+        for step in (1, 2):
+            run.write_metrics(step, {"reward": 0.1, "eval/accuracy": 0.7})
+            logged[step] = run.logged()
+            (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    metrics = tmp_path / "metrics.jsonl"
+    contents = [metrics.read_bytes()]
+    for value in (0.25, 0.125):  # two starts, each with other questions
+        with RunFolder(tmp_path, resume=True) as run:
+            assert run.problems(2, logged[2]) == run.problems(1, logged[1]) == []
+            run.replace_evaluations(2, {0: {"eval/accuracy": value}})
+        contents.append(metrics.read_bytes())
+    assert len({*contents}) == 3
+    with RunFolder(tmp_path, resume=True) as run:
+        for content in contents:  # killed before, between and after the two
+            metrics.write_bytes(content)
+            assert run.problems(2, logged[2]) == run.problems(1, logged[1]) == []
+        first, second, third = contents[-1].splitlines(keepends=True)
+        for content in (first + third, first + second.replace(b"0.1", b"0.2") + third, b""):
+            metrics.write_bytes(content)
+            assert len(run.problems(2, logged[2])) == 1, content
+        metrics.write_bytes(first + third)
+        run.replace_evaluations(2, {0: {"eval/accuracy": 1.0}})  # does not make it the run's
+        assert len(run.problems(2, logged[2])) == 1
+        metrics.write_bytes(contents[-1])
+        (tmp_path / "rewritten.json").write_bytes(b"[1]")
+        assert len(run.problems(2, logged[2])) == 1
+
+
 def test_a_base_that_is_evaluated_late_gets_the_first_line(tmp_path):
     with RunFolder(tmp_path) as run:
         run.write_metrics(1, {"reward": 0.1})

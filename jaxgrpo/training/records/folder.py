@@ -4,6 +4,7 @@
     rollouts/0000000N.safetensors  replay.json  (by rollout_files.py and training/replay.py)
     report.html  tensorboard/  (written by report/html.py and logbook.py)
     before_N/  (what was logged from step N on, before a start that continued there)
+    rewritten.json  (by checksums.py, where evaluations were put aside)
 
 The first two lines are the same bytes for the same run, apart from the metrics "time/...".
 """
@@ -18,7 +19,6 @@ import json
 import math
 import os
 import weakref
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.processes.process import broadcast
+from jaxgrpo.training.records import checksums
 from jaxgrpo.training.records.reading import (
     complete_lines,
     evaluation_metrics,
@@ -119,7 +120,7 @@ def write_atomically(path: Place, content: str | bytes) -> None:
 
 def _refuse_other_kinds(folder: Path) -> None:
     """Raises: InputError where a folder has the name of a file of the run, or the reverse."""
-    for name in FILES:
+    for name in (*FILES, checksums.REWRITTEN):
         if (folder / name).is_dir():
             raise InputError(f"{folder / name} is a folder, and a run writes a file there: move it")
     for name in FOLDERS:
@@ -318,13 +319,8 @@ class RunFolder(Closing):
           until: of the lines up to this step; None: of all.
         """
         file = self.path / "metrics.jsonl"
-        if until is None:
-            text = read_bytes(file) or b""
-        else:
-            lines = complete_lines(file)
-            text = b"".join(line for line, entry in lines if entry["step"] <= until)
-        text += self._unwritten_lines
-        return [len(text), zlib.crc32(text)]
+        text = (read_bytes(file) or b"") if until is None else checksums.text_until(file, until)
+        return checksums.checksum(text + self._unwritten_lines)
 
     def problems(self, step: int | None, logged: Any) -> list[str]:
         """What of the files beside the checkpoint of a step is not what the run wrote.
@@ -335,7 +331,7 @@ class RunFolder(Closing):
         problems: list[str] = []
         if step is None or not self._writes:
             return problems
-        if logged is not None and self.logged(step) != logged:
+        if logged and not checksums.is_written(self.path, step, logged, self.logged(step)):
             problems.append(
                 f"{self.path / 'metrics.jsonl'} is not what this run wrote until step {step}: "
                 "lines were removed or changed, or are another run's; it continues behind them"
@@ -364,7 +360,8 @@ class RunFolder(Closing):
         if not self._writes:
             return
         prefix = f"eval_until_{until}/"
-        lines = {entry["step"]: entry for entry in read_metrics(self.path)}
+        old = complete_lines(self.path / "metrics.jsonl")
+        lines = {entry["step"]: entry for _, entry in old}
         for step, line in lines.items():
             evaluation = evaluation_metrics(line)
             entry = {name: value for name, value in line.items() if not name.startswith("eval/")}
@@ -375,8 +372,12 @@ class RunFolder(Closing):
             lines[step] = entry
         for step, values in evaluations.items():
             lines[step] = {**lines.get(step, {}), **values}
-        texts = [_line(step, lines[step]) for step in sorted(lines)]
-        write_atomically(self.path / "metrics.jsonl", "".join(texts))
+        texts = {step: _line(step, lines[step]) for step in sorted(lines)}
+        contents = [(entry["step"], text) for text, entry in old], texts.items()
+        steps = checksums.saved_steps(self.checkpoints)
+        record = checksums.record_rewrite(self.path, steps, *contents)
+        self._write(checksums.REWRITTEN, record)
+        write_atomically(self.path / "metrics.jsonl", "".join(texts.values()))
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line, names in order, numbers that are not finite as null.
