@@ -315,7 +315,7 @@ def start(
     return Child(process.stdin or process.stdout, process.stdout, end)
 
 
-def _is_unreaped(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def _is_unreaped(process: subprocess.Popen[Any], seconds: float) -> bool:
     """Waits so long for a child to end, and leaves it as it is. Whether its number is still its
     own: once it is reaped, as where SIGCHLD is ignored, a kill would hit another group."""
     if sys.platform != "linux":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -60,36 +58,6 @@ def test_a_refused_folder_is_left_as_it_was(tmp_path):
 def test_an_empty_folder_may_be_begun_and_begun_again(tmp_path):
     RunFolder(tmp_path).close()
     RunFolder(tmp_path).close()
-
-
-def test_two_trainers_cannot_share_a_folder(tmp_path):
-    first = RunFolder(tmp_path)
-    with pytest.raises(InputError, match=r"in use by another trainer \(process \d+ on "):
-        RunFolder(tmp_path, resume=True)
-    first.close()
-    RunFolder(tmp_path, resume=True).close()
-
-
-HOLD = """
-import sys, time
-from jaxgrpo.training.records.folder import RunFolder
-run = RunFolder(sys.argv[1])
-run.write_metrics(1, {"loss": 1.0})
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_lock_of_a_killed_trainer_is_free(tmp_path, python, environment):
-    command = [python, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(InputError, match=f"process {holder.pid} on"):
-            RunFolder(tmp_path, resume=True)
-        holder.kill()
-    with RunFolder(tmp_path, resume=True):
-        assert len(read_metrics(tmp_path)) == 1
 
 
 def test_a_line_is_json_with_its_names_in_order_and_no_nan(tmp_path):
@@ -406,30 +374,6 @@ def test_a_folder_that_is_moved_while_it_is_locked_is_noticed(tmp_path, how):
             with RunFolder(tmp_path / "run"):
                 assert run.is_moved()
         assert run.is_moved()
-
-
-@pytest.mark.parametrize("ends", [RunFolder.unlock, RunFolder.close], ids=["killed", "closed"])
-def test_a_process_that_outlives_the_trainer_does_not_hold_its_lock(tmp_path, ends):
-    """The system closes the descriptor of a trainer that is killed; the child has closed its own by
-    then. One that closes the folder gives up the lock whether it has or not."""
-    run = RunFolder(tmp_path / "run")
-    begun, begins = os.pipe()
-    with pytest.warns(RuntimeWarning, match="fork"):  # of JAX; the child does nothing
-        child = os.fork()
-    if child == 0:
-        os.write(begins, b".")
-        signal.pause()
-    try:
-        if ends is RunFolder.unlock:
-            assert os.read(begun, 1) == b"."
-        ends(run)
-        with RunFolder(tmp_path / "run", resume=True):
-            pass
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(begun)
-        os.close(begins)
 
 
 def test_metrics_that_are_not_what_was_written_are_said_and_a_missing_config_too(tmp_path):

@@ -31,6 +31,7 @@ from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.processes.process import broadcast
 from jaxgrpo.training.records import checksums
+from jaxgrpo.training.records.lock import LOCK, take_lock
 from jaxgrpo.training.records.reading import (
     complete_lines,
     evaluation_metrics,
@@ -54,7 +55,6 @@ SAMPLE_KEYS = (
     "truncated",  # stopped by the length limit
 )
 OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs/environments.md
-LOCK = ".lock"
 FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
 FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
 """What is written at the end too: that it cannot be is said at the start."""
@@ -121,8 +121,9 @@ def write_atomically(path: Place, content: str | bytes) -> None:
 def _refuse_other_kinds(folder: Path) -> None:
     """Raises: InputError where a folder has the name of a file of the run, or the reverse."""
     for name in (*FILES, checksums.REWRITTEN):
-        if (folder / name).is_dir():
-            raise InputError(f"{folder / name} is a folder, and a run writes a file there: move it")
+        if (folder / name).exists() and not (folder / name).is_file():
+            kind = "a folder" if (folder / name).is_dir() else "no file"
+            raise InputError(f"{folder / name} is {kind}, and a run writes a file there: move it")
     for name in FOLDERS:
         if os.path.lexists(folder / name) and not (folder / name).is_dir():
             raise InputError(f"{folder / name} is no folder, and a run writes one there: move it")
@@ -196,7 +197,8 @@ class RunFolder(Closing):
         refuse_unusable(self.place, resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = take_lock(self.path, self.place)
+            _LOCKED.add(self)
             _refuse_other_kinds(self.path)
             if storage.is_url(self.place):
                 self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
@@ -214,22 +216,6 @@ class RunFolder(Closing):
         """Copies what has changed to the bucket, if the run is in one. Raises: OSError."""
         if self._mirror is not None:
             self._mirror.copy()
-
-    def _take_lock(self) -> None:
-        lock = storage.open_file(self.path / LOCK, os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(lock, 200).decode("utf-8", "replace").strip() or "unknown"
-            os.close(lock)
-            raise InputError(
-                f"run.dir = {self.place} is in use by another trainer ({holder}): "
-                "wait for it or stop it, or set run.dir to another folder"
-            ) from error
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-        self._lock = lock
-        _LOCKED.add(self)
 
     def is_moved(self) -> bool:
         """Whether `path` is no longer the folder that was taken: renamed, replaced or deleted."""
