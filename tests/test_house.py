@@ -282,7 +282,7 @@ LINES = {
     "update": 2240,  # with kernels' choice, experts taken again, 240 of the atlas, teachers
     "config": 2250,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 701,  # with how two judgements agree
-    "training": 7530,  # with conversations, damaged runs, texts of the data, prompts per sample
+    "training": 7545,  # with conversations, damaged runs, texts of the data, prompts per sample
     "planning": 1720,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 3875,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3385,  # with saved samples judged again, queries answered, small models of 33 families

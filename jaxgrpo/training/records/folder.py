@@ -58,6 +58,7 @@ OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs
 FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
 FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
 """What is written at the end too: that it cannot be is said at the start."""
+UNREADABLE = {"[", "\\"}  # characters that Orbax and tensorstore take for something else
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
 Closes = TypeVar("Closes", bound="Closing")
@@ -157,6 +158,11 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
     limit = os.pathconf(ancestor, "PC_NAME_MAX"), os.pathconf(ancestor, "PC_PATH_MAX")
     if longest > limit[0] or len(os.fsencode(folder.absolute())) + INSIDE > limit[1]:
         raise InputError(f"{where}... is longer than the system allows: give a shorter path")
+    if odd := UNREADABLE & {*os.fspath(folder.absolute())}:
+        raise InputError(
+            f"{where}: its path has {' and '.join(sorted(odd))}, where Orbax does not find again "
+            "what it saves: give a path without"
+        )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise InputError(f"{where}: {ancestor} cannot be written: give a folder that can")
     names = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
