@@ -1,7 +1,7 @@
 """The lock of a run folder, which one trainer holds at a time and the system gives up with it.
 
-A trainer that was killed may take a while to end, for example within a write: whoever killed it and
-starts it again at once meets a lock that will be free in a moment. So a start waits for a holder
+A trainer that was killed may take a while to end, for example within a write. A start right after
+the kill meets a lock that will be free in a moment. So a start waits for a holder
 that is about to end, and for no other.
 """
 
