@@ -37,6 +37,7 @@ def main(
         code = int(stop.code or 0)
         return until_closed(lambda: code)
     try:
+        _refuse_missing_folder()
         _join(options)
         if command == "launch":  # answers before JAX is loaded, and leaves it to its processes
             return pkgutil.resolve_name(options.pop("calls"))(**options)
@@ -94,7 +95,18 @@ def _dest(flag: str) -> str:
 
 def run() -> None:
     """The console script: a command runs in a child of this process."""
+    parent.open_standard_files()
     sys.exit(main(run=parent.run))
+
+
+def _refuse_missing_folder() -> None:
+    """Raises: InputError where the working directory was removed: libraries ask for it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError(
+            "the working directory was removed or moved: change to one that is there"
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

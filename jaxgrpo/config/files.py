@@ -98,14 +98,24 @@ def parse_tables(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(where, [f"not TOML: {reason}"]) from None
 
 
+def from_text(text: str, where: str) -> Config:
+    """The config that a run folder holds. Raises: ConfigError. Args: where: the text is from."""
+    return from_dict(parse_tables(text, where), name=where)
+
+
 def from_dict(
-    raw: Mapping[str, Any], overrides: Sequence[str] = (), *, source: Path | None = None
+    raw: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: Path | None = None,
+    name: str = "config",
 ) -> Config:
     """A config from tables as `tomllib` reads them. Raises: ConfigError with all problems.
 
     Args:
       source: the file they came from; relative paths begin at its folder, or if None at the
         working directory.
+      name: what messages call it, if there is no source.
     """
     tables: dict[str, Any] = absolute(raw, config_folder(source))
     problems = [problem for text in overrides for problem in _override(tables, text)]
@@ -114,7 +124,7 @@ def from_dict(
     problems += reading.read(tables, values)
     problems += checks.check(values)
     if problems:
-        raise ConfigError(str(source or "config"), problems)
+        raise ConfigError(str(source or name), problems)
     sections = {name: reading.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
     method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
     lists = {name: values[name] for name in ("rewards", "scores", "tools", "environment")}

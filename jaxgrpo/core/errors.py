@@ -281,3 +281,11 @@ def keywords(signature: inspect.Signature) -> tuple[dict[str, bool], bool]:
         if parameter.kind in by_keyword
     }
     return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def comes_from(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether an exception is of a kind, or was raised because of one, as where a library makes
+    another exception of Ctrl-C."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -81,13 +81,15 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
 
     Where others may write in its folder, a link would have us write into any file of this user.
 
-    Raises: InputError where it is a symbolic link. OSError.
+    Raises: InputError where it is a symbolic link, or no file, as a pipe. OSError.
     """
     if os.path.islink(path):
         raise InputError(
             f"{path} is a symbolic link (to {os.readlink(path)}), which is not written through: "
             "remove the link, or put the file itself there"
         )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"{path} is no file, and one is written there: move it away")
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 

@@ -126,7 +126,7 @@ class _Process:
             finally:
                 os.close(writing)
             facts = report.read()
-        self._first = json.loads(facts)["child-pid"] if facts else None
+        self._first = _open_process(json.loads(facts)["child-pid"]) if facts else None
         self._timer = threading.Timer(seconds + SLACK, self._kill)
         self._timer.daemon = True
         self._timer.start()
@@ -141,7 +141,10 @@ class _Process:
         trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
+        self._timer.join()
         self._kill()
+        if self._first is not None:
+            os.close(self._first)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -151,8 +154,10 @@ class _Process:
     def _kill(self) -> None:
         """Ends the first process inside, and with it all others; bwrap sees to what is left."""
         with contextlib.suppress(ProcessLookupError):
-            if self._process.poll() is None and self._first is not None:
-                os.kill(self._first, signal.SIGKILL)
+            if self._first is None:
+                self._process.kill()
+            else:
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
 
     def write(self, line: bytes) -> None:
         """Hands it a line; one that has ended reads none."""
@@ -175,6 +180,15 @@ class _Process:
     def wait(self) -> int:
         """Its exit code; 128 and more, or below 0, where a signal ended it."""
         return self._process.wait()
+
+
+def _open_process(number: int) -> int | None:
+    """A descriptor of a process: its number may soon be another's. None where it has ended, or
+    the system has no such descriptors."""
+    try:
+        return os.pidfd_open(number)
+    except (AttributeError, OSError):
+        return None
 
 
 @functools.cache

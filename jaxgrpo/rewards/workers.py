@@ -307,13 +307,29 @@ def start(
     def end() -> None:
         if control is not None:
             control.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if _is_unreaped(process, GRACE if control is not None else 0.0):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     return Child(process.stdin or process.stdout, process.stdout, end)
+
+
+def _is_unreaped(process: subprocess.Popen[Any], seconds: float) -> bool:
+    """Waits so long for a child to end, and leaves it as it is. Whether its number is still its
+    own: once it is reaped, as where SIGCHLD is ignored, a kill would hit another group."""
+    if sys.platform != "linux":
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        return True
+    over, pause = time.monotonic() + seconds, 0.001
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while os.waitid(os.P_PID, process.pid, options) is None and time.monotonic() < over:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
+    return False
 
 
 class Forks:

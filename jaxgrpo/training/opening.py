@@ -118,7 +118,7 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
     """
     last_config = config
     if text is not None:
-        last_config = configs.from_dict(configs.parse_tables(text, str(place / "config.toml")))
+        last_config = configs.from_text(text, str(place / "config.toml"))
     if None in (config.data.template_time, last_config.data.template_time):
         config = config.at_time(last_config.data.template_time)
     difference = configs.resume_difference(last_config, config)

@@ -407,4 +407,4 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from None
-    return folder, configs.from_dict(configs.parse_tables(text, str(file)))
+    return folder, configs.from_text(text, str(file))

@@ -6,6 +6,7 @@ import itertools
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 pytestmark = [pytest.mark.full, pytest.mark.fault(8)]
 
-KILLS, IN_A_SAVE = 40, 10
+KILLS = {0: (7, 3), 1: (7, 3), 2: (8, 2), 3: (8, 2)}
+"""Seed -> kills at random moments, and within a save."""
 STEPS = 8
 LATEST = 4.5  # seconds after its start at which a run is killed
 
@@ -42,26 +44,39 @@ def steps_being_saved(run: Path) -> list[Path]:
     return [path for path in folders if path.is_dir() and not (path / "manifest.json").exists()]
 
 
-@pytest.mark.parametrize("seed", range(4))
+def folders_being_saved(run: Path) -> set[tuple[str, int]]:
+    """The same, told from those of the same name that an earlier start has left."""
+    return {(path.name, path.stat().st_ino) for path in steps_being_saved(run)}
+
+
+def test_there_are_40_kills_10_of_them_within_a_save():
+    anywhere, saves = (sum(counts) for counts in zip(*KILLS.values(), strict=True))
+    assert (anywhere + saves, saves) == (40, 10)
+
+
+@pytest.mark.parametrize("seed", KILLS)
 def test_kills_at_random_moments_and_within_saves_change_nothing(
     seed, base, tmp_path, start, straight, tries
 ):
-    draw = random.Random(seed)
-    moments: list[str] = ["any"] * (KILLS // 4 - IN_A_SAVE // 4) + ["save"] * (IN_A_SAVE // 4)
-    moments += ["save"] * (seed < IN_A_SAVE % 4) + ["any"] * (seed >= IN_A_SAVE % 4)
-    draw.shuffle(moments)
+    """A kill is within a save if it leaves a step without a manifest; one that came too late for
+    that is one at a random moment, and another one is tried."""
+    draw, counts = random.Random(seed), Counter[str]()
+    planned = dict(zip(("any", "save"), KILLS[seed], strict=True))
     lives = itertools.count()
     home = tmp_path / f"life {next(lives)}"
-    for moment in moments[: KILLS // 4]:
+    while missing := [moment for moment in planned if counts[moment] < planned[moment]]:
+        moment = draw.choice(missing)
         file = home / "run.toml" if home.exists() else write(base, home)
+        left = folders_being_saved(home / "r")
         run = start("train", file, "--resume", "auto")
         kill(run, moment, home / "r", draw)
         if run.wait(faulty_runs.SECONDS) == 0:  # it ended before its moment came
-            run = start("train", write(base, home := tmp_path / f"life {next(lives)}"))
-            kill(run, "any", home / "r", random.Random(0))
-            run.wait(faulty_runs.SECONDS)
+            home = tmp_path / f"life {next(lives)}"
+            continue
         assert run.returncode == -signal.SIGKILL, run.communicate()[0]
-        tries()
+        counts["save" if folders_being_saved(home / "r") - left else "any"] += 1
+    assert counts.total() >= sum(planned.values())
+    tries(counts.total())
     for life in tmp_path.iterdir():
         run = start("train", life / "run.toml", "--resume", "auto")
         output, _ = run.communicate(timeout=faulty_runs.SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from jaxgrpo.data.prompts import load_rows
 from jaxgrpo.data.sources import Source
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.gguf import files as gguf_files
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.checkpoints import Checkpoints, damage
@@ -41,7 +43,9 @@ from jaxgrpo.training.records.reading import read_metrics, read_samples
 
 pytestmark = pytest.mark.fault(20)
 
-FEW, MANY = 60, int(os.environ.get("EXAMPLES", 9_000))  # 126,000 in `make test-all`
+FEW = 60
+MANY, SLOW = 9_000, {"safetensors": 2_000, "metadata": 2_000}
+"""Examples of a reader in `make test-all`, and of those that take more than 5 ms for each."""
 SECONDS = 5.0  # that a reader may take
 
 CONFIG = minimal_config.MINIMAL.encode()
@@ -81,9 +85,14 @@ def make_weights(folder: Path) -> None:
     folders.save_model(model, jax.tree.map(leaf, model.shapes), folder / "model", tokenizer)
 
 
+@functools.cache
+def build_model(config: ModelConfig) -> Model:
+    return decoder.build(config)
+
+
 def read_weights(folder: Path) -> Any:
     path = folder / "model"
-    return folders.read_params(path, decoder.build(folders.read_config(path)))
+    return folders.read_params(path, build_model(folders.read_config(path)))
 
 
 def make_gguf(folder: Path) -> None:
@@ -215,7 +224,20 @@ def edits(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     return apply
 
 
-SIZES = [FEW, pytest.param(MANY, marks=pytest.mark.full)]
+SIZES = ["few", pytest.param("many", marks=pytest.mark.full)]
+
+
+def count_examples(name: str, size: str) -> int:
+    """Examples of a reader; the variable EXAMPLES says how many at most."""
+    if size == "few":
+        return FEW
+    count = SLOW.get(name, MANY)
+    return min(count, int(os.environ.get("EXAMPLES", count)))
+
+
+def test_all_readers_get_100000_examples_together(monkeypatch):
+    monkeypatch.delenv("EXAMPLES", raising=False)
+    assert sum(count_examples(name, "many") for name in (*READERS, "manifest")) >= 100_000
 
 
 def settings(count: int) -> hypothesis.settings:
@@ -228,17 +250,17 @@ def settings(count: int) -> hypothesis.settings:
     )
 
 
-@pytest.mark.parametrize("count", SIZES, ids=["few", "many"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", READERS)
-def test_any_bytes_are_read_or_refused_in_a_message(name, count, tmp_path_factory, tries):
-    reader = READERS[name]
+def test_any_bytes_are_read_or_refused_in_a_message(name, size, tmp_path_factory, tries):
+    reader, count = READERS[name], count_examples(name, size)
     home = tmp_path_factory.mktemp("whole")
     reader.make(home)
     content = (home / reader.name).read_bytes()
     if name != "lock":  # which is held
         reader.read(home)
     copy = tmp_path_factory.mktemp("copies") / "copy"
-    refused, longest = [0], [0]
+    refused, longest, tried = [0], [0], [0]
 
     @settings(count)
     @hypothesis.given(edits())
@@ -247,6 +269,7 @@ def test_any_bytes_are_read_or_refused_in_a_message(name, count, tmp_path_factor
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(home, copy)
         (copy / reader.name).write_bytes(edit(content))
+        tried[0] += 1
         try:
             reader.read(copy)
         except InputError as error:
@@ -254,14 +277,16 @@ def test_any_bytes_are_read_or_refused_in_a_message(name, count, tmp_path_factor
             longest[0] = max(longest[0], len(str(error)))
 
     check()
+    assert tried[0] >= count  # not fewer, as where no more examples are different
     assert longest[0] < 4_000
     assert name == "answers" or refused[0] > count / 20
     tries(count)
 
 
-@pytest.mark.parametrize("count", SIZES, ids=["few", "many"])
-def test_no_manifest_that_says_something_else_is_taken_for_whole(count, tmp_path, tries):
+@pytest.mark.parametrize("size", SIZES)
+def test_no_manifest_that_says_something_else_is_taken_for_whole(size, tmp_path, tries):
     make_step(tmp_path)
+    count = count_examples("manifest", size)
     file = tmp_path / "3" / "manifest.json"
     content = file.read_bytes()
 

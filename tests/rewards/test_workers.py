@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxgrpo.rewards.workers import Answer, WorkerError, Workers
+from jaxgrpo.rewards.workers import Answer, WorkerError, Workers, _is_unreaped
 
 pytestmark = pytest.mark.fault(17)
 
@@ -161,3 +161,14 @@ def test_children_end_with_their_parent(python, environment, tmp_path):
     while alive(int(run.stdout)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(int(run.stdout))
+
+
+def test_a_child_that_the_system_has_reaped_is_not_killed_by_its_number():
+    """As where a reward ignores SIGCHLD: the number may be that of another group by then."""
+    process = subprocess.Popen([sys.executable, "-c", "pass"], process_group=0)
+    os.waitpid(process.pid, 0)
+    assert not _is_unreaped(process, 1.0)
+    process = subprocess.Popen([sys.executable, "-c", "pass"], process_group=0)
+    assert _is_unreaped(process, 10.0)
+    os.killpg(process.pid, 0)  # it is there, and its number with it
+    assert process.wait() == 0

@@ -3,7 +3,9 @@
     python fork_server.py SOCKET
 
 A client connects, sends a request as JSON with the descriptors of the command's stdout and stderr,
-and is answered by two lines: the process id, and the exit status once the command has ended.
+and is answered by the process id in NUMBER bytes, with a descriptor of the process, and by a line
+with the exit status once the command has ended. A byte that it sends in between kills the command
+with its group: here it is certain that the number is still the command's.
 JAX starts threads in its backend, which is made in the child: until then there is one thread, and a
 fork is safe. A command starts in a tenth of a second instead of several.
 """
@@ -32,6 +34,9 @@ PRELOADED = (
 FIXED = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
 """Variables of JAX that jaxgrpo reads when a command starts; others JAX reads as it is imported."""
 
+NUMBER = 12
+"""Bytes in which a client is told the id of the process that it has asked for."""
+
 Request = dict[str, Any]
 
 
@@ -55,37 +60,60 @@ def serve(path: str) -> Request:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(rope)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
+    listener.bind(f"{path}.new")
     listener.listen(64)
+    os.rename(f"{path}.new", path)  # it appears once it listens
     commands: dict[int, socket.socket] = {}
     import select
 
     while True:
-        ready, _, _ = select.select([bell, listener], [], [])
+        ready, _, _ = select.select([bell, listener, *commands.values()], [], [])
         if bell in ready:
             os.read(bell, 4096)
-            _answer(commands)
-        if listener not in ready:
-            continue
-        client, _ = listener.accept()
+        for child, client in commands.items():
+            if client in ready:  # it asks for the end of its command, or has left
+                with contextlib.suppress(OSError):
+                    client.recv(1)
+                os.killpg(child, signal.SIGKILL)  # not reaped: its number is no other's
+        _answer(commands)
+        if listener in ready and (request := _fork(listener, commands)):
+            signal.set_wakeup_fd(-1)
+            for descriptor in (bell, rope):
+                os.close(descriptor)
+            return request
+
+
+def _fork(listener: socket.socket, commands: dict[int, socket.socket]) -> Request | None:
+    """Forks for the next request, which it returns in the child; None here."""
+    client, _ = listener.accept()
+    descriptors: list[int] = []
+    try:
         data, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 3)
         request = json.loads(data)
-        if child := os.fork():
-            commands[child] = client
-            client.sendall(f"{child}\n".encode())
-            for descriptor in descriptors:
-                os.close(descriptor)
-            continue
-        signal.set_wakeup_fd(-1)
-        for descriptor in (bell, rope):
+        child = os.fork()
+    except (OSError, ValueError) as error:  # the client is gone, or there is room for no process
+        print(f"no command was forked: {error}", file=sys.stderr, flush=True)
+        child, request = -1, None
+    if child:
+        for descriptor in descriptors:
             os.close(descriptor)
-        for connection in (listener, client, *commands.values()):
-            connection.close()
-        for number, descriptor in enumerate(descriptors, start=1):
-            os.dup2(descriptor, number)
-        for descriptor in set(descriptors) - {1, 2}:
-            os.close(descriptor)
-        return request
+        if child < 0:
+            client.close()
+            return None
+        os.setpgid(child, child)
+        commands[child] = client
+        handle = os.pidfd_open(child)
+        with contextlib.suppress(OSError):  # of a client that is gone
+            socket.send_fds(client, [f"{child:<{NUMBER}}".encode()], [handle])
+        os.close(handle)
+        return None
+    for connection in (listener, client, *commands.values()):
+        connection.close()
+    for number, descriptor in enumerate(descriptors, start=1):
+        os.dup2(descriptor, number)
+    for descriptor in set(descriptors) - {1, 2}:
+        os.close(descriptor)
+    return request
 
 
 def _answer(commands: dict[int, socket.socket]) -> None:

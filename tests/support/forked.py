@@ -12,21 +12,43 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from fork_server import NUMBER
+
 SERVER = Path(__file__).with_name("fork_server.py")
 START = 120.0  # seconds that a server may take to import
+END = 60.0  # seconds until a command that is killed has ended
 
 
 class Forked:
-    """A started command, with what tests use of a `subprocess.Popen`."""
+    """A started command, with what tests use of a `subprocess.Popen`.
 
-    def __init__(self, connection: socket.socket, stdout: TextIO, stderr: TextIO | None):
-        self.stdout, self.stderr, self._connection = stdout, stderr, connection
+    Its number is another's as soon as it has ended and the server knows: signals go through a
+    descriptor of the process, and its group is killed by the server.
+
+    Args:
+      explain: says what has become of the server.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        streams: tuple[TextIO, TextIO | None],
+        explain: Callable[[], str],
+    ):
+        (self.stdout, self.stderr), self._connection = streams, connection
+        self._explain = explain
+        number, handles, _, _ = socket.recv_fds(connection, NUMBER, 1)
+        if not handles:
+            raise ChildProcessError(f"no command was started: {explain()}")
+        self.pid, self._handle = int(number), handles[0]
+        os.set_inheritable(self._handle, False)
+        weakref.finalize(self, os.close, self._handle)
         self._answers = connection.makefile("r")
-        self.pid = int(self._answers.readline())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -36,29 +58,36 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises: subprocess.TimeoutExpired."""
+        """Its exit code.
+
+        Raises: subprocess.TimeoutExpired; ChildProcessError if the server has ended, and it too.
+        """
         if self.returncode is None:
             import select
 
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            self.returncode = int(self._answers.readline() or -signal.SIGKILL)
+            line = self._answers.readline()
             self._connection.close()
+            if not line:
+                raise ChildProcessError(f"nothing is known of {self.pid}: {self._explain()}")
+            self.returncode = int(line)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
         """The command as a shell knows it; the kernel ends its child with it."""
         self.send_signal(signal.SIGKILL)
 
     def kill_group(self) -> None:
-        """The command with all that it has started; if it has ended its number may be another's."""
+        """Ends the command with its group, unless it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                self._connection.sendall(b"k")
+            self.wait(END)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it wrote on stdout and stderr that was not read before, and its end.
@@ -98,12 +127,17 @@ class ForkServer:
         self._path = f"{self._folder.name}/socket"
         # What an import may start threads for, it starts none for.
         quiet = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(SERVER), self._path], env={**environment, **quiet}
-        )
+        self._errors = Path(self._folder.name, "errors")
+        with open(self._errors, "w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SERVER), self._path],
+                env={**environment, **quiet},
+                stderr=errors,
+                process_group=0,  # what is sent to the group of the tests does not reach it
+            )
         over = time.monotonic() + START
         while not os.path.exists(self._path):
-            assert self._process.poll() is None, "the server of forks has ended"
+            assert self._process.poll() is None, self.explain()
             assert time.monotonic() < over, f"the server of forks was not ready in {START:g} s"
             time.sleep(0.02)
 
@@ -143,7 +177,15 @@ class ForkServer:
         for end in writes:
             os.close(end)
         streams = [os.fdopen(end, "r", encoding="utf-8", errors="replace") for end in reads]
-        return Forked(connection, streams[0], None if merged else streams[1])
+        return Forked(connection, (streams[0], None if merged else streams[1]), self.explain)
+
+    def explain(self) -> str:
+        """How the process that forks commands ended, if it has, and what it wrote."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code, errors = self._process.returncode, self._errors.read_text("utf-8", "replace")
+        state = "runs" if code is None else f"has ended with exit code {code}"
+        return f"the process that forks commands {state}; it wrote: {errors[-2000:] or 'nothing'}"
 
     def __enter__(self) -> Self:
         return self

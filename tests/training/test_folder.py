@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -60,36 +58,6 @@ def test_a_refused_folder_is_left_as_it_was(tmp_path):
 def test_an_empty_folder_may_be_begun_and_begun_again(tmp_path):
     RunFolder(tmp_path).close()
     RunFolder(tmp_path).close()
-
-
-def test_two_trainers_cannot_share_a_folder(tmp_path):
-    first = RunFolder(tmp_path)
-    with pytest.raises(InputError, match=r"in use by another trainer \(process \d+ on "):
-        RunFolder(tmp_path, resume=True)
-    first.close()
-    RunFolder(tmp_path, resume=True).close()
-
-
-HOLD = """
-import sys, time
-from jaxgrpo.training.records.folder import RunFolder
-run = RunFolder(sys.argv[1])
-run.write_metrics(1, {"loss": 1.0})
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_lock_of_a_killed_trainer_is_free(tmp_path, python, environment):
-    command = [python, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(InputError, match=f"process {holder.pid} on"):
-            RunFolder(tmp_path, resume=True)
-        holder.kill()
-    with RunFolder(tmp_path, resume=True):
-        assert len(read_metrics(tmp_path)) == 1
 
 
 def test_a_line_is_json_with_its_names_in_order_and_no_nan(tmp_path):
@@ -222,6 +190,41 @@ def test_evaluations_of_other_questions_are_put_aside_however_often_a_start_is_k
         {"step": 1, "reward": 0.1},
         {"step": 2, "eval_until_2/accuracy": 0.7, "reward": 0.2},
     ]
+
+
+def test_metrics_that_a_killed_start_rewrote_are_known_until_somebody_else_changes_them(tmp_path):
+    """Evaluations are put aside before the next checkpoint is saved, which alone knows the metrics
+    anew: a start that is killed between them, again and again, leaves what no checkpoint has."""
+    logged = {}
+    with RunFolder(tmp_path) as run:
+        run.write_config("")
+        run.write_metrics(0, {"eval/accuracy": 0.5})
+        for step in (1, 2):
+            run.write_metrics(step, {"reward": 0.1, "eval/accuracy": 0.7})
+            logged[step] = run.logged()
+            (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    metrics = tmp_path / "metrics.jsonl"
+    contents = [metrics.read_bytes()]
+    for value in (0.25, 0.125):  # two starts, each with other questions
+        with RunFolder(tmp_path, resume=True) as run:
+            assert run.problems(2, logged[2]) == run.problems(1, logged[1]) == []
+            run.replace_evaluations(2, {0: {"eval/accuracy": value}})
+        contents.append(metrics.read_bytes())
+    assert len({*contents}) == 3
+    with RunFolder(tmp_path, resume=True) as run:
+        for content in contents:  # killed before, between and after the two
+            metrics.write_bytes(content)
+            assert run.problems(2, logged[2]) == run.problems(1, logged[1]) == []
+        first, second, third = contents[-1].splitlines(keepends=True)
+        for content in (first + third, first + second.replace(b"0.1", b"0.2") + third, b""):
+            metrics.write_bytes(content)
+            assert len(run.problems(2, logged[2])) == 1, content
+        metrics.write_bytes(first + third)
+        run.replace_evaluations(2, {0: {"eval/accuracy": 1.0}})  # does not make it the run's
+        assert len(run.problems(2, logged[2])) == 1
+        metrics.write_bytes(contents[-1])
+        (tmp_path / "rewritten.json").write_bytes(b"[1]")
+        assert len(run.problems(2, logged[2])) == 1
 
 
 def test_a_base_that_is_evaluated_late_gets_the_first_line(tmp_path):
@@ -371,30 +374,6 @@ def test_a_folder_that_is_moved_while_it_is_locked_is_noticed(tmp_path, how):
             with RunFolder(tmp_path / "run"):
                 assert run.is_moved()
         assert run.is_moved()
-
-
-@pytest.mark.parametrize("ends", [RunFolder.unlock, RunFolder.close], ids=["killed", "closed"])
-def test_a_process_that_outlives_the_trainer_does_not_hold_its_lock(tmp_path, ends):
-    """The system closes the descriptor of a trainer that is killed; the child has closed its own by
-    then. One that closes the folder gives up the lock whether it has or not."""
-    run = RunFolder(tmp_path / "run")
-    begun, begins = os.pipe()
-    with pytest.warns(RuntimeWarning, match="fork"):  # of JAX; the child does nothing
-        child = os.fork()
-    if child == 0:
-        os.write(begins, b".")
-        signal.pause()
-    try:
-        if ends is RunFolder.unlock:
-            assert os.read(begun, 1) == b"."
-        ends(run)
-        with RunFolder(tmp_path / "run", resume=True):
-            pass
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(begun)
-        os.close(begins)
 
 
 def test_metrics_that_are_not_what_was_written_are_said_and_a_missing_config_too(tmp_path):

@@ -218,6 +218,23 @@ def test_a_users_mistake_is_one_message_and_a_crash_a_traceback(capsys):
     assert {0, 1, 2} < runtime.EXIT_CODES.keys()
 
 
+@pytest.mark.fault(14)
+@pytest.mark.parametrize("chain", ["from interruption", ""], ids=["cause", "context"])
+def test_ctrl_c_that_a_library_makes_another_exception_of_is_an_interruption(capsys, chain):
+    """As Orbax does while it reads a checkpoint."""
+    program = f"""
+try:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as interruption:
+        raise ValueError("an array could not be read") {chain}
+except ValueError as error:
+    raise RuntimeError("nor the tree") from error
+"""
+    assert runtime.guard(lambda: exec(program)) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_command_that_exits_by_itself_has_crashed(capsys):
     def leave():
         raise SystemExit(0)  # as code that a config names may do

@@ -90,6 +90,21 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def open_standard_files() -> None:
+    """Opens /dev/null in place of stdin, stdout and stderr, where a shell has closed them.
+
+    Otherwise the next file that is opened, such as a lock or metrics, would get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def is_nohup(number: int) -> bool:
     """Whether this is SIGHUP, and is ignored, as under nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

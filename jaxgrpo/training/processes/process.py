@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError, cut, without_passwords
+from jaxgrpo.core.errors import InputError, comes_from, cut, without_passwords
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training.processes import parent, peers
@@ -295,6 +295,9 @@ def guard(command: Callable[[], int | None]) -> int:
     except (Exception, SystemExit) as error:
         if getattr(error, "errno", None) in FULL:
             text, code = f"error: {error}\n", NotSaved.code
+        elif comes_from(error, KeyboardInterrupt):  # by way of Orbax, for example
+            parent.forget_echo()
+            text, code = "interrupted\n", 128 + signal.SIGINT
         else:
             text, code, raised = traceback.format_exc(), 1, error
     text = f"{cut(without_passwords(text.rstrip()))}\n" if text else ""
@@ -345,7 +348,8 @@ def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | 
             f"JAX_NUM_PROCESSES = {numbers[0]} and JAX_PROCESS_ID = {numbers[1]}: expected whole "
             "numbers, the second from 0 to one less than the first"
         )
-    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(
             f"JAX_COORDINATOR_ADDRESS = {address}: expected HOST:PORT of process 0, as 10.0.0.2:84"
         )

@@ -4,6 +4,7 @@
     rollouts/0000000N.safetensors  replay.json  (by rollout_files.py and training/replay.py)
     report.html  tensorboard/  (written by report/html.py and logbook.py)
     before_N/  (what was logged from step N on, before a start that continued there)
+    rewritten.json  (by checksums.py, where evaluations were put aside)
 
 The first two lines are the same bytes for the same run, apart from the metrics "time/...".
 """
@@ -18,7 +19,6 @@ import json
 import math
 import os
 import weakref
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.processes.process import broadcast
+from jaxgrpo.training.records import checksums
+from jaxgrpo.training.records.lock import LOCK, take_lock
 from jaxgrpo.training.records.reading import (
     complete_lines,
     evaluation_metrics,
@@ -53,10 +55,10 @@ SAMPLE_KEYS = (
     "truncated",  # stopped by the length limit
 )
 OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs/environments.md
-LOCK = ".lock"
 FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
 FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
 """What is written at the end too: that it cannot be is said at the start."""
+UNREADABLE = {"[", "\\"}  # characters that Orbax and tensorstore take for something else
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
 Closes = TypeVar("Closes", bound="Closing")
@@ -119,9 +121,10 @@ def write_atomically(path: Place, content: str | bytes) -> None:
 
 def _refuse_other_kinds(folder: Path) -> None:
     """Raises: InputError where a folder has the name of a file of the run, or the reverse."""
-    for name in FILES:
-        if (folder / name).is_dir():
-            raise InputError(f"{folder / name} is a folder, and a run writes a file there: move it")
+    for name in (*FILES, checksums.REWRITTEN):
+        if (folder / name).exists() and not (folder / name).is_file():
+            kind = "a folder" if (folder / name).is_dir() else "no file"
+            raise InputError(f"{folder / name} is {kind}, and a run writes a file there: move it")
     for name in FOLDERS:
         if os.path.lexists(folder / name) and not (folder / name).is_dir():
             raise InputError(f"{folder / name} is no folder, and a run writes one there: move it")
@@ -155,6 +158,11 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
     limit = os.pathconf(ancestor, "PC_NAME_MAX"), os.pathconf(ancestor, "PC_PATH_MAX")
     if longest > limit[0] or len(os.fsencode(folder.absolute())) + INSIDE > limit[1]:
         raise InputError(f"{where}... is longer than the system allows: give a shorter path")
+    if odd := UNREADABLE & {*os.fspath(folder.absolute())}:
+        raise InputError(
+            f"{where}: its path has {' and '.join(sorted(odd))}, where Orbax does not find again "
+            "what it saves: give a path without"
+        )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise InputError(f"{where}: {ancestor} cannot be written: give a folder that can")
     names = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
@@ -195,7 +203,8 @@ class RunFolder(Closing):
         refuse_unusable(self.place, resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = take_lock(self.path, self.place)
+            _LOCKED.add(self)
             _refuse_other_kinds(self.path)
             if storage.is_url(self.place):
                 self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
@@ -213,22 +222,6 @@ class RunFolder(Closing):
         """Copies what has changed to the bucket, if the run is in one. Raises: OSError."""
         if self._mirror is not None:
             self._mirror.copy()
-
-    def _take_lock(self) -> None:
-        lock = storage.open_file(self.path / LOCK, os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(lock, 200).decode("utf-8", "replace").strip() or "unknown"
-            os.close(lock)
-            raise InputError(
-                f"run.dir = {self.place} is in use by another trainer ({holder}): "
-                "wait for it or stop it, or set run.dir to another folder"
-            ) from error
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-        self._lock = lock
-        _LOCKED.add(self)
 
     def is_moved(self) -> bool:
         """Whether `path` is no longer the folder that was taken: renamed, replaced or deleted."""
@@ -318,13 +311,8 @@ class RunFolder(Closing):
           until: of the lines up to this step; None: of all.
         """
         file = self.path / "metrics.jsonl"
-        if until is None:
-            text = read_bytes(file) or b""
-        else:
-            lines = complete_lines(file)
-            text = b"".join(line for line, entry in lines if entry["step"] <= until)
-        text += self._unwritten_lines
-        return [len(text), zlib.crc32(text)]
+        text = (read_bytes(file) or b"") if until is None else checksums.text_until(file, until)
+        return checksums.checksum(text + self._unwritten_lines)
 
     def problems(self, step: int | None, logged: Any) -> list[str]:
         """What of the files beside the checkpoint of a step is not what the run wrote.
@@ -335,7 +323,7 @@ class RunFolder(Closing):
         problems: list[str] = []
         if step is None or not self._writes:
             return problems
-        if logged is not None and self.logged(step) != logged:
+        if logged and not checksums.is_written(self.path, step, logged, self.logged(step)):
             problems.append(
                 f"{self.path / 'metrics.jsonl'} is not what this run wrote until step {step}: "
                 "lines were removed or changed, or are another run's; it continues behind them"
@@ -364,7 +352,8 @@ class RunFolder(Closing):
         if not self._writes:
             return
         prefix = f"eval_until_{until}/"
-        lines = {entry["step"]: entry for entry in read_metrics(self.path)}
+        old = complete_lines(self.path / "metrics.jsonl")
+        lines = {entry["step"]: entry for _, entry in old}
         for step, line in lines.items():
             evaluation = evaluation_metrics(line)
             entry = {name: value for name, value in line.items() if not name.startswith("eval/")}
@@ -375,8 +364,12 @@ class RunFolder(Closing):
             lines[step] = entry
         for step, values in evaluations.items():
             lines[step] = {**lines.get(step, {}), **values}
-        texts = [_line(step, lines[step]) for step in sorted(lines)]
-        write_atomically(self.path / "metrics.jsonl", "".join(texts))
+        texts = {step: _line(step, lines[step]) for step in sorted(lines)}
+        contents = [(entry["step"], text) for text, entry in old], texts.items()
+        steps = checksums.saved_steps(self.checkpoints)
+        record = checksums.record_rewrite(self.path, steps, *contents)
+        self._write(checksums.REWRITTEN, record)
+        write_atomically(self.path / "metrics.jsonl", "".join(texts.values()))
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line, names in order, numbers that are not finite as null.

@@ -17,7 +17,7 @@ from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import read_interval
 from jaxgrpo.training.records import alarms
-from jaxgrpo.training.records.folder import LOCK
+from jaxgrpo.training.records.lock import LOCK
 from jaxgrpo.training.records.reading import (
     evaluation_metrics,
     is_number,

@@ -1,0 +1,169 @@
+"""Odd surroundings of a run: names, closed files, few descriptors, rewards that change the process.
+
+Each ends as the undisturbed run, bit for bit, or is refused in a line.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import faulty_runs
+import pytest
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.prompts import load_rows
+from jaxgrpo.data.sources import Source
+from jaxgrpo.training.records.folder import UNREADABLE, RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault(20)]
+
+COMMAND = """
+import os, resource, sys
+sys.argv[0] = "jaxgrpo"
+{before}
+from jaxgrpo.cli.main import run
+run()
+"""
+SURVIVED = {
+    "stdin is closed": "os.close(0)",
+    "stdout is closed": "os.close(1)",
+    "stderr is closed": "os.close(2)",
+    "all three are closed": "os.close(0); os.close(1); os.close(2)",
+    "no home": "del os.environ['HOME']",
+    "an unknown time zone": "os.environ['TZ'] = 'Nowhere/Else'",
+    "a clock that goes back": (
+        "import itertools, time; real, back = time.time, itertools.count(); "
+        "time.time = lambda: real() - 3600 * next(back)"
+    ),
+    "few descriptors": "resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))",
+    "a stack of 16 MiB": "resource.setrlimit(resource.RLIMIT_STACK, (1 << 24, 1 << 24))",
+    "files for the user alone": "os.umask(0o077)",
+    "an odd host": "os.environ.update(HOSTNAME='\\udcff', LANG='xx_YY', LC_ALL='xx_YY.nothing')",
+}
+"""What a command begins with, after which its run is as any other."""
+
+NAMES = ("r [1]*?", "r %20#&;'\"", "-r", "r\\n\\", "~", "$HOME", "r:5", "r.jsonl")
+
+HARM = """
+np.seterr(all="raise")
+warnings.simplefilter("error")
+decimal.getcontext().prec = 2
+for draw in (random.seed, np.random.seed):
+    draw(step)
+os.chdir("/")
+os.umask(0o077)
+socket.setdefaulttimeout(1e-6)
+gc.disable()
+os.environ.pop("HOME", None)
+logging.disable()
+signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+np.set_printoptions(precision=1)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # JAX warns of forks
+    if os.fork() == 0:
+        os._exit(5)
+print("x" * (1 << 22))
+completions = list(completions)
+columns.clear()
+"""
+LIBRARIES = (
+    "import decimal, gc, logging, os, random, signal, socket, threading, time, warnings\n"
+    "import numpy as np"
+)
+
+
+def finish(run: Any) -> str:
+    """Its errors, once it has ended in order."""
+    output, errors = run.communicate(timeout=faulty_runs.SECONDS)
+    assert run.returncode == 0, (output[-1000:], errors[-3000:])
+    assert faulty_runs.disorder(errors) == []
+    return errors
+
+
+@pytest.fixture(scope="module")
+def straight(base, tmp_path_factory, fork_server, environment) -> dict[str, Any]:
+    """What a run of two steps comes to."""
+    home = tmp_path_factory.mktemp("straight")
+    run = fork_server.start("train", write(base, home), env=environment(), merged=False)
+    finish(run)
+    return faulty_runs.outcome(home / "r")
+
+
+def write(base: Path, home: Path, harm: str = "", setup: str = "", **changes: Any) -> Path:
+    return faulty_runs.write(base, home, harm, setup, **{"train.steps": 2, **changes})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SURVIVED)
+def test_a_run_ends_the_same_whatever_it_is_started_with(name, base, tmp_path, start, straight):
+    program = COMMAND.format(before=SURVIVED[name])
+    file = write(base, tmp_path)
+    finish(start("train", file, program=program, folder=tmp_path, merged=False))
+    assert faulty_runs.differences(straight, tmp_path / "r") == []
+
+
+def test_without_a_working_directory_a_command_is_refused_in_a_line(base, tmp_path, start):
+    gone = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')"
+    program = COMMAND.format(before=gone)
+    run = start("train", write(base, tmp_path), program=program, folder=tmp_path, merged=False)
+    _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+    assert (run.returncode, errors.count("\n")) == (2, 1), errors
+    assert errors.startswith("error: the working directory was removed or moved: change to")
+
+
+def test_closed_standard_files_do_not_become_files_of_the_run(tmp_path, start):
+    program = COMMAND.partition("from jaxgrpo")[0].format(before="os.close(1); os.close(2)")
+    program += """
+from jaxgrpo.training.processes.parent import open_standard_files
+open_standard_files()
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2
+    os.write(1, b"out"); os.write(2, b"err"); print("printed", flush=True)
+"""
+    run = start(tmp_path / "file", program=program)
+    assert run.wait(30) == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_reward_that_changes_its_process_changes_nothing_of_the_run(
+    base, tmp_path, start, straight
+):
+    finish(start("train", write(base, tmp_path, HARM, LIBRARIES), merged=False))
+    assert faulty_runs.differences(straight, tmp_path / "r") == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_folders_and_files_may_have_odd_names(name, base, tmp_path, start, straight):
+    """Of the run, the model and the file of rewards, which is saved and continued."""
+    home = tmp_path / name
+    home.mkdir()
+    shutil.copytree(base, home / "model")
+    run = (tmp_path if UNREADABLE & {*name} else home) / "r"
+    file = write(base, home, **{"run.dir": str(run), "model.path": os.fspath(home / "model")})
+    finish(start("train", file, "--set", "train.steps=1", merged=False))
+    finish(start("train", file, "--resume", "auto", merged=False))
+    assert faulty_runs.differences(straight, run) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_read_from_a_file_in_a_folder_of_an_odd_name(name, tmp_path):
+    (tmp_path / name).mkdir()
+    for file, content in {
+        "rows.jsonl": '{"prompt": "a", "answer": "b"}\n' * 2,
+        "rows.csv": "prompt,answer\na,b\na,b\n",
+    }.items():
+        (tmp_path / name / file).write_text(content)
+        rows = load_rows(Source(str(tmp_path / name / file)), "prompt", "answer")
+        assert [row["prompt"] for row in rows] == ["a", "a"]
+
+
+@pytest.mark.parametrize("name", ["r [1]", "r\\n", "[/r"])
+def test_a_run_is_not_begun_where_its_checkpoints_would_not_be_found_again(name, tmp_path):
+    with pytest.raises(InputError, match=r"its path has .*: give a path without"):
+        RunFolder(tmp_path / name)
+    assert not any(tmp_path.iterdir())
