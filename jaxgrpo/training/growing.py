@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.data.prompts import check_tokens, name_row, token_ids
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import routing
 from jaxgrpo.rollout import dialogue, trees
 from jaxgrpo.rollout.answers import answer_end_tokens
 from jaxgrpo.rollout.batch import Drawing
@@ -109,7 +109,7 @@ def brought_fields(
     has_turns: bool,
     needs: Collection[str] = (),
     forks: bool = False,
-    recorded: tuple[int, int] | None = None,
+    recorded: records.Shapes = (),
 ) -> dict[str, Any]:
     """Name -> shape of the fields that drawing and collecting add.
 
@@ -118,13 +118,21 @@ def brought_fields(
       has_turns: whether samples are answered.
       needs: what the method reads that is no column of the data.
       forks: whether conversations may be rewritten.
-      recorded: `models.routing.recorded` of the model.
+      recorded: `rollout.engine.record_shapes` of the model.
+
+    Raises: InputError where samples come back whose support nobody holds.
     """
     samples = rollout.prompts_per_step, rollout.group_size
     fields: dict[str, Any] = {}
-    if recorded is not None:
-        tokens = (*samples, rollout.max_completion_tokens, *recorded)
-        fields[routing.EXPERTS] = jax.ShapeDtypeStruct(tokens, routing.DTYPE)
+    for name, sizes in recorded:
+        tokens = (*samples, rollout.max_completion_tokens, *sizes)
+        fields[name] = jax.ShapeDtypeStruct(tokens, records.DTYPES[name])
+    if records.SUPPORT in fields and (share or DRIFT in needs):
+        reader = f"experience.share = {share:g}" if share else "the drift of a recipe"
+        raise InputError(
+            f'train.support = "replay": {reader} scores samples of earlier steps, whose support is '
+            "not kept; leave one of the two out"
+        )
     if share:
         fields[REPLAYED] = jax.ShapeDtypeStruct(samples, np.bool_)
     if DRIFT in needs:
@@ -175,7 +183,7 @@ def make_writer(
     """
     where = f'data.completion = "{column}"'
     refuse_excluded("data.completion", rollout)
-    if grown := sorted({*brought} - {routing.EXPERTS}):
+    if grown := sorted({*brought} - {records.EXPERTS}):
         raise InputError(f"{where}: texts have no {grown[0]}; leave out what adds it to samples")
     _refuse_weights(where, chain, objective)
     samples, longest = rollout.group_size, rollout.max_completion_tokens

@@ -20,12 +20,12 @@ import numpy as np
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.models.routing import EXPERTS, NONE
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
@@ -246,10 +246,7 @@ def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Row
         name: pad(value, steps) if value.shape == shape else value
         for name, value in rollouts.fields.items()
     }
-    if EXPERTS in fields:
-        record, behind = fields[EXPERTS], steps - shape[-1]
-        widths = (0, 0), (0, 0), (0, behind), (0, 0), (0, 0)
-        fields[EXPERTS] = np.pad(record, widths, constant_values=NONE)
+    fields |= records.lengthened(fields, steps)
     row: Any = np.array([numbers[key] for key in keys], np.int32)
     return dataclasses.replace(rollouts, **padded_arrays, fields=fields, row=row)
 
@@ -327,7 +324,9 @@ def rollout_source_from_files(
     def reward(stream: Stream, rollouts: Rollouts, *_: Any) -> tuple[Stream, Rollouts, RewardLog]:
         saved = load_step(int(rollouts.step))
         # What shared tokens of trees are counted by, and where conversations were rewritten.
-        names = {*fields} | ({trees.ANCESTORS, trees.DEPTH, FORK, EXPERTS} & saved.fields.keys())
+        names = {*fields} | (
+            {trees.ANCESTORS, trees.DEPTH, FORK, *records.DTYPES} & saved.fields.keys()
+        )
         values = {name: saved.fields[name] for name in sorted(names)}
         judged = dataclasses.replace(rollouts, rewards=saved.rewards, fields=values)
         return stream, judged, RewardLog({}, {}, {}, {})

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.core.scores import (
     ANSWERS_OF_POLICIES,
     OF_ANSWERS,
@@ -89,6 +90,7 @@ def make_rollout_source(
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
     if run_inputs.replay:
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
+        needs |= {SUPPORT} & dict(geometry.records).keys()
         return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
     scoring = pretrained.model_on(mesh), mesh
