@@ -255,8 +255,8 @@ def _sampling(values: Values) -> Iterator[str]:
         if not rollout["top_k"]:
             yield (
                 'train.support = "replay": the tokens that one is drawn among are recorded, and '
-                "without rollout.top_k they may be the vocabulary; set rollout.top_k, as 50, or "
-                "leave train.support out"
+                "without rollout.top_k they may be the vocabulary; set rollout.top_k, for example "
+                "to 50, or leave train.support out"
             )
     elif cuts and values.get("loss.proximal") == "behavior":
         yield (

@@ -58,17 +58,12 @@ def token_logprobs(
         logp = z[target] - logsumexp(z)
         entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    Where a target was drawn among some tokens S alone, logp = z[target] - logsumexp(z[S]); the
-    entropy is that of all tokens anyway.
-
     Tokens are taken in chunks along N; D, the sharded dimension, stays whole, and the vocabulary
     stays sharded as `unembed` gives it. Of a chunk's logits nothing is kept but logsumexp and
     entropy; the backward pass computes them again, and with p = softmax(z), for cotangents a of
     logp and b of the entropy,
 
         d loss / d z = a (onehot(target) - p) - b p (log p + entropy)
-
-    where the first p is softmax(z[S]), 0 outside S.
 
     Gradients of what `unembed` reads are summed over chunks in at least float32, for each bin, and
     then over bins: devices add them up once, not once a chunk. Only reverse mode, once.
@@ -81,22 +76,27 @@ def token_logprobs(
       logits_per_chunk: upper bound on n * V of one chunk and bin; None: see `TOKENS_PER_CHUNK`.
       count: tokens of each bin that are asked for, the first ones; chunks without any are not
         computed, and their values are 0. None: all.
-      support: ids of the tokens in S, -1 behind the last; -1 alone, or None: all tokens.
+      support: ids of the tokens S that each target was drawn among, -1 behind the last; then
+        logp = z[target] - logsumexp(z[S]), with softmax(z[S]), 0 outside S, for p in its gradient.
+        The entropy is that of all tokens anyway. -1 alone, or None: drawn among all.
 
     Returns: (logp, entropy) in at least float32, in nats.
     """
-    if isinstance(unembed, Head):
-        head = unembed
-    else:
-        # What unembed closes over becomes an argument, so that a gradient can be returned for it.
-        chunk, _ = chunk_and_vocab(unembed, hidden, logits_per_chunk)
-        converted, read = jax.closure_convert(unembed, hidden[:1, :chunk])
-        head = Head(tuple(read), lambda read, hidden: converted(hidden, *read))
+    head = unembed if isinstance(unembed, Head) else _make_head(unembed, hidden, logits_per_chunk)
     logits = functools.partial(head.unembed, head.as_read(head.weights))
     chunk, _ = chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk)
     chunks = _chunks_to_compute(hidden, count, chunk)
     return _token_logprobs(settings, head.weights, hidden, (targets, support), chunks)
+
+
+def _make_head(
+    unembed: Callable[[Array], Array], hidden: Array, logits_per_chunk: int | None
+) -> Head:
+    """What unembed closes over becomes an argument, so that a gradient can be returned for it."""
+    chunk, _ = chunk_and_vocab(unembed, hidden, logits_per_chunk)
+    converted, read = jax.closure_convert(unembed, hidden[:1, :chunk])
+    return Head(tuple(read), lambda read, hidden: converted(hidden, *read))
 
 
 Cost = Callable[[Array, Array | None, Any, Any], Array]

@@ -120,19 +120,15 @@ def brought_fields(
       forks: whether conversations may be rewritten.
       recorded: `rollout.engine.record_shapes` of the model.
 
-    Raises: InputError where samples come back whose support nobody holds.
+    Raises: InputError where samples of earlier steps would need a record.
     """
     samples = rollout.prompts_per_step, rollout.group_size
     fields: dict[str, Any] = {}
+    tokens = (*samples, rollout.max_completion_tokens)
     for name, sizes in recorded:
-        tokens = (*samples, rollout.max_completion_tokens, *sizes)
-        fields[name] = jax.ShapeDtypeStruct(tokens, records.DTYPES[name])
-    if records.SUPPORT in fields and (share or DRIFT in needs):
-        reader = f"experience.share = {share:g}" if share else "the drift of a recipe"
-        raise InputError(
-            f'train.support = "replay": {reader} scores samples of earlier steps, whose support is '
-            "not kept; leave one of the two out"
-        )
+        fields[name] = jax.ShapeDtypeStruct((*tokens, *sizes), records.DTYPES[name])
+    if records.SUPPORT in fields:
+        _refuse_earlier_samples(share, needs)
     if share:
         fields[REPLAYED] = jax.ShapeDtypeStruct(samples, np.bool_)
     if DRIFT in needs:
@@ -141,7 +137,6 @@ def brought_fields(
         fields[PREFIX] = jax.ShapeDtypeStruct(samples[:1], np.int32)
     if has_turns:
         turns = (*samples, rollout.max_turns)
-        tokens = (*samples, rollout.max_completion_tokens)
         fields[dialogue.TURN] = jax.ShapeDtypeStruct(tokens, np.int32)
         fields[dialogue.VERSION] = jax.ShapeDtypeStruct(tokens, np.int32)
         fields[dialogue.REWARD] = jax.ShapeDtypeStruct(turns, np.float32)
@@ -152,9 +147,17 @@ def brought_fields(
     if grown is not None:
         fields[trees.TREE] = jax.ShapeDtypeStruct(samples, np.int32)
         fields[trees.ANCESTORS] = jax.ShapeDtypeStruct((*samples, grown.depths), np.int32)
-        steps = rollout.max_completion_tokens
-        fields[trees.DEPTH] = jax.ShapeDtypeStruct((*samples, steps), np.int32)
+        fields[trees.DEPTH] = jax.ShapeDtypeStruct(tokens, np.int32)
     return fields
+
+
+def _refuse_earlier_samples(share: float, needs: Collection[str]) -> None:
+    if share or DRIFT in needs:
+        reader = f"experience.share = {share:g}" if share else "the drift of a recipe"
+        raise InputError(
+            f'train.support = "replay": {reader} scores samples of earlier steps, whose support '
+            "is not stored; leave one of the two out"
+        )
 
 
 def make_writer(

@@ -141,7 +141,7 @@ def test_what_is_given_has_no_support():
     assert rollouts.token_mask[:, 1, 1].all()
 
 
-@pytest.mark.parametrize("name", ["top_k", "top_p"])
+@pytest.mark.parametrize("name", [pytest.param("top_k", marks=pytest.mark.full), "top_p"])
 def test_ratios_at_the_weights_that_drew_are_1_under_replay_alone(name):
     settings = SETTINGS._replace(top_p=1.0, min_p=0.0, min_completion_tokens=0)
     settings = settings._replace(**{name: CUTS[name]}, support=CUTS["top_k"])
@@ -152,6 +152,19 @@ def test_ratios_at_the_weights_that_drew_are_1_under_replay_alone(name):
     assert full[MAX] > 0.1
     assert "sampling/disagreement" not in full
     assert replayed["entropy"] == pytest.approx(full["entropy"], abs=1e-6)  # of all tokens
+
+
+def test_what_a_run_counts_before_it_starts_is_the_batch_that_it_makes():
+    functions, blueprint = steps()
+    learner = first_learner(blueprint, tiny.params(), PROMPTS, ("reward",))
+    _, prepared = functions.prepare(learner, jax.tree.map(jnp.asarray, drawn()))
+    planned = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
+    assert planned.fields[SUPPORT].shape[-1] == CUTS["top_k"]
+    shapes = [
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch)
+        for batch in (planned, prepared.batches[0])
+    ]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.full
@@ -263,8 +276,8 @@ def expected_gradient(values, rollouts):
 def distance(gradient, expected):
     """Largest difference of two trees, in units of the largest entry."""
     pairs = [*zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True)]
-    largest = max(np.abs(leaf).max() for _, leaf in pairs)
-    return max(np.abs(leaf - other).max() for leaf, other in pairs) / largest
+    largest = max(np.abs(written_out).max() for _, written_out in pairs)
+    return max(np.abs(leaf - written_out).max() for leaf, written_out in pairs) / largest
 
 
 @pytest.mark.full

@@ -130,8 +130,7 @@ def capacity(
     shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
     state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
     sequences = sizes.slots + sizes.rows
-    recorded = record_shapes(config.kinds, settings.support)
-    samples = sizes.prompts * group * longest * _token_bytes(recorded, settings)
+    samples = sizes.prompts * group * longest * _token_bytes(config.kinds, settings)
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
@@ -148,14 +147,12 @@ def capacity(
     )
 
 
-def _token_bytes(recorded: records.Shapes, settings: SamplingSettings) -> int:
-    """Bytes of a sample for each of its tokens, beside keys and values.
-
-    Args:
-      recorded: as `engine.record_shapes`.
-    """
-    sizes = {name: jnp.dtype(records.DTYPES[name]).itemsize for name, _ in recorded}
-    record_bytes = sum(math.prod(shape) * sizes[name] for name, shape in recorded)
+def _token_bytes(kinds: Sequence[LayerKind], settings: SamplingSettings) -> int:
+    """Bytes of a sample for each of its tokens, beside keys and values."""
+    record_bytes = sum(
+        math.prod(shape) * jnp.dtype(records.DTYPES[name]).itemsize
+        for name, shape in record_shapes(kinds, settings.support)
+    )
     sums = 4 * settings.untempered + 4 * (settings.early_stop is not None)
     return PER_TOKEN + sums + record_bytes
 

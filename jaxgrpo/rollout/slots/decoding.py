@@ -383,7 +383,8 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
     remaining, support = logits, None
     if settings.support:
-        remaining, support = named_support(logits, distribution, settings.support)
+        sizes = settings.support, parts.vocab_shards
+        remaining, support = named_support(logits, distribution, *sizes)
         distribution = Distribution()
     token, logp = draw(keys, remaining, distribution, parts.vocab_shards)
     if state.samples.greedy is None:
