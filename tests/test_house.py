@@ -278,11 +278,11 @@ LINES = {
     "models": 7661,  # with kernels for GPUs, 8 bits, 2,250 of kinds, experts, latents and families
     "rewards": 2360,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 4430,  # with turns, samples that keep their slots, and 80 of recorded support
+    "rollout": 4431,  # with turns, samples that keep their slots, and 80 of recorded support
     "update": 2247,  # with kernels' choice, experts taken again, 240 of the atlas, teachers
     "config": 2253,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 701,  # with how two judgements agree
-    "training": 7466,  # with conversations, damaged runs, texts of the data, prompts per sample
+    "training": 7467,  # with conversations, damaged runs, texts of the data, prompts per sample
     "planning": 1722,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 3875,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3385,  # with saved samples judged again, queries answered, small models of 33 families

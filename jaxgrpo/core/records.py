@@ -16,7 +16,7 @@ from jax import Array
 
 EXPERTS = "experts"
 """The field [P, G, T, layers, k]: the experts of what each token was drawn from."""
-SUPPORT = "support"
+SUPPORT = "sample_support"
 """The field [P, G, T, K]: the ids of the tokens that each was drawn among, the likeliest first."""
 
 DTYPES: Mapping[str, Any] = MappingProxyType({EXPERTS: np.int16, SUPPORT: np.int32})

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.records import EXPERTS, SUPPORT
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import trees
@@ -295,8 +296,8 @@ class Batch:
             self._untempered[at][drawn] = turn.untempered_logp
         if self._confidence is not None:
             self._confidence[at][drawn] = turn.confidence
-        for name in records.DTYPES:
-            self._write_record(name, at, drawn, getattr(turn, name))
+        for name, record in {EXPERTS: turn.experts, SUPPORT: turn.support}.items():
+            self._write_record(name, at, drawn, record)
         self._truncated[at] = turn.reason not in COMPLETE
 
     def _write_record(
@@ -304,7 +305,7 @@ class Batch:
     ) -> None:
         """Writes what a turn records of its tokens, if anything."""
         if record is None:
-            if name == records.SUPPORT and self._support:
+            if name == SUPPORT and self._support:
                 raise InputError(
                     f'train.support = "replay": the engine draws among {self._support} tokens '
                     "at most and does not say which; take one that gives the support of its "

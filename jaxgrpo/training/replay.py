@@ -298,7 +298,7 @@ def needed_support(replay: Replay, is_taken_again: bool, has_ratios: bool) -> se
         for path, columns in zip(replay.files, replay.fields, strict=True):
             if SUPPORT in columns:
                 raise InputError(
-                    f"{path}: its log-probs are among the tokens of fields.support, and the "
+                    f"{path}: its log-probs are among the tokens of fields.{SUPPORT}, and the "
                     'trainer\'s would be among all: set train.support = "replay" and '
                     'rollout.top_k, or loss.proximal = "trainer"'
                 )

@@ -47,7 +47,7 @@ def test_a_run_agrees_with_its_sampler_and_learns_from_ratios(run):
 def test_saved_rollouts_hold_what_was_drawn_among(run):
     for file in sorted((run.path / "rollouts").iterdir()):
         arrays = load_file(file)
-        support, mask = arrays["fields.support"], arrays["token_mask"]
+        support, mask = arrays["fields.sample_support"], arrays["token_mask"]
         assert support.shape == (*mask.shape, K)
         np.testing.assert_array_equal((support >= 0).any(-1), mask)
         assert (support == arrays["completion_tokens"][..., None]).any(-1)[mask].all()
@@ -66,16 +66,18 @@ def test_a_replay_of_its_files_ends_with_the_parameters_of_the_run(run, tmp_path
 @pytest.mark.full
 def test_files_go_with_runs_that_read_their_support_alone(run, tmp_path):
     (file, *_) = sorted((run.path / "rollouts").iterdir())
-    whole = small_run.config(tmp_path / "r", **{"train.steps": 1})
-    with pytest.raises(InputError, match=r"among the tokens of fields\.support, and the trainer's"):
-        loop.train(whole, rollouts=[file])
+    reads_all = small_run.config(tmp_path / "r", **{"train.steps": 1})
+    with pytest.raises(
+        InputError, match=r"among the tokens of fields\.sample_support, and the trainer's"
+    ):
+        loop.train(reads_all, rollouts=[file])
     contents = load_file(file)
-    del contents["fields.support"]
+    del contents["fields.sample_support"]
     metadata = {"format": "jaxgrpo-rollouts", "version": "1", "step": "1"}
     save_file(contents, tmp_path / "x.safetensors", metadata)
     replayed = small_run.config(tmp_path / "r", **CUT, **{"train.steps": 1})
     with pytest.raises(
-        InputError, match="the method reads the fields support, which are not there"
+        InputError, match="the method reads the fields sample_support, which are not there"
     ):
         loop.train(replayed, rollouts=[tmp_path / "x.safetensors"])
 
@@ -114,7 +116,7 @@ def test_leaves_of_trees_bring_the_support_of_the_tokens_that_they_share(tmp_pat
     (line,) = small_run.metrics(tmp_path / "r")
     assert 0 < line[MAX] < 1e-4
     rollouts = load(tmp_path / "r" / "rollouts" / "00000001.safetensors")
-    recorded = (np.asarray(rollouts.fields["support"]) >= 0).any(-1)
+    recorded = (np.asarray(rollouts.fields["sample_support"]) >= 0).any(-1)
     np.testing.assert_array_equal(recorded, rollouts.token_mask)
 
 
@@ -139,7 +141,7 @@ def test_what_an_environment_writes_between_turns_has_no_support(tmp_path):
     assert 0 < line[MAX] < 1e-4
     rollouts = load(tmp_path / "r" / "rollouts" / "00000001.safetensors")
     mask = np.asarray(rollouts.token_mask)
-    recorded = (np.asarray(rollouts.fields["support"]) >= 0).any(-1)
+    recorded = (np.asarray(rollouts.fields["sample_support"]) >= 0).any(-1)
     np.testing.assert_array_equal(recorded, mask)
     last = mask.shape[-1] - mask[..., ::-1].argmax(-1)
     assert (mask.any(-1) & (mask.sum(-1) < last)).any()  # some tokens between two turns
@@ -152,7 +154,7 @@ def test_what_an_environment_writes_between_turns_has_no_support(tmp_path):
         ({"experience.share": 0.5}, "experience.share = 0.5 scores samples of earlier steps"),
         (
             {"data.completion": "answer", "rollout.group_size": 1, "recipe": "sign"},
-            "texts have no support",
+            "texts have no sample_support",
         ),
     ],
     ids=str,

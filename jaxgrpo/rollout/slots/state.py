@@ -41,7 +41,7 @@ class Samples:
     untempered: Array | None  # [D, M, T] float32
     confidence: Array | None  # [D, M, T] float32, of all drawn tokens up to this one, summed
     experts: Array | None  # [D, M, T, layers, k], of what each is drawn from; None: no experts
-    support: Array | None  # [D, M, T, K], what each is drawn among; None: nobody asks
+    support: Array | None  # [D, M, T, K], what each is drawn among; None: not recorded
     length: Array  # [D, M] int32, tokens so far
     stopped: Array  # [D, M] bool, by a stop token or string
     ended: Array  # [D, M] bool, by anything
@@ -226,7 +226,7 @@ def record_experts(state: DecodeState, per_layer: Sequence[Array]) -> DecodeStat
     """The state with the experts [D, N, 1, k] of each layer of the tokens that were fed."""
     if state.samples.experts is None:
         return state
-    return _with_record(state, EXPERTS, jnp.stack(per_layer, -2)[:, :, 0])
+    return _with_record(state, "experts", jnp.stack(per_layer, -2)[:, :, 0])
 
 
 def record_support(state: DecodeState, support: Array | None) -> DecodeState:
@@ -236,7 +236,7 @@ def record_support(state: DecodeState, support: Array | None) -> DecodeState:
     if state.samples.offset is not None:
         is_drawn = state.index >= take(state.samples.offset, state.sample)
         support = jnp.where(is_drawn[..., None], support, records.NONE)
-    return _with_record(state, SUPPORT, support)
+    return _with_record(state, "support", support)
 
 
 def _with_record(state: DecodeState, name: str, entry: Array) -> DecodeState:

@@ -253,6 +253,7 @@ def _wrong_values(arrays: Arrays, vocab_size: int | None) -> Iterator[str]:
         yield from _first(FIELDS + FORK, fork, wrong, expected)
     if (support := arrays.get(FIELDS + SUPPORT)) is not None:
         wrong = (support < -1) | (support > highest)
+        wrong |= (support >= 0) & (np.minimum.accumulate(support, axis=-1) < 0)
         expected = "a token of the model, or -1 behind the last"
         yield from _first(FIELDS + SUPPORT, support, wrong, expected)
         is_drawn = (support == arrays["completion_tokens"][..., None]).any(-1)
