@@ -67,7 +67,7 @@ class SamplingSettings(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether tokens of the model's distribution are never drawn, and it is not recorded which."""
+        """Whether tokens are never drawn, and it is not recorded which."""
         cuts = self.top_k or self.top_p < 1 or self.min_p or self.min_completion_tokens
         return bool(cuts) and not self.support
 

@@ -80,7 +80,7 @@ def test_of_ties_at_the_limit_those_of_lower_ids_are_named():
     """Every second row has whole logits, so that the 5 likeliest are often more."""
     several = 0
     for shards in (1, 3):
-        cut, ids = named_support(LOGITS, Distribution(1.0, 5, 0.9), 5, shards)
+        cut, ids = named_support(jnp.asarray(LOGITS), Distribution(1.0, 5, 0.9), 5, shards)
         for row, got, named in zip(LOGITS, np.asarray(cut), np.asarray(ids), strict=True):
             remaining = np.flatnonzero(kept_by_sorting(row, 5, 0.9))
             several += len(remaining) > 5

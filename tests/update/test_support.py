@@ -256,7 +256,9 @@ def gradient_of_draws(values, rollouts, chance, surrogate, replays=True):
     settings = forward.Pass(decoder.build(WIDE), mesh, geometry.tokens, 1.0)
 
     def loss(values):
-        micro_batches = (forward.micro_batch(batch, index) for index in range(int(plan.num_live)))
+        micro_batches = (
+            forward.micro_batch(batch, jnp.int32(k)) for k in range(int(plan.num_live))
+        )
         parts = (forward.loss_of_tokens(settings, objective, values, m, {}) for m in micro_batches)
         return sum(part[0] for part in parts)
 
