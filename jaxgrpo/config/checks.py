@@ -251,10 +251,18 @@ def _sampling(values: Values) -> Iterator[str]:
             limits = f"set it to {off[name]:g} (off), or to 1 at the most"
             yield f"rollout.{name} = {rollout[name]:g}: a probability; {limits}"
     cuts = [f"rollout.{name} = {rollout[name]:g}" for name in off if rollout[name] != off[name]]
-    if cuts and values.get("loss.proximal") == "behavior":
+    if values.get("train.support") == "replay":
+        if not rollout["top_k"]:
+            yield (
+                'train.support = "replay": the tokens that one is drawn among are recorded, and '
+                "without rollout.top_k they may be the vocabulary; set rollout.top_k, for example "
+                "to 50, or leave train.support out"
+            )
+    elif cuts and values.get("loss.proximal") == "behavior":
         yield (
             f"{cuts[0]}: the sampler's log-probs are then those of the cut distribution and the "
             "trainer's of the whole one, so their ratio is off by the probability cut away; set "
+            'train.support = "replay" with a rollout.top_k, so that both are of the cut one, or '
             'loss.proximal = "trainer", or sample from all tokens'
         )
     cache_dtype, model_dtype = values.get("rollout.kv_cache_dtype"), values.get("model.dtype")

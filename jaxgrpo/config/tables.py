@@ -188,6 +188,7 @@ class TrainTable(TypedDict, total=False):
     on_no_live_sample: Literal["step", "skip"]
     stop_after_not_finite: int
     routing: Literal["replay", "fresh"]
+    support: Literal["full", "replay"]
 
 
 class EvalTable(TypedDict, total=False):

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
-from jaxgrpo.models.logprobs import by_chunks, chunk_and_vocab, scaled
+from jaxgrpo.models.logprobs import by_chunks, chunk_and_vocab, is_named, scaled
 
 LIMIT = 20.0
 """Log ratios of single tokens in `full_kl` are at most this: a reference without any probability
@@ -136,9 +136,8 @@ def shortened(
 
 def _shortened(z: Array, ids: Array) -> Array:
     """As `shortened`, of softmax(z)."""
-    is_named = jnp.put_along_axis(jnp.zeros(z.shape, bool), ids, True, -1, inplace=False)
     # Summed by itself: 1 less the sum of the others is 0 where the tail is below 1e-7.
-    tail = jax.nn.logsumexp(jnp.where(is_named, -jnp.inf, z), -1, keepdims=True)
+    tail = jax.nn.logsumexp(jnp.where(is_named(ids, z.shape[-1]), -jnp.inf, z), -1, keepdims=True)
     picked = jnp.concatenate([jnp.take_along_axis(z, ids, -1), tail], -1)
     return picked - jax.nn.logsumexp(z, -1, keepdims=True)
 

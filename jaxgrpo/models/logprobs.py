@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
 from jaxgrpo.models.backward import custom_vjp
@@ -50,8 +50,9 @@ def token_logprobs(
     entropy: Entropy = "none",
     logits_per_chunk: int | None = None,
     count: Int[Array, "D"] | None = None,
+    support: Int[Array, "D N K"] | None = None,
 ) -> tuple[Float[Array, "D N"], Float[Array, "D N"] | None]:
-    """Log-probability of each target, and the entropy of the distribution it was drawn from.
+    """Log-probability of each target, and the entropy of the model's distribution there.
 
         z = unembed(hidden) / temperature
         logp = z[target] - logsumexp(z)
@@ -75,21 +76,27 @@ def token_logprobs(
       logits_per_chunk: upper bound on n * V of one chunk and bin; None: see `TOKENS_PER_CHUNK`.
       count: tokens of each bin that are asked for, the first ones; chunks without any are not
         computed, and their values are 0. None: all.
+      support: ids of the tokens S that each target was drawn among, -1 behind the last; then
+        logp = z[target] - logsumexp(z[S]), with softmax(z[S]), 0 outside S, for p in its gradient.
+        The entropy is that of all tokens anyway. -1 alone, or None: drawn among all.
 
     Returns: (logp, entropy) in at least float32, in nats.
     """
-    if isinstance(unembed, Head):
-        head = unembed
-    else:
-        # What unembed closes over becomes an argument, so that a gradient can be returned for it.
-        chunk, _ = chunk_and_vocab(unembed, hidden, logits_per_chunk)
-        converted, read = jax.closure_convert(unembed, hidden[:1, :chunk])
-        head = Head(tuple(read), lambda read, hidden: converted(hidden, *read))
+    head = unembed if isinstance(unembed, Head) else _make_head(unembed, hidden, logits_per_chunk)
     logits = functools.partial(head.unembed, head.as_read(head.weights))
     chunk, _ = chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk)
     chunks = _chunks_to_compute(hidden, count, chunk)
-    return _token_logprobs(settings, head.weights, hidden, targets, chunks)
+    return _token_logprobs(settings, head.weights, hidden, (targets, support), chunks)
+
+
+def _make_head(
+    unembed: Callable[[Array], Array], hidden: Array, logits_per_chunk: int | None
+) -> Head:
+    """What unembed closes over becomes an argument, so that a gradient can be returned for it."""
+    chunk, _ = chunk_and_vocab(unembed, hidden, logits_per_chunk)
+    converted, read = jax.closure_convert(unembed, hidden[:1, :chunk])
+    return Head(tuple(read), lambda read, hidden: converted(hidden, *read))
 
 
 Cost = Callable[[Array, Array | None, Any, Any], Array]
@@ -109,6 +116,7 @@ def loss_of_tokens(
     logits_per_chunk: int | None = None,
     count: Int[Array, "D"] | None = None,
     sums: Any = None,
+    support: Int[Array, "D N K"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, "D N"], Float[Array, "D N"] | None, Any]:
     """The sum of a cost of each token, and what it is made of, in one pass over the logits.
 
@@ -125,6 +133,7 @@ def loss_of_tokens(
       sums: None, or a tree as the weights, each leaf [D, ...] in at least float32, to which a pass
         that is differentiated adds the gradient of each bin, for a cotangent of 1 of the loss. Then
         the weights get none: over several calls bins are added up once, by `Head.as_held`.
+      support: as of `token_logprobs`.
 
     Returns: (loss, logp, entropy, sums); only the loss carries gradient, to hidden and weights.
     """
@@ -132,7 +141,8 @@ def loss_of_tokens(
     chunk, _ = chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk, cost)
     chunks = _chunks_to_compute(hidden, count, chunk)
-    return _loss_of_tokens(settings, head.weights, hidden, (targets, args, shared, chunks, sums))
+    drawn = targets, support
+    return _loss_of_tokens(settings, head.weights, hidden, (drawn, args, shared, chunks, sums))
 
 
 def token_confidence(
@@ -212,23 +222,32 @@ class _Settings(NamedTuple):
     cost: Cost | None = None
 
 
+_Drawn = tuple[Array, Array | None]
+"""(targets [D, N], support [D, N, K]): what each token was drawn as, and among which ids"""
+
+
+class _Totals(NamedTuple):
+    """logsumexp of the logits [D, N]: of all tokens, and of the support, if there is one."""
+
+    vocabulary: Array
+    support: Array | None
+
+
 @custom_vjp(0)
-def _token_logprobs(
-    settings: _Settings, weights: Any, hidden: Array, targets: Array, chunks: Array
-):
-    return _forward(settings, weights, hidden, targets, chunks)[0]
+def _token_logprobs(settings: _Settings, weights: Any, hidden: Array, drawn: _Drawn, chunks: Array):
+    return _forward(settings, weights, hidden, drawn, chunks)[0]
 
 
-def _forward(settings: _Settings, weights: Any, hidden: Array, targets: Array, chunks: Array):
-    logp, total, entropy = _values(settings, weights, hidden, targets, chunks)
-    return (logp, entropy), (weights, hidden, targets, chunks, total, entropy)
+def _forward(settings: _Settings, weights: Any, hidden: Array, drawn: _Drawn, chunks: Array):
+    logp, totals, entropy = _values(settings, weights, hidden, drawn, chunks)
+    return (logp, entropy), (weights, hidden, drawn, chunks, totals, entropy)
 
 
 def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | None]):
-    weights, hidden, targets, count, total, entropy = saved
+    weights, hidden, drawn, count, totals, entropy = saved
     a, b = cotangents
     b = b if settings.entropy == "gradient" else None
-    chunks = _split(settings.chunk, (hidden, targets, total, entropy, a, b))
+    chunks = _split(settings.chunk, (hidden, drawn, totals, entropy, a, b))
     read = settings.head.as_read(weights)
 
     def bin_gradients(hidden: Array, *token_values: Any) -> Any:
@@ -257,21 +276,21 @@ _token_logprobs.defvjp(_forward, _backward)
 
 @custom_vjp(0)
 def _loss_of_tokens(settings: _Settings, weights: Any, hidden: Array, inputs: Any):
-    targets, args, shared, count, sums = inputs
-    logp, _, entropy = _values(settings, weights, hidden, targets, count)
+    drawn, args, shared, count, sums = inputs
+    logp, _, entropy = _values(settings, weights, hidden, drawn, count)
     assert settings.cost is not None
     return settings.cost(logp, entropy, args, shared).sum(), logp, entropy, sums
 
 
 def _loss_forward(settings: _Settings, weights: Any, hidden: Array, inputs: Any):
-    targets, args, shared, count, earlier_sums = inputs
-    chunks = _split(settings.chunk, (hidden, targets, args))
+    drawn, args, shared, count, earlier_sums = inputs
+    chunks = _split(settings.chunk, (hidden, drawn, args))
     read = settings.head.as_read(weights)
 
-    def bin_loss(hidden: Array, targets: Array, args: Any) -> Any:
-        targets, args = jax.tree.map(lambda leaf: leaf[None], (targets, args))
+    def bin_loss(hidden: Array, drawn: _Drawn, args: Any) -> Any:
+        drawn, args = jax.tree.map(lambda leaf: leaf[None], (drawn, args))
         logits, pull = jax.vjp(settings.head.unembed, read, hidden[None])
-        logp, total, entropy = _values_from_logits(settings, logits, targets)
+        logp, totals, entropy = _values_from_logits(settings, logits, drawn)
 
         def cost(logp: Array, differentiated: Array | None) -> Array:
             cost_entropy = entropy if differentiated is None else differentiated
@@ -280,7 +299,7 @@ def _loss_forward(settings: _Settings, weights: Any, hidden: Array, inputs: Any)
 
         differentiable = entropy if settings.entropy == "gradient" else None
         loss, (a, b) = jax.value_and_grad(cost, argnums=(0, 1))(logp, differentiable)
-        d_logits = _logits_gradient(settings, logits, targets, total, entropy, a, b)
+        d_logits = _logits_gradient(settings, logits, drawn, totals, entropy, a, b)
         d_read, d_hidden = pull(d_logits.astype(logits.dtype))
         return d_read, (d_hidden[0], logp[0], None if entropy is None else entropy[0]), loss
 
@@ -318,17 +337,17 @@ def _empty(function: Callable[[], Any], chunks: int) -> Any:
     return jax.tree.map(zeros, d_read), chunk_values, zeros(loss)
 
 
-def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, count: Array):
-    """(logp, logsumexp, entropy or None) [D, N], of the first `count` chunks; 0 in the others."""
+def _values(settings: _Settings, weights: Any, hidden: Array, drawn: _Drawn, count: Array):
+    """(logp, logsumexps, entropy or None) [D, N], of the first `count` chunks; 0 in the others."""
     read = settings.head.as_read(weights)
 
     def logits(hidden: Array) -> Array:
         return settings.head.unembed(read, hidden[None])[0]
 
-    def chunk_values(hidden: Array, targets: Array):
-        return _values_from_logits(settings, jax.vmap(logits)(hidden), targets)
+    def chunk_values(hidden: Array, drawn: _Drawn):
+        return _values_from_logits(settings, jax.vmap(logits)(hidden), drawn)
 
-    chunks = _split(settings.chunk, (hidden, targets))
+    chunks = _split(settings.chunk, (hidden, drawn))
 
     def write(index: Array, arrays: Any) -> Any:
         values = chunk_values(*_chunk_at(chunks, index))
@@ -339,9 +358,9 @@ def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, co
     return _join(jax.lax.fori_loop(0, count, write, start), hidden.shape[1])
 
 
-def _values_from_logits(settings: _Settings, logits: Array, targets: Array):
-    """(logp, logsumexp, entropy or None) [D, n] of one chunk."""
-    z = scaled(logits, settings.temperature)
+def _values_from_logits(settings: _Settings, logits: Array, drawn: _Drawn):
+    """(logp, logsumexps, entropy or None) [D, n] of one chunk."""
+    (targets, support), z = drawn, scaled(logits, settings.temperature)
     highest = z.max(-1)
     shifted = z - highest[..., None]
     weight = jnp.exp(shifted)
@@ -354,18 +373,36 @@ def _values_from_logits(settings: _Settings, logits: Array, targets: Array):
         # As a product: of a sum, XLA computes the exponentials again, one by one on a CPU.
         expected = jnp.einsum("dnv,dnv->dn", weight, shifted, precision="highest")
         entropy = log_mass - expected / mass
-    return target_z - total, total, entropy
+    if support is None:
+        return target_z - total, _Totals(total, None), entropy
+    # Padding names token 0, which may have no probability.
+    support_total = jax.nn.logsumexp(_among(support, z), -1)
+    support_total = jnp.maximum(support_total, jnp.finfo(z.dtype).min)
+    return target_z - support_total, _Totals(total, support_total), entropy
 
 
-def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:
+def _logits_gradient(settings, logits, drawn: _Drawn, totals: _Totals, entropy, a, b) -> Array:
     """d loss / d logits of one chunk, from the cotangents a of logp and b of the entropy."""
-    z = scaled(logits, settings.temperature)
-    log_p = z - total[..., None]
-    slope = a[..., None]
+    (targets, support), z = drawn, scaled(logits, settings.temperature)
+    log_p, by_logp = z - totals.vocabulary[..., None], a[..., None]
+    slope = by_logp if support is None else jnp.zeros_like(by_logp)
     if b is not None:
         slope = slope + b[..., None] * (log_p + entropy[..., None])
-    gradient = jnp.where(_is_target(z, targets), a[..., None], 0) - jnp.exp(log_p) * slope
+    gradient = jnp.where(_is_target(z, targets), by_logp, 0) - jnp.exp(log_p) * slope
+    if support is not None and totals.support is not None:
+        gradient -= by_logp * jnp.exp(_among(support, z) - totals.support[..., None])
     return gradient / settings.temperature
+
+
+def is_named(ids: Int[Array, "*B K"], vocab: int) -> Bool[Array, "*B V"]:
+    """Which tokens are among some ids, -1 behind the last; where there is none, all are."""
+    is_empty, ids = ids[..., :1] < 0, jnp.where(ids < 0, ids[..., :1], ids)
+    nowhere = jnp.zeros((*ids.shape[:-1], vocab), bool)
+    return is_empty | jnp.put_along_axis(nowhere, ids, True, -1, inplace=False)
+
+
+def _among(ids: Array, z: Array) -> Array:
+    return jnp.where(is_named(ids, z.shape[-1]), z, -jnp.inf)
 
 
 def _is_target(z: Array, targets: Array) -> Array:

@@ -7,21 +7,14 @@ own gate values and gradients, of the experts that drew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.models.api import ExpertsKind, LayerKind, LayerMemory, highest_scores
-
-EXPERTS = "experts"
-"""The field [P, G, T, layers, k] of rollouts: the experts of what each token was drawn from."""
-DTYPE = np.int16
-NONE = -1
-"""In a record: nothing was recorded, so the router chooses."""
 
 
 def recorded(kinds: Sequence[LayerKind]) -> tuple[int, int] | None:
@@ -71,15 +64,6 @@ def replay(scores: Array, memory: Array, kind: ExpertsKind) -> tuple[Array, Arra
     fresh, _ = highest_scores(scores, None, kind)
     experts = jnp.where(memory < 0, fresh, memory.astype(fresh.dtype))
     return experts, (jnp.sort(experts, -1) != jnp.sort(fresh, -1)).any(-1)
-
-
-def in_rows(fields: Mapping[str, Array], source: Array) -> dict[str, Array]:
-    """The record of experts, if there is one, at places [K, D, R, Q] of its tokens; -1: none."""
-    if EXPERTS not in fields:
-        return {}
-    record = fields[EXPERTS]
-    moved = record.reshape(-1, *record.shape[3:])[source]
-    return {EXPERTS: jnp.where(source[..., None, None] >= 0, moved, NONE).astype(DTYPE)}
 
 
 def load_metrics(kinds: Sequence[LayerKind], experts: Array) -> Metrics:

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import LoraKeys, ModelKeys
 from jaxgrpo.config.world import plan_sampling
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import Score, ScoringPass, passes
 from jaxgrpo.core.types import WEIGHTS, Learner
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
-from jaxgrpo.models.routing import EXPERTS
 from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
 from jaxgrpo.rollout.slots.driver import SlotEngine
@@ -36,6 +36,7 @@ from jaxgrpo.training.pretrained import (
     make_mesh,
     make_sampling_settings,
     own_family,
+    support_size,
     with_segments,
 )
 from jaxgrpo.update import step
@@ -108,7 +109,8 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     parts = built, config.lora.path, config.model.attention
     model_on_mesh = Pretrained(path, mesh, Path(path), None, *parts)
     sampling = make_sampling_settings(config.rollout, (0,), 0)
-    sampling = sampling._replace(attention=config.model.attention)
+    support = support_size(config.rollout, config.train.support, model.vocab_size)
+    sampling = sampling._replace(attention=config.model.attention, support=support)
     if config.has_turns:
         world = config.environments, config.data.history
         sampling = plan_sampling(sampling, config.rollout, *world)
@@ -274,7 +276,7 @@ def _score(run: Run) -> Program:
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & blueprint.scores.keys()
     names = blueprint.scored
-    before = {FORK, EXPERTS} & batch.fields.keys() if early else batch.fields.keys() - names
+    before = {FORK, *records.DTYPES} & batch.fields.keys() if early else batch.fields.keys() - names
     fields = {name: batch.fields[name] for name in before}
     batch = dataclasses.replace(batch, fields=fields)
     params = params_of(learner, scoring_pass.policy)

@@ -17,9 +17,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.records import EXPERTS, SUPPORT
 from jaxgrpo.core.types import Params, Prompts, Rollouts
-from jaxgrpo.models import routing, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.dialogue import VERSION, Converse, Dialogue
 from jaxgrpo.rollout.engine import COMPLETE, Engine, Request, SamplingSettings, Turn
@@ -66,7 +68,8 @@ class Batch:
         self._untempered = np.zeros(shape, np.float32) if settings.untempered else None
         stop = self._stop = settings.early_stop
         self._confidence = None if stop is None else np.zeros(shape, np.float32)
-        self._experts: np.ndarray | None = None  # of a model that has some
+        self._records: dict[str, np.ndarray] = {}  # of those that come with turns
+        self._support = settings.support
         self._truncated = np.zeros(shape[:2], bool)
         self._version = np.zeros(shape[:2], np.int32)
         self._versions: Any = np.zeros(shape, np.int32) if dialogue is not None else None
@@ -140,7 +143,8 @@ class Batch:
         """The requests of branches, whose samples get the tokens that are another's."""
         self._grown.setdefault(ordinal, []).extend(branches)
         arrays = [self.tokens, self.mask, self._logp]
-        arrays += [array for array in (self._untempered, self._experts) if array is not None]
+        arrays += [*self._records.values()]
+        arrays += [] if self._untempered is None else [self._untempered]
         requests = []
         for branch in branches:
             for place in self._places[ordinal] if branch.cut else ():
@@ -292,12 +296,26 @@ class Batch:
             self._untempered[at][drawn] = turn.untempered_logp
         if self._confidence is not None:
             self._confidence[at][drawn] = turn.confidence
-        if turn.experts is not None:
-            if self._experts is None:
-                sizes = *self.tokens.shape, *turn.experts.shape[1:]
-                self._experts = np.full(sizes, routing.NONE, routing.DTYPE)
-            self._experts[at][drawn] = turn.experts
+        for name, record in {EXPERTS: turn.experts, SUPPORT: turn.support}.items():
+            self._write_record(name, at, drawn, record)
         self._truncated[at] = turn.reason not in COMPLETE
+
+    def _write_record(
+        self, name: str, at: tuple[int, int], drawn: slice, record: np.ndarray | None
+    ) -> None:
+        """Writes what a turn records of its tokens, if anything."""
+        if record is None:
+            if name == SUPPORT and self._support:
+                raise InputError(
+                    f'train.support = "replay": the engine draws among {self._support} tokens '
+                    "at most and does not say which; take one that gives the support of its "
+                    'turns, or set train.support = "full" and loss.proximal = "trainer"'
+                )
+            return
+        if name not in self._records:
+            sizes = *self.tokens.shape, *record.shape[1:]
+            self._records[name] = records.no_record(name, *sizes)
+        self._records[name][at][drawn] = record
 
     def rollouts(self) -> Rollouts:
         """The batch as rollouts without rewards, host arrays.
@@ -306,7 +324,7 @@ class Batch:
         samples, of the model's own at temperature 1. Where the engine gives them too, the field
         "untempered_logp" holds the model's own in any case.
         """
-        optional = {"untempered_logp": self._untempered, routing.EXPERTS: self._experts}
+        raw = {} if self._untempered is None else {"untempered_logp": self._untempered}
         values: dict[str, Any] = {
             "completion_tokens": self.tokens,
             "token_mask": self.mask,
@@ -314,8 +332,7 @@ class Batch:
             "rewards": {},
             "truncated": self._truncated,
             "policy_version": self._version,
-            "fields": {name: value for name, value in optional.items() if value is not None}
-            | self._more_fields(),
+            "fields": raw | self._records | self._more_fields(),
         }
         return Rollouts(**vars(self.prompts), **values)
 

@@ -12,8 +12,12 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxgrpo.core import records
+from jaxgrpo.core.records import EXPERTS, SUPPORT
 from jaxgrpo.core.types import Params
 from jaxgrpo.environments.rules import Answering, State
+from jaxgrpo.models import routing
+from jaxgrpo.models.api import LayerKind
 from jaxgrpo.rollout.stopping import EarlyStop, Interruption, StopStrings
 
 Reason = Literal["end", "length", "string", "confidence"]
@@ -41,6 +45,9 @@ class SamplingSettings(NamedTuple):
     top_p: float = 1.0  # draw from the fewest likeliest tokens of this probability
     min_p: float = 0.0  # draw from tokens of this share of the likeliest one's probability
     min_completion_tokens: int = 0  # before so many no stop token is drawn
+    support: int = 0
+    """give the ids of the tokens that each is drawn among, at most so many: of more that are
+    equally likely those of lower ids are drawn from; 0: give none"""
     slots: int = 0  # samples decoded at once, over all devices; 0: all, or as many as fit
     untempered: bool = False  # give log-probs of the model itself too, at temperature 1
     stop_strings: StopStrings | None = None
@@ -60,8 +67,9 @@ class SamplingSettings(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether some tokens of the model's distribution are never drawn."""
-        return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_completion_tokens)
+        """Whether tokens are never drawn, and it is not recorded which."""
+        cuts = self.top_k or self.top_p < 1 or self.min_p or self.min_completion_tokens
+        return bool(cuts) and not self.support
 
 
 class Request(NamedTuple):
@@ -102,6 +110,23 @@ class Turn(NamedTuple):
     confidence: np.ndarray | None = None  # [n] nats, of each token; with `early_stop` alone
     answered: Answered | None = None  # with `answering` alone; replies are among the tokens
     experts: np.ndarray | None = None  # [n, layers, k], of what each token was drawn from
+    support: np.ndarray | None = None
+    """[n, K], the tokens that each was drawn among, -1 behind the last and where all were; with
+    `SamplingSettings.support` alone"""
+
+
+def record_shapes(
+    kinds: Sequence[LayerKind], support: int, replays_experts: bool = True
+) -> records.Shapes:
+    """What is recorded of each token that a model draws, by the names of `core.records`.
+
+    Args:
+      support: as of `SamplingSettings`.
+      replays_experts: whether experts are among what is asked for.
+    """
+    experts = routing.recorded(kinds) if replays_experts else None
+    of_experts = () if experts is None else ((EXPERTS, experts),)
+    return (*of_experts, (SUPPORT, (support,))) if support else of_experts
 
 
 @runtime_checkable

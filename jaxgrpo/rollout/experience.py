@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgrpo.core import records
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Experience, Params, Prompts, Rollouts, Stream
-from jaxgrpo.models import routing
 from jaxgrpo.rollout.policies import SuccessJudge
 from jaxgrpo.rollout.selection import pad_prompts
 
@@ -183,11 +183,8 @@ class Experiencer(NamedTuple):
             arrays["truncated"][last] = False
             arrays["policy_version"][last] = experience.version[slot]
             replayed[last] = True
-        fields: Any = {**rollouts.fields, REPLAYED: replayed}
-        if routing.EXPERTS in fields:  # of the samples that made room
-            experts = np.array(fields[routing.EXPERTS])
-            experts[replayed] = routing.NONE
-            fields[routing.EXPERTS] = experts
+        fields: Any = records.emptied(rollouts.fields, replayed)  # of the samples that made room
+        fields |= {REPLAYED: replayed}
         return dataclasses.replace(rollouts, **arrays, fields=fields)
 
     def observe(self, stream: Stream, rollouts: Rollouts) -> tuple[Stream, Metrics]:

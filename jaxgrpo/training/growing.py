@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.data.prompts import check_tokens, name_row, token_ids
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import routing
 from jaxgrpo.rollout import dialogue, trees
 from jaxgrpo.rollout.answers import answer_end_tokens
 from jaxgrpo.rollout.batch import Drawing
@@ -109,7 +109,7 @@ def brought_fields(
     has_turns: bool,
     needs: Collection[str] = (),
     forks: bool = False,
-    recorded: tuple[int, int] | None = None,
+    recorded: records.Shapes = (),
 ) -> dict[str, Any]:
     """Name -> shape of the fields that drawing and collecting add.
 
@@ -118,13 +118,17 @@ def brought_fields(
       has_turns: whether samples are answered.
       needs: what the method reads that is no column of the data.
       forks: whether conversations may be rewritten.
-      recorded: `models.routing.recorded` of the model.
+      recorded: `rollout.engine.record_shapes` of the model.
+
+    Raises: InputError where samples of earlier steps would need a record.
     """
     samples = rollout.prompts_per_step, rollout.group_size
     fields: dict[str, Any] = {}
-    if recorded is not None:
-        tokens = (*samples, rollout.max_completion_tokens, *recorded)
-        fields[routing.EXPERTS] = jax.ShapeDtypeStruct(tokens, routing.DTYPE)
+    tokens = (*samples, rollout.max_completion_tokens)
+    for name, sizes in recorded:
+        fields[name] = jax.ShapeDtypeStruct((*tokens, *sizes), records.DTYPES[name])
+    if records.SUPPORT in fields:
+        _refuse_earlier_samples(share, needs)
     if share:
         fields[REPLAYED] = jax.ShapeDtypeStruct(samples, np.bool_)
     if DRIFT in needs:
@@ -133,7 +137,6 @@ def brought_fields(
         fields[PREFIX] = jax.ShapeDtypeStruct(samples[:1], np.int32)
     if has_turns:
         turns = (*samples, rollout.max_turns)
-        tokens = (*samples, rollout.max_completion_tokens)
         fields[dialogue.TURN] = jax.ShapeDtypeStruct(tokens, np.int32)
         fields[dialogue.VERSION] = jax.ShapeDtypeStruct(tokens, np.int32)
         fields[dialogue.REWARD] = jax.ShapeDtypeStruct(turns, np.float32)
@@ -144,9 +147,17 @@ def brought_fields(
     if grown is not None:
         fields[trees.TREE] = jax.ShapeDtypeStruct(samples, np.int32)
         fields[trees.ANCESTORS] = jax.ShapeDtypeStruct((*samples, grown.depths), np.int32)
-        steps = rollout.max_completion_tokens
-        fields[trees.DEPTH] = jax.ShapeDtypeStruct((*samples, steps), np.int32)
+        fields[trees.DEPTH] = jax.ShapeDtypeStruct(tokens, np.int32)
     return fields
+
+
+def _refuse_earlier_samples(share: float, needs: Collection[str]) -> None:
+    if share or DRIFT in needs:
+        reader = f"experience.share = {share:g}" if share else "the drift of a recipe"
+        raise InputError(
+            f'train.support = "replay": {reader} scores samples of earlier steps, whose support '
+            "is not stored; leave one of the two out"
+        )
 
 
 def make_writer(
@@ -175,7 +186,7 @@ def make_writer(
     """
     where = f'data.completion = "{column}"'
     refuse_excluded("data.completion", rollout)
-    if grown := sorted({*brought} - {routing.EXPERTS}):
+    if grown := sorted({*brought} - {records.EXPERTS}):
         raise InputError(f"{where}: texts have no {grown[0]}; leave out what adds it to samples")
     _refuse_weights(where, chain, objective)
     samples, longest = rollout.group_size, rollout.max_completion_tokens

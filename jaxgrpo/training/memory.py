@@ -243,7 +243,7 @@ def fitting_geometry(
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
     sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
     fitting = packing.make_geometry(sizes, mesh, None, *rest)
-    return fitting._replace(routed=geometry.routed, recurs=geometry.recurs)
+    return fitting._replace(records=geometry.records, recurs=geometry.recurs)
 
 
 def update_bytes(

@@ -170,12 +170,13 @@ def check_length(rollout: RolloutKeys, path: str, stored: ModelConfig, answer: i
 
 
 def sampling_settings(
-    rollout: RolloutKeys, pretrained: Pretrained, world: World | None = None
+    rollout: RolloutKeys, pretrained: Pretrained, world: World | None = None, support: str = "full"
 ) -> SamplingSettings:
     """How a config samples from a model.
 
     Args:
       world: what answers the samples.
+      support: `train.support`.
 
     Raises: InputError where no token ends a sample.
     """
@@ -194,7 +195,11 @@ def sampling_settings(
         rollout, ends, pad, StopStrings(tokenizer, strings) if strings else None
     )
     interruption = make_interruption(rollout.interrupt, tokenizer, longest)
-    settings = settings._replace(interruption=interruption, attention=pretrained.attention)
+    settings = settings._replace(
+        interruption=interruption,
+        attention=pretrained.attention,
+        support=support_size(rollout, support, size),
+    )
     settings = settings if world is None else world.sampling(settings)
     return with_segments(settings, rollout.segment_tokens)
 
@@ -203,6 +208,12 @@ def with_segments(settings: SamplingSettings, tokens: int | None) -> SamplingSet
     """The settings with segments of so many tokens; None: those that suit its turns."""
     default = SEGMENT_OF_TURNS if settings.max_turns > 1 else SEGMENT
     return settings._replace(segment_tokens=tokens or default)
+
+
+def support_size(rollout: RolloutKeys, support: str, vocab_size: int) -> int:
+    """`SamplingSettings.support`: the most tokens that one is drawn among, where `train.support`
+    says that updates take them again; else 0."""
+    return min(rollout.top_k, vocab_size) if support == "replay" else 0
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:

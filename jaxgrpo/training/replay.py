@@ -20,12 +20,13 @@ import numpy as np
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.models.routing import EXPERTS, NONE
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
@@ -246,10 +247,7 @@ def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Row
         name: pad(value, steps) if value.shape == shape else value
         for name, value in rollouts.fields.items()
     }
-    if EXPERTS in fields:
-        record, behind = fields[EXPERTS], steps - shape[-1]
-        widths = (0, 0), (0, 0), (0, behind), (0, 0), (0, 0)
-        fields[EXPERTS] = np.pad(record, widths, constant_values=NONE)
+    fields |= records.lengthened(fields, steps)
     row: Any = np.array([numbers[key] for key in keys], np.int32)
     return dataclasses.replace(rollouts, **padded_arrays, fields=fields, row=row)
 
@@ -281,6 +279,30 @@ def to_json(replay: Replay) -> str:
     """The text of replay.json: the files of a replay, in order, and their checksums."""
     content = {"files": [str(path) for path in replay.files], "crc32": list(replay.checksums)}
     return json.dumps(content, indent=2) + "\n"
+
+
+OF_TOKENS = {trees.ANCESTORS, trees.DEPTH, FORK, *records.DTYPES}
+"""Fields of files that are read wherever they are: what shared tokens of trees are counted by,
+where conversations were rewritten, and what was recorded."""
+
+
+def needed_support(replay: Replay, is_taken_again: bool, has_ratios: bool) -> set[str]:
+    """The field of what tokens were drawn among, if a run takes it again.
+
+    Args:
+      has_ratios: whether ratios are measured from the log-probs in the files.
+
+    Raises: InputError where files have it, and such a run would not.
+    """
+    if not is_taken_again and has_ratios:
+        for path, columns in zip(replay.files, replay.fields, strict=True):
+            if SUPPORT in columns:
+                raise InputError(
+                    f"{path}: its log-probs are among the tokens of fields.{SUPPORT}, and the "
+                    'trainer\'s would be among all: set train.support = "replay" and '
+                    'rollout.top_k, or loss.proximal = "trainer"'
+                )
+    return {SUPPORT} if is_taken_again else set()
 
 
 def rollout_source_from_files(
@@ -326,8 +348,7 @@ def rollout_source_from_files(
 
     def reward(stream: Stream, rollouts: Rollouts, *_: Any) -> tuple[Stream, Rollouts, RewardLog]:
         saved = load_step(int(rollouts.step))
-        # What shared tokens of trees are counted by, and where conversations were rewritten.
-        names = {*fields} | ({trees.ANCESTORS, trees.DEPTH, FORK, EXPERTS} & saved.fields.keys())
+        names = {*fields} | (OF_TOKENS & saved.fields.keys())
         values = {name: saved.fields[name] for name in sorted(names)}
         judged = dataclasses.replace(rollouts, rewards=saved.rewards, fields=values)
         return stream, judged, RewardLog({}, {}, {}, {})

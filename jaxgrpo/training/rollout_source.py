@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import (
     ANSWERED,
@@ -27,7 +28,6 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.routing import EXPERTS
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
@@ -51,12 +51,17 @@ from jaxgrpo.training import inputs, prompted
 from jaxgrpo.training.experience import make_rank
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.pretrained import run_goals
-from jaxgrpo.training.replay import Replay, rollout_source_from_files
+from jaxgrpo.training.replay import Replay, needed_support, rollout_source_from_files
 from jaxgrpo.update.answers import ANSWER, answer_geometry, behind_thoughts, pick_answer_logp
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 
-_OF_TOKENS = {TURN: "tools or environment", DEPTH: "tree.branch", EXPERTS: "train.routing"}
+_OF_TOKENS = {
+    TURN: "tools or environment",
+    DEPTH: "tree.branch",
+    records.EXPERTS: "train.routing",
+    records.SUPPORT: "train.support",
+}
 """Field of the tokens that were drawn -> the key that brings it."""
 
 
@@ -90,17 +95,17 @@ def make_rollout_source(
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
     needs = (blueprint.chain.needs - scored) | (blueprint.objective.needs - OF_BATCH.keys())
-    pretrained, rows, seed = run_inputs.pretrained, run_inputs.prompts.rows, train.seed
+    pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
-    _refuse_other_tokens(scored, {*brought} - (set() if geometry.routed else {EXPERTS}))
+    _refuse_other_tokens(scored, records.without(brought, dict(geometry.records)))
     if run_inputs.replay:
-        needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
+        reading = bool(scored), blueprint.sampling.support > 0, blueprint.objective.proximal
+        return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace, *reading)
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
     scoring = pretrained.model_on(mesh), mesh
     rank = make_rank(*scoring, temperature) if DRIFT in brought else None
-    policy, prefixes = _make_policy(rollout, run_inputs, rewards, seed, rank)
+    policy, prefixes = _make_policy(rollout, run_inputs, rewards, train.seed, rank)
     read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
     _refuse_whole_samples(geometry.has_forks, read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
@@ -109,8 +114,8 @@ def make_rollout_source(
     score_columns, functions = prompted.read_prompts(*prompting, names)
     columns = {name: on_device(column) for name, column in {**columns, **score_columns}.items()}
     trace({**columns, **brought})
-    goals = run_goals(rollout, pretrained.tokenizer, seed)
-    select = _make_select(policy, run_inputs.prompts, goals, geometry, seed, prefixes)
+    goals = run_goals(rollout, pretrained.tokenizer, train.seed)
+    select = _make_select(policy, run_inputs.prompts, goals, geometry, train.seed, prefixes)
     scoring = answers.longest if answers else 0, *scoring, geometry, temperature
     score_answers = make_answer_scorer(policy, *scoring)
     add_fields = [source.fields for source in ([answers] if answers else []) + functions]
@@ -118,7 +123,7 @@ def make_rollout_source(
     room = columns | {entry.field: entry.no_prompts for entry in functions}
     sizes = geometry, names, {**room, **brought}, answers, goals and goals.tokens.shape[1]
     waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
-    reward = make_rewarder(policy, *judging, train.steps, seed)
+    reward = make_rewarder(policy, *judging, train.steps, train.seed)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals, prefixes)
 
 
@@ -212,11 +217,21 @@ def _replayed(
     needs: Collection[str],
     scores: Mapping[str, Score],
     trace: Callable[[Any], None],
+    scores_answers: bool,
+    takes_support: bool,
+    proximal: str,
 ) -> RolloutSource:
-    """The files of a replay, whose fields the method can read."""
+    """The files of a replay, whose fields the method can read.
+
+    Args:
+      takes_support: whether updates take again what tokens were drawn among.
+      proximal: `loss.proximal`.
+    """
+    needs = {*needs} | ({FORCED, THOUGHT, MASK} if scores_answers else set())
+    needs |= needed_support(replay, takes_support, proximal == "behavior")
     has_forks = any(FORK in names for names in replay.fields)
-    _refuse_whole_samples(has_forks, {*needs}, scores)
-    fields = {*needs} - scores.keys() - {*rewards}
+    _refuse_whole_samples(has_forks, needs, scores)
+    fields = needs - scores.keys() - {*rewards}
     fields |= {prompt_field(score.prompt) for score in scores.values() if score.prompt is not None}
     fields |= {choice_field(name) for name, score in scores.items() if score.policies}
     source = rollout_source_from_files(replay, rewards, fields)
@@ -236,7 +251,7 @@ def _refuse_whole_samples(has_forks: bool, needs: Set[str], scores: Mapping[str,
         )
 
 
-def _refuse_other_tokens(needs: Set[str], brought: Set[str]) -> None:
+def _refuse_other_tokens(needs: Set[str], brought: Collection[str]) -> None:
     """Raises: InputError where fields of the samples' tokens meet known answers that replace some
     of these."""
     for name, key in _OF_TOKENS.items():

@@ -24,13 +24,13 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import attention, decoder, routing, sharding
+from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.rewards.protocol import Reward, reads_any
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.batch import draw
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.rollout.judging import RolloutSource, make_judge, step_progress
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import inputs, memory, parameters, teachers
@@ -60,7 +60,7 @@ BATCHES = 100
 """Batches that programs of decoding are chosen for; not train.steps: a run may be prolonged."""
 
 _TURN_KEYS = ("tools", "environment", *(f"rollout.{name}" for name in KEYS))
-_SAMPLING_KEYS = ("model", "lora", "mesh", "rollout", "tools", "environment")
+_SAMPLING_KEYS = ("model", "lora", "mesh", "rollout", "tools", "environment", "train.support")
 _INPUT_KEYS = (
     *("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat"),
     *_TURN_KEYS,
@@ -202,10 +202,10 @@ def setup(
             "rewards: missing, and the environment has no get_reward: give at least one, "
             'rewards = [{ use = "..." }]'
         )
-    sampling = sampling_settings(config.rollout, run_inputs.pretrained, run_inputs.world)
-    method = functools.partial(
-        build_method, config, run_inputs.pretrained, run_rewards, sampling, advantage, share
-    )
+    pretrained, support = run_inputs.pretrained, config.train.support
+    sampling = sampling_settings(config.rollout, pretrained, run_inputs.world, support)
+    parts = config, pretrained, run_rewards, sampling, advantage, share
+    method = functools.partial(build_method, *parts)
     return _assemble(config, run_inputs, run_rewards, share("method", method), make_learner)
 
 
@@ -223,7 +223,7 @@ def _assemble(
     grown = make_trees(config.tree, config.rollout, config.experience)
     lacking = blueprint.chain.needs.difference(*rows[:1])
     share, has_turns, forks = config.experience.share, config.has_turns, config.data.forks
-    recorded = routing.recorded(blueprint.model.config.kinds)
+    recorded = record_shapes(blueprint.model.config.kinds, blueprint.sampling.support)
     brought = brought_fields(grown, config.rollout, share, has_turns, lacking, forks, recorded)
     converse = None if (world := run_inputs.world) is None else world.converse(rows)
     options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
@@ -310,8 +310,8 @@ def build_method(
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    routed = routing.recorded(model.config.kinds) if train.routing == "replay" else None
-    geometry = _geometry(rollout, train, mesh, config.data.forks, routed)
+    recorded = record_shapes(model.config.kinds, sampling.support, train.routing == "replay")
+    geometry = _geometry(rollout, train, mesh, config.data.forks)._replace(records=recorded)
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
@@ -446,11 +446,7 @@ def _choose_kernel(
 
 
 def _geometry(
-    rollout: RolloutKeys,
-    train: TrainKeys,
-    mesh: Mesh,
-    has_forks: bool,
-    routed: tuple[int, int] | None,
+    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
 ) -> packing.Geometry:
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
@@ -460,7 +456,7 @@ def _geometry(
     geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, has_forks=has_forks)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
-    return geometry._replace(routed=routed)
+    return geometry
 
 
 def _sampling_mesh(rollout: RolloutKeys, tensor: int, mesh: Mesh) -> Mesh:

@@ -180,7 +180,7 @@ def find_policy(
     chat, world = begin_conversations(chat, *begins, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
-    settings = sampling_settings(rollout, pretrained, world)
+    settings = sampling_settings(rollout, pretrained, world, config.train.support)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
     parts = config.mesh, rollout, config.train.seed

@@ -135,7 +135,7 @@ class Atlases:
         preparer = self.preparer
         if preparer.blueprint.has_two_meshes:
             rollouts = preparer.move_rollouts(rollouts)
-        rollouts = preparer.routed(rollouts)
+        rollouts = preparer.recorded(rollouts)
         lengths = sharding.to_host(preparer.measure(rollouts))
         return preparer.with_fields(learner, rollouts, lengths, self.needs)
 

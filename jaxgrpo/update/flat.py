@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo.core.records import EXPERTS, SUPPORT
 from jaxgrpo.core.types import Params, TrainBatch
 from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import (
@@ -85,7 +86,7 @@ def hidden_states(
     Where it replays recorded experts, of rows alone, there is REROUTED [D, N] beside them.
     """
     caller = call_packed(micro, flat, kernel)
-    record = micro.fields.get(routing.EXPERTS) if replays else None
+    record = _recorded(micro, flat, EXPERTS) if replays else None
     if record is not None:
         return _replayed(model, params, flat, caller._replace(route=routing.replay), record)
     hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
@@ -95,16 +96,26 @@ def hidden_states(
 def _replayed(
     model: Model, params: Params, flat: Flat, caller: Caller, record: Array
 ) -> tuple[Array, dict[str, Array]]:
-    """`hidden_states` with the experts of a record [D, R, Q, layers, k]."""
+    """`hidden_states` with the experts of a record [D, N, layers, k]."""
     config = model.config
-    # What is picked from nowhere is 0, which is an expert.
-    record = record.reshape(len(record), -1, *record.shape[3:])
-    record = _picked(record + 1, flat.origin) - 1
     memory = routing.with_records(config.kinds, (None,) * config.num_layers, record)
     stacked = stacked_memory(config, memory)
     hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
     _, rerouted = routing.without_records(config.kinds, memory_per_layer(config, memory))
     return hidden, {REROUTED: jnp.stack(rerouted).mean(0, dtype=jnp.float32)}
+
+
+def recorded_support(micro: TrainBatch, flat: Flat) -> Array | None:
+    """[D, N, K]: the tokens that each target was drawn among, -1 behind the last and where nothing
+    was recorded; None where nothing is taken again."""
+    return _recorded(micro, flat, SUPPORT)
+
+
+def _recorded(micro: TrainBatch, flat: Flat, name: str) -> Array | None:
+    """A record [D, N, ...] at the flat tokens, -1 at those of prompts."""
+    record = micro.fields.get(name)
+    # What is picked from nowhere is 0, which is an expert and a token.
+    return None if record is None else flatten_rows(flat, record + 1) - 1
 
 
 def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:

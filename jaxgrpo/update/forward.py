@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.core.records import EXPERTS
 from jaxgrpo.core.scores import OF_ANSWERS, POLICIES, SCORES, Score, policy_field
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
@@ -26,7 +27,14 @@ from jaxgrpo.models.logprobs import Entropy, Head, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import spectrum
-from jaxgrpo.update.flat import filled, flatten, flatten_rows, hidden_states, in_rows
+from jaxgrpo.update.flat import (
+    filled,
+    flatten,
+    flatten_rows,
+    hidden_states,
+    in_rows,
+    recorded_support,
+)
 from jaxgrpo.update.moments import map_params
 from jaxgrpo.update.packing import Geometry
 
@@ -72,7 +80,7 @@ class Blueprint(NamedTuple):
         # Greedy sampling has no distribution: its ratios are those of the model itself.
         temperature = self.sampling.temperature or 1.0
         sizes = self.geometry.tokens, temperature, self.kernel, self.logits_per_chunk
-        return Pass(self.model, self.mesh, *sizes, replays=self.geometry.routed is not None)
+        return Pass(self.model, self.mesh, *sizes, replays=EXPERTS in dict(self.geometry.records))
 
     @property
     def scored(self) -> frozenset[str]:
@@ -151,6 +159,7 @@ def forward(
         entropy=entropy,
         logits_per_chunk=logits_per_chunk,
         count=filled(flat, fullest),
+        support=recorded_support(micro, flat),
     )
     fields = {} if values is None else {"policy_entropy": values}
     fields |= rerouted
@@ -189,6 +198,7 @@ def score(
             entropy="value" if "entropy" in quantities else "none",
             logits_per_chunk=logits_per_chunk,
             count=flat.count,
+            support=recorded_support(micro, flat),
         )
     unembed = functools.partial(head.unembed, head.as_read(head.weights))
     if "rank" in quantities:
@@ -276,6 +286,7 @@ def loss_of_tokens(
         logits_per_chunk=logits_per_chunk,
         count=filled(flat, fullest),
         sums=sums,
+        support=recorded_support(micro, flat),
     )
     rows = functools.partial(in_rows, micro, flat)
     fields = {} if entropy is None else {"policy_entropy": rows(entropy)}

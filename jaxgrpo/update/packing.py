@@ -19,14 +19,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics
 from jaxgrpo.core.scores import OF_PASS
 from jaxgrpo.core.types import Rollouts, TrainBatch
-from jaxgrpo.models import routing, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.recurrence import chunk_size
-from jaxgrpo.models.routing import DTYPE, EXPERTS
 from jaxgrpo.rollout.dialogue import FORK
 
 ROUND = 32
@@ -52,7 +52,7 @@ class Geometry(NamedTuple):
     tokens: int  # N, of prompts and completions, computed per bin and micro-batch
     minibatches: int = 1  # into which a step's prompts are dealt, one update each
     has_forks: bool = False  # samples have the field `dialogue.FORK`
-    routed: tuple[int, int] | None = None  # layers, k of the experts that updates take again
+    records: records.Shapes = ()  # that updates take again
     recurs: bool = False  # models have layers with states, which begin with a chunk
 
     @property
@@ -390,7 +390,7 @@ def gather(
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
     forks = {name: value for name, value in rollouts.fields.items() if name == FORK}
-    experts = routing.in_rows(rollouts.fields, source)
+    recorded = records.in_rows(rollouts.fields, source)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(
@@ -404,7 +404,7 @@ def gather(
         weight=move(weight),
         mask=move(mask),
         proximal_logp=move(rollouts.behavior_logp),
-        fields={name: move(value) for name, value in (fields | forks).items()} | experts,
+        fields={name: move(value) for name, value in (fields | forks).items()} | recorded,
         prompt=jnp.asarray(plan.prompt),
         row_prompt=jnp.asarray(plan.row_prompt),
         num_live=jnp.asarray(plan.num_live),
@@ -447,8 +447,8 @@ def abstract_batch(
     fields = dict.fromkeys(sorted(names - OF_PASS.keys()), per_token)
     fields |= {name: abstract("float32", rows, steps, 2, k + 1) for name, k in counts.items()}
     fields |= {FORK: token} if geometry.has_forks else {}
-    if geometry.routed is not None:
-        fields[EXPERTS] = abstract(DTYPE.__name__, rows, steps, *geometry.routed)
+    for name, shape in geometry.records:
+        fields[name] = abstract(records.DTYPES[name].__name__, rows, steps, *shape)
     arrays: Any = {
         "prompt_tokens": abstract("int32", prompts, width),
         "prompt_length": abstract("int32", prompts),

@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 from jaxgrpo import advantages
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.advantages.chains import at_tokens
+from jaxgrpo.core import records
 from jaxgrpo.core.metrics import Metrics, merge
+from jaxgrpo.core.records import EXPERTS, SUPPORT
 from jaxgrpo.core.scores import (
     ANSWERED,
     OF_ANSWERS,
@@ -36,7 +38,6 @@ from jaxgrpo.core.types import Learner, Params, Rollouts, Signal, TrainBatch
 from jaxgrpo.losses import Reduction
 from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Constrain
-from jaxgrpo.models.routing import EXPERTS
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
 from jaxgrpo.update.batch_losses import per_token, token_draw
@@ -94,7 +95,7 @@ class Preparer:
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
         load = self.load(rollouts.fields[EXPERTS]) if EXPERTS in rollouts.fields else {}
-        drawn = rollouts = self.routed(rollouts)
+        drawn = rollouts = self.recorded(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(learner, rollouts, lengths, self.blueprint.chain.needs)
         if ANSWERED in rollouts.fields:
@@ -122,18 +123,16 @@ class Preparer:
         updates = _in_order(batches, self.blueprint.num_iterations)
         return learner, Prepared(updates, per_sample, live, metrics)
 
-    def routed(self, rollouts: Rollouts) -> Rollouts:
-        """The rollouts without recorded experts, unless updates take these again."""
-        if self.blueprint.geometry.routed is not None:
-            return rollouts
-        fields = {name: value for name, value in rollouts.fields.items() if name != EXPERTS}
+    def recorded(self, rollouts: Rollouts) -> Rollouts:
+        """The rollouts without records, but for those that updates take again."""
+        fields = records.without(rollouts.fields, dict(self.blueprint.geometry.records))
         return dataclasses.replace(rollouts, fields=fields)
 
     def live_groups(self, learner: Learner, rollouts: Rollouts) -> np.ndarray:
         """Groups [P] of which the recipe gives a token an advantage that is not 0."""
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
-        rollouts = self.routed(rollouts)
+        rollouts = self.recorded(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(learner, rollouts, lengths, self.recipe.needs)
         return sharding.to_host(self.live(learner.advantage_state, rollouts))
@@ -365,11 +364,13 @@ def _behind_prompt(rollouts: Rollouts, column: str) -> Rollouts:
     """The samples behind another prompt, whose tokens are in `scores.prompt_field(column)`: of each
     group, or of each sample, which then is a group by itself."""
     tokens = rollouts.fields[prompt_field(column)]
-    arrays: Any = {"fields": {}}
+    # Behind any prompt a token was drawn among the same ones; experts are another prompt's.
+    fields = {name: rollouts.fields[name] for name in {SUPPORT} & rollouts.fields.keys()}
+    arrays: Any = {"fields": fields}
     if tokens.ndim == 3:
         names = "completion_tokens", "token_mask", "behavior_logp"
-        samples = {name: getattr(rollouts, name) for name in names}
-        arrays |= {name: value.reshape(-1, 1, value.shape[-1]) for name, value in samples.items()}
+        arrays |= {name: getattr(rollouts, name) for name in names}
+        arrays = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), arrays)
         tokens = tokens.reshape(-1, tokens.shape[-1])
     real = tokens >= 0
     arrays |= {"prompt_tokens": jnp.where(real, tokens, 0), "prompt_mask": real}

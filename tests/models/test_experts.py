@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.records import NONE
 from jaxgrpo.models import counts, experts, lora, routing
 from jaxgrpo.models.api import ExpertsKind, LayerKind, LoraConfig
 from jaxgrpo.models.decoder import build
@@ -157,7 +158,7 @@ def test_experts_a_shared_one_and_its_gate_have_adapters_and_the_router_has_none
 
 
 def test_the_load_of_experts_is_counted_where_there_are_records():
-    record = np.full((1, 1, 4, 2, 2), routing.NONE, np.int16)
+    record = np.full((1, 1, 4, 2, 2), NONE, np.int16)
     record[0, 0, :3, 0] = [[0, 1], [0, 2], [0, 3]]  # of the second layer nothing is known
     record[0, 0, :3, 1] = [[4, 5], [4, 5], [4, 5]]
     metrics: Any = routing.load_metrics(CONFIG.kinds, jnp.asarray(record))

@@ -35,6 +35,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "min_p": {"temperature": 1.0, "min_p": 0.05},
     "ended late": {"temperature": 1.0, "min_completion_tokens": 4},
+    "named": {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "support": 40},
 }
 DIVIDED = [("top_p", FILLED)]
 """A draw from a nucleus; the others in `make test-all`."""

@@ -13,7 +13,7 @@ from engines import draw_all, make_engine
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.slots.drawing import Distribution, draw, truncate
+from jaxgrpo.rollout.slots.drawing import Distribution, draw, named_support, truncate
 from jaxgrpo.training.stored_policy import DEFAULTS
 
 LOGITS = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32) * 3
@@ -76,8 +76,24 @@ def test_the_sampler_cuts_and_the_likeliest_token_of_top_1_has_probability_1():
     np.testing.assert_allclose(cut.behavior_logp, 0, atol=1e-6)
 
 
+def test_of_ties_at_the_limit_those_of_lower_ids_are_named():
+    """Every second row has whole logits, so that the 5 likeliest are often more."""
+    several = 0
+    for shards in (1, 3):
+        cut, ids = named_support(jnp.asarray(LOGITS), Distribution(1.0, 5, 0.9), 5, shards)
+        for row, got, named in zip(LOGITS, np.asarray(cut), np.asarray(ids), strict=True):
+            remaining = np.flatnonzero(kept_by_sorting(row, 5, 0.9))
+            several += len(remaining) > 5
+            expected = sorted(remaining.tolist(), key=lambda id, row=row: (-row[id], id))[:5]
+            assert named.tolist() == expected + [-1] * (5 - len(expected))
+            np.testing.assert_array_equal(np.flatnonzero(got > -np.inf), sorted(expected))
+            np.testing.assert_array_equal(got[expected], row[expected])
+    assert several > 2
+
+
 def refused(**changes):
     tables = copy.deepcopy(DEFAULTS)
+    tables["train"]["support"] = changes.pop("support", "full")
     tables["model"] = {"path": "some/model"}
     tables["rewards"] = [{"use": "gsm8k_answer"}]
     tables["loss"] = {"proximal": changes.pop("proximal", "behavior")}
@@ -95,6 +111,9 @@ def test_ratios_to_a_cut_distribution_are_refused(cut):
     assert f"rollout.{name} = {value}" in refused(**cut)
     assert 'loss.proximal = "trainer"' in refused(**cut)
     assert "rollout." not in refused(**cut, proximal="trainer")
+    replayed = refused(**cut, support="replay")
+    assert ("without rollout.top_k" in replayed) == ("top_k" not in cut)
+    assert f"rollout.{name} = {value}" not in replayed
 
 
 def test_a_top_p_beyond_1_is_refused():

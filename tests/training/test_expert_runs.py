@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 
 import jaxgrpo
 from jaxgrpo.cli import make_base
-from jaxgrpo.models import decoder, lora, routing
+from jaxgrpo.core.records import EXPERTS
+from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.export import export
@@ -48,7 +49,7 @@ def test_saved_rollouts_hold_the_experts_of_what_was_drawn(run):
     files = sorted((run.path / "rollouts").iterdir())
     for file in files:
         arrays = load_file(file)
-        experts, mask = arrays[f"fields.{routing.EXPERTS}"], arrays["token_mask"]
+        experts, mask = arrays[f"fields.{EXPERTS}"], arrays["token_mask"]
         assert experts.shape == (*mask.shape, 2, 2)
         assert experts.dtype == np.int16
         recorded = (experts >= 0).all((-1, -2))

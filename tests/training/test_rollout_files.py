@@ -177,6 +177,22 @@ WRONG = {
         lambda a: {"rewards.reward": a["behavior_logp"]},
         r"rewards\.reward: has shape \[2, 3, 5\], expected \[P = 2, G = 3\]",
     ),
+    "a support of another size": (
+        lambda a: {"fields.sample_support": a["completion_tokens"]},
+        r"fields\.sample_support: has shape \[2, 3, 5\], expected \[P = 2, G = 3, T = 5, K\]",
+    ),
+    "a support of tokens that the model does not have": (
+        lambda a: {"fields.sample_support": np.full((2, 3, 5, 4), 40)},
+        r"fields\.sample_support\[0, 0, 0, 0\]: is 40, expected a token of the model, or -1 behind",
+    ),
+    "a support with a gap": (
+        lambda a: {"fields.sample_support": np.full((2, 3, 5, 2), [-1, 3])},
+        r"fields\.sample_support\[0, 0, 0, 1\]: is 3, expected a token of the model, or -1",
+    ),
+    "a support without the token that was drawn": (
+        lambda a: {"fields.sample_support": (a["completion_tokens"][..., None] + [1, 2]) % 40},
+        r"completion_tokens\[0, 0, 0\]: is \d+, expected one of fields\.sample_support there",
+    ),
     "a field of another step": (
         lambda a: {"fields.level": np.zeros(3)},
         r"fields\.level: has shape \[3\], expected \[P = 2, \.\.\.\]",

@@ -16,11 +16,12 @@ from flax import nnx
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
+from jaxgrpo.core.records import EXPERTS, NONE
 from jaxgrpo.models import decoder, routing, sharding
 from jaxgrpo.models.api import Caller, ExpertsKind, LayerKind
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.experts import Experts
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
@@ -59,13 +60,13 @@ def steps(config=CONFIG, routed=True, mesh=(1, 1, 1), width=WIDTH):
     sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
     mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     sizes = PROMPTS, GROUP, width, STEPS, sharding.num_bins(mesh)
-    recorded = routing.recorded(config.kinds) if routed else None
+    records = record_shapes(config.kinds, 0, routed)
     blueprint = Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(mesh)),
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        geometry=Geometry(*sizes, tokens=40, routed=recorded),
+        geometry=Geometry(*sizes, tokens=40, records=records),
         sampling=SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
     )
@@ -109,7 +110,7 @@ def plain_experts(config, values, rollouts):
 
 def test_the_sampler_records_the_experts_of_what_each_token_is_drawn_from():
     rollouts = drawn()
-    record = rollouts.fields[routing.EXPERTS]
+    record = rollouts.fields[EXPERTS]
     assert record.dtype == np.int16
     np.testing.assert_array_equal(record, plain_experts(CONFIG, params(), rollouts))
     assert set(np.unique(record)) >= set(range(FEED.number))
@@ -150,8 +151,8 @@ def test_where_a_router_has_moved_ratios_are_1_under_replay_alone():
 
 def test_what_was_not_recorded_is_routed_afresh():
     rollouts = drawn()
-    nothing = np.full_like(rollouts.fields[routing.EXPERTS], routing.NONE)
-    unknown = dataclasses.replace(rollouts, fields={routing.EXPERTS: nothing})
+    nothing = np.full_like(rollouts.fields[EXPERTS], NONE)
+    unknown = dataclasses.replace(rollouts, fields={EXPERTS: nothing})
     _, gradient = updated(unknown, params())
     _, expected = updated(rollouts, params())
     jax.tree.map(np.testing.assert_array_equal, gradient, expected)

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgrpo.models import delta, routing, sharding
+from jaxgrpo.core import records
+from jaxgrpo.models import delta, sharding
 from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 
 CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
@@ -128,8 +129,8 @@ def capacity(
     rings = [ring_bytes(kind) for kind in config.attention]
     shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
     state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
-    sequences, recorded = sizes.slots + sizes.rows, routing.recorded(config.kinds)
-    samples = sizes.prompts * group * longest * _token_bytes(recorded, settings)
+    sequences = sizes.slots + sizes.rows
+    samples = sizes.prompts * group * longest * _token_bytes(config.kinds, settings)
     is_copied = platform in COPYING and size < 4
     copied = len(rings) * shared * 4 // size if is_copied else 0
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
@@ -146,15 +147,14 @@ def capacity(
     )
 
 
-def _token_bytes(recorded: tuple[int, int] | None, settings: SamplingSettings) -> int:
-    """Bytes of a sample for each of its tokens, beside keys and values.
-
-    Args:
-      recorded: as `routing.recorded`.
-    """
-    experts = math.prod(recorded or (0,)) * jnp.dtype(routing.DTYPE).itemsize
+def _token_bytes(kinds: Sequence[LayerKind], settings: SamplingSettings) -> int:
+    """Bytes of a sample for each of its tokens, beside keys and values."""
+    record_bytes = sum(
+        math.prod(shape) * jnp.dtype(records.DTYPES[name]).itemsize
+        for name, shape in record_shapes(kinds, settings.support)
+    )
     sums = 4 * settings.untempered + 4 * (settings.early_stop is not None)
-    return PER_TOKEN + sums + experts
+    return PER_TOKEN + sums + record_bytes
 
 
 def _state_bytes(kinds: Sequence[LayerKind], dtype: str, tensor: int) -> list[int]:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo.core.records import NONE
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import AttentionKind, Caller, Constrain, DeltaKind, Model
@@ -26,10 +27,10 @@ from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, de
 from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.models.recurrence import DeltaState
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.rollout.slots import answering
 from jaxgrpo.rollout.slots.capacity import Sizes
-from jaxgrpo.rollout.slots.drawing import Distribution, draw, softmax_logp
+from jaxgrpo.rollout.slots.drawing import Distribution, draw, named_support, softmax_logp
 from jaxgrpo.rollout.slots.state import (
     READ,
     Counters,
@@ -40,9 +41,12 @@ from jaxgrpo.rollout.slots.state import (
     Queue,
     Samples,
     no_samples,
+    prefix_token,
     put,
     record_experts,
+    record_support,
     take,
+    temperature,
 )
 from jaxgrpo.rollout.stopping import EarlyStop
 
@@ -97,7 +101,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         pauses=Pauses(mask=empty.astype(bool), clock=empty) if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
-        samples=no_samples(settings, bins, places, routing.recorded(config.kinds)),
+        samples=no_samples(settings, bins, places, record_shapes(config.kinds, settings.support)),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple(memory(kind.mixer) for kind in config.kinds),
@@ -144,7 +148,8 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         logp=at_new(0, samples.logp),
         untempered=refreshed(0, samples.untempered),
         confidence=refreshed(0, samples.confidence),
-        experts=refreshed(routing.NONE, samples.experts),
+        experts=refreshed(NONE, samples.experts),
+        support=refreshed(NONE, samples.support),
         length=at_new(0, samples.length),
         stopped=at_new(False, samples.stopped),
         ended=at_new(False, samples.ended),
@@ -326,7 +331,8 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     memory, records = routing.without_records(model.config.kinds, memory)
     state = record_experts(state, records)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
-    token, logp = _drawn(parts, state, logits)
+    token, logp, support = _drawn(parts, state, logits)
+    state = record_support(state, support)
     samples, token, ended = _written(parts, state, logits, token, logp)
     index, pauses = state.index + 1, state.pauses
     if pauses is not None:
@@ -361,7 +367,8 @@ def _sharing(state: DecodeState, row: Array) -> Sharing:
     return Sharing(jax.vmap(invert)(place, state.live), place)
 
 
-def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Array]:
+def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Array, Array | None]:
+    """(token, log-prob, what it is drawn among if that is recorded) [D, N, ...] of each slot."""
     settings = parts.settings
     cuts = settings.top_k, settings.top_p, settings.min_p
     distribution = Distribution(settings.temperature, *cuts)
@@ -374,12 +381,20 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
         stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
         early = number < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
-    token, logp = draw(keys, logits, distribution, parts.vocab_shards)
+    remaining, support = logits, None
+    if settings.support:
+        sizes = settings.support, parts.vocab_shards
+        remaining, support = named_support(logits, distribution, *sizes)
+        distribution = Distribution()
+    token, logp = draw(keys, remaining, distribution, parts.vocab_shards)
     if state.samples.greedy is None:
-        return token, logp
+        return token, logp, support
     likeliest, its_logp = draw(keys, logits, Distribution(0.0))
     is_greedy = take(state.samples.greedy, state.sample)
-    return jnp.where(is_greedy, likeliest, token), jnp.where(is_greedy, its_logp, logp)
+    if support is not None:  # the likeliest token's log-prob is that among all
+        support = jnp.where(is_greedy[..., None], NONE, support)
+    token, logp = jnp.where(is_greedy, likeliest, token), jnp.where(is_greedy, its_logp, logp)
+    return token, logp, support
 
 
 def _written(
@@ -390,7 +405,7 @@ def _written(
     drawn, next_token = jnp.ones_like(state.live), token.astype(jnp.int32)
     if samples.offset is not None:
         drawn = state.index >= take(samples.offset, state.sample)
-        next_token = jnp.where(drawn, next_token, _prefix_token(state))
+        next_token = jnp.where(drawn, next_token, prefix_token(state))
     stops = jnp.asarray(settings.stop_tokens, jnp.int32)
     stopped = drawn & (next_token[..., None] == stops).any(-1)
     sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
@@ -407,7 +422,7 @@ def _written(
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
     if settings.early_stop is not None and samples.confidence is not None:
-        scaled = logits.astype(jnp.float32) / _temperature(settings, state)
+        scaled = logits.astype(jnp.float32) / temperature(settings, state)
         number = min(settings.early_stop.tokens, parts.model.config.num_drawable)
         confidence = jnp.where(drawn, confidence_from_logits(scaled, number), 0)
         confidence_sum, unsure = _sum_confidence(
@@ -451,20 +466,6 @@ def _sum_confidence(
     return confidence_sum, (number >= stop.window) & (mean < threshold)
 
 
-def _temperature(settings: SamplingSettings, state: DecodeState) -> Array | float:
-    """[D, N, 1] or one for all: of the distribution whose confidence is measured."""
-    temperature, greedy = settings.temperature or 1.0, state.samples.greedy
-    if greedy is None:
-        return temperature
-    return jnp.where(take(greedy, state.sample), 1.0, temperature)[..., None]
-
-
-def _prefix_token(state: DecodeState) -> Array:
-    """[D, N]: the token at each slot's next place: a given one where one is given."""
-    read = jax.vmap(lambda values, *index: values.at[index].get(mode="clip"))
-    return read(state.samples.tokens, state.sample, state.index)
-
-
 def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
     """Some samples as they are, in every process.
 
@@ -479,7 +480,7 @@ def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
     plays = samples.plays
     values = Finals(
         *(samples.tokens, samples.logp, samples.untempered, samples.confidence),
-        *(samples.experts, samples.length, samples.stopped),
+        *(samples.experts, samples.support, samples.length, samples.stopped),
         None if plays is None else dataclasses.replace(plays, state=None),
     )
     return jax.tree.map(take_places, values)

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo.core.records import NONE
+from jaxgrpo.models.logprobs import is_named
+
 
 class Distribution(NamedTuple):
     """What the distribution of the next token is made of, in this order, beside the logits."""
@@ -108,6 +111,43 @@ def truncate(logits: Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0
         lowest = logits.max(-1, keepdims=True) + math.log(min_p)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     return logits
+
+
+def named_support(
+    logits: Array, distribution: Distribution, most: int, shards: int = 1
+) -> tuple[Array, Array]:
+    """A distribution whose tokens are named: cut, and then without those beyond the `most`
+    likeliest. Of equally likely ones at that limit those of lower ids stay.
+
+    Args:
+      distribution: of a temperature above 0.
+      most: at most as many as there are tokens.
+      shards: as of `draw`.
+
+    Returns: its logits [*B, V], which `draw` takes at temperature 1, and the ids [*B, most] of what
+    is left, the likeliest first, -1 behind the last.
+    Source: the "Keep Sampling Mask" of DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = truncate(logits / distribution.temperature, *distribution[1:])
+    values, ids = _top(logits, most, shards)
+    ids = jnp.where(values > -jnp.inf, ids, NONE)
+    return jnp.where(is_named(ids, logits.shape[-1]), logits, -jnp.inf), ids
+
+
+def _top(logits: Array, most: int, shards: int) -> tuple[Array, Array]:
+    """`jax.lax.top_k`, of each shard and then of what all of them have found: by itself it would
+    collect the logits."""
+    if shards == 1:
+        return jax.lax.top_k(logits, most)
+    *rows, vocab = logits.shape
+    size = -(-vocab // shards)
+    behind = [(0, 0)] * len(rows) + [(0, size * shards - vocab)]
+    divided = jnp.pad(logits, behind, constant_values=-jnp.inf).reshape(*rows, shards, size)
+    values, ids = jax.lax.top_k(divided, min(most, size))
+    ids += size * jnp.arange(shards)[:, None]
+    values, place = jax.lax.top_k(values.reshape(*rows, -1), most)
+    return values, jnp.take_along_axis(ids.reshape(*rows, -1), place, -1)
 
 
 def _likeliest(logits: Array, is_enough: Callable[[Array], Array]) -> Array:

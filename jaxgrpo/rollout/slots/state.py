@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxgrpo.core import records
+from jaxgrpo.core.records import EXPERTS, SUPPORT
 from jaxgrpo.core.types import register
-from jaxgrpo.models import routing
 from jaxgrpo.rollout.engine import SamplingSettings
 
 
@@ -40,6 +41,7 @@ class Samples:
     untempered: Array | None  # [D, M, T] float32
     confidence: Array | None  # [D, M, T] float32, of all drawn tokens up to this one, summed
     experts: Array | None  # [D, M, T, layers, k], of what each is drawn from; None: no experts
+    support: Array | None  # [D, M, T, K], what each is drawn among; None: not recorded
     length: Array  # [D, M] int32, tokens so far
     stopped: Array  # [D, M] bool, by a stop token or string
     ended: Array  # [D, M] bool, by anything
@@ -100,10 +102,15 @@ class DecodeState:
 
 
 def no_samples(
-    settings: SamplingSettings, bins: int, number: int, recorded: tuple[int, int] | None
+    settings: SamplingSettings, bins: int, number: int, recorded: records.Shapes
 ) -> Samples:
-    """Empty places for so many samples per bin. Args: recorded: `models.routing.recorded`."""
-    count = jnp.zeros((bins, number), jnp.int32)
+    """Empty places for so many samples per bin. Args: recorded: `engine.record_shapes`."""
+    count, shapes = jnp.zeros((bins, number), jnp.int32), dict(recorded)
+
+    def no_record(name: str) -> Array | None:
+        empty = (*zeros.shape, *shapes.get(name, ()))
+        return jnp.asarray(records.no_record(name, *empty)) if name in shapes else None
+
     zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
     return Samples(
         keys=jnp.zeros((bins, number, 2), jnp.uint32),
@@ -117,9 +124,8 @@ def no_samples(
         logp=zeros,
         untempered=zeros if settings.untempered else None,
         confidence=zeros if settings.early_stop else None,
-        experts=None
-        if recorded is None
-        else jnp.full((*zeros.shape, *recorded), routing.NONE, routing.DTYPE),
+        experts=no_record(EXPERTS),
+        support=no_record(SUPPORT),
         length=count,
         stopped=count.astype(bool),
         ended=count.astype(bool),
@@ -175,6 +181,7 @@ class Finals(NamedTuple):
     untempered: Array | None  # [n, T]
     confidence: Array | None  # [n, T], summed as in `Samples`
     experts: Array | None  # [n, T, layers, k]
+    support: Array | None  # [n, T, K]
     length: Array  # [n], tokens, those that were given among them
     stopped: Array  # [n]
     plays: Any  # `Plays` without its state; None: no `answering`
@@ -201,12 +208,39 @@ def take(tree: Any, places: Array) -> Any:
     return jax.tree.map(lambda leaf: jax.vmap(lambda row, index: row[index])(leaf, places), tree)
 
 
-def record_experts(state: DecodeState, records: Sequence[Array]) -> DecodeState:
+def prefix_token(state: DecodeState) -> Array:
+    """[D, N]: the token at each slot's next place: a given one where one is given."""
+    read = jax.vmap(lambda values, *index: values.at[index].get(mode="clip"))
+    return read(state.samples.tokens, state.sample, state.index)
+
+
+def temperature(settings: SamplingSettings, state: DecodeState) -> Array | float:
+    """[D, N, 1] or one for all: of the distribution whose confidence is measured."""
+    sampled, greedy = settings.temperature or 1.0, state.samples.greedy
+    if greedy is None:
+        return sampled
+    return jnp.where(take(greedy, state.sample), 1.0, sampled)[..., None]
+
+
+def record_experts(state: DecodeState, per_layer: Sequence[Array]) -> DecodeState:
     """The state with the experts [D, N, 1, k] of each layer of the tokens that were fed."""
-    samples, total = state.samples, state.samples.length.shape[1]
-    if samples.experts is None:
+    if state.samples.experts is None:
         return state
+    return _with_record(state, "experts", jnp.stack(per_layer, -2)[:, :, 0])
+
+
+def record_support(state: DecodeState, support: Array | None) -> DecodeState:
+    """The state with what the next tokens are drawn among, [D, N, K], where they are not given."""
+    if support is None:
+        return state
+    if state.samples.offset is not None:
+        is_drawn = state.index >= take(state.samples.offset, state.sample)
+        support = jnp.where(is_drawn[..., None], support, records.NONE)
+    return _with_record(state, "support", support)
+
+
+def _with_record(state: DecodeState, name: str, entry: Array) -> DecodeState:
+    samples, total = state.samples, state.samples.length.shape[1]
     sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
-    experts = jnp.stack(records, -2)[:, :, 0]
-    experts = put(samples.experts, experts, sample, state.index)
-    return dataclasses.replace(state, samples=dataclasses.replace(samples, experts=experts))
+    record = put(getattr(samples, name), entry, sample, state.index)
+    return dataclasses.replace(state, samples=dataclasses.replace(samples, **{name: record}))

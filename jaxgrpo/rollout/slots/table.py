@@ -376,7 +376,7 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
             # A turn that was cut may be answered, and end its sample.
             is_full = length >= begin + request.limit or arrays.plays is not None
             reason = "length" if is_full else "confidence"
-        raw, sums, experts = arrays.untempered, arrays.confidence, arrays.experts
+        raw, sums = arrays.untempered, arrays.confidence
         turns.append(
             Turn(
                 request.ordinal,
@@ -388,7 +388,10 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
                 None if raw is None else raw[at][new],
                 None if sums is None else np.diff(sums[at], prepend=np.float32(0))[new],
                 None if arrays.plays is None else _answered(arrays.plays, at, length),
-                None if experts is None else experts[at][new],
+                *(
+                    None if record is None else record[at][new]
+                    for record in (arrays.experts, arrays.support)
+                ),
             )
         )
     return turns

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors import numpy as safetensors
 
 from jaxgrpo.core.errors import InputError, refuse_all, refusing, suggest
+from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.dialogue import FORK
@@ -37,6 +38,9 @@ ARRAYS: dict[str, tuple[str, Any]] = {
 OPTIONAL = ("truncated", "row", "ordinal", "policy_version")
 REWARDS, FIELDS = "rewards.", "fields."
 """What the names of a reward and of a field begin with in a file."""
+
+LETTERS = {FIELDS + FORK: "PGT", FIELDS + SUPPORT: "PGTK"}
+"""Names of fields whose shapes are fixed, int32 each."""
 
 KINDS: dict[Any, str] = {
     np.int32: "int32, or whole numbers that fit into it",
@@ -169,8 +173,8 @@ def _wrong_names(arrays: Arrays) -> Iterator[str]:
 
 def _form(name: str) -> tuple[str, Any]:
     """The letters of an array's shape, "P*": any that begins with P; and its dtype, None: any."""
-    if name == FIELDS + FORK:
-        return "PGT", np.int32
+    if name in LETTERS:
+        return LETTERS[name], np.int32
     if name.startswith(FIELDS):
         return "P*", None
     return ARRAYS.get(name, ("PG", np.float32))
@@ -247,6 +251,15 @@ def _wrong_values(arrays: Arrays, vocab_size: int | None) -> Iterator[str]:
         wrong = (rise < 0) | (rise > 1) | ((rise > 0) & arrays["token_mask"])
         expected = "that of the token before, or 1 more where token_mask is False"
         yield from _first(FIELDS + FORK, fork, wrong, expected)
+    if (support := arrays.get(FIELDS + SUPPORT)) is not None:
+        wrong = (support < -1) | (support > highest)
+        wrong |= (support >= 0) & (np.minimum.accumulate(support, axis=-1) < 0)
+        expected = "a token of the model, or -1 behind the last"
+        yield from _first(FIELDS + SUPPORT, support, wrong, expected)
+        is_drawn = (support == arrays["completion_tokens"][..., None]).any(-1)
+        wrong = arrays["token_mask"] & (support[..., 0] >= 0) & ~is_drawn
+        expected = f"one of {FIELDS}{SUPPORT} there, which it was drawn among"
+        yield from _first("completion_tokens", arrays["completion_tokens"], wrong, expected)
     for name in arrays:
         if name.startswith(REWARDS):
             wrong = np.isinf(arrays[name])
