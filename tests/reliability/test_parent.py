@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -121,6 +122,40 @@ def test_a_command_that_holds_the_interpreters_lock_is_killed_after_its_grace(be
 
 
 @pytest.mark.slow
+def test_ctrl_c_within_garbage_collection_is_heard(environment):
+    """There Python prints the exception and goes on. Other exceptions are printed as they were."""
+    script = """if True:
+        import gc, os, signal, time
+        from jaxgrpo.training.processes import parent
+        parent.keep_interrupts()
+        def hook(phase, info):
+            gc.callbacks.remove(hook)
+            os.kill(os.getpid(), signal.SIGINT)
+            sum(range(9999))
+        class Broken:
+            def __del__(self):
+                raise ValueError("as it is")
+        gc.callbacks.append(hook)
+        Broken()
+        try:
+            gc.collect()
+            print("not in the collection", flush=True)
+            time.sleep(20)
+        except KeyboardInterrupt:
+            print("heard")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=15,
+    )
+    assert run.stdout == "not in the collection\nheard\n"
+    assert "KeyboardInterrupt" not in run.stderr
+    assert "ValueError: as it is" in run.stderr
+
+
 def test_ctrl_c_twice_kills_it_at_once_however_long_its_grace_is(begin):
     process = begin("sum", "inf")
     child_process(process)

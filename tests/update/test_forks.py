@@ -104,7 +104,9 @@ def updated(name: str, tokens: int, config=tiny.UNIFORM, axes=(1, 1)):
         learner = first_learner(run, tiny.params(config), 8, ("reward",))
         anchor = tiny.params(config, seed=3)
         learner = dataclasses.replace(learner, frozen=dict.fromkeys(learner.frozen, anchor))
-        _, (advantage, mask, counted), *_ = preparer.judge(learner.advantage_state, rollouts, rollouts)
+        _, (advantage, mask, counted), *_ = preparer.judge(
+            learner.advantage_state, rollouts, rollouts
+        )
         weight = preparer.weigh(counted, mask, np.arange(len(REWARDS)))
         segment = jnp.broadcast_to(jnp.arange(1, 4)[:, None], mask.shape)
         fields = {"reference_logp": plain_logp(run.model, anchor, rollouts)}

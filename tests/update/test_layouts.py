@@ -92,7 +92,9 @@ def plain(recipe: str, beta: float):
         rollouts = tiny.rollouts(REWARDS)
         lengths = sharding.to_host(preparer.measure(rollouts))
         rollouts = preparer.with_fields(learner, rollouts, lengths, step_blueprint.chain.needs)
-        _, (advantage, mask, counted), *_ = preparer.judge(learner.advantage_state, rollouts, rollouts)
+        _, (advantage, mask, counted), *_ = preparer.judge(
+            learner.advantage_state, rollouts, rollouts
+        )
         weight = preparer.weigh(counted, mask, np.arange(len(REWARDS)))
         fields = {
             f"{name}_logp": tiny.whole_logps(WIDE, params, rollouts, 0.8)

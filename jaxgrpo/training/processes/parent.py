@@ -22,6 +22,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -103,6 +104,25 @@ def open_standard_files() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def keep_interrupts() -> None:
+    """Lets Ctrl-C come again where Python has ignored it.
+
+    It raises an exception wherever the main thread is. In a function that Python's garbage
+    collector calls, as JAX has one, that exception is printed and lost, and the command goes on.
+    """
+
+    def hear(ignored: Any) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(ignored)
+            return
+        arguments = threading.main_thread().ident, signal.SIGINT
+        again = threading.Timer(TICK / 10, signal.pthread_kill, arguments)  # now it would be lost
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hear
 
 
 def is_nohup(number: int) -> bool:
