@@ -11,11 +11,10 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from engines import draw_all, make_engine
+from engines import draw_all, make_engine, take_step
 from flax import nnx
 
 from jaxgrpo import advantages, losses
-from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.records import EXPERTS, NONE
 from jaxgrpo.models import decoder, routing, sharding
 from jaxgrpo.models.api import Caller, ExpertsKind, LayerKind
@@ -75,14 +74,7 @@ def steps(config=CONFIG, routed=True, mesh=(1, 1, 1), width=WIDTH):
 
 def updated(rollouts, values, config=CONFIG, **options):
     """(metrics, what each parameter moved by) of one update."""
-    functions, blueprint = steps(config, **options)
-    learner = first_learner(blueprint, values, PROMPTS, ("reward",))
-    before = jax.tree.map(np.asarray, learner.trainable)
-    learner, prepared = functions.prepare(learner, jax.tree.map(jnp.asarray, rollouts))
-    learner, metrics = functions.update(learner, prepared.batches)
-    after = jax.tree.map(np.asarray, learner.trainable)
-    moved = jax.tree.map(np.subtract, before, after)
-    return finalise({**prepared.metrics, **metrics}), moved
+    return take_step(*steps(config, **options), values, rollouts)
 
 
 def plain_experts(config, values, rollouts):

@@ -12,11 +12,10 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from engines import draw_all, make_engine
+from engines import draw_all, make_engine, take_step
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.batch import Batch
@@ -73,13 +72,7 @@ def steps(replays=True, mesh=(1, 1, 1)):
 
 def updated(rollouts, **options):
     """(metrics, what each parameter moved by) of one update."""
-    functions, blueprint = steps(**options)
-    learner = first_learner(blueprint, tiny.params(), PROMPTS, ("reward",))
-    before = jax.tree.map(np.asarray, learner.trainable)
-    learner, prepared = functions.prepare(learner, jax.tree.map(jnp.asarray, rollouts))
-    learner, metrics = functions.update(learner, prepared.batches)
-    moved = jax.tree.map(np.subtract, before, jax.tree.map(np.asarray, learner.trainable))
-    return finalise({**prepared.metrics, **metrics}), moved
+    return take_step(*steps(**options), tiny.params(), rollouts)
 
 
 def cut_by_sorting(log_p, place):
