@@ -193,7 +193,7 @@ def test_rules_in_jax_are_refused():
 
 def test_rows_of_saved_samples_say_which_replies_are_the_conversation_again():
     rollouts, _ = talk("forgetful", True)
-    place = tuple(np.argwhere(rollouts.fields[FORK].any(-1))[0])
+    place = tuple(np.argwhere(rollouts.fields[FORK].any(-1))[0].tolist())
     span = slice(0, int(np.flatnonzero(rollouts.token_mask[place])[-1]) + 1)
     entries = turn_entries(tokenizer(), rollouts, place, span)
     assert any(entry["forked"] for entry in entries)

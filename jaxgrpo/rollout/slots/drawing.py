@@ -139,7 +139,8 @@ def _top(logits: Array, most: int, shards: int) -> tuple[Array, Array]:
     """`jax.lax.top_k`, of each shard and then of what all of them have found: by itself it would
     collect the logits."""
     if shards == 1:
-        return jax.lax.top_k(logits, most)
+        values, ids = jax.lax.top_k(logits, most)
+        return values, ids
     *rows, vocab = logits.shape
     size = -(-vocab // shards)
     behind = [(0, 0)] * len(rows) + [(0, size * shards - vocab)]
