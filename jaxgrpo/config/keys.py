@@ -161,7 +161,7 @@ class ScoreKeys:
 
     name: str = key()
     policy: str = key("trainer")  # "trainer", "reference", "base", "ema", or a model as model.path
-    policies: Mapping[str, str] = key({})  # several by name, instead of `policy`
+    policies: Mapping[str, Any] = key({})  # several by name, instead of `policy`
     choose_by: str = key("teacher")  # the column that names that of a row
     quantity: str = key("logp", choices=tuple(QUANTITIES))
     prompt: str | None = key(None)  # a column that replaces the prompt, or own code that writes it
