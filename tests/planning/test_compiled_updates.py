@@ -32,11 +32,12 @@ def update(name: str, folder: Any, *overrides: str) -> tuple[Run, Planned, str]:
 
 @pytest.mark.fault(2)
 @pytest.mark.full
-def test_an_update_on_eight_v5e_moves_710_gb_of_each_chip(tmp_path):
-    """863 before chunks of 2,048 tokens, and 724 where attention is computed again."""
+def test_an_update_on_eight_v5e_moves_700_gb_of_each_chip(tmp_path):
+    """681. 863 before chunks of 2,048 tokens, 724 where attention is computed again, and 717 where
+    tokens are sliced into rows and prompts."""
     run, planned, _ = update("v5e:2x4", tmp_path)
     assert run.blueprint.remat == "attention"
-    assert planned.traffic.moved <= 710e9
+    assert planned.traffic.moved <= 700e9
     assert planned.peak <= 0.5 * topologies.CHIPS["v5e"].memory
 
 
