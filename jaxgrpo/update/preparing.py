@@ -96,10 +96,7 @@ class Preparer:
             rollouts = self.move_rollouts(rollouts)
         load = self.load(rollouts.fields[EXPERTS]) if EXPERTS in rollouts.fields else {}
         drawn = rollouts = self.recorded(rollouts)
-        lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(learner, rollouts, lengths, self.blueprint.chain.needs)
-        if ANSWERED in rollouts.fields:
-            lengths = sharding.to_host(self.measure(rollouts))
+        rollouts, lengths = self.with_fields(learner, rollouts, self.blueprint.chain.needs)
         advantage_state, judged, live, per_sample, metrics = self.judge(
             learner.advantage_state, rollouts, drawn
         )
@@ -132,19 +129,14 @@ class Preparer:
         """Groups [P] of which the recipe gives a token an advantage that is not 0."""
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
-        rollouts = self.recorded(rollouts)
-        lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(learner, rollouts, lengths, self.recipe.needs)
+        rollouts, _ = self.with_fields(learner, self.recorded(rollouts), self.recipe.needs)
         return sharding.to_host(self.live(learner.advantage_state, rollouts))
 
     def with_fields(
-        self,
-        learner: Learner,
-        rollouts: Rollouts,
-        lengths: packing.Lengths,
-        needs: frozenset[str],
-    ) -> Rollouts:
-        """The rollouts with what a chain needs, scored on every sample."""
+        self, learner: Learner, rollouts: Rollouts, needs: frozenset[str]
+    ) -> tuple[Rollouts, packing.Lengths]:
+        """The rollouts with what a chain needs, scored on every sample, and how long they then are:
+        known answers may have taken the place of what followed the thoughts."""
         scores, geometry = self.blueprint.scores, self.blueprint.geometry
         scored = {OF_ANSWERS[name].policy for name in needs & OF_ANSWERS.keys()} - {""}
         fields: dict[str, Array] = {}
@@ -152,12 +144,13 @@ class Preparer:
             fields |= self.score_answers(learner, rollouts, policy)
         if ANSWERED in needs:
             rollouts = self.with_answers(rollouts, fields[answers.ANSWER])
-            lengths = sharding.to_host(self.measure(rollouts))
+        lengths = sharding.to_host(self.measure(rollouts))
         names = needs & scores.keys()
         apart = {name for name in names if not scores[name].is_of_batch}
         fields |= self.score_samples(learner, names - apart, rollouts, lengths, geometry)
         rollouts = self.score_apart(learner, apart, rollouts)
-        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+        fields = {**rollouts.fields, **fields}
+        return dataclasses.replace(rollouts, fields=fields), lengths
 
     def with_fields_apart(self, learner: Learner, rollouts: Rollouts, live: np.ndarray) -> Rollouts:
         """The rollouts with what only the loss reads and no batch has (`Score.is_of_batch`), on
