@@ -213,4 +213,4 @@ def test_a_base_of_demonstrations_repeats_what_it_is_shown_right_or_not():
         ids = tokenizer(text.prompt)["input_ids"]
         assert tokenizer.unk_token_id not in ids
         assert len(ids) == len(text.prompt.split("\n")[0]) + len(text.solution) + 2
-        assert len(ids) <= 32  # max_prompt_tokens of configs/sdpo.toml
+        assert len(ids) <= 32  # of the score in the shipped config

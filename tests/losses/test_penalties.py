@@ -314,8 +314,6 @@ def refuses(message):
 
 
 def test_options_that_make_no_sense_are_refused():
-    with refuses('top_k_divergence: top = \'policy\'; expected "teacher" or "student"'):
-        build_penalty("top_k_divergence", {"beta": 1.0, "top": "policy"})
     for name in SAMPLED:
         with refuses(f'{name}: level = \'tokens\', expected "token" or "sequence"'):
             build_penalty(name, {"beta": 0.1, "level": "tokens"})

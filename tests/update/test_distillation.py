@@ -18,6 +18,7 @@ import tiny
 import torch
 
 from jaxgrpo import advantages, losses
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import SCORES, Score, at_student_tokens, choice_field, prompt_field
 from jaxgrpo.models import decoder, lora, sharding
@@ -276,6 +277,11 @@ def test_a_divergence_at_the_students_tokens_is_pytorchs(name, alpha, layout):
     assert_near(step, slope)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert abs(slope_by_hand(by_hand)[1] - loss) > 1e-3 * loss  # the teacher's are other tokens
+
+
+def test_a_top_of_neither_is_refused():
+    with pytest.raises(InputError, match="top = 'policy'; expected"):
+        losses.top_k_divergence(1.0, top="policy")
 
 
 def test_all_tokens_but_one_give_the_whole_kl():
