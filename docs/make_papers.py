@@ -96,7 +96,8 @@ NOT_REPRODUCED = {
     "2512.02556": "the model of 671B",
     "2512.05962": "coverage in Lean with 7B: a prover; X4 has it on an enumerated toy",
     "2601.05242": TASKS,
-    "2601.20802": "its gains in code and science with 7B: tasks with feedback, and such models",
+    "2601.18734": "its gains in mathematics; the config opsd shows it on a small task",
+    "2601.20802": "its gains in code and science with 7B; the config sdpo shows it on a small task",
     "2601.22582": TASKS,
     "2602.02710": "its gains in training; X2 has its expected gradient",
     "2602.03025": "calls of tools in several turns: such tools",
@@ -110,6 +111,7 @@ NOT_REPRODUCED = {
     "2605.21125": TASKS,
     "2605.25604": TASKS,
     "2605.28388": "shortcuts that hard problems teach large models",
+    "2606.30406": "teachers of several domains with 30B; the config mopd has two on a small task",
 }
 """Paper -> the headline that is not reproduced here, or what it would need."""
 
@@ -138,7 +140,9 @@ TESTED = {
     "2507.19457": "`tests/training/test_prefixes.py`",
     "2509.19128": "`tests/training/test_staleness.py`",
     "2510.13786": "`tests/training/test_scale_rl.py`",
+    "2601.18734": "`tests/training/test_taught_by_itself.py`",
     "2601.20802": "`tests/training/test_distilled_runs.py`",
+    "2606.30406": "`tests/training/test_taught_by_itself.py`",
 }
 """Paper -> its test, where that calls what comes from the paper by other names."""
 

@@ -272,18 +272,18 @@ def test_no_package_has_the_name_of_a_public_function():
 
 LINES = {
     "advantages": 3975,  # with masks by turn, known answers, teachers, baselines of rows
-    "losses": 1285,  # with 290 of surrogates that see an update as a whole, or have other bounds
-    "core": 613,  # with what launches and short collectives take
-    "data": 2265,  # with three tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 7989,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
+    "losses": 1297,  # with 290 of surrogates that see an update as a whole, or have other bounds
+    "core": 623,  # with what launches and short collectives take
+    "data": 2308,  # with four tasks of experiments, four of several turns, and reasoning-gym's
+    "models": 7991,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2376,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2260,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
     "rollout": 4431,  # with turns, samples that keep their slots, and experts that are recorded
-    "update": 2290,  # with kernels' choice, experts taken again, 240 of the atlas, teachers
-    "config": 2259,  # with tools and environments, other methods by name, scores of several models
+    "update": 2315,  # with kernels' choice, experts taken again, 240 of the atlas, teachers
+    "config": 2264,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 701,  # with how two judgements agree
     "training": 7602,  # with conversations, damaged runs, texts of the data, prompts per sample
-    "planning": 1722,  # 110 of it what compiled programs move, which benchmarks had
+    "planning": 1723,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 3875,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3396,  # with saved samples judged again, queries answered, small models of 33 families
 }

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxgrpo.config.keys import ScoreKeys
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.config.reading import Values, show
-from jaxgrpo.core.scores import NO_SCORES, SCORES, STRIDE, Score
+from jaxgrpo.core.scores import NO_SCORES, SCORES, STRIDE, Score, at_student_tokens
 
 
-def make_scores(entries: Sequence[ScoreKeys], counts: Mapping[str, int] = {}) -> dict[str, Score]:
+def make_scores(
+    entries: Sequence[ScoreKeys],
+    counts: Mapping[str, int] = {},
+    student_named: Collection[str] = (),
+) -> dict[str, Score]:
     """The scores that a method of a run may need: those of every run, and the config's.
 
     Args:
-      counts: `Objective.counts` of the method.
+      counts, student_named: `Objective.counts` and `Objective.at_student_tokens` of the method.
     """
     scores = {entry.name: _score(entry) for entry in entries}
-    return SCORES | {n: score._replace(count=counts.get(n, 0)) for n, score in scores.items()}
+    counted = {name: score._replace(count=counts.get(name, 0)) for name, score in scores.items()}
+    return SCORES | at_student_tokens(counted, counted.keys() & student_named)
 
 
 def check(values: Values) -> Iterator[str]:

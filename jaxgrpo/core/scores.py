@@ -41,6 +41,7 @@ class Score(NamedTuple):
     temperature: float | None = None  # None: that of sampling
     stride: int = STRIDE  # tokens between those with an effective rank
     count: int = 0  # k of "likeliest"
+    named_by: str | None = None  # the score whose k tokens "likeliest" takes; None: its own k
     policies: tuple[str, ...] = ()
     """instead of `policy`: which of them scores a row is in the field `choice_field`"""
 
@@ -125,6 +126,26 @@ def policy_field(name: str) -> str:
     'policy:teacher_top'
     """
     return f"policy:{name}"
+
+
+def student_field(name: str) -> str:
+    """The score that names the tokens of a score "likeliest": those of the trained policy.
+
+    >>> student_field("teacher_top")
+    'student:teacher_top'
+    """
+    return f"student:{name}"
+
+
+def at_student_tokens(scores: Mapping[str, Score], names: Collection[str]) -> dict[str, Score]:
+    """The scores, of which those named say how likely the policy's likeliest tokens are, and the
+    policy's own that names these, before the update and behind the row's prompt."""
+    changed = dict(scores)
+    for name in sorted(names):
+        field, score = student_field(name), scores[name]
+        changed[name] = score._replace(named_by=field)
+        changed[field] = Score(score.shape, "trainer", score.quantity, count=score.count)
+    return changed
 
 
 OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}

@@ -36,6 +36,9 @@ CLOCK = "strftime_now"
 SECONDS, MEMORY, WRITTEN = 10.0, 2**30, 1_000_000
 """What a template may take for a prompt: time, bytes, and characters beside those of messages."""
 
+ANSWER_MARKS = "\n\nAn answer that is right:\n\n", "\n\nAnswer now."
+"""What stands before and behind an answer in a prompt that shows it."""
+
 TIMES = ("1999-01-02T03:04:05.6", "2048-12-31T23:58:59.7")
 """Two times that no format writes alike."""
 
@@ -365,3 +368,15 @@ def _is_begun(messages: Sequence[Message]) -> bool:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def show_answer(prompt: str | Conversation, answer: str) -> str | Conversation:
+    r"""A prompt, a text or messages, with a right answer behind it, for a model that may see it.
+
+    >>> show_answer("1+1=", "2")
+    '1+1=\n\nAn answer that is right:\n\n2\n\nAnswer now.'
+    """
+    if isinstance(prompt, str):
+        return prompt + answer.join(ANSWER_MARKS)
+    *earlier, last = prompt
+    return [*earlier, {**last, "content": show_answer(last["content"], answer)}]

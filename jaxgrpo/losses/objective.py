@@ -81,6 +81,11 @@ class Objective(NamedTuple):
         return {name: k for penalty in self.penalties for name, k in penalty.counts}
 
     @property
+    def at_student_tokens(self) -> frozenset[str]:
+        """Of these fields those of the policy's likeliest tokens, not of the scorer's."""
+        return frozenset().union(*(penalty.at_student_tokens for penalty in self.penalties))
+
+    @property
     def fields_read(self) -> frozenset[str]:
         """The fields that surrogate and penalties read, whatever gives them."""
         return self.surrogate.needs.union(*(penalty.needs for penalty in self.penalties))

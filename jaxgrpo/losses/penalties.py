@@ -54,6 +54,9 @@ class Penalty(NamedTuple):
     counts: tuple[tuple[str, int], ...] = ()
     """scores of likeliest tokens that it reads, and k of each. The update's pass then gives the
     field `core.scores.policy_field` [..., k + 1] beside it."""
+    at_student_tokens: frozenset[str] = frozenset()
+    """of `counts` those at the k likeliest tokens of the policy before the update, not the
+    scorer's"""
 
 
 def k2(beta: float, level: str = "token") -> Penalty:
@@ -197,10 +200,10 @@ def full_kl(beta: float) -> Penalty:
 
 
 def top_k_divergence(
-    beta: float, alpha: float = 0.0, score: str = "teacher_top", k: int = 20
+    beta: float, alpha: float = 0.0, score: str = "teacher_top", k: int = 20, top: str = "teacher"
 ) -> Penalty:
-    """The divergence from another model at each token, of distributions shortened to its k
-    likeliest tokens and one entry for all others together.
+    """The divergence from another model at each token, of distributions shortened to k likeliest
+    tokens and one entry for all others together.
 
         p the policy, q the other model; l_v = log q_v - log p_v, v over k tokens and the tail
         alpha 0:        beta sum_v q_v l_v                            forward, KL(q || p)
@@ -208,7 +211,8 @@ def top_k_divergence(
         between:        beta sum_v ((1 - alpha) p_v log(p_v / m_v) + alpha q_v log(q_v / m_v)),
                         m = (1 - alpha) p + alpha q                   JSD(alpha)
 
-    At most the divergence of the whole distributions, and equal to it for k = V - 1. Value and
+    At most the divergence of the whole distributions, and equal to it for k = V - 1. The forward KL
+    weighs tokens by q, the reverse one by p: the same end of k tokens loses least. Value and
     gradient are exactly 0 where p = q. As `full_kl` it leaves out what a token does to later
     states. It acts at any tokens: the policy's samples, or texts of the data (`data.completion`).
     Where the other model has no prompt for a sample (NaN in the field) there is none.
@@ -218,15 +222,17 @@ def top_k_divergence(
       alpha: in [0, 1].
       score: an entry of `[[scores]]` with quantity = "likeliest", by q.
       k: tokens that are compared one by one; below V. They take 8 (k + 1) bytes at each token.
+      top: whose k tokens: "teacher", q's likeliest, or "student", p's before the step, which takes
+        one more pass of the policy; all updates of the step compare the same ones.
 
     Reads a field of the score's name, of the shape `[..., 2, k + 1]`, and one of "policy:" and that
     name, `[..., k + 1]`, differentiated, which the update's own pass makes
     (`jaxgrpo.models.distributions.shortened`).
     Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the share of tokens with
     a |l_v| above 20, which counts as 20.
-    Raises: InputError on a negative beta, an alpha outside [0, 1], k < 1, and without the fields.
-    Source: SDPO, arXiv 2601.20802, with k = 100 and alpha = 0.5; GKD, arXiv 2306.13649, whose beta
-    is our alpha. SDPO's code takes the policy's likeliest tokens, here those of q.
+    Raises: InputError on a value that is not allowed, and without the fields.
+    Source: SDPO, arXiv 2601.20802, with k = 100, alpha = 0.5 and top = "student", whose tokens are
+    of the parameters of the moment; GKD, arXiv 2306.13649, whose beta is our alpha.
 
     >>> import dataclasses
     >>> log_q = jnp.array([[[7, -1], [math.log(0.75), math.log(0.25)]]])  # token 7, and all others
@@ -237,14 +243,20 @@ def top_k_divergence(
     0.131
     """
     _check("top_k_divergence", beta, "token")
+    _check_top_k(alpha, k, top)
+    compute, needs = functools.partial(_compare, beta, alpha, score), frozenset({score})
+    penalty = Penalty("top_k_divergence", compute, needs, counts=((score, k),))
+    return penalty if top == "teacher" else penalty._replace(at_student_tokens=needs)
+
+
+def _check_top_k(alpha: float, k: int, top: str) -> None:
     if not (0 <= alpha <= 1) or k < 1:
         raise InputError(
             f"top_k_divergence: alpha = {alpha}, k = {k}; expected 0 (forward) <= alpha <= 1 "
             "(reverse), and one token or more"
         )
-
-    compute = functools.partial(_compare, beta, alpha, score)
-    return Penalty("top_k_divergence", compute, frozenset({score}), counts=((score, k),))
+    if top not in ("teacher", "student"):
+        raise InputError(f'top_k_divergence: top = {top!r}; expected "teacher" or "student"')
 
 
 def _compare(beta: float, alpha: float, score: str, tokens: Tokens) -> tuple[Array, Metrics]:

@@ -74,6 +74,7 @@ def likeliest(
     hidden: Float[Array, "D N E"],
     *,
     count: int,
+    ids: Int[Array, "D N k"] | None = None,
     temperature: float = 1.0,
     logits_per_chunk: int | None = None,
 ) -> Float[Array, "D N 2 K"]:
@@ -82,6 +83,7 @@ def likeliest(
     Args:
       unembed: hidden [D, n, E] -> logits [D, n, V].
       count: of the tokens, below V; K = count + 1.
+      ids: so many tokens to take instead, in this order.
       temperature, logits_per_chunk: as of `shortened`.
 
     Returns: [..., 0, :], token ids, the likeliest first, and -1 for all others; [..., 1, :], their
@@ -89,15 +91,16 @@ def likeliest(
     """
     chunk, _ = chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
-    def chunk_likeliest(hidden: Array) -> Array:
+    def chunk_likeliest(hidden: Array, ids: Array | None = None) -> Array:
         z = scaled(unembed(hidden), temperature)
-        _, ids = jax.lax.top_k(z, count)
-        logp = _shortened(z, ids)
-        no_token = jnp.full((*ids.shape[:-1], 1), -1, ids.dtype)
-        named = jnp.concatenate([ids, no_token], -1).astype(logp.dtype)
+        top = jax.lax.top_k(z, count)[1] if ids is None else ids
+        logp = _shortened(z, top)
+        no_token = jnp.full((*top.shape[:-1], 1), -1, top.dtype)
+        named = jnp.concatenate([top, no_token], -1).astype(logp.dtype)
         return jnp.stack([named, logp], -2)
 
-    return by_chunks(chunk_likeliest, chunk, jax.lax.stop_gradient(hidden))
+    tokens = (hidden,) if ids is None else (hidden, ids)
+    return by_chunks(chunk_likeliest, chunk, *jax.lax.stop_gradient(tokens))
 
 
 def shortened(

@@ -278,6 +278,8 @@ def _score(run: Run) -> Program:
     names = blueprint.scored
     before = {FORK, *records.DTYPES} & batch.fields.keys() if early else batch.fields.keys() - names
     fields = {name: batch.fields[name] for name in before}
+    # Tokens that another pass names are laid out as what is scored at them.
+    fields |= {by: batch.fields[n] for n in scores if (by := blueprint.scores[n].named_by)}
     batch = dataclasses.replace(batch, fields=fields)
     params = params_of(learner, scoring_pass.policy)
     arguments = (params, batch, tuple(scores), blueprint.geometry, scoring_pass.policy)

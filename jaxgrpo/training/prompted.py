@@ -13,7 +13,7 @@ from jaxgrpo.config.keys import RolloutKeys, ScoreKeys
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.scores import prompt_field
 from jaxgrpo.data import prompts
-from jaxgrpo.data.chat import Chat
+from jaxgrpo.data.chat import Chat, show_answer
 from jaxgrpo.data.sources import Row
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
@@ -123,20 +123,9 @@ def successful_sibling(
     prompts_shown: list[Any] = []
     for place in range(len(completions)):
         sibling = next((sample for sample in right if sample != place), None)
-        text = (
-            ""
-            if sibling is None
-            else f"\n\nAn answer that is right:\n\n{completions[sibling]}\n\nAnswer now."
-        )
-        prompts_shown.append(None if sibling is None else _longer(row["prompt"], text))
+        shows = sibling is not None
+        prompts_shown.append(show_answer(row["prompt"], completions[sibling]) if shows else None)
     return prompts_shown
-
-
-def _longer(prompt: Any, text: str) -> Any:
-    """A prompt, a text or messages, with a text behind it."""
-    if isinstance(prompt, str):
-        return prompt + text
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
 
 
 def read_prompts(

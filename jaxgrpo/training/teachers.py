@@ -116,13 +116,14 @@ def read_choices(
             continue
         names, where = [*entry.policies], f"scores[{index}].policies"
         for place, row in enumerate(rows):
-            if (name := row.get(entry.choose_by)) not in names:
+            name = row.get(entry.choose_by)
+            if str(name) not in names:
                 hint = suggest(str(name), names)
                 raise InputError(
                     f"{where}: {name_row(rows, place)} has {entry.choose_by} = {name!r}, which is "
                     f"none of them: {hint}"
                 )
-        numbers = [names.index(row[entry.choose_by]) for row in rows]
+        numbers = [names.index(str(row[entry.choose_by])) for row in rows]
         choices[choice_field(entry.name)] = np.asarray(numbers, np.int32)
     return choices
 
@@ -136,7 +137,7 @@ def method_scores(
     else, or something else as them.
     """
     refuse_unread(entries, read_by_chain | objective.needs)
-    scores = make_scores(entries, objective.counts)
+    scores = make_scores(entries, objective.counts, objective.at_student_tokens)
     for name, score in scores.items():
         is_likeliest = score.quantity == "likeliest"
         if is_likeliest and (name in read_by_chain or not score.count):

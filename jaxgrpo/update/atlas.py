@@ -135,9 +135,8 @@ class Atlases:
         preparer = self.preparer
         if preparer.blueprint.has_two_meshes:
             rollouts = preparer.move_rollouts(rollouts)
-        rollouts = preparer.recorded(rollouts)
-        lengths = sharding.to_host(preparer.measure(rollouts))
-        return preparer.with_fields(learner, rollouts, lengths, self.needs)
+        scored, _ = preparer.with_fields(learner, preparer.recorded(rollouts), self.needs)
+        return scored
 
 
 def without_pass(objective: Objective) -> Objective:

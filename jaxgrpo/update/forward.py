@@ -28,6 +28,7 @@ from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import spectrum
 from jaxgrpo.update.flat import (
+    Flat,
     filled,
     flatten,
     flatten_rows,
@@ -84,8 +85,9 @@ class Blueprint(NamedTuple):
 
     @property
     def scored(self) -> frozenset[str]:
-        """The fields that passes of models have to give."""
-        return frozenset((self.chain.needs | self.objective.needs) & self.scores.keys())
+        """The fields that passes of models have to give, for the method or for each other."""
+        read = frozenset((self.chain.needs | self.objective.needs) & self.scores.keys())
+        return read | {field for name in read if (field := self.scores[name].named_by)}
 
     @property
     def policies(self) -> list[str]:
@@ -165,7 +167,7 @@ def forward(
     fields |= rerouted
     unembed = functools.partial(model.unembed, params)
     for name in distributions:
-        ids = flatten_rows(flat, micro.fields[name])[..., 0, :-1].astype(jnp.int32)
+        ids = _named_tokens(micro, flat, name)
         options: Any = {"temperature": temperature, "logits_per_chunk": logits_per_chunk}
         fields[policy_field(name)] = shortened(unembed, hidden, ids, **options)
     if reference is not None:
@@ -178,6 +180,11 @@ def forward(
             logits_per_chunk=logits_per_chunk,
         )
     return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
+
+
+def _named_tokens(micro: TrainBatch, flat: Flat, name: str) -> Array:
+    """The token ids [D, N, k] of a field of likeliest tokens, at the flat tokens."""
+    return flatten_rows(flat, micro.fields[name])[..., 0, :-1].astype(jnp.int32)
 
 
 def score(
@@ -221,8 +228,10 @@ def score(
         if entry.quantity == "effective_rank":
             fields[name] = spectrum.ranks_along(mesh, rows(hidden), micro.segment, entry.stride)
         elif entry.quantity == "likeliest":
+            ids = _named_tokens(micro, flat, entry.named_by) if entry.named_by else None
             sizes: Any = {"count": entry.count, "logits_per_chunk": logits_per_chunk}
-            fields[name] = rows(likeliest(unembed, hidden, temperature=temperature, **sizes))
+            top = likeliest(unembed, hidden, ids=ids, temperature=temperature, **sizes)
+            fields[name] = rows(top)
         else:
             fields[name] = rows(values[entry.quantity])
     return fields

@@ -68,7 +68,9 @@ class Preparer:
         shape = blueprint.geometry.num_prompts, blueprint.geometry.group_size
         shape = *shape, blueprint.geometry.max_completion_tokens
         self.score: Jitted = jax.jit(self._score, static_argnums=(2, 3, 4))
-        self.behind_prompt: Jitted = jax.jit(_behind_prompt, static_argnums=1)
+        moving = {SUPPORT, *self.naming(blueprint.scores)}
+        behind_prompt = functools.partial(_behind_prompt, moving)
+        self.behind_prompt: Jitted = jax.jit(behind_prompt, static_argnums=1)
         self.per_sample: Jitted = jax.jit(functools.partial(_per_sample, shape))
         judged = blueprint.chain, blueprint.objective.acts_on_all, blueprint.reward_weights
         draws = blueprint.sampling.temperature > 0
@@ -96,10 +98,7 @@ class Preparer:
             rollouts = self.move_rollouts(rollouts)
         load = self.load(rollouts.fields[EXPERTS]) if EXPERTS in rollouts.fields else {}
         drawn = rollouts = self.recorded(rollouts)
-        lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(learner, rollouts, lengths, self.blueprint.chain.needs)
-        if ANSWERED in rollouts.fields:
-            lengths = sharding.to_host(self.measure(rollouts))
+        rollouts, lengths = self.with_fields(learner, rollouts, self.blueprint.chain.needs)
         advantage_state, judged, live, per_sample, metrics = self.judge(
             learner.advantage_state, rollouts, drawn
         )
@@ -132,19 +131,14 @@ class Preparer:
         """Groups [P] of which the recipe gives a token an advantage that is not 0."""
         if self.blueprint.has_two_meshes:
             rollouts = self.move_rollouts(rollouts)
-        rollouts = self.recorded(rollouts)
-        lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(learner, rollouts, lengths, self.recipe.needs)
+        rollouts, _ = self.with_fields(learner, self.recorded(rollouts), self.recipe.needs)
         return sharding.to_host(self.live(learner.advantage_state, rollouts))
 
     def with_fields(
-        self,
-        learner: Learner,
-        rollouts: Rollouts,
-        lengths: packing.Lengths,
-        needs: frozenset[str],
-    ) -> Rollouts:
-        """The rollouts with what a chain needs, scored on every sample."""
+        self, learner: Learner, rollouts: Rollouts, needs: frozenset[str]
+    ) -> tuple[Rollouts, packing.Lengths]:
+        """The rollouts with what a chain needs, scored on every sample, and how long they then are:
+        known answers may have taken the place of what followed the thoughts."""
         scores, geometry = self.blueprint.scores, self.blueprint.geometry
         scored = {OF_ANSWERS[name].policy for name in needs & OF_ANSWERS.keys()} - {""}
         fields: dict[str, Array] = {}
@@ -152,12 +146,13 @@ class Preparer:
             fields |= self.score_answers(learner, rollouts, policy)
         if ANSWERED in needs:
             rollouts = self.with_answers(rollouts, fields[answers.ANSWER])
-            lengths = sharding.to_host(self.measure(rollouts))
+        lengths = sharding.to_host(self.measure(rollouts))
         names = needs & scores.keys()
         apart = {name for name in names if not scores[name].is_of_batch}
         fields |= self.score_samples(learner, names - apart, rollouts, lengths, geometry)
         rollouts = self.score_apart(learner, apart, rollouts)
-        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+        fields = {**rollouts.fields, **fields}
+        return dataclasses.replace(rollouts, fields=fields), lengths
 
     def with_fields_apart(self, learner: Learner, rollouts: Rollouts, live: np.ndarray) -> Rollouts:
         """The rollouts with what only the loss reads and no batch has (`Score.is_of_batch`), on
@@ -185,8 +180,9 @@ class Preparer:
         for name in sorted(names):
             key = scores[name].prompt, name if scores[name].policies else None
             by_samples.setdefault(key, []).append(name)
+        with_names = self.with_named_tokens(learner, names, rollouts, live)
         for (column, chooser), group in by_samples.items():
-            moved, geometry = self.moved_behind(rollouts, column)
+            moved, geometry = self.moved_behind(with_names, column)
             lengths = sharding.to_host(self.measure(moved))
             scored = np.ones(rollouts.token_mask.shape[:2], bool) if live is None else live
             scored = scored.reshape(lengths.completion.shape) & (lengths.prompt >= 0)[:, None]
@@ -197,6 +193,26 @@ class Preparer:
                     part = self.per_sample(part, moved.prompt_mask)
                     fields[name] = fields[name] + part if name in fields else part
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def with_named_tokens(
+        self,
+        learner: Learner,
+        names: Collection[str],
+        rollouts: Rollouts,
+        live: np.ndarray | None,
+    ) -> Rollouts:
+        """The rollouts with the tokens that the named scores take from others (`Score.named_by`),
+        behind the rows' prompts."""
+        if not (fields := self.naming(names)):
+            return rollouts
+        lengths = sharding.to_host(self.measure(rollouts))
+        settings = lengths, self.blueprint.geometry, live
+        tokens = self.score_samples(learner, fields, rollouts, *settings)
+        return dataclasses.replace(rollouts, fields={**rollouts.fields, **tokens})
+
+    def naming(self, names: Collection[str]) -> set[str]:
+        """The scores that name the tokens of these."""
+        return {field for name in names if (field := self.blueprint.scores[name].named_by)}
 
     def moved_behind(
         self, rollouts: Rollouts, column: str | None
@@ -264,8 +280,10 @@ class Preparer:
         mask, plans, scored = rollouts.token_mask, [], []
         zero = jnp.zeros(mask.shape, jnp.float32)
         live = np.ones(mask.shape[:2], bool) if live is None else live
+        read = self.naming(names) & rollouts.fields.keys()
+        tokens = {name: rollouts.fields[name] for name in read}
         for _, plan in _plans(lengths, live, geometry):
-            batch = self.gather(rollouts, plan, zero, zero, mask, {})
+            batch = self.gather(rollouts, plan, zero, zero, mask, tokens)
             scored.append(self.score_fields(learner, names, batch, geometry, policy))
             plans.append(plan)
         return {
@@ -321,12 +339,17 @@ class Preparer:
     ) -> dict[str, Array]:
         """The named fields [K, D, R, Q, ...], by as few passes as give them."""
         fields: dict[str, Array] = {}
-        for scoring_pass, scores in passes(self.blueprint.scores, names):
-            if policy in (None, scoring_pass.policy):
-                params = params_of(learner, scoring_pass.policy)
-                arguments = tuple(scores), geometry, scoring_pass.policy
-                fields |= self.score(params, batch, *arguments)
-        return fields
+        naming = self.naming(names) - batch.fields.keys()
+        dependent = {name for name in names if self.blueprint.scores[name].named_by}
+        for stage in ({*names} - dependent | naming, dependent):
+            for scoring_pass, scores in passes(self.blueprint.scores, stage):
+                if policy in (None, scoring_pass.policy):
+                    params = params_of(learner, scoring_pass.policy)
+                    arguments = tuple(scores), geometry, scoring_pass.policy
+                    fields |= self.score(params, batch, *arguments)
+            tokens = {name: fields[name] for name in naming}
+            batch = dataclasses.replace(batch, fields={**batch.fields, **tokens})
+        return {name: value for name, value in fields.items() if name in names}
 
     def _score(
         self,
@@ -360,12 +383,12 @@ def _plans(
         yield prompts, packing.plan(lengths, live & member[:, None], geometry)
 
 
-def _behind_prompt(rollouts: Rollouts, column: str) -> Rollouts:
+def _behind_prompt(names: Collection[str], rollouts: Rollouts, column: str) -> Rollouts:
     """The samples behind another prompt, whose tokens are in `scores.prompt_field(column)`: of each
-    group, or of each sample, which then is a group by itself."""
+    group, or of each sample, which then is a group by itself. `names` are fields that stay."""
     tokens = rollouts.fields[prompt_field(column)]
     # Behind any prompt a token was drawn among the same ones; experts are another prompt's.
-    fields = {name: rollouts.fields[name] for name in {SUPPORT} & rollouts.fields.keys()}
+    fields = {name: rollouts.fields[name] for name in rollouts.fields.keys() & names}
     arrays: Any = {"fields": fields}
     if tokens.ndim == 3:
         names = "completion_tokens", "token_mask", "behavior_logp"

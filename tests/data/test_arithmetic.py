@@ -7,7 +7,9 @@ import pytest
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks import arithmetic as arithmetic_module
+from jaxgrpo.data.tasks.arithmetic import CARE, SHARE
 from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.training.prompted import successful_sibling
 
 TASK = tasks.find("arithmetic")
 PROBLEMS = list(itertools.product(range(10, 100), repeat=2))
@@ -178,3 +180,37 @@ def test_a_name_says_how_many_rows_and_which():
         with pytest.raises(InputError, match="task:arithmetic:test") as caught:
             tasks.parse(f"task:arithmetic:test?{option}")
         assert "\n" not in str(caught.value)
+
+
+def test_a_demonstrated_row_shows_its_right_solution_as_a_sibling_is_shown():
+    rows = tasks.load("task:demonstrated:train", 200, seed=3)
+    plain = tasks.load("task:arithmetic:train", 200, seed=3)
+    assert [{**row, "shown": None} for row in rows] == [{**row, "shown": None} for row in plain]
+    for row in rows:
+        first, second = operands(row["prompt"])
+        head, solution, end = row["shown"].split("\n\n")[0], *row["shown"].split("\n\n")[2:]
+        assert (head, end) == (row["prompt"], "Answer now.")
+        assert TASK.extract_answer(solution) == row["answer"] == str(first + second)
+        siblings = successful_sibling(row, [solution, "7"], {"right": [1.0, 0.0]})
+        assert siblings == [None, row["shown"]]
+
+
+def test_a_base_of_demonstrations_repeats_what_it_is_shown_right_or_not():
+    task = tasks.find("demonstrated")
+    corpus, tokenizer = task.corpus(), character_tokenizer(task.alphabet)
+    shown = [text for text in corpus if "\n\n" in text.prompt]
+    for part in (shown, [text for text in corpus if "\n\n" not in text.prompt]):
+        assert sum(text.probability for text in part) == pytest.approx(0.5)
+    assert all(f"\n\n{text.solution}\n\n" in text.prompt for text in shown)
+    right = sum(
+        text.probability
+        for text in shown
+        if task.extract_answer(text.solution) == str(sum(operands(text.prompt.split("\n")[0])))
+    )
+    expected = sum(SHARE[level] * CARE[level] for level in SHARE)
+    assert right == pytest.approx(0.5 * expected)
+    for text in shown[::97]:
+        ids = tokenizer(text.prompt)["input_ids"]
+        assert tokenizer.unk_token_id not in ids
+        assert len(ids) == len(text.prompt.split("\n")[0]) + len(text.solution) + 2
+        assert len(ids) <= 32  # of the score in the shipped config

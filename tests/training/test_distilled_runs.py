@@ -24,10 +24,12 @@ from jaxgrpo.planning import programs
 from jaxgrpo.training import loop
 from jaxgrpo.training.prompted import successful_sibling
 from jaxgrpo.training.setup import setup
+from jaxgrpo.training.teachers import read_choices
 
 pytestmark = pytest.mark.slow
 
 SIBLING = "jaxgrpo.training.prompted:successful_sibling"
+DEVICE = jax.devices()[:1]
 REINFORCE = {"loss.surrogate": {"use": "reinforce"}}
 NO_REWARD = [{"use": "sum_rewards", "arithmetic": 0.0, "digits": 0.0}]
 
@@ -86,9 +88,22 @@ def test_a_teacher_by_row_scores_the_rows_that_name_it_and_is_counted(tmp_path):
     assert run.memory.copies == size + run.memory.parameters  # and the base
 
 
+def test_a_row_names_its_teacher_by_a_number_too(tmp_path):
+    entry = {"name": "teacher_logp", "policies": {"1": "base", "2": "ema"}, "choose_by": "level"}
+    (score,) = small_run.config(tmp_path, scores=[entry]).scores
+    choices = read_choices([score], [{"level": 2}, {"level": 1}, {"level": "2"}])
+    assert choices[choice_field("teacher_logp")].tolist() == [1, 0, 1]
+
+
+def test_a_plan_has_the_pass_that_names_the_students_tokens(tmp_path):
+    planned = programs.build_run(small_run.config(tmp_path, **divergence(top="student")), DEVICE)
+    policies = [scoring.policy for scoring, _ in programs.scoring_passes(planned)]
+    assert sorted(policies) == sorted([teacher(), "trainer"])
+
+
 def test_a_plan_counts_the_teacher_and_the_likeliest_tokens(tmp_path):
     config = small_run.config(tmp_path, **divergence())
-    planned = programs.build_run(config, jax.devices()[:1])
+    planned = programs.build_run(config, DEVICE)
     run = setup(config)
     assert planned.memory.copies == run.memory.copies > 0
     *_, batch = programs.update_arguments(planned)

@@ -97,8 +97,7 @@ def scored(prepare, rollouts, config=WIDE, scale=1.0):
         ),
         rollouts,
     )
-    lengths = sharding.to_host(prepare.measure(rollouts))
-    fields = prepare.with_fields(learner, rollouts, lengths, blueprint.chain.needs).fields
+    fields = prepare.with_fields(learner, rollouts, blueprint.chain.needs)[0].fields
     return {
         name: np.asarray(fields[name])
         for name in sorted(fields)

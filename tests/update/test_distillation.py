@@ -18,8 +18,9 @@ import tiny
 import torch
 
 from jaxgrpo import advantages, losses
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.scores import SCORES, Score, choice_field, prompt_field
+from jaxgrpo.core.scores import SCORES, Score, at_student_tokens, choice_field, prompt_field
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LoraConfig
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -85,17 +86,17 @@ def by_advantage(teacher, gamma=0.5):
     return advantages.build("opd", options), losses.Objective(losses.reinforce(), MEAN)
 
 
-def by_divergence(score, alpha, k=K):
+def by_divergence(score, alpha, k=K, top="teacher"):
     """Chain and objective of a divergence alone."""
     nothing = advantages.build([{"use": "sum_rewards", "reward": 0.0}])
-    penalty = losses.top_k_divergence(0.7, alpha, score, k)
+    penalty = losses.top_k_divergence(0.7, alpha, score, k, top)
     return nothing, losses.Objective(losses.reinforce(), MEAN, (penalty,))
 
 
 MEAN = losses.token_mean()
 
 
-def updated(method, config=WIDE, mesh=(1, 1, 1, 1), tokens=100, k=K):
+def updated(method, config=WIDE, mesh=(1, 1, 1, 1), tokens=100, k=K, logits=None):
     """(the step of SGD on all parameters, divided by the rate; metrics of update and `prepare`)."""
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
@@ -109,7 +110,8 @@ def updated(method, config=WIDE, mesh=(1, 1, 1, 1), tokens=100, k=K):
         geometry=Geometry(P, G, WIDTH, STEPS, sharding.num_bins(grid), tokens),
         sampling=SamplingSettings(STEPS, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=grid,
-        scores=scores(k),
+        scores=at_student_tokens(scores(k), objective.at_student_tokens),
+        logits_per_chunk=logits,
         teachers={FIRST: Teacher(build(LARGER)), SECOND: Teacher(build(WIDE))},
     )
     steps = build_steps(blueprint)
@@ -191,18 +193,18 @@ def loss_of_advantage(name, gamma, log_p):
     return -torch.where(mask, value.float().double() * token_logp, 0.0).sum() / mask.sum()
 
 
-def loss_of_divergence(name, alpha, k, log_p):
+def loss_of_divergence(name, alpha, k, log_p, top="teacher"):
     """The divergence of distributions that are cut to the k likeliest tokens and the rest."""
     mask = torch.tensor(np.asarray(rollouts().token_mask))
     log_q = torch.tensor(table(name))
     scored = mask & ~log_q[..., 0].isnan()
     log_q = torch.nan_to_num(log_q, -1.0)
-    top = log_q.topk(k, -1).indices
-    named = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, top, True)
+    ids = (log_p.detach() if top == "student" else log_q).topk(k, -1).indices
+    named = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, ids, True)
 
     def cut(values):
         rest = torch.logsumexp(values.masked_fill(named, -torch.inf), -1, keepdim=True)
-        return torch.cat([torch.gather(values, -1, top), rest], -1)
+        return torch.cat([torch.gather(values, -1, ids), rest], -1)
 
     p, q = cut(log_p), cut(log_q)
     kl = lambda a, b: (a.exp() * (a - b)).sum(-1)  # noqa: E731
@@ -225,6 +227,7 @@ LAYOUTS = {
     "4 devices": {"mesh": (1, 1, 2, 2), "tokens": 50},
     "4 bins": {"mesh": (2, 2, 1, 1), "tokens": 25},
 }
+CHUNKS = {"tokens": 25, "logits": 7 * tiny.VOCAB}
 QUICK = {("several", "4 devices"), ("shown", "micro-batches")}
 """Of the cases, by teacher and layout, those that are tried in every run of the tests."""
 
@@ -257,6 +260,30 @@ def test_an_update_by_a_divergence_is_pytorchs(name, alpha, layout):
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "alpha", "layout"),
+    [
+        ("shown", 0.5, {"mesh": (1, 1, 2, 2), "tokens": 50}),
+        pytest.param("teacher", 1.0, CHUNKS, marks=pytest.mark.full),
+        pytest.param("several", 0.0, {"mesh": (2, 2, 1, 1), "tokens": 25}, marks=pytest.mark.full),
+        pytest.param("several", 1.0, {"mesh": (1, 1, 2, 2)} | CHUNKS, marks=pytest.mark.full),
+        pytest.param("shown", 0.5, CHUNKS, marks=pytest.mark.full),
+    ],
+)
+def test_a_divergence_at_the_students_tokens_is_pytorchs(name, alpha, layout):
+    step, metrics, _ = updated(by_divergence(f"{name}_top", alpha, top="student"), **layout)
+    by_hand = functools.partial(loss_of_divergence, name, alpha, K)
+    slope, loss = slope_by_hand(functools.partial(by_hand, top="student"))
+    assert_near(step, slope)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert abs(slope_by_hand(by_hand)[1] - loss) > 1e-3 * loss  # the teacher's are other tokens
+
+
+def test_a_top_of_neither_is_refused():
+    with pytest.raises(InputError, match="top = 'policy'; expected"):
+        losses.top_k_divergence(1.0, top="policy")
+
+
 def test_all_tokens_but_one_give_the_whole_kl():
     """As the distribution then has no tail of several tokens; by the sum over all of them."""
     k = tiny.VOCAB - 1
@@ -267,16 +294,19 @@ def test_all_tokens_but_one_give_the_whole_kl():
 
 
 @pytest.mark.parametrize(
-    ("alpha", "config"),
+    ("alpha", "config", "top"),
     [
-        (0.3, WIDE),
-        *(pytest.param(alpha, ADAPTED, marks=pytest.mark.full) for alpha in (0, 0.3, 1)),
-        pytest.param(0, WIDE, marks=pytest.mark.full),
-        pytest.param(1, WIDE, marks=pytest.mark.full),
+        (0.3, WIDE, "student"),
+        *(
+            pytest.param(alpha, ADAPTED, top, marks=pytest.mark.full)
+            for alpha in (0, 0.3, 1)
+            for top in ("teacher", "student")
+        ),
+        *(pytest.param(alpha, WIDE, "teacher", marks=pytest.mark.full) for alpha in (0, 0.3, 1)),
     ],
 )
-def test_a_policy_that_teaches_itself_by_a_divergence_moves_nothing(alpha, config):
-    step, metrics, _ = updated(by_divergence("self_top", alpha), config=config, tokens=25)
+def test_a_policy_that_teaches_itself_by_a_divergence_moves_nothing(alpha, config, top):
+    step, metrics, _ = updated(by_divergence("self_top", alpha, top=top), config=config, tokens=25)
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(step))
     assert metrics["kl"] == 0
 

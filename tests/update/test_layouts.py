@@ -90,8 +90,7 @@ def plain(recipe: str, beta: float):
         frozen = {name: tiny.params(WIDE, seed=3) for name in learner.frozen}
         learner = dataclasses.replace(learner, frozen=frozen)
         rollouts = tiny.rollouts(REWARDS)
-        lengths = sharding.to_host(preparer.measure(rollouts))
-        rollouts = preparer.with_fields(learner, rollouts, lengths, step_blueprint.chain.needs)
+        rollouts, _ = preparer.with_fields(learner, rollouts, step_blueprint.chain.needs)
         _, (advantage, mask, counted), *_ = preparer.judge(
             learner.advantage_state, rollouts, rollouts
         )

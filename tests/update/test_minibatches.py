@@ -190,8 +190,7 @@ def test_what_chain_and_loss_need_is_scored_on_all_samples_of_all_minibatches():
     learner = first_learner(blueprint, tiny.params(WIDE), 8, ("reward",))
     learner = dataclasses.replace(learner, frozen={"reference": tiny.params(WIDE, seed=3)})
     preparer = steps.prepare.__self__
-    lengths = sharding.to_host(preparer.measure(rollouts))
-    fields = preparer.with_fields(learner, rollouts, lengths, chain.needs).fields
+    fields = preparer.with_fields(learner, rollouts, chain.needs)[0].fields
     np.testing.assert_allclose(fields["trainer_logp"], rollouts.behavior_logp, atol=1e-9)
     _, prepared = steps.prepare(learner, rollouts)
     reference_logp = tiny.whole_logps(WIDE, tiny.params(WIDE, seed=3), rollouts, TEMPERATURE)

@@ -98,8 +98,7 @@ def placed(prepare, rollouts):
 
 def scored(prepare, rollouts):
     rollouts, learner = placed(prepare, rollouts), begin(prepare)
-    lengths = sharding.to_host(prepare.measure(rollouts))
-    fields = prepare.with_fields(learner, rollouts, lengths, prepare.blueprint.chain.needs).fields
+    fields = prepare.with_fields(learner, rollouts, prepare.blueprint.chain.needs)[0].fields
     return {name: np.asarray(fields[name]) for name in prepare.blueprint.chain.needs}
 
 

@@ -30,7 +30,8 @@ def opd(
     Args: as of the part `distill`.
 
     Fields: {teacher}_logp [P, G, T], an entry of `[[scores]]`, and trainer_logp.
-    Source: MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649; as an advantage, with a share of
+    Source: MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649; several teachers: MOPD, arXiv
+      2606.30406; a demonstration: OPSD, arXiv 2601.18734. As an advantage, with a share of
       rewards or none, in Tinker's cookbook, verl and NeMo-RL, which add the two terms up.
 
     >>> from jaxgrpo.advantages import evaluate

@@ -16,6 +16,7 @@ from jaxgrpo.data.tasks import (
     arithmetic,
     calculator,
     confidence,
+    demonstrated,
     hidden,
     modular_sum,
     number_guess,
@@ -34,7 +35,8 @@ PREFIX = "task:"
 tasks: dict[str, Task] = {
     task.name: task
     for task in (
-        *(arithmetic.arithmetic, calculator.calculator, confidence.confidence, hidden.hidden),
+        *(arithmetic.arithmetic, calculator.calculator, confidence.confidence),
+        *(demonstrated.demonstrated, hidden.hidden),
         *(modular_sum.modular_sum, number_guess.number_guess, report.report, sql.sql, sums.sums),
     )
 }
