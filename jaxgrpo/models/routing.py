@@ -86,14 +86,14 @@ def replay_priced(
 
 
 def tokens_per_expert(kinds: Sequence[LayerKind], experts: Array) -> Array:
-    """[layers, experts] float32: how many tokens of a record [..., layers, k] passed each.
+    """[layers, experts] floats: how many tokens of a record [..., layers, k] passed each.
 
     As many columns as the largest layer has experts.
     """
     number = max(kind.feed.number for kind in kinds if isinstance(kind.feed, ExpertsKind))
     layers = jnp.moveaxis(experts, -2, 0).reshape(experts.shape[-2], -1)
     counts = jnp.stack([jnp.bincount(layer + 1, length=number + 1)[1:] for layer in layers])
-    return counts.astype(jnp.float32)
+    return counts.astype(jnp.result_type(float))
 
 
 def load_metrics(kinds: Sequence[LayerKind], experts: Array) -> Metrics:

@@ -111,7 +111,7 @@ def add_aux_loss(
     another; here each layer has its loss, as in the paper. Sigmoids: DeepSeek-V3, arXiv 2412.19437,
     equations 17 to 20, which has a loss for each sequence and divides it by k.
     """
-    tokens = jnp.maximum(counted(batch).sum(dtype=jnp.float32), 1)
+    tokens = jnp.maximum(counted(batch).sum(dtype=choices.dtype), 1)
     sizes = *batch.mask.shape[:2], *choices.shape
     fields = {**batch.fields, LOADS: jnp.broadcast_to(choices / tokens, sizes)}
 

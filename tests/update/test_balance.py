@@ -160,13 +160,22 @@ def updated(config, rollouts=None, **options):
 def assert_close(tree, expected, tolerance=2e-4):
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
     for leaf, value in leaves:
-        assert np.linalg.norm(leaf - value) <= tolerance * np.linalg.norm(value) + 1e-7
+        assert np.linalg.norm(leaf - value) <= tolerance * (np.linalg.norm(value) + 1e-3)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [UNIFORM, MIXED, ADAPTED], ids=["softmax", "sigmoid", "lora"])
-def test_value_and_gradient_are_the_formula_over_whole_sequences(config):
+@pytest.mark.parametrize(
+    ("config", "dtype", "tolerance"),
+    [(UNIFORM, "float64", 1e-9), (MIXED, "float64", 1e-9), (ADAPTED, "float32", 2e-5)],
+    ids=["softmax", "sigmoid", "lora"],
+)
+def test_value_and_gradient_are_the_formula_over_whole_sequences(config, dtype, tolerance):
     """Of several micro-batches, and of layers that are unrolled and scanned."""
+    with jax.enable_x64(dtype == "float64"):
+        compare_with_formula(dataclasses.replace(config, dtype=dtype), tolerance)
+
+
+def compare_with_formula(config, tolerance):
     tokens, real, opens, _ = sequences(drawn(config))
     feeds = [kind.feed for kind in config.kinds if isinstance(kind.feed, ExpertsKind)]
     learned, frozen = lora.split(params(config)) if config.lora else (params(config), {})
@@ -180,13 +189,13 @@ def test_value_and_gradient_are_the_formula_over_whole_sequences(config):
         return aux_loss(feeds, opens, experts, [shares for _, shares in layers])
 
     value, gradient = plain(learned)
-    remat = "none" if config is ADAPTED else "full"
+    remat = "none" if config.lora else "full"
     metrics, moved = updated(config, tokens=32, remat=remat)
     assert metrics["update/micro_batches"] > 1
-    assert metrics["routing/aux_loss"] == pytest.approx(float(value), rel=1e-5)
-    assert metrics["loss"] == pytest.approx(float(value), rel=1e-5)
+    assert metrics["routing/aux_loss"] == pytest.approx(float(value), rel=tolerance)
+    assert metrics["loss"] == pytest.approx(float(value), rel=tolerance)
     assert abs(value - feeds[0].top_k) > 0.01  # that of even loads
-    assert_close(moved, gradient)
+    assert_close(moved, gradient, tolerance)
 
 
 def test_value_and_gradient_of_routers_are_those_of_transformers(tmp_path):
