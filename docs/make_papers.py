@@ -118,7 +118,7 @@ NOT_REPRODUCED = {
 FORMULAS = {
     *("2104.09864", "2106.09685", "2107.03374", "2205.14135", "2306.15595", "2307.08691"),
     *("2208.07339", "2309.00071", "2312.03732", "2402.13753", "2405.04434", "2407.21783"),
-    "2412.19437",
+    *("2101.03961", "2408.15664", "2412.19437"),
 }
 """Papers whose formulas are all that is taken; tests compare them with transformers, or with a
 plain computation."""
@@ -131,10 +131,12 @@ OF_ALL_PARTS = re.compile(
 """Test files that name many parts and hold the oracle of none."""
 
 TESTED = {
+    "2101.03961": "`tests/update/test_balance.py`",
     "2306.13649": "`tests/update/test_distillation.py`",
     "2402.03300": "`tests/advantages/test_closed_forms.py`",
     "2205.14135": "`tests/models/test_kernels.py`",
     "2208.07339": "`tests/rollout/test_low_bit.py`",
+    "2408.15664": "`tests/update/test_balance.py`",
     "2412.06464": "`tests/models/test_recurrence.py`",
     "2412.19437": "`tests/models/test_latents.py`",
     "2507.19457": "`tests/training/test_prefixes.py`",

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import itertools
 import os
 import signal
 import sys
@@ -73,6 +74,9 @@ def checked_modules() -> list[str]:
 if importlib.util.find_spec("beartype"):
     jaxtyping.install_import_hook(checked_modules(), "checking.check")
 
+ENDED = itertools.count()
+"""Tests of this process."""
+
 STRICT = (
     *("tests/advantages/", "tests/losses/", "tests/models/test_logprobs.py"),
     *("tests/models/test_exact_kl.py", "tests/evaluation/test_calibration.py"),
@@ -98,11 +102,13 @@ def shared_runs():
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def few_programs():
-    """Drops the compiled programs when they hold too many memory maps."""
+    """Drops the compiled programs when they hold too many memory maps: a look at every tenth test,
+    since a module of long tests alone can reach the limit, and a look takes milliseconds."""
     yield
-    programs.drop_if_many()
+    if next(ENDED) % 10 == 9:
+        programs.drop_if_many()
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.rollout.policies import build_policy
 from jaxgrpo.rollout.stopping import early_stop_problems
+from jaxgrpo.update.balance import COEFFICIENT, RATE
 from jaxgrpo.update.optimizer import make_optimizer
 
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
@@ -153,7 +154,8 @@ def _method(values: Values, parts: BuiltParts) -> Iterator[str]:
 
 
 def _updates(values: Values) -> Iterator[str]:
-    """Whether prompts divide among minibatches, and warm-up ends within the updates of the run."""
+    """Whether prompts divide among minibatches, warm-up ends within the updates of the run, and
+    they take the experts again whose load they even out."""
     names = ("steps", "num_iterations", "minibatches")
     steps, iterations, minibatches = (values.get(f"train.{name}") for name in names)
     prompts = values.get("rollout.prompts_per_step")
@@ -162,6 +164,10 @@ def _updates(values: Values) -> Iterator[str]:
             f"train.minibatches = {minibatches}: does not divide rollout.prompts_per_step = "
             f"{prompts} prompts into parts of the same size; take a divisor of it"
         )
+    for name in (COEFFICIENT, RATE):
+        if (value := values.get(name)) and values.get("train.routing") == "fresh":
+            problem = "reads the recorded experts of an update, which are then not those it takes"
+            yield f'{name} = {value:g}: {problem}; set train.routing = "replay", or leave it out'
     if not (steps and iterations and minibatches):
         return
     warmup, updates = values.get("optimizer.warmup_steps", 0), steps * iterations * minibatches

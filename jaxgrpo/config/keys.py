@@ -256,6 +256,8 @@ class TrainKeys:
     tokens_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: `default_tokens`
     remat: str = key("auto", choices=("auto", "none", "attention", "dots", "full"))
     routing: str = key("replay", choices=("replay", "fresh"))  # of a model with experts
+    router_aux_loss_coef: float = key(0.0, at_least=0)  # evens out the load of experts; 0: none
+    router_bias_update_rate: float = key(0.0, at_least=0)  # of e_score_correction_bias; 0: it stays
     support: str = key("full", choices=("full", "replay"))  # tokens that log-probs are among: all,
     # or those that the sampler drew among
     on_no_live_sample: str = key("step", choices=("step", "skip"))  # by a gradient of 0; or not

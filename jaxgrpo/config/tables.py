@@ -188,6 +188,8 @@ class TrainTable(TypedDict, total=False):
     on_no_live_sample: Literal["step", "skip"]
     stop_after_not_finite: int
     routing: Literal["replay", "fresh"]
+    router_aux_loss_coef: float
+    router_bias_update_rate: float
     support: Literal["full", "replay"]
 
 

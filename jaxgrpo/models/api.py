@@ -359,11 +359,13 @@ class Attend(Protocol):
 class Route(Protocol):
     """Which experts each token passes: those of the highest scores, or recorded ones.
 
-    Shapes: scores [*B, Q, experts], float32; what is returned is experts [*B, Q, top_k], int32, and
-    the memory of the layer's experts.
+    Shapes: scores, and shares, the router's probabilities with their gradient, [*B, Q, experts],
+    float32; returned are experts [*B, Q, top_k], int32, and the memory of the layer's experts.
     """
 
-    def __call__(self, scores: Array, memory: Any, kind: ExpertsKind) -> tuple[Array, Any]: ...
+    def __call__(
+        self, scores: Array, shares: Array, memory: Any, kind: ExpertsKind
+    ) -> tuple[Array, Any]: ...
 
 
 @runtime_checkable
@@ -373,12 +375,12 @@ class Recur(Protocol):
     def __call__(self, inputs: Any, memory: Any, kind: DeltaKind) -> tuple[Array, Any]: ...
 
 
-def highest_scores(scores: Array, memory: Any, kind: ExpertsKind) -> tuple[Array, Any]:
+def highest_scores(scores: Array, shares: Any, memory: Any, kind: ExpertsKind) -> tuple[Array, Any]:
     """The experts of the highest scores, the highest first; of equal ones that of lower number.
 
     They are the layer's memory too.
     """
-    del memory
+    del shares, memory
     experts = jax.lax.top_k(scores, kind.top_k)[1]
     return experts, experts
 

@@ -148,7 +148,8 @@ class Experts(nnx.Module):
     ) -> tuple[Float[Array, "*B E"], Any]:
         is_softmax = kind.scores == "softmax"
         scores = (jax.nn.softmax if is_softmax else jax.nn.sigmoid)(self.router(x))
-        experts, memory = route(self.router.choice(scores, kind), memory, kind)
+        shares = scores if is_softmax else scores / (scores.sum(-1, keepdims=True) + TINY)
+        experts, memory = route(self.router.choice(scores, kind), shares, memory, kind)
         gates = jnp.take_along_axis(scores, experts, axis=-1)
         if kind.normalised:
             gates = gates / (gates.sum(-1, keepdims=True) + (0.0 if is_softmax else TINY))

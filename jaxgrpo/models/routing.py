@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,17 +25,17 @@ def recorded(kinds: Sequence[LayerKind]) -> tuple[int, int] | None:
 
 
 def with_records(
-    kinds: Sequence[LayerKind], memory: tuple[Any, ...], records: Array | None = None
+    kinds: Sequence[LayerKind], memory: tuple[Any, ...], records: Any = None
 ) -> tuple[Any, ...]:
     """The memory of each layer's mixer, with the experts of the layers that have some beside it.
 
     Args:
-      records: [*B, layers, k]; None: of none.
+      records: [*B, layers, k], or a tree of such arrays; None: of none.
     """
     number, entries = 0, []
     for kind, entry in zip(kinds, memory, strict=True):
         if isinstance(kind.feed, ExpertsKind):
-            record = None if records is None else records[..., number, :]
+            record = jax.tree.map(lambda leaf, number=number: leaf[..., number, :], records)
             entry, number = LayerMemory(entry, record), number + 1
         entries.append(entry)
     return tuple(entries)
@@ -53,7 +54,7 @@ def without_records(
     return tuple(mixers), records
 
 
-def replay(scores: Array, memory: Array, kind: ExpertsKind) -> tuple[Array, Array]:
+def replay(scores: Array, shares: Array, memory: Array, kind: ExpertsKind) -> tuple[Array, Array]:
     """The recorded experts, and the router's own where there is no record.
 
     Args:
@@ -61,9 +62,38 @@ def replay(scores: Array, memory: Array, kind: ExpertsKind) -> tuple[Array, Arra
 
     Returns: (experts [*B, k]; bool [*B], whether the router would have chosen others)
     """
-    fresh, _ = highest_scores(scores, None, kind)
+    fresh, _ = highest_scores(scores, shares, None, kind)
     experts = jnp.where(memory < 0, fresh, memory.astype(fresh.dtype))
     return experts, (jnp.sort(experts, -1) != jnp.sort(fresh, -1)).any(-1)
+
+
+def replay_priced(
+    scores: Array, shares: Array, memory: tuple[Array, Array], kind: ExpertsKind
+) -> tuple[Array, tuple[Array, Array]]:
+    """`replay`, and what each token adds to the mean of its layer's auxiliary loss.
+
+        experts * sum_e load_e * share_e
+
+    Args:
+      memory: (the record [*B, k]; the layer's loads [*B or 1, experts or more], choices of an
+        expert over tokens).
+
+    Returns: (experts; (as `replay` returns it, the terms [*B])).
+    """
+    record, loads = memory
+    experts, rerouted = replay(scores, shares, record, kind)
+    return experts, (rerouted, kind.number * (loads[..., : kind.number] * shares).sum(-1))
+
+
+def tokens_per_expert(kinds: Sequence[LayerKind], experts: Array) -> Array:
+    """[layers, experts] floats: how many tokens of a record [..., layers, k] passed each.
+
+    As many columns as the largest layer has experts.
+    """
+    number = max(kind.feed.number for kind in kinds if isinstance(kind.feed, ExpertsKind))
+    layers = jnp.moveaxis(experts, -2, 0).reshape(experts.shape[-2], -1)
+    counts = jnp.stack([jnp.bincount(layer + 1, length=number + 1)[1:] for layer in layers])
+    return counts.astype(jnp.result_type(float))
 
 
 def load_metrics(kinds: Sequence[LayerKind], experts: Array) -> Metrics:
@@ -74,9 +104,6 @@ def load_metrics(kinds: Sequence[LayerKind], experts: Array) -> Metrics:
 
     Shapes: experts [P, G, T, layers, k].
     """
-    number = max(kind.feed.number for kind in kinds if isinstance(kind.feed, ExpertsKind))
-    layers = jnp.moveaxis(experts, -2, 0).reshape(experts.shape[-2], -1)
-    counts = jnp.stack([jnp.bincount(layer + 1, length=number + 1)[1:] for layer in layers])
-    counts = counts.astype(jnp.float32)
+    counts = tokens_per_expert(kinds, experts)
     busiest = counts.max(-1) / jnp.maximum(counts.mean(-1), 1.0)
     return {"routing/load": mean(busiest), "routing/dead": mean(counts == 0)}

@@ -84,8 +84,8 @@ def check_length(config: ModelConfig, length: int, label: str, remedy: str | Non
         raise InputError(
             f"{label}: {length} tokens, but this model's positions are built up to {limit}: beyond "
             "it the angles of all positions change with the length (in config.json: "
-            "max_position_embeddings of rope type dynamic, original_max_position_embeddings of "
-            f"longrope); {remedy or f'keep to {limit} tokens'}"
+            "max_position_embeddings, or of longrope original_max_position_embeddings in "
+            f"rope_parameters, once rope_scaling); {remedy or f'keep to {limit} tokens'}"
         )
 
 

@@ -94,7 +94,7 @@ def make_rollout_source(
     names, geometry = [reward.name for reward in rewards], blueprint.geometry
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
-    needs = (blueprint.chain.needs - scored) | (blueprint.objective.needs - OF_BATCH.keys())
+    needs = (blueprint.chain.needs - scored) | (blueprint.update_needs - OF_BATCH.keys())
     pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
     tracing = rollout, blueprint.chain, rewards, len(rows)
     trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)

@@ -45,6 +45,7 @@ from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rollout_source import first_stream, make_rollout_source
 from jaxgrpo.update import packing, step
 from jaxgrpo.update.atlas import Atlases
+from jaxgrpo.update.balance import COEFFICIENT, RATE, make_balance
 from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, params_of, trained
 from jaxgrpo.update.optimizer import make_optimizer
 from jaxgrpo.update.preparing import Preparer
@@ -67,7 +68,7 @@ _INPUT_KEYS = (
 )
 _LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat", "train.routing")
 _COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
-_STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample")
+_STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample", COEFFICIENT, RATE)
 _UPDATE_KEYS = (*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS)
 _METHOD_KEYS = (
     *("recipe", "advantage", "rewards", "scores"),
@@ -320,8 +321,7 @@ def build_method(
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     methods.refuse_all_stale(rollout.staleness, train.steps)
     _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
-    teaching = config.teachers, pretrained, config.model.attention, geometry
-    scoring = teachers.find_teachers(*teaching)
+    scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
     models = model, *(teacher.model for teacher in scoring.values())
     geometry = check_recurrent(geometry.for_models(models), mesh)
     keys = vars(config.optimizer)
@@ -344,6 +344,7 @@ def build_method(
         teachers=scoring,
         answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,
+        balance=make_balance(train.router_aux_loss_coef, train.router_bias_update_rate, model),
     )
     policies = blueprint.policies, pretrained, config.reference
     kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes

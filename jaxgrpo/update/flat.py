@@ -5,7 +5,7 @@ Layers and head compute these tokens alone; rows and prompts, with their padding
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,26 +83,35 @@ def hidden_states(
 ) -> tuple[Array, dict[str, Array]]:
     """Hidden states [D, N, E]: each prompt once, and rows that read the keys of their prompts.
 
-    Where it replays recorded experts, of rows alone, there is REROUTED [D, N] beside them.
+    Where it replays recorded experts, of rows alone, there is REROUTED [D, N] beside them, and
+    AUX_LOSS [D, N] where the micro-batch has LOADS.
     """
     caller = call_packed(micro, flat, kernel)
     record = _recorded(micro, flat, EXPERTS) if replays else None
     if record is not None:
-        return _replayed(model, params, flat, caller._replace(route=routing.replay), record)
+        if (loads := micro.fields.get(LOADS)) is None:
+            return _replayed(model, params, flat, caller._replace(route=routing.replay), record)
+        caller = caller._replace(route=routing.replay_priced)
+        return _replayed(model, params, flat, caller, (record, loads[:, None]))
     hidden, _ = model.apply(params, flat.tokens, flat.position, caller, None)
     return hidden, {}
 
 
 def _replayed(
-    model: Model, params: Params, flat: Flat, caller: Caller, record: Array
+    model: Model, params: Params, flat: Flat, caller: Caller, record: Any
 ) -> tuple[Array, dict[str, Array]]:
-    """`hidden_states` with the experts of a record [D, N, layers, k]."""
+    """`hidden_states` with the experts of a record [D, N, layers, k], or of it and loads."""
     config = model.config
     memory = routing.with_records(config.kinds, (None,) * config.num_layers, record)
     stacked = stacked_memory(config, memory)
     hidden, memory = model.apply(params, flat.tokens, flat.position, caller, stacked)
-    _, rerouted = routing.without_records(config.kinds, memory_per_layer(config, memory))
-    return hidden, {REROUTED: jnp.stack(rerouted).mean(0, dtype=jnp.float32)}
+    _, layers = routing.without_records(config.kinds, memory_per_layer(config, memory))
+
+    def over_layers(*values: Array) -> Array:
+        return jnp.stack(values).mean(0, dtype=jnp.promote_types(values[0].dtype, jnp.float32))
+
+    means = jax.tree.leaves(jax.tree.map(over_layers, *layers))
+    return hidden, dict(zip((REROUTED, AUX_LOSS), means, strict=False))
 
 
 def recorded_support(micro: TrainBatch, flat: Flat) -> Array | None:
@@ -161,6 +170,12 @@ def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:
 
 REROUTED = "rerouted"
 """Field of a pass: the share of layers whose router would have chosen other experts."""
+AUX_LOSS = "aux_loss"
+"""Field of a pass: what a token adds to the auxiliary loss of routers, before the mean over tokens,
+averaged over layers."""
+LOADS = "expert_loads"
+"""Field of a micro-batch [D, layers, experts]: choices of each expert over the tokens of an update,
+from which the pass gives AUX_LOSS."""
 
 
 def flatten_rows(flat: Flat, values: Array) -> Array:

@@ -27,6 +27,7 @@ from jaxgrpo.models.logprobs import Entropy, Head, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import spectrum
+from jaxgrpo.update.balance import Balance
 from jaxgrpo.update.flat import (
     Flat,
     filled,
@@ -65,6 +66,7 @@ class Blueprint(NamedTuple):
     ema_decay: float = 0.99  # of the policy "ema", where something reads it
     logits_per_chunk: int | None = None  # of the update's passes, as of `logprobs.token_logprobs`
     remat: Remat = "full"  # that the model is built with
+    balance: Balance = Balance()  # of experts
 
     @property
     def samples_on(self) -> Mesh:
@@ -82,6 +84,11 @@ class Blueprint(NamedTuple):
         temperature = self.sampling.temperature or 1.0
         sizes = self.geometry.tokens, temperature, self.kernel, self.logits_per_chunk
         return Pass(self.model, self.mesh, *sizes, replays=EXPERTS in dict(self.geometry.records))
+
+    @property
+    def update_needs(self) -> frozenset[str]:
+        """The fields that must be there before the update."""
+        return self.objective.needs | ({EXPERTS} if any(self.balance) else set[str]())
 
     @property
     def scored(self) -> frozenset[str]:

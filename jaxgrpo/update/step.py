@@ -27,8 +27,9 @@ from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.update import diagnostics
+from jaxgrpo.update.balance import Balance, Move, counted, even_out
 from jaxgrpo.update.diagnostics import Rounding
-from jaxgrpo.update.flat import REROUTED, fullest
+from jaxgrpo.update.flat import AUX_LOSS, REROUTED, fullest
 from jaxgrpo.update.forward import (
     Blueprint,
     Pass,
@@ -111,7 +112,7 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     dtypes = config.dtype, cache_dtype(sampled.kv_cache_dtype, config), weight_dtype
     platform = blueprint.mesh.devices.flat[0].platform
     rounding = functools.partial(expected_rounding, sampled.is_cut, dtypes, platform)
-    parts = blueprint.passes, blueprint.objective, blueprint.optimizer
+    parts = blueprint.passes, blueprint.objective, blueprint.balance, blueprint.optimizer
     skips = blueprint.on_no_live_sample == "skip"
     program = share("update", lambda: _update_program(*parts, rounding, skips))
     preparer, follow = Preparer(blueprint), None
@@ -209,6 +210,7 @@ def _update(
 def _update_program(
     settings: Pass,
     objective: Objective,
+    balance: Balance,
     optimizer: optax.GradientTransformation,
     rounding: Callable[[], Rounding | None],
     skips: bool,
@@ -232,6 +234,7 @@ def _update_program(
         if objective.reads_batch:
             current = full_params(trainable, anchors)
             batch = _with_batch_fields(settings, objective.batch_fields, current, batch)
+        compute_loss, batch, move = even_out(balance, model, compute_loss, batch)
         functions = compute_loss, measure
         loss, grads, metrics = _accumulate(*functions, model, mesh, head, trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
@@ -240,7 +243,7 @@ def _update_program(
         weights_before = optax.tree_utils.tree_norm(trainable)
         no_live = batch.num_live == 0
         old = trainable, opt_state, objective_state
-        new = _take(optimizer, objective, skips, old, grads, metrics, finite, no_live)
+        new = _take(optimizer, objective, skips, move, old, grads, metrics, finite, no_live)
         weights_after = optax.tree_utils.tree_norm(new[0])
         measured = {"loss": loss, "grad_norm": norm, "weights/norm": weights_after}
         measured |= {
@@ -277,6 +280,7 @@ def _take(
     optimizer: optax.GradientTransformation,
     objective: Objective,
     skips: bool,
+    move: Move,
     old: tuple[Params, Any, Any],
     grads: Params,
     metrics: Metrics,
@@ -294,7 +298,7 @@ def _take(
         updates, new_state = optimizer.update(grads, opt_state, trainable)
         observed = objective.observe(objective_state, metrics)
         observed = _where(no_live, objective_state, observed)  # nothing was measured
-        return optax.apply_updates(trainable, updates), new_state, observed
+        return move(optax.apply_updates(trainable, updates)), new_state, observed
 
     branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
     if skips:
@@ -449,6 +453,8 @@ def _measure(
     # An entropy term reports the entropy itself, which then replaces ours.
     if REROUTED in fields:
         agreement["routing/rerouted"] = mean(fields[REROUTED], micro.mask)
+    if AUX_LOSS in fields:
+        agreement["routing/aux_loss"] = mean(fields[AUX_LOSS], counted(micro))
     return {"entropy": mean(fields["policy_entropy"], micro.mask)} | agreement | metrics
 
 

@@ -19,6 +19,7 @@ from jaxgrpo.core.errors import InputError, find
         ("loss.surrogate.hihg=1", "loss.surrogate: surrogate clip: unknown option 'hihg': did you"),
         ("loss.reduction.use=constnat", "loss.reduction: unknown reduction 'constnat': did you"),
         ("loss.penalties_on=live", 'loss.penalties_on = "live": there is no penalty; add loss.kl'),
+        ("train.router_aux_loss_coef=-1", "train.router_aux_loss_coef = -1"),
         (
             'loss.kl={use="k1_in_reward"}',
             "loss.kl: k1_in_reward takes beta or target_validity, one of the two",
@@ -85,6 +86,14 @@ def test_a_value_that_is_no_name_is_as_unknown_as_a_name(value):
     # What recipe = { use = "alpha_dpg", z = 0.5 } comes to; tests check types before that.
     with pytest.raises(InputError, match=r"unknown alpha_dpg z .*Known: group, running"):
         find("alpha_dpg z", value, {"group": 1, "running": 2})
+
+
+@pytest.mark.parametrize("key", ["train.router_aux_loss_coef", "train.router_bias_update_rate"])
+def test_loads_of_experts_are_those_that_are_taken_again(key):
+    assert read(f"{key}=0.01").train.routing == "replay"
+    (problem,) = problems(f"{key}=0.01", "train.routing=fresh")
+    assert f"{key} = 0.01: reads the recorded experts" in problem
+    assert 'set train.routing = "replay"' in problem
 
 
 def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_already():

@@ -23,6 +23,7 @@ from jaxgrpo.core.records import NONE
 from jaxgrpo.models import counts, experts, lora, routing
 from jaxgrpo.models.api import ExpertsKind, LayerKind, LoraConfig
 from jaxgrpo.models.decoder import build
+from jaxgrpo.models.hf.families import model_config
 from jaxgrpo.planning.topologies import topology
 
 FEED = ExpertsKind(number=6, top_k=2, size=16)
@@ -134,6 +135,12 @@ def test_what_experts_cannot_do_is_refused():
     for message, changes in cases.items():
         with pytest.raises(InputError, match=message):
             build(dataclasses.replace(CONFIG, **changes))
+
+
+def test_what_transformers_loss_reads_changes_no_model():
+    fields = checkpoints.config_fields("qwen3_moe")
+    asking = {**fields, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    assert model_config(asking, "config.json") == model_config(fields, "config.json")
 
 
 def test_experts_a_shared_one_and_its_gate_have_adapters_and_the_router_has_none():

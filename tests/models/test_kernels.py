@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
@@ -54,6 +54,11 @@ def test_cudnn_takes_rows_of_several_samples_without_windows_on_whole_rows():
         choose_kernel("cudnn", "gpu", MODEL, row=64, samples_per_row=8)
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    compute_capability: str
+
+
 @pytest.mark.parametrize(
     ("capability", "samples_per_row", "head_dim", "reason"),
     [
@@ -70,8 +75,7 @@ def test_cudnn_takes_rows_of_several_samples_without_windows_on_whole_rows():
     ],
 )
 def test_cudnn_takes_what_the_gpu_can(capability, samples_per_row, head_dim, reason):
-    device: Any = SimpleNamespace(compute_capability=capability)
-    mesh: Any = SimpleNamespace(devices=np.asarray([device]), shape={"context": 1})
+    mesh = Mesh(np.asarray([Gpu(capability)], object), ("context",))
     config = dataclasses.replace(MODEL, pattern=(LayerKind(),), head_dim=head_dim)
     sizes: Any = {"row": 64, "samples_per_row": samples_per_row, "mesh": mesh}
     kernel = choose_kernel("auto", "gpu", config, **sizes)

@@ -331,6 +331,7 @@ def distance(
     if apart <= near:
         return float(apart)
     wide = copy.deepcopy(model).double()
+    wide.config._experts_implementation = "eager"  # PyTorch has no grouped product in float64
     rows = zip(tokens, mask, real, strict=True)
     exact = [
         transformers_logits(wide, row[None, at], row_mask[None, at])[0]

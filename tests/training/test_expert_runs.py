@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 import small_run
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
 from jaxgrpo.cli import make_base
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.records import EXPERTS
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.hf import folders
@@ -100,3 +102,38 @@ def test_fresh_routing_is_a_setting(base, tmp_path):
     (line,) = small_run.metrics(finished.path)
     assert "routing/rerouted" not in line
     assert line["routing/load"] >= 1
+
+
+@pytest.mark.full
+def test_corrections_that_move_are_resumed_bit_for_bit_and_exported(tmp_path):
+    tokenizer = folders.read_tokenizer(small_run.base())
+    model = decoder.build(make_base.base_config(len(tokenizer), 32, family="glm4_moe"))
+    params = jax.jit(model.init)(jax.random.key(0))
+    folders.save_model(model, params, tmp_path / "base", tokenizer=tokenizer)
+    changes = {"model.path": str(tmp_path / "base"), "checkpoint.every": 1}
+    changes |= {"train.router_aux_loss_coef": 0.01, "train.router_bias_update_rate": 0.125}
+    finished = loop.train(small_run.config(tmp_path / "r", **changes, **{"train.steps": 3}))
+    assert all(line["routing/aux_loss"] > 1.9 for line in small_run.metrics(finished.path))
+    loop.train(small_run.config(tmp_path / "again", **changes, **{"train.steps": 2}))
+    again = loop.train(
+        small_run.config(tmp_path / "again", **changes, **{"train.steps": 3}), resume="auto"
+    )
+    assert again.summary["parameter_hash"] == finished.summary["parameter_hash"]
+    trained = finished.learner.trainable
+    _, exported = folders.load_model(finished.path / "model")
+    jax.tree.map(np.testing.assert_array_equal, exported, trained)
+    correction = np.asarray(trained["blocks"]["1"]["experts"]["router"]["correction"])
+    steps = correction / 0.125  # from 0
+    np.testing.assert_array_equal(steps, np.round(steps))
+    assert 1 <= np.abs(steps).max() <= 3
+
+
+def test_files_without_records_are_refused_where_loads_are_read(run, base, tmp_path):
+    file = min((run.path / "rollouts").iterdir())
+    arrays = load_file(file)
+    del arrays[f"fields.{EXPERTS}"]
+    with safe_open(file, "numpy") as content:
+        save_file(arrays, tmp_path / file.name, content.metadata())
+    changes = {"model.path": base, "train.steps": 1, "train.router_aux_loss_coef": 0.01}
+    with pytest.raises(InputError, match=r"reads the fields experts.*write fields\.experts too"):
+        loop.train(small_run.config(tmp_path / "r", **changes), rollouts=[tmp_path / file.name])

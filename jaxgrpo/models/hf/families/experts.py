@@ -44,8 +44,8 @@ def read_experts(
       normalised, top_k: what transformers assumes without norm_topk_prob, num_experts_per_tok;
         "always": it normalises whatever that field says.
     """
-    if fields.take("output_router_logits", "flag", False):
-        fields.refuse("output_router_logits", "the router's own loss is not built; set it to false")
+    # What transformers returns and adds to a loss of its own, and no weight or logit.
+    fields.take("output_router_logits", "flag", False)
     fields.take("router_aux_loss_coef", "number", 0.001)
     top_k = fields.take("num_experts_per_tok", "size", top_k)
     total = fields.take(number, "size", count)
