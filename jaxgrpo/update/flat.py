@@ -214,7 +214,7 @@ moved.defvjp(_moved, lambda targets, gradients: (_picked_each(gradients, targets
 
 
 def _picked_each(parts: Arrays, sources: Arrays) -> Arrays:
-    joined = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    joined = jnp.concatenate(parts, axis=1)
     return tuple(_picked(joined, source) for source in sources)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import checkpoints
@@ -27,6 +26,7 @@ from jaxgrpo.models.api import ExpertsKind, Model
 from jaxgrpo.models.hf import adapters, families, folders, wrapped
 from jaxgrpo.planning import programs
 from jaxgrpo.training import loop, pretrained, teachers
+from jaxgrpo.update import packing
 
 CLOSE = 2e-4  # of logits, which are of order 1
 BATCH = checkpoints.batch()
@@ -173,9 +173,7 @@ def test_a_run_reads_the_text_part(case):
     assert model.config.family == case.model.config.family
     assert programs.read_model_config(config.model, config.lora).text_only
     assert families.unread(model.config).startswith("of the ")
-    sizes: Any = SimpleNamespace(
-        max_prompt_tokens=8, max_completion_tokens=8, longest=16, samples_per_row=1
-    )
+    sizes = packing.Geometry(1, 1, 8, 8, bins=1, tokens=16)
     teacher = teachers.find_teacher(str(case.folder), run_model, "xla", sizes)
     assert teacher.model.config.text_only
 
