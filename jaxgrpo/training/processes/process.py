@@ -51,7 +51,7 @@ PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCES
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
 
 _JOIN = 300  # seconds that a process waits at its start for the others
-_HEARTBEAT = 30  # JAX ends a process after 20 s to 30 s without a sign of life from another
+_HEARTBEAT = 300  # without a sign of life JAX ends all processes: see peers
 _SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
 
 _PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
