@@ -210,7 +210,10 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 def _cache() -> dict[str, Any]:
     """Where compiled programs are kept, how many bytes, and whether this process uses it."""
-    folder = process.cache_folder(os.environ)
+    try:
+        folder = process.cache_folder(os.environ)
+    except InputError as error:
+        return {"folder": f"none ({error})", "bytes": 0, "used": False}
     used = bool(jax.config.values["jax_enable_compilation_cache"])
     if storage.is_url(os.environ.get("JAX_COMPILATION_CACHE_DIR", "")):
         return {"folder": os.environ["JAX_COMPILATION_CACHE_DIR"], "bytes": None, "used": used}
@@ -233,5 +236,5 @@ def _size(count: int) -> str:
 
 def _short(folder: str) -> str:
     """A path without the user's name, which a bug report need not hold."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")
     return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder

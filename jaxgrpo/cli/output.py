@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from jaxgrpo.training.processes import parent
+
 CLOSED = 128 + signal.SIGPIPE
 """The exit code if what reads the output closes it."""
 
@@ -40,7 +42,7 @@ def until_closed(command: Callable[[], int | None]) -> int:
     try:
         code = command() or 0
         if sys.stdout is not None:  # as where a service closes it
-            sys.stdout.flush()
+            _flush(sys.stdout)
         return code
     except (BrokenPipeError, SystemExit) as error:
         # Rich raises SystemExit. A pipe to a reward's process may break as well.
@@ -51,6 +53,24 @@ def until_closed(command: Callable[[], int | None]) -> int:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     return CLOSED
+
+
+def _flush(stream: TextIO) -> None:
+    """Raises: NotSaved where the disk is full that the output goes to. A terminal that is gone has
+    no reader."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        parent.discard_output(1)  # Python would try again at its end
+        if error.errno in parent.FULL:
+            from jaxgrpo.training.processes.process import NotSaved
+
+            raise NotSaved(
+                f"what was printed could not be written to stdout ({error.strerror}): make space "
+                "there, or send it elsewhere; the command has done all else"
+            ) from error
 
 
 def _is_closed(stream: TextIO | None) -> bool:

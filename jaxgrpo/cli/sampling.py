@@ -21,6 +21,7 @@ from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.sources import parse_json
 from jaxgrpo.data.storage import Place, checksum
 from jaxgrpo.evaluation.evaluate import (
     Batches,
@@ -213,8 +214,8 @@ class SampleFile(Closing):
 
     def _refuse_other(self, facts: Mapping[str, Any]) -> None:
         try:
-            old_facts = json.loads(self.settings.read_bytes())
-        except (OSError, ValueError):
+            old_facts = dict(parse_json(self.settings.read_bytes()))
+        except (OSError, ValueError, TypeError):
             raise InputError(
                 f"--out {self.path}: it holds something, and {self.settings.name} beside it, which "
                 "would say of what these are samples, cannot be read: name another --out, or start "

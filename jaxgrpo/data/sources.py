@@ -119,7 +119,7 @@ class NotJSON(ValueError):
         super().__init__(problem + where)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """What a JSON text says. Raises: NotJSON, also on a name that stands twice in an object."""
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Self
 
@@ -76,6 +76,19 @@ def on_host(path: str | os.PathLike[str], output: str) -> Path:
     return Path(path).absolute()
 
 
+def refuse_unnameable(path: str | os.PathLike[str], where: str) -> None:
+    """Raises: InputError where the names of files here, in the encoding of the locale, cannot hold
+    a character of a path."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        character = error.object[error.start : error.end]
+        raise InputError(
+            f"{where}: the locale's encoding of names, {error.encoding}, has no {character!r}: set "
+            "LC_ALL=C.UTF-8, or give another path"
+        ) from None
+
+
 def open_file(path: str | os.PathLike[str], flags: int) -> int:
     """A descriptor of a file to write, made where it is missing; never of what a link points to.
 
@@ -93,9 +106,18 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
-def cache_folder() -> Path:
-    """Where this host keeps copies: $XDG_CACHE_HOME/jaxgrpo or ~/.cache/jaxgrpo."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgrpo"
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where this host keeps copies: $XDG_CACHE_HOME/jaxgrpo or ~/.cache/jaxgrpo.
+
+    Raises: InputError where there is neither that variable nor a home, as for a user without name.
+    """
+    folder = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise InputError(
+            "this user has no home folder, where copies and compiled programs would be kept: set "
+            "HOME, or XDG_CACHE_HOME, to a folder that can be written"
+        )
+    return Path(folder) / "jaxgrpo"
 
 
 def place(path: str | os.PathLike[str]) -> Place:
@@ -248,6 +270,7 @@ def local(path: str | os.PathLike[str], key: str, patterns: Iterable[str] = ("*"
     Raises: InputError where there is nothing, or it cannot be copied.
     """
     if not is_url(path):
+        refuse_unnameable(path, f"{key} = {os.fspath(path)!r}")
         return Path(os.path.expanduser(path))
     url = os.fspath(path).rstrip("/")
     try:

@@ -32,11 +32,11 @@ import orbax.checkpoint as ocp
 
 from jaxgrpo.core.errors import InputError, one_line
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import storage
+from jaxgrpo.data import sources, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.training import fingerprints
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import parent, process
 from jaxgrpo.training.records.folder import Closing, write_atomically
 from jaxgrpo.training.records.reading import is_step
 
@@ -51,7 +51,7 @@ class _TracebackFilter(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         failed = record.levelno >= logging.ERROR and "orbax" in record.pathname
         # The files of its loop may have been closed under it, the disk be full; and its database.
-        numbers = (errno.EBADF, *process.FULL)
+        numbers = (errno.EBADF, *parent.FULL)
         is_closed = isinstance(error, OSError) and error.errno in numbers
         return not failed and not is_closed and "OCDBT" not in str(error)
 
@@ -291,10 +291,7 @@ class Checkpoints(Closing):
             if jax.process_index() == 0 and not (home / "manifest.json").exists():
                 storage.remove_tree(home, quietly=True)
             complete = f"; complete steps: {self.steps()}"
-        return OSError(
-            f"{home} could not be saved: {reason}{complete}; "
-            "see to the space and the permissions there"
-        )
+        return OSError(f"{home} could not be saved: {reason}{complete}")
 
     def _intact(self, step: int | None) -> int:
         steps = self.steps()
@@ -319,9 +316,9 @@ class Checkpoints(Closing):
 def damage(home: Place) -> str | None:
     """What is wrong with the files of a step, the first file found; None where all are intact."""
     try:
-        files = json.loads((home / "manifest.json").read_text(encoding="utf-8"))["files"]
+        files = sources.parse_json((home / "manifest.json").read_bytes())["files"]
         expected = {name: (size, crc) for name, (size, crc) in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{home / 'manifest.json'} cannot be read ({type(error).__name__})"
     if "meta.json" not in expected or not any(name.startswith("state/") for name in expected):
         return f"{home / 'manifest.json'} does not list meta.json and the files of state/"
@@ -354,10 +351,10 @@ def refuse_other_step(folder: Place, named_step: int, stored_step: int) -> None:
 def _read_meta(home: Place) -> dict[str, Any]:
     """meta.json of a step. Raises: InputError where another version or another step wrote it."""
     try:
-        stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+        stored = sources.parse_json((home / "meta.json").read_bytes())
         leaves = {name: (str(kind), [*shape]) for name, (kind, shape) in stored["leaves"].items()}
         is_read = isinstance(stored["step"], int) and isinstance(stored["meta"], dict)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         stored, leaves, is_read = {}, {}, False
     if not (is_read and leaves):
         raise InputError(

@@ -22,7 +22,7 @@ from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
-from jaxgrpo.models.hf import adapters, folders, texts
+from jaxgrpo.models.hf import adapters, folders, texts, weights
 from jaxgrpo.training.inputs import Inputs
 
 REMEDY = "give every process of a run the same config, code, data and base model"
@@ -100,7 +100,7 @@ def input_facts(
         name: base.pop(name) for name in texts.TOKENIZER_FILES if name in base
     }
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
-        fields = json.loads((folder / name).read_text(encoding="utf-8"))
+        fields = weights.read_json(folder / name)
         tokenizer[name] = _json_checksum({**fields, "chat_template": None})
     for path in teachers:
         base |= {f"{path}/{name}": sums for name, sums in folders.fingerprint(path).items()}

@@ -36,6 +36,7 @@ from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, ma
 from jaxgrpo.training.inputs import with_logged
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
+from jaxgrpo.training.processes.recovery import remedy
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_samples
 from jaxgrpo.training.replay import SavedRollouts
@@ -228,7 +229,7 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
         target = (folder.path, pretrained.path, pretrained.folder)
         parameters.save(pretrained.model, learner, *target, pretrained.tokenizer, ends)
     except (OSError, SafetensorError) as error:
-        raise process.NotSaved(f"{model} could not be written: {error}") from error
+        raise _unwritten(model, error) from error
     speed = progress.tokens / progress.seconds if progress.seconds else None
     summary: dict[str, Any] = {
         "step": int(sharding.to_host(learner.step)),
@@ -249,10 +250,20 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     if progress.best:
         step, value = progress.best
         summary["best"] = {"step": step, progress.best_metric: value}
-    summary = opened.log.finish(summary)
+    try:
+        summary = opened.log.finish(summary)
+    except OSError as error:
+        raise _unwritten(folder.path / "summary.json", error) from error
     keeper.publish()
     opened.display.say(f"parameter hash {summary['parameter_hash']}")
     adapter = "" if pretrained.model.config.lora is None else "adapter, "
     files = f"model, {adapter}metrics.jsonl"
     opened.display.say(f"{folder.place}: report.html, {files}, samples")
     return summary
+
+
+def _unwritten(place: Place, error: Exception) -> process.NotSaved:
+    """At the end of a run, all of whose steps are saved."""
+    return process.NotSaved(
+        f"{place} could not be written: {error}; {remedy(error)} and go on by --resume auto"
+    )

@@ -22,7 +22,7 @@ import jax
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
@@ -31,7 +31,7 @@ from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line, gold_problem
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress
+from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress, describe
 from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
@@ -82,10 +82,9 @@ def open_run(
         learner, stream = restore(run, checkpoints, step)
         run = run._replace(learner=learner, stream=stream)
     problems = [*filter(None, [problem]), *folder.problems(step, meta.get("logged"))]
-    aside_folder = folder.rewind(step)
-    record(run, folder)
+    aside_folder = begin_folder(run, folder, step)
     display = Display(config.train.steps, step or 0, active=shown and process.is_main())
-    stack.enter_context(display.bar)
+    stack.enter_context(display.showing_bar())
     say_start(run, display, devices_line, problems, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
     remembered = (Progress.from_meta(meta), facts, *replay_and_adapters(run, meta))
@@ -186,6 +185,17 @@ def check_rewards(run: Setup, folder: RunFolder) -> str | None:
     if replay:
         return None
     return gold_problem(run.rewards, run.try_rewards())
+
+
+def begin_folder(run: Setup, folder: RunFolder, step: int | None) -> Path | None:
+    """Puts aside what was logged after a step, and writes what this start is made from.
+
+    Returns: the folder of what was put aside. Raises: InputError where a file cannot be written.
+    """
+    with refusing(lambda error: f"run.dir cannot be written: {describe(error)}", OSError):
+        aside_folder = folder.rewind(step)
+        record(run, folder)
+    return aside_folder
 
 
 def record(run: Setup, folder: RunFolder) -> None:

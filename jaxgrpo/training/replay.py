@@ -252,25 +252,27 @@ def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Row
     return dataclasses.replace(rollouts, **padded_arrays, fields=fields, row=row)
 
 
-def refuse_other_files(replay_json: str | None, has_begun: bool, replay: Replay | None) -> None:
+def refuse_other_files(
+    saved: Mapping[str, Any] | None, has_begun: bool, replay: Replay | None
+) -> None:
     """A resumed run takes the files that it began with, or samples of its own.
 
     Args:
-      replay_json: that of the run folder; None: there is none.
+      saved: replay.json of the run folder; None: there is none.
       has_begun: whether the folder holds a run.
     """
-    if not has_begun or (replay_json is None and replay is None):
+    if not has_begun or (saved is None and replay is None):
         return
-    if replay_json is None:
+    if saved is None:
         raise InputError(
             "the run in run.dir samples for itself: go on with it by `jaxgrpo train`, or set "
             "run.dir to another folder"
         )
-    saved = json.loads(replay_json)
     if replay is None or list(replay.checksums) != saved["crc32"]:
+        names = [str(name) for name in saved["files"]] or ["none"]
         raise InputError(
             f"the run in run.dir replays {len(saved['files'])} files of rollouts, from "
-            f"{saved['files'][0]} to {saved['files'][-1]}: go on with it by `jaxgrpo replay` and "
+            f"{names[0]} to {names[-1]}: go on with it by `jaxgrpo replay` and "
             "the same files, or set run.dir to another folder"
         )
 

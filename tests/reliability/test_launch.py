@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,7 +49,15 @@ def judge(completions, trainer_state, **columns):
 '''
 
 
-def start(*arguments, environment, **more) -> subprocess.Popen:
+FORKED_LAUNCH = (Path(__file__).parents[1] / "support" / "forked_launch.py").read_text("utf-8")
+
+
+def start(*arguments, environment, server=None, **more) -> Any:
+    """Starts `launch`; by a server, all processes are forked from one that has imported JAX."""
+    if server is not None:
+        variables = environment(**more)
+        program = FORKED_LAUNCH
+        return server.start("launch", *arguments, env=variables, program=program, merged=False)
     return subprocess.Popen(
         [sys.executable, "-m", "jaxgrpo", "launch", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -152,10 +161,11 @@ def wait_for(condition, seconds: float = 300.0) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
-    config, tmp_path, environment, number
+    config, tmp_path, environment, fork_server, number
 ):
     more = {"SEEN": str(tmp_path / "seen"), "AT": "-1", "HOW": "SIGKILL"}
-    run = start(*("train", config, "--set", "train.steps=500"), environment=environment, **more)
+    command = ("train", config, "--set", "train.steps=500")
+    run = start(*command, environment=environment, server=fork_server, **more)
     wait_for((tmp_path / "r" / "metrics.jsonl").exists)
     run.send_signal(number)
     _, errors = run.communicate(timeout=60)
@@ -179,7 +189,7 @@ def test_processes_end_with_a_launcher_that_is_killed(config, tmp_path, environm
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, environment) -> list[dict]:
+def undisturbed(tmp_path_factory, environment, fork_server) -> list[dict]:
     """The metrics of the run that no process of is harmed."""
     home = tmp_path_factory.mktemp("undisturbed")
     (home / "judges.py").write_text(JUDGES)
@@ -187,7 +197,7 @@ def undisturbed(tmp_path_factory, environment) -> list[dict]:
     changes = {"train.steps": 4, "checkpoint.every": 1, **rewards}
     file = small_run.write(home / "run.toml", home / "r", **changes)
     more = {"SEEN": str(home / "seen"), "AT": "-1", "HOW": "raise"}
-    run = start("train", file, environment=environment, **more)
+    run = start("train", file, environment=environment, server=fork_server, **more)
     _, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
     return small_run.metrics(home / "r")
@@ -200,10 +210,10 @@ HARM = [("raise", 0), ("raise", 1), ("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "at"), HARM)
 def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
-    config, tmp_path, environment, how, at, undisturbed
+    config, tmp_path, environment, fork_server, how, at, undisturbed
 ):
     more = {"SEEN": str(tmp_path / "seen"), "AT": str(at), "HOW": how}
-    run = start("train", config, environment=environment, **more)
+    run = start("train", config, environment=environment, server=fork_server, **more)
     children = []
 
     def harmed() -> bool:
@@ -229,7 +239,8 @@ def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
     if how == "raise":
         assert errors.count(": no grader") >= 2  # of process 0, and of 1 with [1]
     more["AT"] = "-1"
-    run = start("train", config, "--resume", "auto", environment=environment, **more)
+    command = ("train", config, "--resume", "auto")
+    run = start(*command, environment=environment, server=fork_server, **more)
     _, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
     assert small_run.metrics(tmp_path / "r") == undisturbed

@@ -53,7 +53,8 @@ def command():
     if how == "counts":
         for number in range(1000):
             time.sleep(0.05)
-            parent.rest_with_parent()
+            if parent.rests():
+                os.kill(os.getpid(), signal.SIGSTOP)
             print(number, flush=True)
     return {**HOLDS_THE_LOCK, **ENDS, "sleeps": lambda: time.sleep(600)}[how]()
 

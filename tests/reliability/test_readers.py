@@ -51,7 +51,11 @@ SECONDS = 5.0  # that a reader may take
 CONFIG = minimal_config.MINIMAL.encode()
 ROWS = b'{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4", "more": [1, null]}\n'
 LINES = b'{"step": 1, "loss": 0.5}\n{"step": 2, "loss": null, "reward": 1e-3}\n'
-SAMPLES = b'{"step": 1, "prompt": "a", "completion": "b", "rewards": {"r": 1.0}}\n'
+SAMPLES = (
+    b'{"step": 1, "ordinal": 0, "row": 3, "sample": 1, "prompt": "a", "completion": "b", '
+    b'"completion_ids": [7], "logps": [-0.5], "rewards": {"r": 1.0}, "advantage": 0.5, '
+    b'"truncated": false}\n'
+)
 
 
 class Reader(NamedTuple):

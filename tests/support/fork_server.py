@@ -30,6 +30,7 @@ PRELOADED = (
     *("jax.experimental.multihost_utils", "transformers.models.auto.tokenization_auto"),
     *("transformers.tokenization_utils_tokenizers", "tokenizers", "jinja2", "safetensors.numpy"),
     *("dill", "jaxgrpo.evaluation.evaluate", "jaxgrpo.training.stored_policy", "html.parser"),
+    *("tensorboardX", "jaxgrpo.training.records.report.charts", "jaxgrpo.models.kernels"),
 )
 FIXED = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
 """Variables of JAX that jaxgrpo reads when a command starts; others JAX reads as it is imported."""

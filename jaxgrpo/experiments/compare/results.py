@@ -12,7 +12,6 @@ import fnmatch
 import functools
 import io
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare.experiment import Case, Experiment, seeds_needed
-from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics
+from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_object
 from jaxgrpo.update import diagnostics
 
 OVER_STEPS = (
@@ -98,7 +97,7 @@ def read(case: Case) -> Outcome:
     numbers["tokens"] = float(np.nansum(_column(steps, "num_tokens")))
     numbers["time/seconds"] = float(np.nansum(_column(steps, "time/step")))
     base_pass, trained_pass = (_pass_at(case, step) for step in (0, case.config.train.steps))
-    summary = json.loads((case.path / "summary.json").read_text(encoding="utf-8"))
+    summary = read_object(case.path / "summary.json", "warnings")
     return Outcome(case, numbers, curves, base_pass, trained_pass, summary["warnings"])
 
 
@@ -486,7 +485,7 @@ def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 def _pass_at(case: Case, step: int) -> np.ndarray:
     """Unbiased pass@1 ... pass@n, means over prompts, [n]."""
     file = case.path / "successes" / f"step_{step}.json"
-    counts = json.loads(file.read_text(encoding="utf-8"))
+    counts = read_object(file, "samples", "correct")
     return _pass_table(counts["samples"])[counts["correct"]].mean(0)
 
 

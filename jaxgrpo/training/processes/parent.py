@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import importlib.util
 import math
@@ -38,6 +39,8 @@ MORE = 2.0  # seconds behind that: the watchdog of a run ends it by itself, wher
 TICK = 0.25  # seconds between two looks while something is awaited
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 SI_KERNEL = 0x80  # Linux' si_code of a signal that a terminal sends, as Ctrl-C
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""How the system names a disk that takes no more: it is full, or read-only since a fault."""
 STACKS = signal.SIGUSR2  # makes a child write the stacks of its threads, in C
 SHOWN = 30  # lines of these
 
@@ -76,14 +79,19 @@ def stacks() -> int:
     return _Shared.stacks
 
 
-def rest_with_parent() -> None:
-    """Stops this process, as SIGSTOP does, while its parent is stopped: a shell knows that one."""
+def rests() -> bool:
+    """Whether the parent of this process is stopped, as by SIGSTOP: a shell knows that one."""
     if _Shared.memory is None:
-        return
+        return False
     with contextlib.suppress(OSError):  # where the parent is gone, or there is no /proc
         stat = Path(f"/proc/{_Shared.parent}/stat").read_text()
-        if stat.rpartition(")")[2].split()[0] == "T":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        return stat.rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def is_child() -> bool:
+    """Whether a shell knows the parent of this process, and not this one."""
+    return _Shared.memory is not None
 
 
 def end_with_parent() -> None:
@@ -104,6 +112,36 @@ def open_standard_files() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def discard_output(descriptor: int) -> None:
+    """From now on what is written to stdout or stderr goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def say(text: str) -> None:
+    """Writes on stderr, past its buffer, if it takes that: a terminal that is gone does not."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode("utf-8", "backslashreplace"))
+
+
+@contextlib.contextmanager
+def reaching_output(descriptor: int) -> Iterator[None]:
+    """Within it what is printed may be lost: a run does not end because it cannot be read.
+
+    Where the disk is full, what comes later is tried again. Where the terminal is gone, as after
+    its window was closed over a run under nohup, nothing more is printed.
+    Raises: BrokenPipeError where a reader has closed its end, as `head` does.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno not in FULL or descriptor == 2:
+            discard_output(descriptor)
 
 
 def keep_interrupts() -> None:
@@ -183,7 +221,7 @@ class _Waiting:
             info = signal.sigtimedwait(self.signals, 3600.0 if patient else TICK)
             if info is not None and info.si_signo != signal.SIGCHLD:
                 self._pass_on(info.si_signo, info.si_code == SI_KERNEL)
-            if self.wakes:  # more than once: it may be about to stop, as rest_with_parent says
+            if self.wakes:  # more than once: it may be about to stop, as its watchdog does
                 self.wakes -= 1
                 os.kill(self.child, signal.SIGCONT)
             ended, status = os.waitpid(self.child, os.WNOHANG)
@@ -215,7 +253,7 @@ class _Waiting:
             "saved stays; give a reward a timeout, or run such code in a process of its own; "
             "what the threads were doing:\n"
         )
-        os.write(2, text.encode())
+        say(text)
         os.kill(self.child, STACKS)
         time.sleep(1.0)  # they are written in C, at once
         os.kill(self.child, signal.SIGKILL)
@@ -232,7 +270,7 @@ class _Waiting:
                 "it called, a reward for example, has ended it, as os._exit(0) does; what was "
                 "saved before stays\n"
             )
-            os.write(2, text.encode())
+            say(text)
             return 1
         if code >= 0:
             return code
@@ -249,7 +287,7 @@ def _print_stacks() -> None:
     lines = os.pread(_Shared.stacks, 2**24, 0).decode("utf-8", "replace").splitlines()
     if len(lines) > SHOWN:
         lines[1 : 1 - SHOWN] = [f"  ... ({len(lines) - SHOWN} lines left out)"]
-    os.write(2, "".join(f"{line}\n" for line in lines).encode())
+    say("".join(f"{line}\n" for line in lines))
 
 
 _NO_DRIVER = re.compile(
@@ -294,7 +332,7 @@ def without_cuda_lines() -> Iterator[None]:
             os.close(stderr)
             capture.seek(0)
             if lines := _NO_DRIVER.sub(b"", capture.read()):
-                os.write(2, lines)
+                say(lines.decode("utf-8", "replace"))
 
 
 def _only_compiles() -> bool:

@@ -6,7 +6,9 @@ that is frozen falls silent. Process 0 passes the first failure on to all, and i
 with it goes JAX's coordination service, and JAX ends a process that has lost it without a reason.
 
 JAX watches too, by heartbeats that no lock of Python holds up, but it ends a process with a stack
-of C++ that does not say who failed. So our times are shorter than its: `process.start`.
+of C++ that does not say who failed. It reads the time of day, which leaps where a machine sleeps
+or is moved; this watch reads a clock that does not. So JAX gets much more time, 300 s
+(`process._HEARTBEAT`): it ends a run that this watch does not see, as where a port is closed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ TIMEOUT = 15.0
 
 Signs of life come each second from a thread of its own, which compiling and computing leave free.
 What holds it up is code in C that keeps the interpreter's lock, and a machine that swaps: seconds.
-JAX gives a process 20 s at least (`process.start`); a run has to end within 30.
+A run has to end within 30.
 """
 
 TICK = 1.0  # seconds between two signs of life
@@ -255,6 +257,20 @@ class Peers:
         if first.process != self.index and first.text != text:
             text = f"{first.describe()}\n{text}"
         _end(own_failure.code if own_failure and not self._is_effect else first.code, text)
+
+
+@contextlib.contextmanager
+def without_proxies() -> Iterator[None]:
+    """Hides the variables of proxies, such as http_proxy, while processes of a run join.
+
+    gRPC would ask the proxy for process 0, and wait for it until JAX ends the process.
+    """
+    names = [name for name in os.environ if name.lower().endswith("_proxy")]
+    values = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
 
 
 _watch: Peers | None = None

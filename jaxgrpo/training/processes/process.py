@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import importlib.util
 import math
@@ -23,6 +22,7 @@ import numpy as np
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError, comes_from, cut, without_passwords
+from jaxgrpo.data import storage
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training.processes import parent, peers
@@ -47,13 +47,11 @@ EXIT_CODES = {
     143: "stopped by SIGTERM; saved, unless the step under way outlasted run.stop_grace",
 }
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # how the system names a full disk
-
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
 
 _JOIN = 300  # seconds that a process waits at its start for the others
-_HEARTBEAT = 30  # JAX ends a process after 20 s to 30 s without a sign of life from another
+_HEARTBEAT = 300  # without a sign of life JAX ends all processes: see peers
 _SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
 
 _PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
@@ -293,8 +291,9 @@ def guard(command: Callable[[], int | None]) -> int:
         text = "interrupted\n"  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
     except (Exception, SystemExit) as error:
-        if getattr(error, "errno", None) in FULL:
-            text, code = f"error: {error}\n", NotSaved.code
+        if isinstance(error, OSError) and error.errno in parent.FULL:
+            where = "" if error.filename else ": the output, or a file that was open"
+            text, code = f"error: {error}{where}; make space there\n", NotSaved.code
         elif comes_from(error, KeyboardInterrupt):  # by way of Orbax, for example
             parent.forget_echo()
             text, code = "interrupted\n", 128 + signal.SIGINT
@@ -305,7 +304,8 @@ def guard(command: Callable[[], int | None]) -> int:
     if several and failed:
         peers.fail(code, text, raised)
     if sys.stderr is not None:  # as where a shell closes it
-        sys.stderr.write(text)
+        with parent.reaching_output(2):
+            sys.stderr.write(text)
     peers.leave()
     if limits.has_left_threads() and several and not failed:
         jax.distributed.shutdown()
@@ -321,7 +321,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     """Where compiled programs are kept: JAX's own variable, else the user's cache folder."""
     if environment.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(environment["JAX_COMPILATION_CACHE_DIR"])
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgrpo" / "xla"
+    return storage.cache_folder(environment) / "xla"
 
 
 def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | None:
@@ -396,7 +396,7 @@ def _join(environment: Mapping[str, str]) -> None:
         # JAX would take SIGTERM for itself, and a process that waits for another never obey it.
         jax.config.update("jax_enable_preemption_service", False)
         options: Any = arguments
-        with _waiting_for_others(options):
+        with _waiting_for_others(options), peers.without_proxies():
             jax.distributed.initialize(
                 **options,
                 initialization_timeout=_JOIN + 60,  # JAX would end the process with a stack of C++
@@ -415,9 +415,9 @@ def _waiting_for_others(options: Mapping[str, Any]) -> Iterator[None]:
 
     def wait() -> None:
         while not has_joined.wait(30.0):
-            os.write(2, f"waiting for the other processes, process 0 at {address}\n".encode())
+            parent.say(f"waiting for the other processes, process 0 at {address}\n")
             if time.monotonic() > deadline:
-                os.write(2, f"error: they did not all come within {_JOIN} s\n".encode())
+                parent.say(f"error: they did not all come within {_JOIN} s\n")
                 os._exit(peers.LOST)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -445,7 +445,10 @@ def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
     if platform == "cpu" and jax.device_count() > 1 and not is_set:
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder(environment)))
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder(environment)))
+    except InputError:  # a user without a home, as in a container: nothing is kept
+        jax.config.update("jax_enable_compilation_cache", False)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _CACHE_MIN_SECONDS)
 
@@ -471,8 +474,8 @@ def _on_signal(number: int, frame: object) -> None:
     now = time.monotonic()
     if number == _Stop.number and now - _Stop.since < parent.ECHO:
         return
-    if _Stop.number is not None and number == signal.SIGINT:  # os.write: allowed in a handler
-        os.write(2, b"\nended at once; what was saved before is kept\n")
+    if _Stop.number is not None and number == signal.SIGINT:
+        parent.say("\nended at once; what was saved before is kept\n")  # allowed in a handler
         os._exit(128 + number)
     if number == signal.SIGHUP:
         _leave_closed_terminal()
@@ -493,6 +496,4 @@ def _leave_closed_terminal() -> None:
     """Sends output to nowhere if its terminal is closed: writing to it would end the run."""
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+            parent.discard_output(descriptor)

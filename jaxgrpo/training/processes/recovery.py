@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -116,10 +117,12 @@ class Keeper:
         if problem is None:
             return
         self.progress.unsaved += 1
-        message = f"step {number}: {problem.strerror or problem}"
+        message = f"step {number}: {describe(problem)}"
         if must or self.progress.unsaved > MAX_UNSAVED or several:
             _first_error(checkpoints.wait)
-            raise process.NotSaved(f"{message}; make space and go on by --resume auto") from problem
+            raise process.NotSaved(
+                f"{message}; {remedy(problem)} and go on by --resume auto"
+            ) from problem
         left = MAX_UNSAVED - self.progress.unsaved
         self.display.say(
             f"{message}; the run goes on, and ends if this happens {left + 1} times more"
@@ -159,10 +162,11 @@ class Keeper:
             if number < 2:
                 raise
             self.refuse_moved(number)
-            if before is not None:
-                self._save(number - 1, *before)
-            self.checkpoints.wait()
+            last = [] if before is None else [functools.partial(self._save, number - 1, *before)]
+            unsaved = _first_error(*last, self.checkpoints.wait)
             saved_line = self.saved_line()
+            if unsaved:
+                saved_line = f"{describe(unsaved)}; {saved_line}"
             raise process.RewardFailed(
                 f"{error}\nthe run ended in step {number}; {saved_line}; mend the reward, then go "
                 f"on with: {self.resume_command()}; where its file has changed, add "
@@ -196,6 +200,32 @@ class Keeper:
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
             f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
         )
+
+
+def describe(error: OSError) -> str:
+    """Where and why, in a line.
+
+    >>> describe(OSError(30, "Read-only file system", "r/a.tmp", None, "r/a"))
+    'r/a: Read-only file system'
+    """
+    file = error.filename2 or error.filename
+    return f"{file}: {error.strerror}" if file else error.strerror or str(error)
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about a file that could not be written.
+
+    >>> remedy(PermissionError(13, "Permission denied"))
+    'give back the permission to write there'
+    """
+    while not getattr(error, "errno", None) and error.__cause__ is not None:
+        error = error.__cause__
+    number = getattr(error, "errno", None)
+    if number == errno.EROFS:
+        return "let it be written again (after faults of a disk it may be read-only)"
+    if number in (errno.EACCES, errno.EPERM):
+        return "give back the permission to write there"
+    return "make space"
 
 
 def _first_error(*calls: Callable[[], None]) -> OSError | None:

@@ -7,7 +7,6 @@ several processes run, each has a watchdog, and the first that ends tells the ot
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import select
@@ -16,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxgrpo.rewards import limits
 from jaxgrpo.training.processes import parent, peers, process
@@ -55,6 +54,7 @@ class Watchdog:
         self._is_over = False
         self._bell, self._rope = os.pipe()
         self._old_descriptor: int | None = None  # the descriptor that signals were written to
+        self._old_stop: Any = None  # what Ctrl-Z did
         self._hook = threading.excepthook
         self._thread = threading.Thread(target=self._watch, name="jaxgrpo-watchdog", daemon=True)
 
@@ -64,6 +64,8 @@ class Watchdog:
         if threading.current_thread() is threading.main_thread():
             # Written when a signal arrives, even if the main thread runs no Python.
             self._old_descriptor = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
+            if parent.is_child():  # Ctrl-Z stops both at once, and this one before it is ready
+                self._old_stop = signal.signal(signal.SIGTSTP, lambda *_: None)
         self._wind()
         self._thread.start()
         return self
@@ -73,6 +75,8 @@ class Watchdog:
         threading.excepthook = self._hook
         if self._old_descriptor is not None:
             signal.set_wakeup_fd(self._old_descriptor, warn_on_full_buffer=False)
+        if self._old_stop is not None:
+            signal.signal(signal.SIGTSTP, self._old_stop)
         os.write(self._rope, b"\0")
         self._thread.join()
         if self._limit:
@@ -90,7 +94,8 @@ class Watchdog:
                 self._listen()
                 self._wind()
                 self._look(time.monotonic())
-                parent.rest_with_parent()
+                if parent.rests():
+                    self._rest()
         except BaseException as error:  # without this thread nothing ends a run that hangs
             why = "code that the run called, a reward for example, may have closed its files"
             self._end(1, f"the watch of the run failed ({type(error).__name__}: {error}): {why}")
@@ -119,6 +124,13 @@ class Watchdog:
             # The handler ends at once, if the main thread comes to it.
             self._stop_request = number, now + TICK
 
+    def _rest(self) -> None:
+        """Stops this process until it is continued. That time is not one of being stuck."""
+        faulthandler.cancel_dump_traceback_later()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._wind()
+        self.phase(self._phase[0])
+
     def _look(self, now: float) -> None:
         """Shows the phase, and ends the process where it has to."""
         (doing, since), reward = self._phase, limits.running()
@@ -140,8 +152,8 @@ class Watchdog:
 
     def _end(self, code: int, text: str) -> NoReturn:
         try:
-            os.write(2, f"\n{text}\n".encode())
-            os.write(2, f"{self._saved_line()}; what the threads are doing:\n".encode())
+            parent.say(f"\n{text}\n")
+            parent.say(f"{self._saved_line()}; what the threads are doing:\n")
             faulthandler.dump_traceback(file=parent.stacks())
             peers.fail(code, text)
         finally:
@@ -154,5 +166,4 @@ def _say_in_a_line(crash: threading.ExceptHookArgs) -> None:
     stack = traceback.extract_tb(crash.exc_traceback)
     where = f" ({stack[-1].filename}, line {stack[-1].lineno})" if stack else ""
     text = f"{name} ended with {crash.exc_type.__name__}: {crash.exc_value}{where}\n"
-    with contextlib.suppress(OSError):  # stderr is closed
-        os.write(2, text.encode())
+    parent.say(text)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from jaxgrpo.data import sources
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.records.reading import complete_lines, is_step, read_bytes
 
@@ -70,9 +71,9 @@ def record_rewrite(
 def read_rewrites(folder: Path) -> dict[int, list[Checksum]]:
     """Step -> the contents that its metrics have had; {} where none were rewritten."""
     try:
-        table = json.loads(read_bytes(folder / REWRITTEN) or b"{}")
+        table = sources.parse_json(read_bytes(folder / REWRITTEN) or b"{}")
         return {int(step): [list(pair) for pair in pairs] for step, pairs in table.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         return {}  # it is damaged: metrics that were rewritten are then said to be others
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from jaxgrpo.core.errors import without_passwords
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import parent, process
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.report.record import (
     Record,
@@ -98,12 +98,20 @@ class Display:
 
     def say(self, text: str | Text) -> None:
         self._last_line = self._clock()
-        try:
+        with parent.reaching_output(1):
             # It may hold what a model wrote. A log breaks no line between a name and its number.
             self.console.print(text, markup=False, soft_wrap=True)
-        except OSError as error:
-            if error.errno not in process.FULL:  # the output may go to a file on a full disk
-                raise
+
+    @contextlib.contextmanager
+    def showing_bar(self) -> Iterator[None]:
+        """The bar is shown within it."""
+        with parent.reaching_output(1):
+            self.bar.start()
+        try:
+            yield
+        finally:
+            with parent.reaching_output(1):
+                self.bar.stop()
 
     def under_way(self, phase: str, seconds: float) -> None:
         """What the run does for so many seconds: in the bar, and as a line now and then.

@@ -14,8 +14,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
-import fcntl
 import json
+import logging
 import math
 import os
 import weakref
@@ -31,29 +31,19 @@ from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.processes.process import broadcast
 from jaxgrpo.training.records import checksums
-from jaxgrpo.training.records.lock import LOCK, take_lock
+from jaxgrpo.training.records.lock import LOCK, give_up_lock, take_lock
 from jaxgrpo.training.records.reading import (
+    SAMPLE_TYPES,
     complete_lines,
     evaluation_metrics,
     read_bytes,
     read_metrics,
+    read_object,
     read_text,
     sample_steps,
 )
 
-SAMPLE_KEYS = (
-    "step",  # the step it was drawn for, as in metrics.jsonl
-    "ordinal",  # place of its prompt in the run's prompt stream
-    "row",  # row of its prompt in the data set
-    "sample",  # index within the group
-    "prompt",
-    "completion",
-    "completion_ids",
-    "logps",  # log-probability of each token of completion_ids under the sampler
-    "rewards",  # {name: reward, null where it could not be scored}
-    "advantage",  # one number, or one per token
-    "truncated",  # stopped by the length limit
-)
+SAMPLE_KEYS = tuple(SAMPLE_TYPES)
 OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs/environments.md
 FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
 FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
@@ -61,6 +51,7 @@ FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "te
 UNREADABLE = {"[", "\\"}  # characters that Orbax and tensorstore take for something else
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
+logger: logging.Logger = logging.getLogger(__name__)
 Closes = TypeVar("Closes", bound="Closing")
 
 
@@ -150,9 +141,13 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
         return
     folder = Path(path)
     where = f"run.dir = {str(path)[:SHOWN]}"
+    storage.refuse_unnameable(folder, where)
     ancestor = next(filter(os.path.lexists, (folder, *folder.absolute().parents)))
     if not ancestor.is_dir():
-        place = "is a file" if ancestor == folder else f"is under {ancestor}, which is a file"
+        kind = (
+            "a file" if ancestor.exists() else f"a link to {os.path.realpath(ancestor)}, not there"
+        )
+        place = f"is {kind}" if ancestor == folder else f"is under {ancestor}, which is {kind}"
         raise InputError(f"{where} {place}: give a folder")
     longest = max(len(os.fsencode(part)) for part in folder.absolute().parts)
     limit = os.pathconf(ancestor, "PC_NAME_MAX"), os.pathconf(ancestor, "PC_PATH_MAX")
@@ -163,7 +158,8 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
             f"{where}: its path has {' and '.join(sorted(odd))}, where Orbax does not find again "
             "what it saves: give a path without"
         )
-    if not os.access(ancestor, os.W_OK | os.X_OK):
+    by_effective = os.access in os.supports_effective_ids  # as files are opened
+    if not os.access(ancestor, os.W_OK | os.X_OK, effective_ids=by_effective):
         raise InputError(f"{where}: {ancestor} cannot be written: give a folder that can")
     names = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
     if names and not resume:
@@ -194,6 +190,7 @@ class RunFolder(Closing):
         self.path: Path = mirror.local_folder(os.fspath(path)) if in_bucket else Path(self.place)
         self._mirror: mirror.Mirror | None = None
         self._unwritten_lines = b""  # lines of metrics that the disk did not take
+        self._size: int | None = None  # of metrics.jsonl, as this start has left it
         self.checkpoints: Place = self.place / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
@@ -293,6 +290,7 @@ class RunFolder(Closing):
                 file.rename(aside_folder / file.parent.name / file.name)
         if metrics.exists():
             write_atomically(metrics, earlier)
+        self._size = len(earlier)
         return aside_folder
 
     def _folder_aside(self, name: str) -> Path:
@@ -369,7 +367,8 @@ class RunFolder(Closing):
         steps = checksums.saved_steps(self.checkpoints)
         record = checksums.record_rewrite(self.path, steps, *contents)
         self._write(checksums.REWRITTEN, record)
-        write_atomically(self.path / "metrics.jsonl", "".join(texts.values()))
+        write_atomically(self.path / "metrics.jsonl", text := "".join(texts.values()))
+        self._size = len(text.encode())
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line, names in order, numbers that are not finite as null.
@@ -388,6 +387,12 @@ class RunFolder(Closing):
         self._refuse_moved()
         file = self.path / "metrics.jsonl"
         size = file.stat().st_size if file.exists() else 0
+        if self._size not in (None, size):
+            logger.warning(
+                "%s has %d bytes, and this run has written %d: lines were removed or added by "
+                "another program; it continues behind them",
+                *(file, size, self._size),
+            )
         try:
             with open(file, "ab", opener=storage.open_file) as end:
                 end.write(self._unwritten_lines)
@@ -395,6 +400,7 @@ class RunFolder(Closing):
             if file.exists():
                 os.truncate(file, size)  # the next line must not continue half a line
             raise OSError(error.errno, f"{file} could not be written: {error.strerror}") from error
+        self._size = size + len(self._unwritten_lines)
         self._unwritten_lines = b""
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -424,9 +430,10 @@ class RunFolder(Closing):
         """Writes replay.json, which says what a run trains on instead of samples of its own."""
         self._write("replay.json", text)
 
-    def replay(self) -> str | None:
-        """The text of replay.json; None where the run has none."""
-        return read_text(self.path / "replay.json")
+    def replay(self) -> dict[str, Any] | None:
+        """What replay.json holds; None where the run has none. Raises: InputError."""
+        file = self.path / "replay.json"
+        return read_object(file, "files", "crc32") if file.exists() else None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json in one go; numbers that are not finite become null."""
@@ -468,8 +475,8 @@ class RunFolder(Closing):
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
-        if self._lock is not None:  # also where a process forked just now has it still
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if self._lock is not None:
+            give_up_lock(self._lock)
         self.unlock()
 
     def unlock(self) -> None:

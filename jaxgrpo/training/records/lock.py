@@ -7,7 +7,10 @@ that is about to end, and for no other.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import logging
 import os
 import re
 import signal
@@ -21,10 +24,16 @@ LOCK = ".lock"
 PATIENCE = 30.0  # seconds that a killed holder may take to end
 TICK = 0.02  # seconds between two tries
 PF_EXITING = 0x4  # of Linux' flags of a process
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+"""How a file system says that it has none, as Lustre without the option flock, or some of NFS."""
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def take_lock(folder: Path, name: object) -> int:
     """Takes the lock of a folder for this process, and returns its descriptor.
+
+    Where the file system has no locks, a warning says that nothing keeps a second trainer out.
 
     Args:
       name: of the run folder, for the message.
@@ -56,9 +65,21 @@ def take_lock(folder: Path, name: object) -> int:
 def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            return False
+        logger.warning(
+            "run.dir is on a file system without locks (%s): see to it that no second trainer "
+            "uses the same folder",
+            error.strerror,
+        )
     return True
+
+
+def give_up_lock(lock: int) -> None:
+    """Unlocks, also where a process forked just now has the descriptor still."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def is_about_to_end(holder: str) -> bool:

@@ -5,7 +5,6 @@ Each file is input like any other: what cannot be read is refused in a line.
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
 import os
@@ -14,13 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import storage
+from jaxgrpo.data import sources, storage
 from jaxgrpo.data.storage import Place
+
+MOST_STEPS = 1 << 53
+"""Of a line of metrics: as many as a float can count."""
+
+SAMPLE_TYPES: dict[str, type | tuple[type, ...]] = {
+    "step": int,  # the step it was drawn for, as in metrics.jsonl
+    "ordinal": int,  # place of its prompt in the run's prompt stream
+    "row": int,  # row of its prompt in the data set
+    "sample": int,  # index within the group
+    "prompt": (str, list),  # a text, or messages
+    "completion": (str, list),
+    "completion_ids": list,
+    "logps": list,  # log-probability of each token of completion_ids under the sampler
+    "rewards": dict,  # {name: reward, null where it could not be scored}
+    "advantage": (int, float, list, type(None)),  # one number, or one per token
+    "truncated": bool,  # stopped by the length limit
+}
+"""What each sample of samples/step_N.jsonl has, in this order."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    """Whether it is a finite number, as a float holds it."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -52,12 +72,23 @@ def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            rows += [dict(json.loads(line))] if line else []
-        except (ValueError, TypeError, RecursionError):
+            rows += [_parse_sample(line)] if line else []
+        except ValueError as error:
             raise InputError(
-                f"{file}, line {number} is no sample: {line[:60]!r}; take the line out"
+                f"{file}, line {number} is no sample ({error}): {line[:60]!r}; take the line out"
             ) from None
     return rows
+
+
+def _parse_sample(line: str) -> dict[str, Any]:
+    """Raises: ValueError where it lacks something of SAMPLE_TYPES."""
+    row = sources.parse_json(line)
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    for name, kinds in SAMPLE_TYPES.items():
+        if not isinstance(row.get(name, ...), kinds):
+            raise ValueError(f"{name} is {row.get(name, 'missing')!r:.60}")
+    return row
 
 
 def sample_steps(path: Place) -> list[int]:
@@ -69,6 +100,21 @@ def sample_steps(path: Place) -> list[int]:
 def is_step(name: str) -> bool:
     """Whether it is the number of a step as we write it: "9", and not "0009"."""
     return name.isdecimal() and name == str(int(name))
+
+
+def read_object(file: Path, *names: str) -> dict[str, Any]:
+    """The JSON object of a file of a run. Raises: InputError where it lacks one of the names."""
+    try:
+        content = sources.parse_json(read_text(file) or "")
+        problem = ""
+    except ValueError as error:
+        content, problem = None, f" ({error})"
+    if not isinstance(content, dict) or not content.keys() >= {*names}:
+        raise InputError(
+            f"{file} is no JSON object with {', '.join(names)}{problem}: put back what the run "
+            "wrote there, or set run.dir to another folder"
+        )
+    return content
 
 
 def read_text(file: Path) -> str | None:
@@ -104,15 +150,16 @@ def complete_lines(file: Place) -> list[tuple[bytes, dict[str, Any]]]:
     result = []
     for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
-            if not line.endswith(b"\n") or not isinstance(entry["step"], int):
+            entry = sources.parse_json(line)
+            step = entry["step"]
+            if not line.endswith(b"\n") or type(step) is not int or not 0 <= step < MOST_STEPS:
                 raise ValueError
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             if number == len(lines):  # the process died while it wrote this line
                 break
             raise InputError(
-                f'{file}, line {number} is not a JSON object with a "step": {line[:60]!r}; '
-                "take the line out, or start again in another run.dir"
+                f'{file}, line {number} is not a JSON object with a "step" and each name once: '
+                f"{line[:60]!r}; take the line out, or start again in another run.dir"
             ) from None
         result.append((line, entry))
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,9 @@ from jaxgrpo.training.records.report.record import Record, natural, visible
 
 MAX_POINTS = 300
 """Points of a curve; a longer run is shown by the means of as many stretches of steps."""
+
+HIGHEST = 1e100
+"""What is larger is drawn as this: matplotlib multiplies and adds what it draws."""
 
 COLOURS = ("#2563a8", "#d9822b", "#3a9a6b", "#b04a78", "#7c6fb0", "#6b7280")
 DASHES = ("-", "--", ":")
@@ -253,12 +255,14 @@ def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
 def _curve(record: Record, name: str) -> Curve:
     steps, values = record.series(name)
     ends = [record.series(f"{name}{end}") for end in ("/low", "/high")]
-    step_array = np.asarray(steps, float)
-    thin = functools.partial(_thin, step_array)
+
+    def thin(heights: list[float]) -> tuple[np.ndarray, np.ndarray]:
+        return _thin(np.asarray(steps, float), np.clip(heights, -HIGHEST, HIGHEST))
+
     if not values or any(end_steps != steps for end_steps, _ in ends):
-        return Curve(*thin(np.asarray(values)))
-    low, high = (thin(np.asarray(end))[1] for _, end in ends)
-    return Curve(*thin(np.asarray(values)), (low, high))
+        return Curve(*thin(values))
+    low, high = (thin(end)[1] for _, end in ends)
+    return Curve(*thin(values), (low, high))
 
 
 def _plain(label: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.core.errors import InputError, refusing
-from jaxgrpo.data import mirror, storage
+from jaxgrpo.data import mirror, sources, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import read_interval
 from jaxgrpo.training.records import alarms
@@ -96,7 +96,7 @@ def read_run(folder: Place, status: str | None = None) -> Record:
     lines = read_metrics(folder)
     state, warnings = alarms.replay(lines)
     mend = "is no JSON object ({reason}): remove it"
-    summary = _read(folder / "summary.json", json.loads, mend)
+    summary = _read(folder / "summary.json", sources.parse_json, mend)
     return Record(
         name=folder.resolve().name,
         status=status or _status(folder, summary, lines),

@@ -1,0 +1,255 @@
+"""Files of a run that say something twice, something odd or something of another run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import faulty_runs
+import pytest
+from checkpointed import small
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training.checkpoints import Checkpoints, damage
+from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.reading import is_number, read_metrics, read_object, read_samples
+from jaxgrpo.training.records.report.charts import draw
+from jaxgrpo.training.records.report.record import read_run
+
+pytestmark = pytest.mark.fault(12)
+
+SAVED, STEPS = 3, 5
+
+
+def say_twice(file: Path, name: str, value: Any) -> None:
+    """Adds a name to a JSON object that has it already."""
+    text = file.read_text()
+    assert json.loads(text)[name] != value
+    file.write_text(f"{text.rstrip()[:-1]}, {json.dumps(name)}: {json.dumps(value)}}}\n")
+
+
+def accept(step: Path) -> None:
+    """Makes the manifest of a step fit its meta.json, as a stranger can."""
+    content = (step / "meta.json").read_bytes()
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"]["meta.json"] = [len(content), zlib.crc32(content)]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["files", "meta.json"])
+def test_a_manifest_that_says_something_twice_is_damaged(name, saved):
+    file = saved / "3" / "manifest.json"
+    before = file.read_text()
+    twice = '{"files": {}, ' if name == "files" else '"meta.json": [1, 2], "meta.json": '
+    file.write_text(before.replace("{" if name == "files" else '"meta.json": ', twice, 1))
+    assert json.loads(file.read_text()) == json.loads(before), "a reader may take the last of them"
+    assert "manifest.json cannot be read" in str(damage(saved / "3"))
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.choose() == 2
+
+
+def test_a_step_whose_meta_says_something_twice_is_refused(saved):
+    say_twice(saved / "3" / "meta.json", "meta", {})
+    accept(saved / "3")
+    with Checkpoints(saved) as checkpoints, pytest.raises(InputError, match="does not describe"):
+        checkpoints.restore(small(0), 3)
+
+
+@pytest.mark.parametrize("order", [(3, 4), (3, 2), (1, 9)])
+def test_steps_that_were_renamed_are_refused_by_both_numbers(order, saved):
+    old, new = (saved / str(step) for step in order)
+    if new.exists():
+        new.rename(saved / "aside")
+    old.rename(new)
+    if (saved / "aside").exists():
+        (saved / "aside").rename(old)
+    message = rf"/{order[1]} holds step {order[0]} and not {order[1]}: give it its own name back"
+    with Checkpoints(saved) as checkpoints, pytest.raises(InputError, match=message):
+        checkpoints.restore(small(0), order[1])
+
+
+LINES = {
+    "a step twice": '{"step": 2, "reward": 1.0, "step": 7}',
+    "a metric twice": '{"step": 2, "reward": 1.0, "reward": 2.0}',
+    "a truth value": '{"step": true}',
+    "below 0": '{"step": -2}',
+    "beyond counting": f'{{"step": {10**40}}}',
+    "a number with a point": '{"step": 2.0}',
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_of_metrics_without_a_place_among_the_steps_is_refused(name, tmp_path):
+    lines = ['{"step": 1, "reward": 0.5}', LINES[name], '{"step": 3, "reward": 0.5}']
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(InputError, match=r"metrics.jsonl, line 2 is not a JSON object with a"):
+        read_metrics(tmp_path)
+
+
+ODD_VALUES = ("NaN", "-Infinity", "1e999", str(10**400), "true", '"a"', "[1]", "{}", "null")
+
+
+@pytest.mark.parametrize("value", [*ODD_VALUES, "1.7e308", "-1.7e308"])
+def test_an_odd_value_in_metrics_is_no_number_and_a_huge_one_is_drawn(value, tmp_path):
+    texts = [f'{{"step": {step}, "reward": {step}, "kl": {step}}}' for step in (1, 2, 3)]
+    texts[1] = f'{{"step": 2, "reward": {value}, "kl": {value}}}'
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in texts))
+    record = read_run(tmp_path)
+    counts = value in ("true", "1.7e308", "-1.7e308")  # Python counts with truth values
+    assert is_number(record.lines[1]["reward"]) == counts
+    assert len(record.series("reward")[0]) == 2 + counts
+    assert all(svg.startswith("<?xml") for _, svg in draw(record))
+
+
+SAMPLE = {
+    "step": 1, "ordinal": 0, "row": 3, "sample": 1, "prompt": "a", "completion": "b",
+    "completion_ids": [7], "logps": [-0.5], "rewards": {"r": None}, "advantage": 0.5,
+    "truncated": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_that_lacks_what_each_has_is_refused_by_its_name(name, tmp_path):
+    (tmp_path / "samples").mkdir()
+    file = tmp_path / "samples" / "step_1.jsonl"
+    file.write_text(f"{json.dumps(SAMPLE)}\n")
+    assert read_samples(tmp_path) == [SAMPLE]
+    without = {key: value for key, value in SAMPLE.items() if key != name}
+    for row in (without, {**SAMPLE, name: {"a": 1} if name != "rewards" else 7}):
+        file.write_text(f"{json.dumps(SAMPLE)}\n{json.dumps(row)}\n")
+        with pytest.raises(InputError, match=rf"line 2 is no sample \({name} is "):
+            read_samples(tmp_path)
+    file.write_text(f"{json.dumps(SAMPLE)}\n")
+    say_twice(file, name, "b2")
+    with pytest.raises(InputError, match=rf"'{name}' stands twice"):
+        read_samples(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', '{"a": 1, "b": 2, "a": 3}', "{" * 2000])
+def test_a_summary_or_a_replay_that_is_no_object_is_refused_in_a_line(text, tmp_path):
+    (tmp_path / "f.json").write_text('{"a": 1, "b": 2}')
+    assert read_object(tmp_path / "f.json", "a", "b") == {"a": 1, "b": 2}
+    (tmp_path / "f.json").write_text(text)
+    with pytest.raises(InputError, match="is no JSON object with a, b") as refusal:
+        read_object(tmp_path / "f.json", "a", "b")
+    assert "\n" not in str(refusal.value)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "replay.json").write_text(text)
+    with RunFolder(tmp_path / "r", resume=True) as folder, pytest.raises(InputError, match="files"):
+        folder.replay()
+
+
+def test_lines_that_are_taken_from_a_run_under_way_are_missed(tmp_path, caplog):
+    with RunFolder(tmp_path / "r") as folder:
+        folder.rewind(None)
+        folder.write_metrics(1, {"reward": 0.5})
+        folder.write_metrics(2, {"reward": 0.5})
+        assert not caplog.records
+        (tmp_path / "r" / "metrics.jsonl").unlink()
+        folder.write_metrics(3, {"reward": 0.5})
+        assert "has 0 bytes, and this run has written" in caplog.text
+        folder.write_metrics(4, {"reward": 0.5})
+        assert len(caplog.records) == 1
+    assert [line["step"] for line in read_metrics(tmp_path / "r")] == [3, 4]
+
+
+class Runs(NamedTuple):
+    """A run of SAVED steps, one of another seed, and what the first comes to with STEPS."""
+
+    run: Path
+    stranger: Path
+    outcome: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def runs(base, tmp_path_factory, fork_server, environment) -> Runs:
+    home = tmp_path_factory.mktemp("runs")
+
+    def train(name: str, **changes: Any) -> Path:
+        file = write(base, home / name, home / "run", **changes)
+        run = fork_server.start("train", file, env=environment())
+        output, _ = run.communicate(timeout=faulty_runs.SECONDS)
+        assert run.returncode == 0, output
+        return home / name / "r"
+
+    run = train("run", **{"train.steps": SAVED})
+    stranger = train("stranger", **{"train.steps": SAVED, "train.seed": 1})
+    return Runs(run, stranger, faulty_runs.outcome(train("straight")))
+
+
+def write(base: Path, home: Path, rewards: Path, **changes: Any) -> Path:
+    changes = {"train.steps": STEPS, "rewards": [{"use": f"{rewards}/mine.py:digits"}], **changes}
+    return faulty_runs.write(base, home, **changes)
+
+
+def edit_line(run: Path, change: Callable[[str], str]) -> None:
+    """Changes the second line of metrics."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[1] = change(lines[1])
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+NOTICED = {
+    "a value that is no number": lambda run, _: edit_line(
+        run, lambda line: line.replace('"reward": ', '"reward": NaN, "more": ')
+    ),
+    "a line of another run": lambda run, stranger: edit_line(
+        run, lambda _: (stranger / "metrics.jsonl").read_text().splitlines()[1]
+    ),
+    "a line twice": lambda run, _: edit_line(run, lambda line: f"{line}\n{line}"),
+    "no end of lines but of Windows": lambda run, _: edit_line(run, lambda line: f"{line}\r"),
+}
+UNHARMED = {
+    "a manifest that says something twice": lambda run, _: say_twice(
+        run / "checkpoints" / "3" / "manifest.json", "files", {}
+    ),
+    "a summary that says something twice": lambda run, _: say_twice(
+        run / "summary.json", "step", 9
+    ),
+    "zeros behind the last line": lambda run, _: (run / "metrics.jsonl").write_bytes(
+        (run / "metrics.jsonl").read_bytes() + b"\0" * 4096
+    ),
+    "a step with zeros before its number": lambda run, _: (run / "checkpoints" / "3").rename(
+        run / "checkpoints" / "0003"
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*NOTICED, *UNHARMED])
+def test_a_run_continues_behind_what_was_changed_and_says_what_was_lost(
+    name, runs, base, tmp_path, start
+):
+    file = write(base, tmp_path, runs.run.parent)
+    shutil.copytree(runs.run, tmp_path / "r")
+    (NOTICED | UNHARMED)[name](tmp_path / "r", runs.stranger)
+    run = start("train", file, "--resume", "auto")
+    output, _ = run.communicate(timeout=faulty_runs.SECONDS)
+    assert run.returncode == 0, output
+    assert faulty_runs.disorder(output) == []
+    assert ("metrics.jsonl is not what this run wrote" in output) == (name in NOTICED)
+    different = faulty_runs.differences(runs.outcome, tmp_path / "r")
+    lost = {"metrics of step 2", "number of lines"} if name in NOTICED else set()
+    assert set(different) <= lost
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_while_nothing_can_be_saved_is_what_the_run_ends_by(
+    base, tmp_path, start
+):
+    harm = (
+        "if step == 3 and not is_called_to_try:\n"
+        f"    os.rename({str(tmp_path / 'r' / 'checkpoints')!r}, {str(tmp_path / 'aside')!r})\n"
+        f"    open({str(tmp_path / 'r' / 'checkpoints')!r}, 'w').close()\n"
+        "    raise ValueError('no grader')"
+    )
+    file = faulty_runs.write(base, tmp_path, harm, "import os")
+    run = start("train", file, merged=False)
+    _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+    assert run.returncode == 3, errors
+    assert "no grader" in errors
+    assert faulty_runs.disorder(errors) == []
