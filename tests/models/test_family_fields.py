@@ -115,6 +115,15 @@ def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_pa
     assert outcome("", fields, tmp_path) == "equal"
 
 
+@pytest.mark.parametrize("changes", [{"linear_key_head_dim": 4}, {"linear_value_head_dim": 32}])
+def test_filters_that_transformers_has_cut_into_equal_parts_are_read_as_they_were_meant(
+    changes, tmp_path
+):
+    """As it saves them where keys and values have other widths."""
+    fields = checkpoints.config_fields("olmo_hybrid") | changes
+    assert outcome("", fields, tmp_path) == "equal"
+
+
 DIFFERENT = ("cohere2", "ernie4_5", "exaone4", "gemma2", "olmo3", "phi3")
 """For `make test` some fields of some families; the next test tries all of theirs, of all."""
 

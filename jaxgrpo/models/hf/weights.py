@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
-from jaxgrpo.models.hf import fp8, mapping, mxfp4
+from jaxgrpo.models.hf import equal_parts, fp8, mapping, mxfp4
 from jaxgrpo.models.hf.mapping import Box, Entry
 from jaxgrpo.models.sharding import to_host
 
@@ -77,7 +77,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
             names = [name for name in shard.keys() if not name.endswith(COMPUTED)]  # noqa: SIM118
             files.update(dict.fromkeys(names, shard))
             paths.update(dict.fromkeys(names, path))
-        yield fp8.unpacked(mxfp4.unpacked(files, folder), paths)
+        yield equal_parts.joined(fp8.unpacked(mxfp4.unpacked(files, folder), paths))
 
 
 def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool:
