@@ -52,11 +52,11 @@ def joined(files: Mapping[str, Any]) -> dict[str, Any]:
         if not all(name in files for name in (*names, *projections)):
             continue
         parts = [files[name].get_slice(name) for name in names]
-        meant = [files[name].get_slice(name).get_shape()[0] for name in projections]
+        row_counts = [files[name].get_slice(name).get_shape()[0] for name in projections]
         stored = [part.get_shape()[0] for part in parts]
-        if stored == meant or sum(stored) != sum(meant):
+        if stored == row_counts or sum(stored) != sum(row_counts):
             continue
-        ends = np.cumsum(meant).tolist()
-        for name, end, size in zip(names, ends, meant, strict=True):
+        ends = np.cumsum(row_counts).tolist()
+        for name, end, size in zip(names, ends, row_counts, strict=True):
             recut[name] = Tensor(parts, slice(end - size, end))
     return {**files, **recut}
