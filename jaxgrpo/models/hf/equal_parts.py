@@ -52,8 +52,11 @@ def joined(files: Mapping[str, Any]) -> dict[str, Any]:
         if not all(name in files for name in (*names, *projections)):
             continue
         parts = [files[name].get_slice(name) for name in names]
-        row_counts = [files[name].get_slice(name).get_shape()[0] for name in projections]
-        stored = [part.get_shape()[0] for part in parts]
+        shapes = [files[name].get_slice(name).get_shape() for name in (*names, *projections)]
+        if not all(shapes) or len({tuple(shape[1:]) for shape in shapes[:3]}) > 1:
+            continue
+        row_counts = [shape[0] for shape in shapes[3:]]
+        stored = [shape[0] for shape in shapes[:3]]
         if stored == row_counts or sum(stored) != sum(row_counts):
             continue
         ends = np.cumsum(row_counts).tolist()
