@@ -120,7 +120,7 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     logged |= set(re.findall(r'"((?:turns|tools|environment)/\w+)"', inspect.getsource(dialogue)))
     logged |= {f"calls/{name}" for name in ENDINGS}
     logged.add("sampling/interrupted")  # of texts that are forced: test_interruption.py
-    logged |= {f"routing/{name}" for name in ("load", "dead", "rerouted")}  # of experts
+    logged |= {f"routing/{name}" for name in ("load", "dead", "rerouted", "aux_loss")}
     atlas = Atlas(("run", "sign"), np.eye(2))  # of runs with atlas.methods: test_atlas.py
     logged |= {"time/atlas", *atlas.metrics()}
     logged |= {"clip_ratio/covariance_mean", "off_policy/masked"}  # of surrogates: tests/losses
