@@ -94,7 +94,11 @@ class Blueprint(NamedTuple):
     def scored(self) -> frozenset[str]:
         """The fields that passes of models have to give, for the method or for each other."""
         read = frozenset((self.chain.needs | self.objective.needs) & self.scores.keys())
-        return read | {field for name in read if (field := self.scores[name].named_by)}
+        return read | self.naming(read)
+
+    def naming(self, names: Collection[str]) -> set[str]:
+        """The scores that name the tokens of these."""
+        return {field for name in names if (field := self.scores[name].named_by)}
 
     @property
     def policies(self) -> list[str]:

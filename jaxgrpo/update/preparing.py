@@ -68,7 +68,7 @@ class Preparer:
         shape = blueprint.geometry.num_prompts, blueprint.geometry.group_size
         shape = *shape, blueprint.geometry.max_completion_tokens
         self.score: Jitted = jax.jit(self._score, static_argnums=(2, 3, 4))
-        moving = {SUPPORT, *self.naming(blueprint.scores)}
+        moving = {SUPPORT, *blueprint.naming(blueprint.scores)}
         behind_prompt = functools.partial(_behind_prompt, moving)
         self.behind_prompt: Jitted = jax.jit(behind_prompt, static_argnums=1)
         self.per_sample: Jitted = jax.jit(functools.partial(_per_sample, shape))
@@ -203,16 +203,12 @@ class Preparer:
     ) -> Rollouts:
         """The rollouts with the tokens that the named scores take from others (`Score.named_by`),
         behind the rows' prompts."""
-        if not (fields := self.naming(names)):
+        if not (fields := self.blueprint.naming(names)):
             return rollouts
         lengths = sharding.to_host(self.measure(rollouts))
         settings = lengths, self.blueprint.geometry, live
         tokens = self.score_samples(learner, fields, rollouts, *settings)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **tokens})
-
-    def naming(self, names: Collection[str]) -> set[str]:
-        """The scores that name the tokens of these."""
-        return {field for name in names if (field := self.blueprint.scores[name].named_by)}
 
     def moved_behind(
         self, rollouts: Rollouts, column: str | None
@@ -280,7 +276,7 @@ class Preparer:
         mask, plans, scored = rollouts.token_mask, [], []
         zero = jnp.zeros(mask.shape, jnp.float32)
         live = np.ones(mask.shape[:2], bool) if live is None else live
-        read = self.naming(names) & rollouts.fields.keys()
+        read = self.blueprint.naming(names) & rollouts.fields.keys()
         tokens = {name: rollouts.fields[name] for name in read}
         for _, plan in _plans(lengths, live, geometry):
             batch = self.gather(rollouts, plan, zero, zero, mask, tokens)
@@ -339,7 +335,7 @@ class Preparer:
     ) -> dict[str, Array]:
         """The named fields [K, D, R, Q, ...], by as few passes as give them."""
         fields: dict[str, Array] = {}
-        naming = self.naming(names) - batch.fields.keys()
+        naming = self.blueprint.naming(names) - batch.fields.keys()
         dependent = {name for name in names if self.blueprint.scores[name].named_by}
         for stage in ({*names} - dependent | naming, dependent):
             for scoring_pass, scores in passes(self.blueprint.scores, stage):

@@ -7,7 +7,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import faulty_runs
 import pytest
@@ -157,28 +157,17 @@ def test_lines_that_are_taken_from_a_run_under_way_are_missed(tmp_path, caplog):
     assert [line["step"] for line in read_metrics(tmp_path / "r")] == [3, 4]
 
 
-class Runs(NamedTuple):
-    """A run of SAVED steps, one of another seed, and what the first comes to with STEPS."""
-
-    run: Path
-    stranger: Path
-    outcome: dict[str, Any]
-
-
 @pytest.fixture(scope="module")
-def runs(base, tmp_path_factory, fork_server, environment) -> Runs:
+def runs(base, tmp_path_factory, fork_server, environment) -> faulty_runs.Folders:
     home = tmp_path_factory.mktemp("runs")
 
     def train(name: str, **changes: Any) -> Path:
         file = write(base, home / name, home / "run", **changes)
-        run = fork_server.start("train", file, env=environment())
-        output, _ = run.communicate(timeout=faulty_runs.SECONDS)
-        assert run.returncode == 0, output
-        return home / name / "r"
+        return faulty_runs.train(fork_server, file, environment())
 
     run = train("run", **{"train.steps": SAVED})
     stranger = train("stranger", **{"train.steps": SAVED, "train.seed": 1})
-    return Runs(run, stranger, faulty_runs.outcome(train("straight")))
+    return faulty_runs.Folders(run, stranger, faulty_runs.outcome(train("straight")))
 
 
 def write(base: Path, home: Path, rewards: Path, **changes: Any) -> Path:

@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import faulty_runs
 import pytest
@@ -18,28 +18,16 @@ STEPS, MORE = 3, 5
 PRECIOUS = "what the user wrote\n"
 
 
-class Folders(NamedTuple):
-    """A run of a few steps, one of another seed, and what the first comes to with more steps."""
-
-    run: Path
-    stranger: Path
-    outcome: dict[str, Any]
-
-
 @pytest.fixture(scope="module")
-def folders(base, tmp_path_factory, fork_server, environment) -> Folders:
+def folders(base, tmp_path_factory, fork_server, environment) -> faulty_runs.Folders:
     home = tmp_path_factory.mktemp("damage")
 
     def train(name: str, **changes: Any) -> Path:
-        file = write(base, home / name, **changes)
-        run = fork_server.start("train", file, env=environment())
-        output, _ = run.communicate(timeout=faulty_runs.SECONDS)
-        assert run.returncode == 0, output
-        return home / name
+        return faulty_runs.train(fork_server, write(base, home / name, **changes), environment())
 
     straight = train("straight", **{"train.steps": MORE})
     stranger = train("stranger", **{"train.seed": 1})
-    return Folders(train("run"), stranger, faulty_runs.outcome(straight / "r"))
+    return faulty_runs.Folders(train("run"), stranger, faulty_runs.outcome(straight))
 
 
 def write(base: Path, home: Path, **changes: Any) -> Path:
@@ -116,16 +104,16 @@ def files_to_damage(run: Path) -> list[Path]:
 def test_a_damaged_file_is_refused_in_a_line_or_the_run_ends_as_if_it_were_whole(
     damage, folders, base, tmp_path, start, tries
 ):
-    places = files_to_damage(folders.run / "r")
+    places = files_to_damage(folders.run)
     assert len(places) > 15
     problems = []
     for number, place in enumerate(places):
         home = tmp_path / str(number)
         file = write(base, home, **{"train.steps": MORE})
-        shutil.copytree(folders.run / "r", home / "r", symlinks=True)
+        shutil.copytree(folders.run, home / "r", symlinks=True)
         precious = home / "precious"
         precious.write_text(PRECIOUS)
-        DAMAGES[damage](home / "r" / place, folders.stranger / "r" / place, precious)
+        DAMAGES[damage](home / "r" / place, folders.stranger / place, precious)
         before = precious.read_bytes()
         run = start("train", file, "--resume", "auto", is_powerless=True)
         output, _ = run.communicate(timeout=faulty_runs.SECONDS)

@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import tomli_w
@@ -83,6 +83,22 @@ def write(base: Path, home: Path, harm: str = "", setup: str = "", /, **changes:
     file = home / "run.toml"
     file.write_text(tomli_w.dumps(tables(base, home, **changes)))
     return file
+
+
+class Folders(NamedTuple):
+    """A run of a few steps, one of another seed, and what the first comes to with more steps."""
+
+    run: Path
+    stranger: Path
+    outcome: dict[str, Any]
+
+
+def train(server: Any, file: Path, environment: Mapping[str, str]) -> Path:
+    """The folder of a run that a config of `write` describes, once it has ended well."""
+    run = server.start("train", file, env=environment)
+    output, _ = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, output
+    return file.parent / "r"
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

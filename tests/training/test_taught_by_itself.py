@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
+import small_run
 
 SHORTER = ["--set", "train.steps=40", "eval.every=40", "eval.samples=4", "run.report=false"]
 
@@ -38,13 +38,9 @@ def base(jaxgrpo):
     return jaxgrpo("make-base", "demonstrated", "runs/demonstrated-base")
 
 
-def lines(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def evaluations(run: Path) -> tuple[dict, dict]:
     """(before, after) the run."""
-    first, *_, last = [line for line in lines(run) if "eval/pass@1" in line]
+    first, *_, last = [line for line in small_run.metrics(run) if "eval/pass@1" in line]
     return first, last
 
 
@@ -58,7 +54,7 @@ def test_a_policy_that_sees_a_solution_teaches_itself_without_one(base, jaxgrpo,
     assert after["eval/pass@1"] > 0.7
     assert before["eval/accuracy/level_2"] < 0.2
     assert after["eval/accuracy/level_2"] > 0.8
-    distance = [line["kl"] for line in lines(folder / "runs" / name) if "kl" in line]
+    distance = [line["kl"] for line in small_run.metrics(folder / "runs" / name) if "kl" in line]
     assert sum(distance[-5:]) < 0.6 * sum(distance[:5])
 
 

@@ -65,13 +65,9 @@ def corpus() -> list[Worked]:
     return [text._replace(probability=(1 - SHARE) * text.probability) for text in plain] + shown
 
 
-demonstrated = Task(
+demonstrated: Task = arithmetic.arithmetic._replace(
     name="demonstrated",
     alphabet=(*arithmetic.arithmetic.alphabet, *ANSWER_MARKS),
-    levels=arithmetic.LEVELS,
-    splits=arithmetic.SPLITS,
     rows=rows,
     corpus=corpus,
-    extract_answer=arithmetic.extract_answer,
-    score=arithmetic.score,
 )

@@ -51,13 +51,13 @@ def joined(files: Mapping[str, Any]) -> dict[str, Any]:
         projections = [layer + PROJECTION.format(letter) for letter in LETTERS]
         if not all(name in files for name in (*names, *projections)):
             continue
-        parts = [files[name].get_slice(name) for name in names]
-        shapes = [files[name].get_slice(name).get_shape() for name in (*names, *projections)]
+        stored = [files[name].get_slice(name) for name in (*names, *projections)]
+        parts, shapes = stored[:3], [tensor.get_shape() for tensor in stored]
         if not all(shapes) or len({tuple(shape[1:]) for shape in shapes[:3]}) > 1:
             continue
         row_counts = [shape[0] for shape in shapes[3:]]
-        stored = [shape[0] for shape in shapes[:3]]
-        if stored == row_counts or sum(stored) != sum(row_counts):
+        part_counts = [shape[0] for shape in shapes[:3]]
+        if part_counts == row_counts or sum(part_counts) != sum(row_counts):
             continue
         ends = np.cumsum(row_counts).tolist()
         for name, end, size in zip(names, ends, row_counts, strict=True):
