@@ -42,7 +42,7 @@ def until_closed(command: Callable[[], int | None]) -> int:
     try:
         code = command() or 0
         if sys.stdout is not None:  # as where a service closes it
-            _flush(sys.stdout)
+            _flush(sys.stdout.flush)
         return code
     except (BrokenPipeError, SystemExit) as error:
         # Rich raises SystemExit. A pipe to a reward's process may break as well.
@@ -55,11 +55,11 @@ def until_closed(command: Callable[[], int | None]) -> int:
     return CLOSED
 
 
-def _flush(stream: TextIO) -> None:
+def _flush(flush: Callable[[], object]) -> None:
     """Raises: NotSaved where the disk is full that the output goes to. A terminal that is gone has
     no reader."""
     try:
-        stream.flush()
+        flush()
     except BrokenPipeError:
         raise
     except OSError as error:

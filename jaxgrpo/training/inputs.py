@@ -52,6 +52,7 @@ from jaxgrpo.training.replay import Replay, SavedRollouts, decisive_keys, read_f
 from jaxgrpo.update.answers import CUT
 
 SHOWN = 80  # characters of an answer
+TASK_COLUMNS = ("prompt", "answer")  # of built-in tasks
 
 
 class Inputs(NamedTuple):
@@ -142,7 +143,10 @@ def load_rows(
     keys: DataKeys, source: Source | Rows | None = None
 ) -> tuple[list[dict[str, Any]], Mixture | None]:
     """The rows of `load_prompts`, and the sources that they are of, where there are several."""
-    if source is None:
+    prompt, answer = keys.prompt, keys.answer
+    if source is not None and _is_foreign_task(source, keys.path):
+        prompt, answer = TASK_COLUMNS
+    elif source is None:
         if keys.path is None:
             raise InputError(
                 f"data.path: missing; give {FORMS}, or rows from Python, train(..., dataset=rows)"
@@ -152,7 +156,22 @@ def load_rows(
         source = Source(
             *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
         )
-    return _load_rows(source, keys.prompt, keys.answer, keys.split), None
+    return prompts.load_rows(source, prompt, answer, keys.split), None
+
+
+def _is_foreign_task(source: Source | Rows, trained: str | tuple[PartKeys, ...] | None) -> bool:
+    """Whether rows to evaluate are of a built-in task, and those to train on are not of it: then
+    the task's columns are called as it calls them, whatever those of the training data are."""
+    if not isinstance(source, Source) or not source.path.startswith(PREFIX) or trained is None:
+        return False
+    return not isinstance(trained, str) or _without_split(trained) != _without_split(source.path)
+
+
+def _without_split(path: str) -> str:
+    """>>> _without_split("task:arithmetic:test?size=8")
+    'task:arithmetic'
+    """
+    return path.partition("?")[0].rpartition(":")[0]
 
 
 def load_run_rows(
@@ -178,16 +197,6 @@ def load_run_rows(
     return load_prompts(keys, rollout.max_prompt_tokens, chat).rows
 
 
-def _load_rows(
-    source: Source | Rows, prompt: str, answer: str, split: str | None = None
-) -> list[dict[str, Any]]:
-    """The rows of a source. A built-in task has columns of its own, whatever those of the training
-    data are called."""
-    if isinstance(source, Source) and source.path.startswith(PREFIX):
-        prompt, answer = "prompt", "answer"
-    return prompts.load_rows(source, prompt, answer, split)
-
-
 def _load_mixture(
     keys: DataKeys, parts: Sequence[PartKeys]
 ) -> tuple[list[dict[str, Any]], Mixture]:
@@ -195,10 +204,12 @@ def _load_mixture(
     rows_by_title = {}
     for index, part in enumerate(parts):
         location = (part.path, part.subset, part.split, part.revision, f"data.path[{index}].path")
-        prompt = keys.prompt if part.prompt is None else part.prompt
-        answer = keys.answer if part.answer is None else part.answer
+        is_task = part.path.startswith(PREFIX)
+        names = TASK_COLUMNS if is_task else (keys.prompt, keys.answer)
+        prompt = names[0] if part.prompt is None else part.prompt
+        answer = names[1] if part.answer is None else part.answer
         source = Source(*location, delimiter=keys.delimiter)
-        rows_by_title[part.title] = _load_rows(source, prompt, answer)
+        rows_by_title[part.title] = prompts.load_rows(source, prompt, answer)
     weights = tuple(part.weight for part in parts)
     sizes = tuple(map(len, rows_by_title.values()))
     return prompts.join(rows_by_title), Mixture(tuple(rows_by_title), weights, sizes)

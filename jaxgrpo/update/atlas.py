@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxgrpo.advantages import AdvantageTransform, chains
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, OF_PASS, Score
+from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, OF_PASS, Score, policy_field
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
@@ -90,9 +90,7 @@ class Atlases:
             refuse(name, contender, blueprint.scores, policies, blueprint.chain.needs)
         mesh, sizes = blueprint.mesh, blueprint.geometry
         self.names: tuple[str, ...] = tuple(contenders)
-        self.needs: frozenset[str] = frozenset().union(
-            *(contender.needs for contender in contenders.values())
-        )
+        self.needs: frozenset[str] = frozenset().union(*(c.needs for c in contenders.values()))
         self.preparer: Preparer = preparer
         tokens = sharding.rounded_up(mesh, sizes.widest, "sequence")
         self.sketch: Sketch = make_sketch(blueprint.passes._replace(tokens=tokens))
@@ -162,10 +160,12 @@ def refuse(
             f"{name}: trains known answers in place of what samples went on with, and an atlas is "
             "of one set of samples: leave the method out"
         )
-    if read := sorted(contender.objective.surrogate.needs & OF_PASS.keys()):
+    objective = contender.objective
+    shortened = {policy_field(score) for part in objective.penalties for score, _ in part.counts}
+    if read := sorted(shortened | objective.surrogate.needs & OF_PASS.keys()):
         raise InputError(
-            f"{name}: its surrogate reads {', '.join(read)}, whose gradient is none of log-probs: "
-            "the atlas cannot show it"
+            f"{name}: its loss reads {', '.join(read)}, whose gradient is none of log-probs of "
+            "samples: the atlas cannot show it; leave out atlas.methods, or the method"
         )
     needs = contender.needs
     scorers = (scores[need].scored_by for need in needs & scores.keys())

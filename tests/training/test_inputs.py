@@ -15,7 +15,10 @@ import pytest
 from jaxgrpo.cli import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import DataKeys, PartKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import tasks
+from jaxgrpo.data.sources import Source
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.training import inputs, loop
@@ -137,6 +140,37 @@ def test_rows_from_python_need_no_data_path(tmp_path, model):
     ]
     with pytest.raises(InputError, match=r"data.path: missing; give a .jsonl, .csv or .*dataset="):
         setup(run_config)
+
+
+def prompts_of_rows(keys, source):
+    return [row["prompt"] for row in inputs.load_rows(keys, source)[0]]
+
+
+def test_a_task_is_asked_by_the_column_or_template_that_data_prompt_names():
+    plain = [row["prompt"] for row in tasks.load("task:demonstrated:test", 3)]
+    shown = [row["shown"] for row in tasks.load("task:demonstrated:test", 3)]
+    held_out = Source("task:demonstrated:test?size=3")
+    for path in (None, "task:demonstrated:train?size=2"):  # without training data, or with its
+        assert prompts_of_rows(DataKeys(path=path), held_out) == plain
+        assert prompts_of_rows(DataKeys(path=path, prompt="shown"), held_out) == shown
+        templated = prompts_of_rows(DataKeys(path=path, prompt="Q: {prompt}"), held_out)
+        assert templated == [f"Q: {prompt}" for prompt in plain]
+        with pytest.raises(InputError, match="no column 'show'"):
+            inputs.load_rows(DataKeys(path=path, prompt="show"), held_out)
+    for path in ("questions.jsonl", "task:arithmetic:train"):  # whose columns are called otherwise
+        assert prompts_of_rows(DataKeys(path=path, prompt="question"), held_out) == plain
+    trained = DataKeys(path="task:demonstrated:test?size=3", prompt="shown")
+    assert prompts_of_rows(trained, None) == shown
+
+
+def test_a_task_in_a_mixture_is_asked_as_its_entry_says():
+    parts = [
+        PartKeys(path="task:demonstrated:test?size=2", name="shown", prompt="shown"),
+        PartKeys(path="task:demonstrated:test?size=2", name="plain"),
+    ]
+    rows = tasks.load("task:demonstrated:test", 2)
+    texts = prompts_of_rows(DataKeys(path=tuple(parts), prompt="question"), None)
+    assert texts == [row[column] for column in ("shown", "prompt") for row in rows]
 
 
 def test_dropped_prompts_are_said_at_the_start_and_in_the_summary(tmp_path, model, capsys):

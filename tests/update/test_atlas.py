@@ -146,14 +146,15 @@ def test_an_update_of_nothing_has_no_cosine():
 
 
 @pytest.mark.parametrize(
-    ("contender", "message"),
+    ("recipe", "penalties", "message"),
     [
-        (("alpha_dpg", losses.reinforce()), "reads base"),
-        (("l2t", losses.reinforce()), "cut_answer_logp, thought_tokens"),
+        ("alpha_dpg", (), "reads base"),
+        ("l2t", (), "cut_answer_logp, thought_tokens"),
+        ("grpo", (losses.top_k_divergence(1.0),), "its loss reads policy:teacher_top"),
     ],
 )
-def test_what_the_run_does_not_make_is_refused(contender, message):
-    recipe, surrogate = contender
-    method = Contender(advantages.build(recipe), losses.Objective(surrogate, MEANS["token_mean"]))
+def test_what_an_atlas_cannot_show_is_refused(recipe, penalties, message):
+    objective = losses.Objective(losses.reinforce(), MEANS["token_mean"], penalties)
+    method = Contender(advantages.build(recipe), objective)
     with pytest.raises(InputError, match=message):
         Atlases(Preparer(blueprint()), {"run": contenders()["grpo"], "extra": method})
