@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,11 +21,15 @@ from jaxgrpo.models.hf.families import FAMILIES, model_config
 CLOSE = 2e-4  # of logits, which are of order 1
 
 
-def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
+def outcome(
+    name: str, fields: dict[str, Any], folder: Path, computed: dict[Any, np.ndarray] | None = None
+) -> str:
     """What comes of a config.json; anything but the first three words is a fault.
 
     refused: with the field's name. equal: the logits are those of transformers.
     neither: transformers cannot run it, and we do not refuse it.
+
+    Args: computed: our logits by model and weights, which most changes leave as they are.
     """
     try:
         model_config(fields, "config.json")
@@ -39,15 +44,27 @@ def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
     except Exception:  # of any type: this is a config that transformers' own code does not foresee
         return "neither"
     try:
-        model, params = jaxgrpo.load_model(folder)
-        with jax.disable_jit():  # operations of one shape are compiled once for all changes
-            logits = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+        logits = our_logits(folder, tokens, mask, {} if computed is None else computed)
     except InputError as error:
         return refusal(name, error)
     except Exception as error:
         return f"ended by {error!r}"
     apart = checkpoints.distance(theirs, logits, tokens, mask, CLOSE)
     return "equal" if apart <= CLOSE else f"apart by {apart}"
+
+
+def our_logits(
+    folder: Path, tokens: np.ndarray, mask: np.ndarray, computed: dict[Any, np.ndarray]
+) -> np.ndarray:
+    model, params = jaxgrpo.load_model(folder)
+    weights = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        weights.update(np.asarray(leaf).tobytes())
+    key = (model.config, jax.tree.structure(params), weights.digest())
+    if key not in computed:
+        with jax.disable_jit():  # operations of one shape are compiled once for all changes
+            computed[key] = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+    return computed[key]
 
 
 def refusal(name: str, error: InputError) -> str:
@@ -59,8 +76,9 @@ def outcomes(
 ) -> dict[str, list[str]]:
     """Outcome -> the changes that have it, in words."""
     changes_by_outcome: dict[str, list[str]] = {}
+    computed: dict[Any, np.ndarray] = {}
     for count, (name, fields) in enumerate(changes):
-        result = outcome(name, fields, folder / str(count))
+        result = outcome(name, fields, folder / str(count), computed)
         new = {key: value for key, value in fields.items() if base.get(key, base) != value}
         gone = [f"no {key}" for key in base if key not in fields]
         changes_by_outcome.setdefault(result, []).append(" ".join([json.dumps(new), *gone]))
