@@ -25,7 +25,10 @@ def compiled(rollouts):
     return (EVERY if wide else RECIPES)(rollouts)
 
 
-@pytest.fixture(params=[np.float64, np.float32], ids=["float64", "float32"])
+@pytest.fixture(
+    params=[np.float64, pytest.param(np.float32, marks=pytest.mark.full)],
+    ids=["float64", "float32"],
+)
 def dtype(request):
     """Laws hold in float64 up to 1e-12, over all parts; float32 is a spot check of the recipes."""
     with jax.enable_x64(request.param is np.float64):
@@ -101,10 +104,9 @@ def test_permuted_prompts_give_permuted_advantages_unless_ordered(dtype):
     check_equal(permuted(plain, order), permuted(moved, ...), TOLERANCE[dtype])
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["recipe ", pytest.param("", marks=pytest.mark.full)], ids=["recipes", "all"]
-)
+@pytest.mark.parametrize("kind", ["recipe ", ""], ids=["recipes", "all"])
 def test_a_group_is_as_live_alone_as_among_any_others_unless_groups_are_compared(wide, kind):
     rollouts = laws.make_rollouts(wide)
     relative = {label: chain for label, chain in laws.chains().items() if chain.relative}
@@ -180,10 +182,9 @@ def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(wide):
     assert float(states["own 0"]["running_mean"]["count"]) > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [np.float32, pytest.param(np.float64, marks=pytest.mark.full)], ids=["32", "64"]
-)
+@pytest.mark.parametrize("kind", [np.float32, np.float64], ids=["32", "64"])
 def test_four_devices_give_what_one_gives(kind):
     with jax.enable_x64(kind is np.float64):
         check_four_devices(kind)
@@ -239,7 +240,14 @@ def floating(fields):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["float64", "float32", "bfloat16", pytest.param("float16", marks=pytest.mark.full)]
+    "name",
+    [
+        "float64",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("float32", "bfloat16", "float16")
+        ),
+    ],
 )
 def test_rewards_of_every_dtype_are_computed_in_at_least_float32(name):
     with jax.enable_x64(name == "float64"):

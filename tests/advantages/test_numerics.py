@@ -85,6 +85,7 @@ def test_a_group_of_equal_samples_gives_exactly_zero_in_all_that_is_relative(mon
         assert (np.asarray(values[name])[-mixed:].reshape(mixed, -1) != 0).any(1).all(), name
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_totals_that_differ_by_rounding_alone_are_flat():
     """0.1 + 0.6 is 0.7 + 6e-8 in float32: with eps 1e-8 that was an advantage of -1."""

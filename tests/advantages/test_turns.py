@@ -114,6 +114,7 @@ def test_turns_are_compared_with_turns_in_the_same_state(std, ddof):
         assert_tokens(value, case, expected)
 
 
+@pytest.mark.full
 def test_without_turns_that_meet_it_is_grpo():
     number, turn, mask, reward, _, scored, total = drawn(2)
     state = np.arange(P * G * K).reshape(P, G, K)

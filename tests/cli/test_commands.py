@@ -58,6 +58,7 @@ def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     assert f"{measured['accuracy']:.3f}" in output
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, capsys):
     model = run.path / "model"

@@ -71,6 +71,7 @@ def test_what_own_code_and_its_processes_print_goes_to_stderr(
         assert line in table.stdout.splitlines()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_document_comes_where_stderr_is_closed_and_none_where_stdout_is(
     python, environment, tmp_path

@@ -150,7 +150,10 @@ raise ImportError
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "left"), [("doctor", ""), ("plan", "another line\n")])
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [("doctor", ""), pytest.param("plan", "another line\n", marks=pytest.mark.full)],
+)
 def test_nothing_is_said_of_a_missing_cuda_driver(
     python, environment, repository, tmp_path, command, left
 ):
@@ -204,6 +207,7 @@ def test_make_quickstarts_fails_and_names_what_learned_too_little(monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1] == "lora: exit code 5"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsys):
     run_dir = tmp_path / "run"

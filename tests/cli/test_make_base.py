@@ -166,7 +166,7 @@ def test_one_dispatch_of_two_steps_is_two_dispatches_of_one(tiny):
         ({"steps": 0}, "steps = 0: give 1 or more"),
         ({"batch": 0}, "batch = 0: give 1 or more"),
         ({"family": "lama"}, "did you mean 'llama'"),
-        ({"num_layers": 0}, "num_hidden_layers = 0"),
+        pytest.param({"num_layers": 0}, "num_hidden_layers = 0", marks=pytest.mark.full),
     ],
 )
 def test_bad_arguments_are_refused_before_training(tmp_path, options, message):

@@ -54,7 +54,7 @@ def on_a_terminal(*command: str, **options) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="how a terminal ends differs elsewhere")
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("no_color", ["1", ""])
+@pytest.mark.parametrize("no_color", ["1", pytest.param("", marks=pytest.mark.full)])
 def test_no_colour_is_written_where_it_is_not_wanted(
     python, environment, tmp_path, program, no_color
 ):

@@ -82,6 +82,7 @@ def test_sample_gives_the_rows_of_the_command(call_options, folder, tmp_path):
     assert [row["completion"] for row in rows[-3:]] == ["y"] * 3, "always right"
 
 
+@pytest.mark.full
 def test_functions_and_rows_of_python_are_taken_as_they_are(call_options):
     model, options, _ = call_options
     rows = [{"prompt": prompt, "answer": "y"} for prompt in tables.prompts(3)]

@@ -207,6 +207,7 @@ def new_scores(out: Path) -> dict[str, dict[int, list[Any]]]:
     return scores
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_same_rewards_say_the_same_bit_for_bit(tmp_path, capsys):
     run = loop.train(small_run.config(tmp_path / "run", **{"run.samples_every": 1}))

@@ -111,6 +111,7 @@ def test_a_tokenizer_that_fails_or_takes_too_long_names_the_rows(tmp_path, monke
         prompts.token_ids(tokenizer, [SLOW] * 16, "answer")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_read_in_time_is_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"cannot be read .RuntimeError: .*retry-limit"):

@@ -72,6 +72,7 @@ def test_seeds_give_other_rows_and_not_those_beside_them():
     assert not first & second
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["isomorphic_strings", "polynomial_multiplication", "ransom_note"])
 def test_rows_are_the_same_in_every_process(name, monkeypatch):
@@ -158,6 +159,7 @@ def test_an_answer_is_never_run(name, tmp_path):
         assert not file.exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_answer_that_never_ends_is_not_scored_and_the_others_are():
     ((place, _, answer),) = draw("countdown", count=1)
@@ -183,11 +185,15 @@ def test_an_answer_that_never_ends_is_not_scored_and_the_others_are():
         ("chain_sum:dev", "no split 'dev': take train or test"),
         ("chain_sum", "names no task"),
         ("chain_sum:train?min_term=2", "no option 'min_term': there are size, seed, allow_neg"),
-        ("chain_sum:train?min_terms=0", "min_terms must be positive"),
+        pytest.param(
+            "chain_sum:train?min_terms=0", "min_terms must be positive", marks=pytest.mark.full
+        ),
         ("chain_sum:train?size=0", "size = 0: take a whole number >= 1"),
         ("chain_sum:train?size", "write options once each"),
-        ("composite:train", "Must specify at least one dataset"),
-        ("sokoban:train?size=9000", r"made \d+ of 9000 rows"),
+        pytest.param(
+            "composite:train", "Must specify at least one dataset", marks=pytest.mark.full
+        ),
+        pytest.param("sokoban:train?size=9000", r"made \d+ of 9000 rows", marks=pytest.mark.full),
     ],
 )
 def test_a_wrong_name_gets_a_line(spec, message, monkeypatch):

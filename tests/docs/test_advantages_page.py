@@ -26,6 +26,7 @@ def blocks(page, language):
     return [text for name, text in code_blocks if name == language]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_pages_are_what_the_script_computes():
     for path, text in maker.pages().items():
@@ -84,7 +85,9 @@ def test_the_table_tells_sample_group_and_batch_and_says_what_is_missing(monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", ["README.md", "docs/advantages.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", pytest.param("docs/advantages.md", marks=pytest.mark.full)]
+)
 def test_what_the_command_prints_is_what_the_documents_show(
     repository, document, python, environment
 ):

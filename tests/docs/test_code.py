@@ -24,6 +24,7 @@ CHECKED = {
     "docs/models.md": 2,
 }
 """Every page with Python that runs -> how many of its lines say what they give."""
+SLOW = {"docs/check.md", "docs/models.md"}
 
 BLOCK = re.compile(
     r"^(<!-- not run: ([^\n]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
@@ -51,7 +52,10 @@ def run(code: str, names: dict) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", CHECKED)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.full if page in SLOW else ()) for page in CHECKED],
+)
 def test_the_python_of_a_page_runs_and_gives_what_it_says(repository, page):
     names: dict = {}
     blocks = BLOCK.findall((repository / page).read_text())

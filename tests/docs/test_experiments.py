@@ -148,6 +148,7 @@ def test_numbers_are_rounded_to_three_digits():
     assert row[2:] == ["| 0.0400 | 1.000 |", "| 12.346 | 3 |", "| 1.00e-05 | 0 |"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_wrong_closed_form_would_be_noticed(monkeypatch):
     with jax.enable_x64(True):

@@ -43,6 +43,7 @@ def failures(folder, python, environment) -> set[str]:
     return {*re.findall(r"^FAILED test_middle.py::(\w+)", run.stdout, re.MULTILINE)}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_mistake_fails_the_tests_that_the_page_names(page, folder, python, environment):
     named = {*re.findall(r"^FAILED test_middle.py::(\w+)", page, re.MULTILINE)}
@@ -50,6 +51,7 @@ def test_the_mistake_fails_the_tests_that_the_page_names(page, folder, python, e
     assert failures(folder(MISTAKEN), python, environment) == named
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_corrected_step_passes_its_tests(folder, python, environment):
     assert failures(folder(CORRECTED), python, environment) == set()

@@ -195,7 +195,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if number % 3 else ())
+        for number, name in enumerate(REFUSED)
+    ],  # a third of them in `make test`
+)
 def test_it_is_refused_in_one_line_before_the_run(name, folder, tmp_path, capfd):
     changes, *parts = REFUSED[name]
     run, file = tmp_path / "run", tmp_path / "run.toml"
@@ -332,6 +338,7 @@ def test_an_observation_that_makes_a_prompt_too_long_ends_the_run_in_one_line(
     assert "set rollout.max_prompt_tokens to as many" in errors
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_where_rows_have_no_prompt_the_environment_says_what_is_asked(folder, tmp_path):
     """trl 6349: its data sets need no column "prompt" where there is an environment."""

@@ -23,6 +23,14 @@ from jaxgrpo.environments.tools import LONGEST, run_calls
 PARTS = {**called.TOOLS, **{cls.__name__: cls for cls in (called.Game, called.Walk, called.Talks)}}
 PARTS |= {"Refuses": called.Refuses, "str": str}
 
+BAD = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in ("spin", "sleep") else ())
+        for name in called.BAD
+    ],
+)
+
 
 def parse(text):
     """Every word is a call, "bad:die" with an argument."""
@@ -86,7 +94,7 @@ def limit(name):
     return 1.5 if called.BAD[name] == "timed_out" else 20.0
 
 
-@pytest.mark.parametrize("name", called.BAD)
+@BAD
 def test_a_tool_that_ends_its_process_answers_in_words_and_the_next_call_has_another(
     processes, name
 ):
@@ -147,7 +155,7 @@ def test_an_environment_breaks_in_the_words_of_a_thread(processes, factory, mess
     assert error.value.ending == ""
 
 
-@pytest.mark.parametrize("name", called.BAD)
+@BAD
 def test_an_environment_whose_process_ends_is_broken_by_name_and_its_neighbours_go_on(
     processes, name
 ):

@@ -55,7 +55,9 @@ PLAIN = losses.Objective(losses.clip(), losses.token_mean())
     ("recipe", "penalties", "anchor"),
     [
         ("alpha_dpg", (), "base"),  # scored for the chain
-        ("grpo", (losses.k2(0.1),), "reference"),  # scored for the loss
+        pytest.param(  # scored for the loss
+            "grpo", (losses.k2(0.1),), "reference", marks=pytest.mark.full
+        ),
     ],
 )
 def test_it_is_the_mean_over_completions_of_the_log_ratio_of_what_was_sampled(

@@ -70,7 +70,10 @@ def expected(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [None, 16, 48])
+@pytest.mark.parametrize(
+    "tokens",
+    [pytest.param(None, marks=pytest.mark.full), 16, pytest.param(48, marks=pytest.mark.full)],
+)
 def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, tokens):
     scores, right = rescored(case, tokens=tokens), expected(case)
     assert scores.keys() == right.keys()
@@ -79,8 +82,9 @@ def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, tokens
         np.testing.assert_allclose(scores[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["fsdp", pytest.param("tensor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_four_devices_say_what_one_says(case, axis):
     """Prompts over two or four bins, the parameters and the vocabulary split in two."""
     single, four = rescored(case), rescored(case, sharding.make_mesh(**{axis: 2}))

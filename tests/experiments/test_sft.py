@@ -120,6 +120,7 @@ def test_adapters_alone_are_trained_and_merged(tmp_path):
     assert not all(same)
 
 
+@pytest.mark.full
 def test_a_dry_run_shows_the_first_answer_and_writes_nothing(tmp_path, capsys):
     assert main(["sft", str(write(tmp_path)), "--dry-run"]) == 0
     shown = capsys.readouterr().out

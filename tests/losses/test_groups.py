@@ -53,7 +53,13 @@ def tokens_in(shape):
     return Tokens(**rows, segment=jnp.asarray(segment, jnp.int32), fields={}), sample // G
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.full if layout == "a group a row" else ())
+        for layout in LAYOUTS
+    ],
+)
 def test_a_groups_mean_is_over_its_unmasked_sequences_however_they_are_packed(float64, layout):
     tokens, group = tokens_in(LAYOUTS[layout])
     logp, old, _, mask = batch()
@@ -137,6 +143,7 @@ def policies(float64):
     return draw(P, 1 + V, V), draw(P, 1 + V, V), draw(P, len(SEQUENCES))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_its_gradient_is_that_of_the_published_loss_through_the_mean_too(policies):
     logits, old, reward = policies

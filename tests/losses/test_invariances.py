@@ -62,10 +62,9 @@ def test_what_masked_entries_hold_reaches_neither_value_nor_gradient(dtype, garb
             assert (np.asarray(leaf)[~np.asarray(mask)] == 0).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [np.float64, pytest.param(np.float32, marks=pytest.mark.full)], indirect=True
-)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32], indirect=True)
 def test_micro_batches_add_up_to_the_whole(dtype):
     batch = make_batch(dtype)
     weights = reduce_all(batch["mask"])
@@ -108,6 +107,7 @@ def test_padding_and_masked_rows_and_groups_change_nothing(float64):
         np.testing.assert_allclose(shrunk, (P * G - 1) / rows, rtol=1e-12)  # one row is empty
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_four_devices_give_what_one_gives(float64):
     batch = make_batch(float64)

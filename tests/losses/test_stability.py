@@ -16,7 +16,9 @@ BY_SEQUENCE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [np.float64, np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)]
+)
 def test_log_ratios_of_100_are_clamped_and_counted(dtype, advantage):
     with jax.enable_x64(dtype is np.float64):
         batch = make_batch(np.float64 if dtype is np.float64 else np.float32)

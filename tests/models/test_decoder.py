@@ -202,14 +202,9 @@ def test_what_stands_in_padding_has_no_influence(logits):
         np.testing.assert_array_equal(logits(form, 0), logits(form, 9))
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "local/global" else pytest.param(name, marks=pytest.mark.full)
-        for name in CONFIGS
-    ],
-)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_gradient_reaches_parameters_through_the_prompts_keys_and_values(name):
     weight = np.random.default_rng(5).normal(size=(2, 2, 5, 13))
     with jax.enable_x64(True):  # so that only a missing term can make a difference

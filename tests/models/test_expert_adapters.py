@@ -67,7 +67,8 @@ def by_a_loop(x: Any, passed: np.ndarray, gates: Any, weights: dict[tuple[str, s
     return jnp.stack(rows)
 
 
-@pytest.mark.parametrize("tokens", [3, 9])  # fewer rows of tokens than experts are, and more
+# Fewer rows of tokens than experts are, and more.
+@pytest.mark.parametrize("tokens", [pytest.param(3, marks=pytest.mark.full), 9])
 def test_values_and_gradients_are_those_of_a_loop_over_experts(tokens):
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -97,6 +98,7 @@ def drawn(model: Any) -> Params:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_on_four_devices_they_lie_as_their_weights_and_compute_the_same():
     model = decoder.build(CONFIG)

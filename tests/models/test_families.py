@@ -39,6 +39,10 @@ def case(request, tmp_path_factory):
     )
 
 
+EXPORTED = {"llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3"}
+"""Plain, fused, with experts of each way of storing them, with states, with latents."""
+
+
 def test_logits_are_those_of_transformers_whichever_side_is_padded(case):
     """And of such a size that a window, a norm or a scale that does nothing would be seen."""
     real = BATCH[1].astype(bool)
@@ -47,6 +51,14 @@ def test_logits_are_those_of_transformers_whichever_side_is_padded(case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(family, marks=() if family in ("llama", "gemma2") else pytest.mark.full)
+        for family in sorted(FAMILIES)
+    ],
+    indirect=True,
+)
 def test_log_probs_are_those_of_the_logits(case):
     tokens, mask = BATCH
     token_logp = np.asarray(jaxgrpo.token_logp(case.model, case.params, tokens, mask))
@@ -57,6 +69,14 @@ def test_log_probs_are_those_of_the_logits(case):
     assert not token_logp[:, 0].any()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(family, marks=() if family in EXPORTED else pytest.mark.full)
+        for family in sorted(FAMILIES)
+    ],
+    indirect=True,
+)
 def test_an_export_is_the_checkpoint_bit_for_bit(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -70,6 +90,7 @@ def test_an_export_is_the_checkpoint_bit_for_bit(case, tmp_path):
     np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), case.expected)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_gradients_of_experts_and_routers_are_those_of_transformers(tmp_path):
     """Of the mean square of all logits."""

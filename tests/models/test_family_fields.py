@@ -126,7 +126,14 @@ def test_fields_that_transformers_does_not_read_change_nothing(family, changes, 
     assert outcome("", fields, tmp_path) == "equal"
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llama", marks=pytest.mark.full),
+        "phi3",
+        pytest.param("olmo2", marks=pytest.mark.full),
+    ],
+)
 def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_path):
     fields = checkpoints.config_fields(family)
     del fields["num_key_value_heads"]
@@ -147,7 +154,13 @@ DIFFERENT = ("cohere2", "ernie4_5", "exaone4", "gemma2", "olmo3", "phi3")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", DIFFERENT)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("gemma2", "phi3") else pytest.mark.full)
+        for family in DIFFERENT
+    ],
+)
 def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
     assert {"equal", "refused"} & check(family, 72, tmp_path).keys()
 

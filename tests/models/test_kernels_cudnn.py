@@ -65,6 +65,7 @@ def test_prompts_are_the_plain_ones_with_their_gradients(kind):
     assert_same(actual, expected)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_row_of_several_samples_gives_nan_and_leaves_others_alone():
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))

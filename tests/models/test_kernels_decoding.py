@@ -192,7 +192,11 @@ def run(kernel: Decoding | None, devices: int = 1, **changes):
     return draw_all(engine, tiny.params(KERNEL_SIZED), prompts, KEY, GROUP)
 
 
-@pytest.mark.parametrize("slots", [0, 8], ids=["a slot for each", "slots of the next sample"])
+@pytest.mark.parametrize(
+    "slots",
+    [0, pytest.param(8, marks=pytest.mark.full)],
+    ids=["a slot for each", "slots of the next sample"],
+)
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.full)])
 def test_the_engine_draws_what_it_draws_without_them(slots, temperature):
     options = {"slots": slots, "temperature": temperature}

@@ -89,6 +89,7 @@ def test_packed_rows_are_the_plain_ones_with_their_gradients(packed):
     assert_same(actual, expected)
 
 
+@pytest.mark.full
 def test_rows_that_are_not_side_by_side_give_nan_and_leave_others_alone():
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     gap = SEVERAL.segment.copy()

@@ -21,6 +21,8 @@ from jaxgrpo.models.kernels import splash
 LONG = attended.packed([[60, 100, 90], [256]], [1, 0], [130, 40], width=140, size=260)
 """Several blocks of 128, of prompts and of rows; a prompt that fills no block and one and a bit."""
 BOTH = AttentionKind(window=70, soft_cap=1.5)
+ENDS = [KINDS[0], *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:3]), KINDS[3]]
+"""In every run of the tests neither a window nor a cap, and both."""
 
 
 class Placed(NamedTuple):
@@ -33,7 +35,7 @@ interpreted = functools.partial(splash.rows_with_prefix, interpret=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=attended.name)
+@pytest.mark.parametrize("kind", ENDS, ids=attended.name)
 def test_rows_are_the_plain_ones_with_their_gradients(kind):
     *inputs, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     actual, expected = (
@@ -43,7 +45,7 @@ def test_rows_are_the_plain_ones_with_their_gradients(kind):
     assert_same(actual, expected, 2e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=attended.name)
+@pytest.mark.parametrize("kind", ENDS, ids=attended.name)
 def test_segments_that_are_alone_see_no_prompt(kind):
     """As rows of another prompt, one without a token, whichever kernel computes them."""
     alone = jnp.asarray(SEVERAL.segment > 1)
@@ -74,7 +76,9 @@ def test_segments_that_are_alone_see_no_prompt(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AttentionKind(), BOTH], ids=attended.name)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AttentionKind(), marks=pytest.mark.full), BOTH], ids=attended.name
+)
 def test_rows_of_several_blocks_are_the_plain_ones(kind):
     *inputs, cotangent = map(jnp.asarray, attended.draws(LONG, np.float32))
     actual, expected = (

@@ -47,6 +47,15 @@ CONFIGS = {
         pattern=(LayerKind(feed=ExpertsKind(4, 2, size=12, shared=8, shared_gate=True)),),
     ),
 }
+QUICK_CONFIGS = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            config, id=name, marks=() if name in ("uniform", "experts") else pytest.mark.full
+        )
+        for name, config in CONFIGS.items()
+    ],
+)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(2, tiny.VOCAB, (2, 6)))
 
 
@@ -77,7 +86,7 @@ def _logits(model: Model, params: Params) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@QUICK_CONFIGS
 @pytest.mark.parametrize(
     "settings",
     [
@@ -102,7 +111,7 @@ def test_merged_weights_compute_what_adapters_do(config, settings):
 
 
 @pytest.mark.parametrize("is_stacked", [True, False], ids=["stacked", "layers apart"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@QUICK_CONFIGS
 def test_merged_layer_by_layer_they_are_the_same_weights(config, is_stacked):
     model = adapted(config)
     params = drawn(model)
@@ -134,7 +143,9 @@ def test_scale_is_alpha_over_rank_or_over_its_root():
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=name, marks=pytest.mark.full if name == "local and global" else ())
+        pytest.param(
+            config, id=name, marks=() if name in ("uniform", "fused") else pytest.mark.full
+        )
         for name, config in CONFIGS.items()
     ],
 )

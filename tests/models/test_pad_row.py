@@ -44,7 +44,10 @@ def close(actual, expected) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pad", [PAD, PAD - checkpoints.VOCAB, None])
+@pytest.mark.parametrize(
+    "pad",
+    [PAD, *(pytest.param(pad, marks=pytest.mark.full) for pad in (PAD - checkpoints.VOCAB, None))],
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_embedding_and_head_are_those_of_torch(tied, pad, tmp_path):
     config = checkpoints.transformers_config("qwen3", pad_token_id=pad, tie_word_embeddings=tied)

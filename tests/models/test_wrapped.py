@@ -77,6 +77,20 @@ class Case(NamedTuple):
 CASES = [(kind, tied) for kind in ("gemma3", "mistral3") for tied in (True, False)]
 CASES += [("ministral3", False), *((kind, False) for kind in QWEN)]
 
+FEW = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            marks=() if case in (("gemma3", True), ("qwen3_5_moe", False)) else pytest.mark.full,
+        )
+        for case in CASES
+    ],
+    ids=str,
+    indirect=True,
+)
+"""For what takes long: with tied and with other tables, with states and experts."""
+
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def case(request, tmp_path_factory):
@@ -118,6 +132,7 @@ def test_an_export_is_the_full_checkpoint_bit_for_bit(case, tmp_path):
     assert written == stored
 
 
+@FEW
 def test_what_was_trained_is_in_the_full_model_of_an_export(case, tmp_path):
     trained = jax.tree.map(lambda leaf: leaf * 1.25, case.params)
     jaxgrpo.save_model(case.model, trained, tmp_path / "ours", base=case.folder)
@@ -154,6 +169,7 @@ def test_both_ways_of_writing_the_names_are_read_and_kept(case, tmp_path):
     np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), case.expected)
 
 
+@FEW
 def test_without_the_key_one_line_names_it(case, capsys):
     with pytest.raises(InputError, match=r"set model\.text_only = true to train its text part"):
         jaxgrpo.load_model(case.folder)
@@ -163,6 +179,7 @@ def test_without_the_key_one_line_names_it(case, capsys):
     assert case.model.config.family in capsys.readouterr().out
 
 
+@FEW
 def test_a_run_reads_the_text_part(case):
     lengths = ("rollout.max_prompt_tokens=8", "rollout.max_completion_tokens=8")
     config = minimal_config.read(f"model.path={case.folder}", "model.text_only=true", *lengths)
@@ -182,6 +199,7 @@ def test_a_run_reads_the_text_part(case):
 @pytest.mark.parametrize(
     "is_text", [True, pytest.param(False, marks=pytest.mark.full)], ids=["text", "endings"]
 )
+@FEW
 def test_adapters_have_the_names_that_peft_gives_them(case, is_text, tmp_path):
     """Of the text alone; PEFT takes a list of endings for the modules of images too."""
     pytest.importorskip("peft")

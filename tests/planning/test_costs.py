@@ -207,7 +207,7 @@ def test_a_full_update_takes_the_micro_batches_that_its_samples_fill(geometry, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("slots", [0, pytest.param(4, marks=pytest.mark.full)])
 def test_sampling_calls_its_programs_as_often_as_it_says(slots, monkeypatch):
     """With prompts and completions as long as they may be."""
     prompts, group, width, steps = 6, 2, 150, 24

@@ -36,7 +36,13 @@ def files(home: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("name", wrong_inputs.WRONG)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if number % 3 else ())
+        for number, name in enumerate(wrong_inputs.WRONG)
+    ],  # a third of them in `make test`
+)
 def test_it_is_refused_in_words_and_nothing_is_written(name, home, capfd, monkeypatch):
     wrong = wrong_inputs.WRONG[name]
     for variable, value in wrong.environment:

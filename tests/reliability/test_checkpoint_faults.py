@@ -332,6 +332,7 @@ def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_p
     assert lines[4].endswith("put run.dir on a file system that all processes share")
 
 
+@pytest.mark.full
 @pytest.mark.fault(10)
 @pytest.mark.slow
 def test_two_processes_save_together_and_one_restores_it(tmp_path, two):

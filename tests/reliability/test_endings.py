@@ -54,7 +54,7 @@ ENDINGS = {
     "run deleted": (lambda run: shutil.rmtree(run), 74, "is not the folder that this run began"),
     "too large": (lambda run: [1e30], 3, "1e+30"),
 }
-SOON = {"SIGTERM", "raises"}
+SOON = {"raises"}
 """Run by `make test` too, not only by `make test-all`."""
 
 

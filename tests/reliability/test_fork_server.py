@@ -91,6 +91,7 @@ def test_a_command_ends_with_its_client_and_nonsense_ends_nothing(
     assert start(program="print('still there')").communicate(30)[0] == "still there\n"
 
 
+@pytest.mark.full
 def test_a_server_that_is_gone_is_named_and_is_no_exit_code_of_its_command(environment):
     with ForkServer(environment()) as server:
         command = server.start(env=environment(), program=SLEEP)

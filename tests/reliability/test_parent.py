@@ -157,6 +157,7 @@ def test_ctrl_c_within_garbage_collection_is_heard(environment):
     assert "ValueError: as it is" in run.stderr
 
 
+@pytest.mark.full
 def test_ctrl_c_twice_kills_it_at_once_however_long_its_grace_is(begin):
     process = begin("sum", "inf")
     child_process(process)

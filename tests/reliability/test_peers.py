@@ -135,6 +135,7 @@ def test_a_frozen_process_is_named_and_ends_when_it_goes_on(begin, frozen):
     assert ends([processes[frozen]])[0][0] != 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_process_that_ends_in_order_is_not_missed(begin):
     first, second = pair(begin, 1, "alone", "leave", usual=("alone", "leave"))
@@ -201,10 +202,10 @@ time.sleep(5)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seconds", "crowd", "left"),
-    [("10", 200, 65), ("1", 200, 0), pytest.param("10", 2_000, 65, marks=pytest.mark.full)],
+    ("seconds", "crowd", "left"), [("10", 200, 65), ("1", 200, 0), ("10", 2_000, 65)]
 )
 def test_a_crowd_of_strangers_is_bounded_and_a_broken_watch_ends_the_process(seconds, crowd, left):
     run = subprocess.run(

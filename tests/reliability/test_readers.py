@@ -255,7 +255,10 @@ def settings(count: int) -> hypothesis.settings:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == "TOML" else ()) for name in READERS],
+)
 def test_any_bytes_are_read_or_refused_in_a_message(name, size, tmp_path_factory, tries):
     reader, count = READERS[name], count_examples(name, size)
     home = tmp_path_factory.mktemp("whole")

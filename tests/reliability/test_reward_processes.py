@@ -48,7 +48,10 @@ def test_every_process_gets_all_scores_and_all_that_was_logged(python, environme
     assert "completion = 'f`a'" in log["messages"]["breaks"]
 
 
-@pytest.mark.parametrize(("mode", "error"), [("raise", "OSError"), ("exit", "SystemExit")])
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [("raise", "OSError"), pytest.param("exit", "SystemExit", marks=pytest.mark.full)],
+)
 def test_a_reward_that_fails_in_one_process_ends_both_with_its_message(
     mode, error, python, environment
 ):

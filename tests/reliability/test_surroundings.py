@@ -258,6 +258,7 @@ with open(sys.argv[1], "w") as file:
     assert (tmp_path / "file").read_text() == ""
 
 
+@pytest.mark.full
 def test_a_reward_that_changes_its_process_changes_nothing_of_the_run(
     base, tmp_path, start, straight
 ):

@@ -96,7 +96,9 @@ def test_a_stop_signal_in_a_hung_reward_ends_it_after_the_grace(begin, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code"), [("sleeps", STUCK), ("regex", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("sleeps", STUCK), pytest.param("regex", 1, marks=pytest.mark.full)]
+)
 def test_a_stuck_run_ends_with_its_phase_its_reward_and_its_stacks(begin, how, code):
     ended, errors = end(begin("60", "1", how))
     assert ended == code
@@ -119,6 +121,7 @@ def test_a_process_that_waits_for_a_hung_one_obeys_a_stop_signal_and_both_end(be
     assert end(second)[0] != 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hung_reward_of_one_process_ends_all(begin):
     for started in two(begin, "60", "2"):
@@ -144,6 +147,7 @@ def test_one_of_two_that_holds_the_interpreters_lock_ends_both(begin, stops):
     assert holding.returncode != 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_watchdog_that_is_left_watches_no_more():
     reports = []

@@ -133,6 +133,7 @@ def test_a_batch_with_hanging_answers_ends_and_all_others_are_scored(
     assert time.monotonic() - began < seconds / 2
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not THERE, reason="needs math-verify")
 def test_answers_that_hang_end_where_the_trainer_ignores_the_signal_of_their_timer(

@@ -21,6 +21,8 @@ SANDBOXES = [
     pytest.param(name, marks=pytest.mark.skipif(problem is not None, reason=f"{name}: {problem}"))
     for name, problem in PROBLEMS.items()
 ]
+WAITED_FOR = {"endless loop that catches", "flood", "nested value"}
+"""Programs that take seconds to be stopped; `make test` waits for an endless loop alone."""
 MBPP = {
     "test_list": ["assert double(3) == 6", "assert double(5) == 10", "assert double([1]) == [1, 1]"]
 }
@@ -84,7 +86,13 @@ def running_programs():
 @pytest.mark.fault(19)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SANDBOXES)
-@pytest.mark.parametrize("attack", hostile.PROGRAMS)
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param(attack, marks=pytest.mark.full if attack in WAITED_FOR else ())
+        for attack in hostile.PROGRAMS
+    ],
+)
 def test_a_hostile_program_earns_nothing_and_leaves_nothing(attack, name, attacked):
     program = hostile.PROGRAMS[attack]
     for mark, value in attacked.items():

@@ -105,6 +105,7 @@ def test_a_child_that_says_it_has_no_answer_stays(workers):
     assert pool.ask(["who"]) == [who]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_beyond_the_budget_of_a_batch_each_question_has_little_time_and_the_rest_is_answered(
     workers,

@@ -83,11 +83,9 @@ def zero_memory(tokens):
     return (KeyValue(jnp.zeros(shape), jnp.zeros(shape)),) * tiny.UNIFORM.num_layers
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [pytest.param(tiny.UNIFORM, "float32", marks=pytest.mark.full), (NARROW, "bfloat16")],
-)
+@pytest.mark.parametrize(("config", "dtype"), [(tiny.UNIFORM, "float32"), (NARROW, "bfloat16")])
 def test_a_cache_in_the_models_dtype_is_the_one_of_before_bit_for_bit(config, dtype):
     rollouts, want = run(config, kv_cache_dtype=dtype), run(config)
     np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)
@@ -164,6 +162,7 @@ def program(dtype):
     return decode_program(WIDE, WORK, sampling, jax.devices()[0]).compiled
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_bytes_of_the_cache_halve_and_no_second_one_is_made():
     wide, narrow = program("auto"), program("bfloat16")

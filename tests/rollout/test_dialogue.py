@@ -160,6 +160,7 @@ def test_what_a_tool_says_stands_between_the_turns_and_is_not_the_models():
     assert several >= 4
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_conversation_with_a_template_is_what_the_template_writes():
     rollouts, dialogue, _ = talk(style="closed", steps=200)

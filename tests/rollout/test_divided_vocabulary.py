@@ -37,17 +37,11 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "ended late": {"temperature": 1.0, "min_completion_tokens": 4},
     "named": {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "support": 40},
 }
-DIVIDED = [("top_p", FILLED)]
-"""A draw from a nucleus; the others in `make test-all`."""
 
 
-@pytest.mark.parametrize(
-    ("name", "vocab"),
-    [
-        pytest.param(*case, marks=() if case in DIVIDED else pytest.mark.full)
-        for case in itertools.product(DISTRIBUTIONS, (FILLED, WHOLE))
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("vocab", [FILLED, WHOLE])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, vocab):
     """Of an odd number of blocks, so that one without tokens is added."""
     assert -(-vocab // block_width(vocab)) % 2 == 1

@@ -86,6 +86,7 @@ def test_groups_of_any_size_are_drawn_side_by_side():
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_turn_that_ends_at_its_limit_goes_on_as_if_it_had_not():
     unbroken = drawn_alone(requests(tiny.prompts(4)))

@@ -120,7 +120,7 @@ def drawn(config: ModelConfig, params: Params, mesh: Mesh | None = None, **chang
     return draw_all(engine, params, prompts, KEY, 4)
 
 
-QUICK = {("uniform", "int8"), ("states", "fp8")}
+QUICK = {("uniform", "int8")}
 CASES = [
     pytest.param(
         config,
@@ -147,8 +147,9 @@ def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
     assert (unrounded.behavior_logp != expected.behavior_logp).any()
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
+@pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
 def test_on_a_mesh_the_same_is_drawn(weight_dtype):
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     arguments = tiny.UNIFORM, tiny.params()

@@ -40,7 +40,7 @@ def run(prompts=None, config=tiny.UNIFORM, key=KEY, purpose=0, greedy=0, **chang
     ("config", "temperature"),
     [
         (tiny.UNIFORM, 1.0),
-        (tiny.LOCAL_GLOBAL, 0.6),
+        pytest.param(tiny.LOCAL_GLOBAL, 0.6, marks=pytest.mark.full),
         (tiny.HYBRID, 1.0),
         *(
             pytest.param(*case, marks=pytest.mark.full)
@@ -139,7 +139,7 @@ def test_a_sample_depends_on_nothing_that_stands_beside_it():
     ("config", "sizes"),
     [
         (tiny.UNIFORM, (3, 64)),
-        (tiny.HYBRID, (3,)),
+        pytest.param(tiny.HYBRID, (3,), marks=pytest.mark.full),
         pytest.param(tiny.UNIFORM, (1, 8), marks=pytest.mark.full),
         pytest.param(tiny.LOCAL_GLOBAL, (1, 3, 8, 64), marks=pytest.mark.full),
         pytest.param(tiny.HYBRID, (1, 8, 64), marks=pytest.mark.full),
@@ -248,8 +248,6 @@ CUT = {
     "both": ({"temperature": 0.7, "top_p": 0.8}, [0.49152, 0.32588, 0.18260, 0, 0]),
     "plain": ({}, TABLE),
 }
-SOON = {"both"}
-"""Drawn by `make test` too, not only by `make test-all`."""
 
 
 def table_model():
@@ -264,11 +262,9 @@ def table_model():
     return model, {**zero, "final_norm": {"scale": jnp.ones(8)}}
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in SOON else pytest.mark.full) for name in CUT],
-)
+@pytest.mark.parametrize("name", CUT)
 def test_100_000_draws_follow_the_distribution_that_their_log_probs_state(name):
     changes, expected = CUT[name]
     model, params = table_model()
@@ -296,7 +292,10 @@ def test_one_row_drawn_twice_gets_different_samples():
     assert (tokens[0] != tokens[1]).any()
 
 
-@pytest.mark.parametrize("segment", [1, 5, 64])
+@pytest.mark.parametrize(
+    "segment",
+    [pytest.param(1, marks=pytest.mark.full), 5, pytest.param(64, marks=pytest.mark.full)],
+)
 def test_the_length_of_a_segment_changes_nothing(segment):
     np.testing.assert_array_equal(
         run(segment_tokens=segment).completion_tokens, run().completion_tokens
@@ -311,7 +310,9 @@ def test_padding_of_prompts_changes_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize(
+    "axis", [*(pytest.param(axis, marks=pytest.mark.full) for axis in ("data", "fsdp")), "tensor"]
+)
 def test_four_devices_sample_what_one_samples(axis):
     single = run(temperature=1.0)
     sizes = {"data": 1, axis: 4} if axis != "tensor" else {"data": 2, "tensor": 2}

@@ -17,8 +17,9 @@ from jaxgrpo.planning.costs import forward_flops
 SMALL = Workload(prompts=2, samples=3, shortest=2, longest=9, completion=5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("ragged", [False, True])
 def test_the_peer_has_our_model_and_counts_what_it_generates(ragged):
     pytest.importorskip("torch")
     work = SMALL._replace(ragged=ragged)

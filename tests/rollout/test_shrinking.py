@@ -84,6 +84,7 @@ def test_sizes_are_compiled_where_they_save_more_than_they_cost(layers, calls, n
     assert (len(sizes) <= 1) == (calls < 1000)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_samples_of_few_calls_are_those_of_many_with_fewer_programs():
     model, params = build(deep_config(1), True)

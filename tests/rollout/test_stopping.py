@@ -100,8 +100,10 @@ def cut(plain, ends):
     "changes",
     [
         {},
-        {"segment_tokens": 5},
-        *(pytest.param({"slots": n}, marks=pytest.mark.full) for n in (1, 8)),
+        *(
+            pytest.param(changes, marks=pytest.mark.full)
+            for changes in ({"segment_tokens": 5}, {"slots": 1}, {"slots": 8})
+        ),
     ],
 )
 def test_samples_end_exactly_with_a_stop_string(changes):
@@ -144,8 +146,9 @@ def test_a_forced_prefix_holds_no_stop_string():
         )
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("slots", [0, 4])
 def test_samples_end_where_the_last_tokens_have_too_little_confidence(slots):
     plain, window, temperature = run(temperature=0.8), 4, 0.8
     tables = tiny.whole_tables(tiny.UNIFORM, tiny.params(), plain, temperature)

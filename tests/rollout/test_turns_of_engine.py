@@ -102,8 +102,11 @@ def assert_same(spoken, config=tiny.UNIFORM):
 @pytest.mark.parametrize(
     ("slots", "delay", "read"),
     [
-        *((4, 6, 64), (0, 9, 2)),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, 0, 64), (7, 3, 1))),
+        (4, 6, 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((0, 9, 2), (4, 0, 64), (7, 3, 1))
+        ),
     ],
 )
 def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(monkeypatch, slots, delay, read):
@@ -127,10 +130,9 @@ def test_replies_in_chunks_are_those_that_are_fed(in_chunks, slots, config):
     assert_same(converse(4, 2, config, slots=slots)[0], config)
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "axes", [pytest.param({"data": 4}, marks=pytest.mark.full), {"data": 2, "tensor": 2}]
-)
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}])
 def test_tokens_are_those_of_one_device_on_four(axes):
     assert_same(converse(4, 3, mesh=sharding.make_mesh(**axes))[0])
 
@@ -157,15 +159,19 @@ def test_slots_become_fewer_as_conversations_end():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full), tiny.HYBRID],
+    [
+        tiny.UNIFORM,
+        *(pytest.param(c, marks=pytest.mark.full) for c in (tiny.LOCAL_GLOBAL, tiny.HYBRID)),
+    ],
     ids=["full", "windows", "states"],
 )
 def test_log_probs_are_those_of_the_whole_conversation(config):
     assert_log_probs(*expected(config)[:2], config)
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("slots", [0, 4])
 def test_turns_that_stop_strings_end_go_on_behind_them(slots):
     strings = StopStrings(Letters(), ["F", "BC"])
     spoken, requests, _ = converse(4, 2, slots=slots, stop_strings=strings)

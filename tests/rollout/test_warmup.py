@@ -131,7 +131,7 @@ def test_samples_that_equal_the_first_ones_do_not_end_by_rounding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("group", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_groups_that_are_no_larger_than_the_warmup_are_drawn_as_without_it(group):
     prompts = tiny.prompts(PROMPTS, WIDTH, seed=5)
     stopped = draw_all(engine(early_stop=STOP), tiny.params(), prompts, KEY, group)

@@ -272,6 +272,7 @@ def test_calls_of_tools_are_read_and_one_that_cannot_be_read_stays_text(server):
     assert broken["content"] == '<tool_call>{"name": "add", </tool_call>'
 
 
+@pytest.mark.full
 def test_a_desk_that_closes_refuses_what_is_under_way(tmp_path):
     folder = served.save(tmp_path / "tiny")
     with ThreadPoolExecutor(1) as clients:

@@ -23,11 +23,9 @@ def folder(tmp_path_factory):
     return served.save(tmp_path_factory.mktemp("served") / "tiny")
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full), (signal.SIGINT, 130)],
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_command_answers_and_a_signal_ends_it(folder, python, environment, number, code):
     words = ("serve", folder, "--port", 0, "--max-tokens", 8, "--name", "mine", *SET)
     process: Any = subprocess.Popen(

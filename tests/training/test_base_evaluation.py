@@ -127,6 +127,7 @@ def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_
     jax.tree.map(np.testing.assert_array_equal, params, stored)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_base_that_is_read_from_disk_is_in_memory_during_evaluations_only(tmp_path):
     run = setup(small_run.config(tmp_path / "r", **EVAL, **{"eval.kl_to_base": True}))

@@ -195,6 +195,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path
             build(config)
 
 
+@pytest.mark.full
 def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     several = {"train.minibatches": 2, "train.num_iterations": 3}
     refill = {"rollout.refill": {"factor": 3.5}}

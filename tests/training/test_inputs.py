@@ -173,6 +173,7 @@ def test_a_task_in_a_mixture_is_asked_as_its_entry_says():
     assert texts == [row[column] for column in ("shown", "prompt") for row in rows]
 
 
+@pytest.mark.full
 def test_dropped_prompts_are_said_at_the_start_and_in_the_summary(tmp_path, model, capsys):
     rows = [{"question": "a " * n, "answer": ""} for n in (4, 4, 4, 4, 400, 500)]
     run_config = config(tmp_path, model, **{"data.too_long": "drop", "data.path": None})

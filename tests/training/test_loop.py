@@ -106,7 +106,9 @@ def test_training_moves_the_parameters(run):
     assert folder_hash(config.model.path) != finished.summary["parameter_hash"]
 
 
-@pytest.mark.parametrize("control", ["zero reward", "learning rate 0"])
+@pytest.mark.parametrize(
+    "control", ["zero reward", pytest.param("learning rate 0", marks=pytest.mark.full)]
+)
 def test_without_signal_or_rate_the_weights_stay_byte_for_byte(tmp_path, control):
     changes: dict[str, Any] = {"run.samples_every": 0}
     if control == "zero reward":

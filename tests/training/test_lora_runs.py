@@ -232,6 +232,7 @@ def test_narrow_weights_under_wide_adapters_train_evaluate_and_reset(tmp_path):
     assert model.config.lora is None
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_commands_say_what_is_trained_and_what_stays(tmp_path, capsys):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "run", **LORA)

@@ -65,6 +65,7 @@ def test_an_environment_of_a_package_answers_a_run(package, name, base, tmp_path
         assert np.isfinite(line["loss"])
 
 
+@pytest.mark.full
 def test_a_generator_of_reasoning_gym_is_trained_on(base, tmp_path):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is in the extra envs")
     path = "task:reasoning_gym:spell_backward:{}?size=16&max_word_len=4"

@@ -46,7 +46,8 @@ def plain_rank(run, params, sequence):
     return np.argmax(order == np.array(sequence[1:])[:, None], axis=-1)
 
 
-@pytest.mark.parametrize("refill", [pytest.param(None, marks=pytest.mark.full), {"factor": 2.0}])
+@pytest.mark.full
+@pytest.mark.parametrize("refill", [None, {"factor": 2.0}])
 def test_the_policy_sees_ranks_of_the_answers_behind_each_thought(tmp_path, refill):
     changes = CHANGES if refill is None else {**CHANGES, "rollout.refill": refill}
     run = setup(small_run.config(tmp_path, **changes))

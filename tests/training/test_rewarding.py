@@ -148,6 +148,7 @@ def test_the_preview_calls_rewards_as_step_1_does(tmp_path):
     assert {ids.index(tokenizer.eos_token_id) == len(ids) - 1 for ids in ended} == {True}
 
 
+@pytest.mark.full
 def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
     code_file = tmp_path / "own.py"
     code_file.write_text(

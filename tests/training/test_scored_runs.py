@@ -60,6 +60,7 @@ def test_a_teacher_of_another_size_trains_a_run_and_is_in_no_checkpoint(tmp_path
     assert_same_bits(last_params(run), last_params(again))
 
 
+@pytest.mark.full
 def test_a_teacher_is_in_the_memory_that_a_run_counts(tmp_path):
     scores = [{"name": "teacher_logp", "policy": teacher()}]
     run = setup(small_run.config(tmp_path, scores=scores, advantage=[*GRPO, TEACHER]))

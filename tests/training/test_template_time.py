@@ -165,6 +165,7 @@ def test_samples_of_a_file_are_of_the_time_of_its_first_start(clock, tmp_path, c
     assert again == ("2026-11-24" if options else "2026-11-26T10:36:22")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dry_run_says_that_the_template_writes_the_time(tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text(SECONDS)

@@ -132,6 +132,9 @@ WAYS = {
     "trl": {"environment": "{mine}:Count"},
     "gym": {"environment": "{mine}:Longer", "rollout.call_format": "auto"},
 }
+EACH = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "trl" else pytest.mark.full) for name in WAYS]
+)
 
 
 def way(name, mine):
@@ -173,7 +176,7 @@ def test_a_built_in_tool_that_does_not_exist_is_refused(tmp_path, mine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@EACH
 def test_a_run_trains_and_says_what_its_turns_were(runs, name):
     run = runs(name)
     lines = small_run.metrics(run.path)
@@ -196,6 +199,7 @@ def test_a_run_trains_and_says_what_its_turns_were(runs, name):
     np.testing.assert_array_equal(last.fields["version"], np.where(last.token_mask, 2, -1))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_it_resumes_bit_for_bit(tmp_path, runs, mine):
     unbroken = runs("trl")
@@ -423,7 +427,7 @@ def test_a_dry_run_with_an_environment_alone_shows_what_would_be_trained(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@EACH
 def test_saved_samples_hold_their_turns_and_what_was_said(runs, name):
     run = runs(name)
     rollouts = load_rollouts(run.path / "rollouts" / "00000001.safetensors")

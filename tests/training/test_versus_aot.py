@@ -158,6 +158,7 @@ def test_a_collective_in_parts_counts_once():
     assert (collective.trips, collective.sent) == (1, 8)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_our_update_is_compiled_and_counted_with_a_tiny_model():
     devices = tuple(jax.devices())

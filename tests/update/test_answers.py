@@ -164,7 +164,10 @@ def test_answers_are_scored_as_in_one_plain_pass_per_sample(tokens):
     )
 
 
-@pytest.mark.parametrize(("scorer", "mesh"), [("trainer", (1, 1, 1, 1)), ("base", (2, 2, 1, 1))])
+@pytest.mark.parametrize(
+    ("scorer", "mesh"),
+    [("trainer", (1, 1, 1, 1)), pytest.param("base", (2, 2, 1, 1), marks=pytest.mark.full)],
+)
 def test_ranks_of_answers_are_places_in_a_sort_and_the_trainers_whoever_scores(scorer, mesh):
     chain = advantages.build("dro_r3", {"scorer": scorer})
     chain = chain._replace(needs=chain.needs | {"answer_rank"})
@@ -194,7 +197,9 @@ def behind_parts(rollouts, cuts, config=WIDE):
     return logps
 
 
-@pytest.mark.parametrize(("cuts", "mesh"), [(1, (1, 1, 1, 1)), (3, (2, 2, 1, 1))])
+@pytest.mark.parametrize(
+    ("cuts", "mesh"), [(1, (1, 1, 1, 1)), pytest.param(3, (2, 2, 1, 1), marks=pytest.mark.full)]
+)
 def test_answers_behind_parts_of_thoughts_are_those_of_one_plain_pass_for_each(cuts, mesh):
     chain = advantages.build("l2t")
     with jax.enable_x64(True):

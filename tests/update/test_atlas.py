@@ -88,7 +88,8 @@ def drawn(config, behavior, mesh=(1, 1, 1, 1)):
     return Atlases(Preparer(run), contenders()).draw(learner, rollouts)
 
 
-@pytest.mark.parametrize("behavior", ["random", pytest.param("trainer", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("behavior", ["random", "trainer"])
 def test_cosines_and_lengths_are_those_of_the_updates(behavior):
     want = Atlas(tuple(WAYS), exact(tiny.UNIFORM, behavior))
     atlas = drawn(tiny.UNIFORM, behavior)

@@ -228,7 +228,7 @@ LAYOUTS = {
     "4 bins": {"mesh": (2, 2, 1, 1), "tokens": 25},
 }
 CHUNKS = {"tokens": 25, "logits": 7 * tiny.VOCAB}
-QUICK = {("several", "4 devices"), ("shown", "micro-batches")}
+QUICK = {("shown", "micro-batches")}
 """Of the cases, by teacher and layout, those that are tried in every run of the tests."""
 
 
@@ -284,6 +284,7 @@ def test_a_top_of_neither_is_refused():
         losses.top_k_divergence(1.0, top="policy")
 
 
+@pytest.mark.full
 def test_all_tokens_but_one_give_the_whole_kl():
     """As the distribution then has no tail of several tokens; by the sum over all of them."""
     k = tiny.VOCAB - 1
@@ -293,16 +294,13 @@ def test_all_tokens_but_one_give_the_whole_kl():
     assert metrics["kl"] == pytest.approx(full[np.asarray(rollouts().token_mask)].mean(), rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("alpha", "config", "top"),
     [
         (0.3, WIDE, "student"),
-        *(
-            pytest.param(alpha, ADAPTED, top, marks=pytest.mark.full)
-            for alpha in (0, 0.3, 1)
-            for top in ("teacher", "student")
-        ),
-        *(pytest.param(alpha, WIDE, "teacher", marks=pytest.mark.full) for alpha in (0, 0.3, 1)),
+        *((alpha, ADAPTED, top) for alpha in (0, 0.3, 1) for top in ("teacher", "student")),
+        *((alpha, WIDE, "teacher") for alpha in (0, 0.3, 1)),
     ],
 )
 def test_a_policy_that_teaches_itself_by_a_divergence_moves_nothing(alpha, config, top):

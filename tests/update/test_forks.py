@@ -185,6 +185,7 @@ def test_an_evaluation_scores_each_rewritten_conversation():
     np.testing.assert_allclose(values, expected, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_kernel_of_a_tpu_scores_each_rewritten_conversation():
     """Interpreted; with rows that it cannot mask it gives NaN."""

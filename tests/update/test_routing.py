@@ -141,6 +141,7 @@ def test_where_a_router_has_moved_ratios_are_1_under_replay_alone():
     assert fresh["sampling/sampling_logp_difference/max"] > 0.1
 
 
+@pytest.mark.full
 def test_what_was_not_recorded_is_routed_afresh():
     rollouts = drawn()
     nothing = np.full_like(rollouts.fields[EXPERTS], NONE)
@@ -174,7 +175,8 @@ def scored(rollouts):
     return np.asarray(fields["trainer_logp"])
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((1, 2, 2), marks=pytest.mark.full), (2, 2, 1)])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 1)])
 def test_four_devices_make_the_update_of_one(mesh):
     (metrics, gradient), (one_device, expected) = (
         updated(drawn(), params(), mesh=sizes) for sizes in (mesh, (1, 1, 1))

@@ -210,6 +210,7 @@ def test_effective_ranks_are_those_of_their_closed_forms():
     assert rank(scaled, np.ones(6, bool)) == pytest.approx(np.exp(entropy), rel=1e-5)
 
 
+@pytest.mark.full
 def test_ranks_stand_at_each_stride_and_at_the_end_of_each_sample():
     segment = jnp.array([[[1, 1, 1, 1, 1, 2, 2, 3, 0, 0]]], jnp.int32)
     hidden = jax.random.normal(jax.random.key(0), (1, 1, 10, 4))

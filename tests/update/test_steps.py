@@ -218,14 +218,10 @@ def test_penalties_over_the_vocabulary_make_the_step_of_the_plain_loss(objective
     assert_near(moved(result), want, 1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("objective", "measured"),
-    [
-        pytest.param(WITH_KL, None, marks=pytest.mark.full),
-        (WITH_CONTROL, 0.5),
-        pytest.param(WITH_FULL_KL, None, marks=pytest.mark.full),
-        pytest.param(WITH_BONUS, None, marks=pytest.mark.full),
-    ],
+    [(WITH_KL, None), (WITH_CONTROL, 0.5), (WITH_FULL_KL, None), (WITH_BONUS, None)],
     ids=["k2", "control", "full_kl", "bonus"],
 )
 def test_penalties_on_live_samples_only_let_the_dead_leave(objective, measured):
@@ -293,12 +289,13 @@ def test_an_update_that_is_skipped_leaves_the_entropy_control_as_it_was():
         assert remembered["coefficient"] == np.float32(BETA)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "objective",
     [
         CLIP,
-        pytest.param(CLIP._replace(reduction=losses.sequence_mean()), marks=pytest.mark.full),
-        pytest.param(CLIP._replace(reduction=losses.constant(5)), marks=pytest.mark.full),
+        CLIP._replace(reduction=losses.sequence_mean()),
+        CLIP._replace(reduction=losses.constant(5)),
     ],
     ids=["token_mean", "sequence_mean", "constant"],
 )
@@ -312,13 +309,8 @@ def test_leaving_out_the_dead_changes_nothing_but_the_work(objective):
     assert_same_step(compact, complete)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "number"),
-    [
-        (10, 13),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in [(50, 2), (25, 3), (16, 5)]),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("tokens", "number"), [(10, 13), (50, 2), (25, 3), (16, 5)])
 def test_micro_batches_add_up_to_the_whole(tokens, number):
     result = run(objective=WITH_KL, tokens=tokens)
     assert_same_step(result, run(objective=WITH_KL))
@@ -358,14 +350,9 @@ def test_four_devices_make_the_step_of_one_with_adapters():
         assert_same_step(many, single, 1e-9)
 
 
-@pytest.mark.parametrize(
-    "mesh", [(1, 2, 2, 1), pytest.param((2, 1, 2, 1), marks=pytest.mark.full)], ids=str
-)
-@pytest.mark.parametrize(
-    "objective",
-    [WITH_FULL_KL, pytest.param(WITH_BONUS, marks=pytest.mark.full)],
-    ids=["full_kl", "bonus"],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(1, 2, 2, 1), (2, 1, 2, 1)], ids=str)
+@pytest.mark.parametrize("objective", [WITH_FULL_KL, WITH_BONUS], ids=["full_kl", "bonus"])
 def test_penalties_over_the_vocabulary_are_the_same_with_the_vocabulary_split(objective, mesh):
     split = run(mesh=mesh, tokens=24, objective=objective, reference=7)
     assert_same_step(split, run(objective=objective, reference=7))
@@ -386,7 +373,7 @@ def test_the_sequence_can_be_split_over_devices():
         sharding.check_divides(mesh, "rollout.max_completion_tokens", 5, "sequence")
 
 
-@pytest.mark.parametrize("recipe", ["dr_grpo", "sign"])
+@pytest.mark.parametrize("recipe", ["dr_grpo", pytest.param("sign", marks=pytest.mark.full)])
 def test_recipes_reach_the_update(recipe):
     result = run(recipe=recipe)
     want = MIXED - MIXED.mean(1, keepdims=True) if recipe == "dr_grpo" else 2 * MIXED - 1

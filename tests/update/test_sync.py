@@ -56,7 +56,15 @@ def synced(changes: dict[str, Any], fsdp: int = 1, sampling_tensor: int = 0) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, marks=() if case in ("float32", "adapters", "fsdp 2") else pytest.mark.full
+        )
+        for case in CASES
+    ],
+)
 def test_parameters_outlive_their_learner(case):
     changes, axes = CASES[case]
     learner, params = synced(changes, **axes)

@@ -152,7 +152,13 @@ def close(left, right):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tokens": 30}, pytest.param({"mesh": (2, 2, 1, 1)}, marks=pytest.mark.full)],
+    [
+        {},
+        *(
+            pytest.param(c, marks=pytest.mark.full)
+            for c in ({"tokens": 30}, {"mesh": (2, 2, 1, 1)})
+        ),
+    ],
 )
 def test_an_update_is_the_papers_two_terms(changes):
     step, prepared = updated(**changes)

@@ -87,6 +87,7 @@ def alone(rollouts: Rollouts, place: int, sample: int) -> Rollouts:
     return dataclasses.replace(rollouts, **cut, fields={}, rewards={})
 
 
+@pytest.mark.full
 def test_conversations_have_all_numbers_of_turns_and_lengths_of_replies():
     rollouts = conversations()
     turn, mask = rollouts.fields["turn"], rollouts.token_mask
@@ -99,6 +100,7 @@ def test_conversations_have_all_numbers_of_turns_and_lengths_of_replies():
     assert replies == {*REPLIES}
 
 
+@pytest.mark.full
 def test_the_engines_log_probs_are_those_of_a_pass_over_the_whole_conversation():
     rollouts, params = conversations(), tiny.params(NARROW)
     for place in np.ndindex(P, G):

@@ -128,6 +128,7 @@ def test_warnings_of_the_runs_are_told(compared):
         assert (f"| {arm} |" in section) == (arm in warned)
 
 
+@pytest.mark.full
 def test_an_unknown_metric_is_refused_after_the_first_run(model, tmp_path, capsys):
     file = write(
         model, tmp_path, steps=1, arms={"a": {}, "b": {}}, control="a", metric="eval/pass@k"
@@ -341,6 +342,7 @@ def test_an_experiment_may_stand_in_its_own_folder(compared, model, tmp_path):
     assert (tmp_path / "out" / "experiment.toml").read_bytes() == text
 
 
+@pytest.mark.full
 def test_a_metric_without_a_value_in_some_run_is_refused_with_results_csv_there(
     compared, model, tmp_path, capsys
 ):
