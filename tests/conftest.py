@@ -61,8 +61,8 @@ for data_types in ("jaxgrpo.core.types", "jaxgrpo.core.metrics", "jaxgrpo.rollou
 
 def checked_modules() -> list[str]:
     """The modules whose calls are checked: those that name the shapes of arrays. `make test-all`
-    sets CHECK_EVERY_MODULE; elsewhere pyright checks the plain types of the others, which at run
-    time cost as much as a third of all tests."""
+    sets CHECK_EVERY_MODULE; elsewhere pyright checks the plain types of the others: there are some
+    10,000 functions, and to prepare their checks takes each process seconds."""
     if os.environ.get("CHECK_EVERY_MODULE"):
         return ["jaxgrpo"]
     files = sorted((REPOSITORY / "jaxgrpo").rglob("*.py"))
@@ -72,6 +72,9 @@ def checked_modules() -> list[str]:
 
 
 if importlib.util.find_spec("beartype"):
+    import checking
+
+    checking.check_plain_types_by_beartype_alone()
     jaxtyping.install_import_hook(checked_modules(), "checking.check")
 
 ENDED = itertools.count()
