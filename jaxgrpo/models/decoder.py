@@ -371,7 +371,7 @@ def _check(config: ModelConfig) -> None:
     lora = config.lora
     adapted = () if lora is None or pattern_problem(lora.targets) else config.adapted
     problems += [] if lora is None else _odd_lora(lora, adapted)
-    problems += _odd_experts(config.kinds, config.weight_dtype)
+    problems += _odd_experts(config.kinds)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
@@ -391,7 +391,7 @@ def _odd_lora(lora: LoraConfig, adapted: tuple[str, ...]) -> list[str]:
     return problems
 
 
-def _odd_experts(kinds: Sequence[LayerKind], weight_dtype: str | None) -> list[str]:
+def _odd_experts(kinds: Sequence[LayerKind]) -> list[str]:
     feeds = {kind.feed for kind in kinds if isinstance(kind.feed, ExpertsKind)}
     problems = [
         f"{feed}: top_k must be from 1 to the number of experts"
@@ -408,8 +408,6 @@ def _odd_experts(kinds: Sequence[LayerKind], weight_dtype: str | None) -> list[s
     ]
     if len({feed.top_k for feed in feeds}) > 1:
         problems.append("layers have experts of several top_k: one is built")
-    if feeds and weight_dtype is not None:
-        problems.append(f"weight_dtype = {weight_dtype}: experts are not read in 8 bits yet")
     return problems
 
 

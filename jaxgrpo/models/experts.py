@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread
 from jaxgrpo.models.backward import custom_vjp
-from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, high_map, low_map, matrix
+from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, LinearMap, matrix
 
 LEAST_BLOCK, BLOCK = 8, 512
 """Rows of one expert that are multiplied at once: at the least, and at most but on a CPU."""
+LEAVES = ("kernel", "kernel_scale", "bias", "lora_a", "lora_b")
 TINY = 1e-20
 """Added to a sum of sigmoids that is divided by, as transformers does."""
 
@@ -71,44 +72,17 @@ class Router(nnx.Module):
         return jnp.where(is_first[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
-class ExpertMap(nnx.Module):
+class ExpertMap(LinearMap):
     """A linear map of each expert: kernel [experts, inputs, outputs], bias [experts, outputs].
 
-    With adapters, where config.lora names it, lora_a [experts, inputs, rank], which gate and up
-    have together, and lora_b [experts, rank, outputs]: y + scale * ((x · lora_a) · lora_b).
+    With adapters lora_a [experts, inputs, rank], which gate and up have together, and lora_b
+    [experts, rank, outputs]; in 8 bits kernel_scale [experts, outputs].
     """
-
-    def __init__(
-        self,
-        name: str,
-        inputs: dict[str, int],
-        outputs: dict[str, int],
-        kind: ExpertsKind,
-        config: ModelConfig,
-        rngs: nnx.Rngs,
-    ):
-        sizes = {"experts": kind.number, **inputs, **outputs}
-        self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config.dtype, rngs)
-        zeros = jnp.zeros((kind.number, *outputs.values()), config.dtype)
-        self.bias: nnx.Param[Array] | None = (
-            nnx.Param(zeros, axes=("experts", *outputs)) if kind.bias else None
-        )
-        lora, stacked = config.lora, {"experts": kind.number}
-        lora = lora if lora is not None and name in lora.modules else None
-        rank, scale = (0, 0.0) if lora is None else lora.rank_and_scale(name)
-        has_a = lora is not None and config.holds_a(name) == name
-        self.lora_a: nnx.Param[Array] | None = (
-            low_map(inputs, rank, config.dtype, rngs, stacked) if has_a else None
-        )
-        self.lora_b: nnx.Param[Array] | None = (
-            high_map(rank, outputs, config.dtype, stacked) if rank else None
-        )
-        self.scale: float = scale
 
     def leaves(self) -> dict[str, tuple[Array, tuple[str | None, ...]]]:
         """The arrays by their names, each with its logical axes; inputs and outputs but "mlp" are
         not divided."""
-        params = {name: getattr(self, name) for name in ("kernel", "bias", "lora_a", "lora_b")}
+        params = {name: getattr(self, name) for name in LEAVES}
         return {
             name: (
                 param[...],
@@ -130,9 +104,10 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": kind.size}
         self.router: Router = Router(config, kind, rngs)
-        self.gate: ExpertMap = ExpertMap("experts/gate", embed, mlp, kind, config, rngs)
-        self.up: ExpertMap = ExpertMap("experts/up", embed, mlp, kind, config, rngs)
-        self.down: ExpertMap = ExpertMap("experts/down", mlp, embed, kind, config, rngs)
+        stacked: Any = {"bias": kind.bias, "stacked": {"experts": kind.number}}
+        self.gate: ExpertMap = ExpertMap("experts/gate", embed, mlp, config, rngs, **stacked)
+        self.up: ExpertMap = ExpertMap("experts/up", embed, mlp, config, rngs, **stacked)
+        self.down: ExpertMap = ExpertMap("experts/down", mlp, embed, config, rngs, **stacked)
         self.shared: FeedForward | None = (
             FeedForward(config, kind.shared, rngs, "experts/shared") if kind.shared else None
         )
@@ -200,7 +175,7 @@ def mixed(
     x: Float[Array, "*B E"],
     experts: Int[Array, "*B k"],
     gates: Float[Array, "*B k"],
-    *weights: Float[Array, "experts ..."],
+    *weights: Shaped[Array, "experts ..."],
 ) -> Float[Array, "*B E"]:
     """What the experts give for the tokens, times their gates and summed.
 
@@ -214,6 +189,7 @@ def mixed(
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
     sizes = jnp.bincount(flat, length=number)
     rows = permuted(x.reshape(-1, x.shape[-1]), order, inverse, k)
+    expert = flat[order]  # of each row
 
     def low(name: str, rows: Array) -> Array | None:
         """rows · lora_a, of maps that have one."""
@@ -221,12 +197,14 @@ def mixed(
 
     def apply(name: str, rows: Array, inner: Array | None) -> Array:
         y = grouped(rows, leaves[name, "kernel"], sizes)
+        if (name, "kernel_scale") in leaves:
+            y = (y * leaves[name, "kernel_scale"][expert]).astype(y.dtype)
         if (name, "lora_b") in leaves:
             assert inner is not None  # a map with a lora_b has a lora_a, or shares gate's
             added = grouped(inner, leaves[name, "lora_b"], sizes)
             y = y + added * jnp.asarray(scales[name], y.dtype)
         bias = leaves.get((name, "bias"))
-        return y if bias is None else y + bias.astype(y.dtype)[flat[order]]
+        return y if bias is None else y + bias.astype(y.dtype)[expert]
 
     inner = low("gate", rows)
     half = apply("gate", rows, inner)
@@ -262,7 +240,7 @@ permuted.defvjp(_permuted, _permuted_backward)
 
 @custom_vjp()
 def grouped(
-    x: Float[Array, "rows I"], kernel: Float[Array, "experts I O"], sizes: Int[Array, " experts"]
+    x: Float[Array, "rows I"], kernel: Shaped[Array, "experts I O"], sizes: Int[Array, " experts"]
 ) -> Float[Array, "rows O"]:
     """The rows of each expert, side by side in their order, times its matrix.
 

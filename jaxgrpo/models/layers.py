@@ -251,12 +251,13 @@ def _product_backward(
 product.defvjp(_product, _product_backward)
 
 
-class Dense(nnx.Module):
-    """y = x · kernel (+ bias), where `inputs` and `outputs` may be several dimensions each.
+class LinearMap(nnx.Module):
+    """The arrays of a linear map whose inputs and outputs may be several dimensions each, or of as
+    many maps as `stacked` has: kernel, and bias where there is one.
 
-    With adapters, where config.lora names the module: + scale * ((x · lora_a) · lora_b). Of maps
-    that are fused only the first has a lora_a (`ModelConfig.fused`). With config.weight_dtype the
-    kernel's columns are to be multiplied by kernel_scale (`low_bit`); no gradient is to be taken.
+    With adapters, where config.lora names it, lora_a and lora_b; of maps that are fused only the
+    first has a lora_a (`ModelConfig.fused`). With config.weight_dtype the kernel's columns are to
+    be multiplied by kernel_scale (`low_bit`); no gradient is to be taken.
     """
 
     def __init__(
@@ -268,33 +269,40 @@ class Dense(nnx.Module):
         rngs: nnx.Rngs,
         *,
         bias: bool = False,
+        stacked: Mapping[str, int] = MappingProxyType({}),
     ):
-        """`inputs` and `outputs` map the logical name of each dimension to its size, in order.
+        """`inputs`, `outputs` and `stacked`, the leading ones of all arrays, map the logical name
+        of each dimension to its size, in order.
 
         Args:
           name: one of LINEAR.
         """
-        shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
-        weight_dtype = config.weight_dtype
-        self.kernel: nnx.Param[Array] = matrix(shape, axes, weight_dtype or config.dtype, rngs)
-        unit = jnp.ones(tuple(outputs.values()), jnp.float32)
-        self.kernel_scale: nnx.Param[Array] | None = (
-            None if weight_dtype is None else nnx.Param(unit, axes=tuple(outputs))
+        sizes, columns = {**stacked, **inputs, **outputs}, {**stacked, **outputs}
+        shape, weight_dtype = (*columns.values(),), config.weight_dtype
+        self.kernel: nnx.Param[Array] = matrix(
+            (*sizes.values(),), (*sizes,), weight_dtype or config.dtype, rngs
         )
-        zero = jnp.zeros(tuple(outputs.values()), config.dtype)
-        self.bias: nnx.Param[Array] | None = nnx.Param(zero, axes=tuple(outputs)) if bias else None
+        unit, zero = jnp.ones(shape, jnp.float32), jnp.zeros(shape, config.dtype)
+        self.kernel_scale: nnx.Param[Array] | None = (
+            None if weight_dtype is None else nnx.Param(unit, axes=(*columns,))
+        )
+        self.bias: nnx.Param[Array] | None = nnx.Param(zero, axes=(*columns,)) if bias else None
         self.contracted: int = len(inputs)
         lora = config.lora
         lora = lora if lora is not None and name in lora.modules else None
         rank, scale = (0, 0.0) if lora is None else lora.rank_and_scale(name)
         has_a = lora is not None and config.holds_a(name) == name
         self.lora_a: nnx.Param[Array] | None = (
-            low_map(inputs, rank, config.dtype, rngs) if has_a else None
+            low_map(inputs, rank, config.dtype, rngs, stacked) if has_a else None
         )
         self.lora_b: nnx.Param[Array] | None = (
-            high_map(rank, outputs, config.dtype) if rank else None
+            high_map(rank, outputs, config.dtype, stacked) if rank else None
         )
         self.scale: float = scale
+
+
+class Dense(LinearMap):
+    """y = x · kernel (+ bias), with adapters + scale * ((x · lora_a) · lora_b)."""
 
     def __call__(
         self, x: Float[Array, "..."], low: Float[Array, "... rank"] | None = None
@@ -323,7 +331,7 @@ class Dense(nnx.Module):
         """
         kernel: Any = self.kernel[...]
         if self.kernel_scale is not None:
-            kernel = kernel * self.kernel_scale[...]
+            kernel = kernel.astype(jnp.float32) * self.kernel_scale[...]
         if self.lora_b is None:
             return kernel
         lora_a = self.lora_a if before is None else before.lora_a
@@ -443,7 +451,7 @@ def low_map(
     rank: int,
     dtype: str,
     rngs: nnx.Rngs,
-    stacked: Mapping[str, int] = MappingProxyType({}),
+    stacked: Mapping[str, int],
 ) -> nnx.Param[Array]:
     """lora_a [*stacked, *inputs, rank], uniform within 1 / sqrt(inputs).
 
@@ -456,10 +464,7 @@ def low_map(
 
 
 def high_map(
-    rank: int,
-    outputs: dict[str, int],
-    dtype: str,
-    stacked: Mapping[str, int] = MappingProxyType({}),
+    rank: int, outputs: dict[str, int], dtype: str, stacked: Mapping[str, int]
 ) -> nnx.Param[Array]:
     """lora_b [*stacked, rank, *outputs], zeros."""
     sizes = {**stacked, "rank": rank, **outputs}

@@ -13,14 +13,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import lora
-from jaxgrpo.models.api import LINEAR, Model, ModelConfig, params_per_layer
+from jaxgrpo.models.api import EXPERT_MAPS, LINEAR, Model, ModelConfig, params_per_layer
 from jaxgrpo.models.cache import FP8, narrowed
 
 DTYPES = {"int8": "int8", "fp8": FP8}
@@ -82,12 +84,14 @@ def make_copy_per_layer(model: Model, weight_dtype: str) -> Callable[[Params], P
 
 
 def _quantised_layer(params: Params, weight_dtype: str) -> Params:
-    layer = {part: dict(value) for part, value in params.items()}
-    for name in LINEAR:
-        part, _, linear = name.rpartition("/")
-        if linear not in layer.get(part, ()):  # the layer has no such map
-            continue
-        contracted = 2 if name in ("attention/out", "delta/out") else 1  # heads and head_dim
-        values, scale = quantised(layer[part][linear]["kernel"], contracted, weight_dtype)
-        layer[part][linear] = {**layer[part][linear], "kernel": values, "kernel_scale": scale}
-    return layer
+    leaves: Any = flatten_dict(params)
+    for path in [path for path in leaves if path[-1] == "kernel"]:
+        name = "/".join(path[:-1])
+        if name in LINEAR:  # not of a router
+            contracted = 2 if name in ("attention/out", "delta/out") else 1  # heads and head_dim
+            quantise = functools.partial(
+                quantised, contracted=contracted, weight_dtype=weight_dtype
+            )
+            quantise = jax.vmap(quantise) if name in EXPERT_MAPS else quantise
+            leaves[path], leaves[*path[:-1], "kernel_scale"] = quantise(leaves[path])
+    return unflatten_dict(leaves)

@@ -138,7 +138,6 @@ def test_what_experts_cannot_do_is_refused():
         "'feed_forward/.*': matches none of": {
             "lora": LoraConfig(rank=2, alpha=2.0, targets="feed_forward/.*")
         },
-        "not read in 8 bits": {"weight_dtype": "int8"},
     }
     for message, changes in cases.items():
         with pytest.raises(InputError, match=message):

@@ -19,7 +19,15 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.config import methods
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, low_bit, sharding
-from jaxgrpo.models.api import DeltaKind, LoraConfig, ModelConfig
+from jaxgrpo.models.api import (
+    AttentionKind,
+    DeltaKind,
+    ExpertsKind,
+    Latent,
+    LayerKind,
+    LoraConfig,
+    ModelConfig,
+)
 from jaxgrpo.models.cache import FP8, narrowed
 from jaxgrpo.models.low_bit import DTYPES
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -31,7 +39,15 @@ from jaxgrpo.update.packing import Geometry
 
 KEY = jax.random.key_data(jax.random.key(3))
 ADAPTED = dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=3, alpha=6.0))
-IDS = ("uniform", "a layer left over", "adapted", "states")
+FEED = ExpertsKind(6, 2, size=16, bias=True, shared=8, shared_gate=True)
+EXPERTS = dataclasses.replace(
+    tiny.UNIFORM, pattern=(LayerKind(feed=FEED),), lora=LoraConfig(rank=3, alpha=6.0)
+)
+LATENT = AttentionKind(latent=Latent(size=8, plain=4, turned=4, value=6, query=10))
+LATENTS = dataclasses.replace(tiny.UNIFORM, num_kv_heads=4, pattern=(LayerKind(mixer=LATENT),))
+IDS = ("uniform", "a layer left over", "adapted", "states", "experts", "latents")
+CONFIGS = (tiny.UNIFORM, tiny.LOCAL_GLOBAL, ADAPTED, tiny.HYBRID, EXPERTS, LATENTS)
+EXPERT_LINEAR = ("gate", "up", "down")
 INPUTS = {"out": 2}  # dimensions of a kernel that are inputs, where they are not 1
 CAP = {"int8": 127.0, "fp8": 448.0}
 
@@ -101,7 +117,9 @@ def rounded_params(config: ModelConfig, weight_dtype: str) -> Params:
         names = [entry.key for entry in path]
         if names[-1] != "kernel":
             return leaf
-        begin = 1 if names[0] == "blocks" else 0
+        if "router" in names:  # chooses experts as before
+            return leaf
+        begin = (names[0] == "blocks") + (names[-3] == "experts" and names[-2] in EXPERT_LINEAR)
         inputs = tuple(range(begin, begin + INPUTS.get(names[-2], 1)))
         leaf = np.asarray(leaf)
         scale = np.abs(leaf).max(inputs, keepdims=True) / np.float32(CAP[weight_dtype])
@@ -128,9 +146,7 @@ CASES = [
         id=f"{name}-{dtype}",
         marks=() if (name, dtype) in QUICK else pytest.mark.full,
     )
-    for name, config in zip(
-        IDS, (tiny.UNIFORM, tiny.LOCAL_GLOBAL, ADAPTED, tiny.HYBRID), strict=True
-    )
+    for name, config in zip(IDS, CONFIGS, strict=True)
     for dtype in DTYPES
 ]
 
@@ -150,9 +166,10 @@ def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
-def test_on_a_mesh_the_same_is_drawn(weight_dtype):
+@pytest.mark.parametrize("config", [tiny.UNIFORM, EXPERTS], ids=["uniform", "experts"])
+def test_on_a_mesh_the_same_is_drawn(config, weight_dtype):
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
-    arguments = tiny.UNIFORM, tiny.params()
+    arguments = config, make_params(config)
     actual, expected = (drawn(*arguments, on, weight_dtype=weight_dtype) for on in (mesh, None))
     np.testing.assert_array_equal(actual.completion_tokens, expected.completion_tokens)
     np.testing.assert_allclose(actual.behavior_logp, expected.behavior_logp, rtol=0, atol=3e-5)
