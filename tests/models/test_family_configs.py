@@ -274,7 +274,7 @@ def compare(family: str, fields: dict[str, Any], folder: Path) -> None:
     model, params = jaxgrpo.load_model(folder)
     tokens, mask = checkpoints.batch()
     logits = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
-    assert checkpoints.distance(theirs, logits, tokens, mask, CLOSE) <= CLOSE
+    assert checkpoints.distance(theirs, folder, logits, tokens, mask, CLOSE) <= CLOSE
 
 
 @pytest.mark.full

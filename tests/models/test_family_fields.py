@@ -49,7 +49,7 @@ def outcome(
         return refusal(name, error)
     except Exception as error:
         return f"ended by {error!r}"
-    apart = checkpoints.distance(theirs, logits, tokens, mask, CLOSE)
+    apart = checkpoints.distance(theirs, folder, logits, tokens, mask, CLOSE)
     return "equal" if apart <= CLOSE else f"apart by {apart}"
 
 
