@@ -168,7 +168,9 @@ def _is_foreign_task(source: Source | Rows, trained: str | tuple[PartKeys, ...] 
 
 
 def _without_split(path: str) -> str:
-    """>>> _without_split("task:arithmetic:test?size=8")
+    """The task that a path names.
+
+    >>> _without_split("task:arithmetic:test?size=8")
     'task:arithmetic'
     """
     return path.partition("?")[0].rpartition(":")[0]
