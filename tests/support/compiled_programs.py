@@ -172,13 +172,15 @@ def _spans(shape: tuple[int, ...]) -> set[int]:
 
 
 def _weights(config_plan: Plan) -> set[int]:
-    """How many numbers the weights of linear maps have: whole or stacked, and a device's part."""
+    """How many numbers the weights of linear maps in the model's dtype have: whole or stacked, and
+    a device's part."""
     model, sizes = config_plan.run.blueprint.model, set()
     meshes = config_plan.run.blueprint.mesh, config_plan.run.blueprint.samples_on
     parts = {mesh.shape["tensor"] for mesh in meshes} | {1}
     for path, leaf in jax.tree.leaves_with_path(model.shapes):
-        stacked = "blocks" in jax.tree_util.keystr(path)
-        if len(leaf.shape) - stacked >= 2:  # no norm
+        stacked = "blocks" in (name := jax.tree_util.keystr(path))
+        # No norm, and no router: it is computed in float32.
+        if len(leaf.shape) - stacked >= 2 and "router" not in name:
             numbers = math.prod(leaf.shape)
             each = math.prod(leaf.shape[1:]) if stacked else numbers
             sizes |= {size // part for size in (numbers, each) for part in parts}
