@@ -70,6 +70,7 @@ class Source(NamedTuple):
     revision: str | None = None  # of the hub: a branch, tag or commit
     key: str = "data.path"  # the key of the config that named it, for messages
     delimiter: str = ","  # between the columns of a CSV file
+    columns: tuple[str, str] | None = None  # of prompt and answer; None: as data names them
 
     @property
     def where(self) -> str:

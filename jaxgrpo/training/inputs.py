@@ -99,7 +99,8 @@ def read_inputs(
         ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
         replay = read_files(config.rollout, run_keys, rollouts, tokenizer, stored, ends)
         training_prompts = replay.data
-    source = eval_source(config.eval, data) if config.eval.data else None
+    has_rows = dataset is not None or rollouts is not None
+    source = eval_source(config.eval, data, has_rows) if config.eval.data else None
     held_out = load_prompts(data, longest, chat, source) if source else None
     return Inputs(pretrained, chat, training_prompts, held_out, replay, world)
 
@@ -143,10 +144,7 @@ def load_rows(
     keys: DataKeys, source: Source | Rows | None = None
 ) -> tuple[list[dict[str, Any]], Mixture | None]:
     """The rows of `load_prompts`, and the sources that they are of, where there are several."""
-    prompt, answer = keys.prompt, keys.answer
-    if source is not None and _is_foreign_task(source, keys.path):
-        prompt, answer = TASK_COLUMNS
-    elif source is None:
+    if source is None:
         if keys.path is None:
             raise InputError(
                 f"data.path: missing; give {FORMS}, or rows from Python, train(..., dataset=rows)"
@@ -156,24 +154,8 @@ def load_rows(
         source = Source(
             *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
         )
-    return prompts.load_rows(source, prompt, answer, keys.split), None
-
-
-def _is_foreign_task(source: Source | Rows, trained: str | tuple[PartKeys, ...] | None) -> bool:
-    """Whether rows to evaluate are of a built-in task, and those to train on are not of it: then
-    the task's columns are called as it calls them, whatever those of the training data are."""
-    if not isinstance(source, Source) or not source.path.startswith(PREFIX) or trained is None:
-        return False
-    return not isinstance(trained, str) or _without_split(trained) != _without_split(source.path)
-
-
-def _without_split(path: str) -> str:
-    """The task that a path names.
-
-    >>> _without_split("task:arithmetic:test?size=8")
-    'task:arithmetic'
-    """
-    return path.partition("?")[0].rpartition(":")[0]
+    columns = source.columns if isinstance(source, Source) else None
+    return prompts.load_rows(source, *(columns or (keys.prompt, keys.answer)), keys.split), None
 
 
 def load_run_rows(
@@ -217,17 +199,35 @@ def _load_mixture(
     return prompts.join(rows_by_title), Mixture(tuple(rows_by_title), weights, sizes)
 
 
-def eval_source(keys: EvalKeys, training: DataKeys) -> Source:
+def eval_source(keys: EvalKeys, training: DataKeys, has_rows: bool = False) -> Source:
     """Where the evaluation's rows come from: subset and revision are those of the training data
-    where it is the same source."""
+    where it is the same source. A built-in task that the training data are not of keeps its
+    columns, whatever theirs are called.
+
+    Args: has_rows: whether the training data are no source, but rows from Python or saved ones.
+    """
     if keys.data is None:
         raise InputError("eval.data: missing; there is nothing to evaluate on")
     is_same_source = keys.data == training.path
     subset = training.subset if is_same_source and keys.subset is None else keys.subset
     revision = training.revision if is_same_source else None
+    is_task = keys.data.startswith(PREFIX)
+    is_foreign = is_task and (has_rows or not _trains_on(training.path, keys.data))
     return Source(
-        *(keys.data, subset, keys.split, revision), key="eval.data", delimiter=training.delimiter
+        *(keys.data, subset, keys.split, revision, "eval.data", training.delimiter),
+        columns=TASK_COLUMNS if is_foreign else None,
     )
+
+
+def _trains_on(path: str | tuple[PartKeys, ...] | None, task: str) -> bool:
+    """Whether data.path is of the task that a path names, or there is none.
+
+    >>> _trains_on("task:arithmetic:train", "task:arithmetic:test?size=8")
+    True
+    """
+    if path is None or not isinstance(path, str):
+        return path is None
+    return path.partition("?")[0].rpartition(":")[0] == task.partition("?")[0].rpartition(":")[0]
 
 
 def make_chat(keys: DataKeys, path: str, tokenizer: Any, vocab_size: int | None = None) -> Chat:

@@ -15,10 +15,9 @@ import pytest
 from jaxgrpo.cli import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import DataKeys, PartKeys
+from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
-from jaxgrpo.data.sources import Source
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.training import inputs, loop
@@ -146,21 +145,32 @@ def prompts_of_rows(keys, source):
     return [row["prompt"] for row in inputs.load_rows(keys, source)[0]]
 
 
+def held_out_prompts(has_rows=False, **keys):
+    data = DataKeys(**keys)
+    evaluation = EvalKeys(data="task:demonstrated:test?size=3")
+    return prompts_of_rows(data, inputs.eval_source(evaluation, data, has_rows))
+
+
 def test_a_task_is_asked_by_the_column_or_template_that_data_prompt_names():
     plain = [row["prompt"] for row in tasks.load("task:demonstrated:test", 3)]
     shown = [row["shown"] for row in tasks.load("task:demonstrated:test", 3)]
-    held_out = Source("task:demonstrated:test?size=3")
     for path in (None, "task:demonstrated:train?size=2"):  # without training data, or with its
-        assert prompts_of_rows(DataKeys(path=path), held_out) == plain
-        assert prompts_of_rows(DataKeys(path=path, prompt="shown"), held_out) == shown
-        templated = prompts_of_rows(DataKeys(path=path, prompt="Q: {prompt}"), held_out)
+        assert held_out_prompts(path=path) == plain
+        assert held_out_prompts(path=path, prompt="shown") == shown
+        templated = held_out_prompts(path=path, prompt="Q: {prompt}")
         assert templated == [f"Q: {prompt}" for prompt in plain]
         with pytest.raises(InputError, match="no column 'show'"):
-            inputs.load_rows(DataKeys(path=path, prompt="show"), held_out)
-    for path in ("questions.jsonl", "task:arithmetic:train"):  # whose columns are called otherwise
-        assert prompts_of_rows(DataKeys(path=path, prompt="question"), held_out) == plain
+            held_out_prompts(path=path, prompt="show")
     trained = DataKeys(path="task:demonstrated:test?size=3", prompt="shown")
     assert prompts_of_rows(trained, None) == shown
+
+
+def test_a_task_keeps_its_columns_beside_training_data_of_another_source():
+    plain = [row["prompt"] for row in tasks.load("task:demonstrated:test", 3)]
+    parts = (PartKeys(path="questions.jsonl"),)
+    for path in ("questions.jsonl", "task:arithmetic:train", parts):
+        assert held_out_prompts(path=path, prompt="question") == plain
+    assert held_out_prompts(has_rows=True, path=None, prompt="question") == plain
 
 
 def test_a_task_in_a_mixture_is_asked_as_its_entry_says():
