@@ -184,7 +184,8 @@ def _weights(config_plan: Plan) -> set[int]:
             numbers = math.prod(leaf.shape)
             each = math.prod(leaf.shape[1:]) if stacked else numbers
             sizes |= {size // part for size in (numbers, each) for part in parts}
-    return sizes
+    # What has fewer numbers than a hidden state may as well be an activation.
+    return {size for size in sizes if size >= model.config.hidden_size}
 
 
 def _shown(array: hlo.Array) -> str:
