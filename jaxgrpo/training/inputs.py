@@ -225,7 +225,7 @@ def _trains_on(path: str | tuple[PartKeys, ...] | None, task: str) -> bool:
     >>> _trains_on("task:arithmetic:train", "task:arithmetic:test?size=8")
     True
     """
-    if path is None or not isinstance(path, str):
+    if not isinstance(path, str):
         return path is None
     return path.partition("?")[0].rpartition(":")[0] == task.partition("?")[0].rpartition(":")[0]
 

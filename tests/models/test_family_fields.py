@@ -22,7 +22,7 @@ CLOSE = 2e-4  # of logits, which are of order 1
 
 
 def outcome(
-    name: str, fields: dict[str, Any], folder: Path, computed: dict[Any, np.ndarray] | None = None
+    name: str, fields: dict[str, Any], folder: Path, computed: dict[Any, np.ndarray]
 ) -> str:
     """What comes of a config.json; anything but the first three words is a fault.
 
@@ -44,7 +44,7 @@ def outcome(
     except Exception:  # of any type: this is a config that transformers' own code does not foresee
         return "neither"
     try:
-        logits = our_logits(folder, tokens, mask, {} if computed is None else computed)
+        logits = our_logits(folder, tokens, mask, computed)
     except InputError as error:
         return refusal(name, error)
     except Exception as error:
@@ -123,7 +123,7 @@ OF_DEVSTRAL = {**checkpoints.GROWING, **OFF}
 )
 def test_fields_that_transformers_does_not_read_change_nothing(family, changes, tmp_path):
     fields = checkpoints.config_fields(family) | changes
-    assert outcome("", fields, tmp_path) == "equal"
+    assert outcome("", fields, tmp_path, {}) == "equal"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_fields_that_transformers_does_not_read_change_nothing(family, changes, 
 def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_path):
     fields = checkpoints.config_fields(family)
     del fields["num_key_value_heads"]
-    assert outcome("", fields, tmp_path) == "equal"
+    assert outcome("", fields, tmp_path, {}) == "equal"
 
 
 @pytest.mark.parametrize("changes", [{"linear_key_head_dim": 4}, {"linear_value_head_dim": 32}])
@@ -146,7 +146,7 @@ def test_filters_that_transformers_has_cut_into_equal_parts_are_read_as_they_wer
 ):
     """As it saves them where keys and values have other widths."""
     fields = checkpoints.config_fields("olmo_hybrid") | changes
-    assert outcome("", fields, tmp_path) == "equal"
+    assert outcome("", fields, tmp_path, {}) == "equal"
 
 
 DIFFERENT = ("cohere2", "ernie4_5", "exaone4", "gemma2", "olmo3", "phi3")

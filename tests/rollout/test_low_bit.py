@@ -20,6 +20,7 @@ from jaxgrpo.config import methods
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, low_bit, sharding
 from jaxgrpo.models.api import (
+    EXPERT_MAPS,
     AttentionKind,
     DeltaKind,
     ExpertsKind,
@@ -47,7 +48,6 @@ LATENT = AttentionKind(latent=Latent(size=8, plain=4, turned=4, value=6, query=1
 LATENTS = dataclasses.replace(tiny.UNIFORM, num_kv_heads=4, pattern=(LayerKind(mixer=LATENT),))
 IDS = ("uniform", "a layer left over", "adapted", "states", "experts", "latents")
 CONFIGS = (tiny.UNIFORM, tiny.LOCAL_GLOBAL, ADAPTED, tiny.HYBRID, EXPERTS, LATENTS)
-EXPERT_LINEAR = ("gate", "up", "down")
 INPUTS = {"out": 2}  # dimensions of a kernel that are inputs, where they are not 1
 CAP = {"int8": 127.0, "fp8": 448.0}
 
@@ -119,7 +119,7 @@ def rounded_params(config: ModelConfig, weight_dtype: str) -> Params:
             return leaf
         if "router" in names:  # chooses experts as before
             return leaf
-        begin = (names[0] == "blocks") + (names[-3] == "experts" and names[-2] in EXPERT_LINEAR)
+        begin = (names[0] == "blocks") + ("/".join(names[-3:-1]) in EXPERT_MAPS)
         inputs = tuple(range(begin, begin + INPUTS.get(names[-2], 1)))
         leaf = np.asarray(leaf)
         scale = np.abs(leaf).max(inputs, keepdims=True) / np.float32(CAP[weight_dtype])
