@@ -22,7 +22,7 @@ from jaxgrpo.evaluation.evaluate import make_questions
 from jaxgrpo.evaluation.intervals import studentised
 from jaxgrpo.experiments.probe.command import draw
 from jaxgrpo.experiments.probe.measure import gap_influence
-from jaxgrpo.training.inputs import resolve_scorer
+from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.training.stored_policy import config_for, find_policy
 from jaxgrpo.update.diagnostics import jensen_gap
 

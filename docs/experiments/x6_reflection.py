@@ -27,8 +27,8 @@ from jaxgrpo.experiments.compare import results
 from jaxgrpo.experiments.compare.results import Outcome, Outcomes
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.selection import sequential
+from jaxgrpo.training.collecting.source import make_answer_scorer
 from jaxgrpo.training.records.reading import read_metrics
-from jaxgrpo.training.rollout_source import make_answer_scorer
 from jaxgrpo.training.setup import setup
 
 NAME = "x6_reflection"

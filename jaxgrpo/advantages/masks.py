@@ -215,8 +215,9 @@ def mask_below_running_deviation(share: Scheduled = 0.5, decay: float = 0.99) ->
         batch = stats.mean(spread, scored, axis=0)[0, 0].astype(dtype)
         after = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
         new_state = {key: jnp.where(scored.any(), after[key], state[key]) for key in state}
-        measured = {"deviation": mean(spread, scored), "threshold": mean(threshold)}
-        masked, metrics = base.keep_groups(signal, keep, **measured)
+        masked, metrics = base.keep_groups(
+            signal, keep, deviation=mean(spread, scored), threshold=mean(threshold)
+        )
         return masked, new_state, metrics
 
     return AdvantageTransform(name, init, update, levels=(2,), relative=True)

@@ -90,8 +90,8 @@ def reasoning_reflection(
     >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
     [[-1.0, -3.0]]
     """
-    more = masked_thought, propagation, scorer
-    return _transform(_Options(kind, drop, threshold, spread, share, *more))
+    options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation, scorer)
+    return _transform(options)
 
 
 def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> AdvantageTransform:

@@ -117,13 +117,13 @@ def mask_difficulty_band(
         successes, samples = state["successes"][row], state["samples"][row]
         estimate = ((successes + prior[0]) / (samples + sum(prior)))[:, None]
         hard, easy = estimate < low, estimate > high
+        in_band, scored = ~(hard | easy), signal.mask.any(axis=1, keepdims=True)
         success = signal.value >= base.at_step(threshold, rollouts, signal.value.dtype)
         share = base.at_step(keep, rollouts, samples.dtype)
         new_state = _count(state, row, share, success, signal.mask)
-        scored = signal.mask.any(axis=1, keepdims=True)
-        shares = {"too_hard": mean(hard, scored), "too_easy": mean(easy, scored)}
-        new_signal, metrics = base.keep_groups(signal, ~(hard | easy), **shares)
-        return new_signal, new_state, metrics
+        too_hard, too_easy = mean(hard, scored), mean(easy, scored)
+        masked, metrics = base.keep_groups(signal, in_band, too_hard=too_hard, too_easy=too_easy)
+        return masked, new_state, metrics
 
     init = base.row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
     return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
@@ -327,8 +327,9 @@ class _Tracker(NamedTuple):
     def check(self) -> None:
         name = "subtract_tracked_success"
         _check_band(name, self.low, self.high, self.keep)
-        counts = {"half_life": self.half_life, "count": self.count}
-        base.check(name, "above 0", lambda number: number > 0, **counts)
+        base.check(
+            name, "above 0", lambda number: number > 0, half_life=self.half_life, count=self.count
+        )
         rate = None if isinstance(self.initial, str) else self.initial
         base.check(name, "a rate in [0, 1] or a field's name", lambda r: 0 <= r <= 1, initial=rate)
 

@@ -153,8 +153,9 @@ def make_base(
     config = base_config(len(tokenizer), hidden_size, num_layers, family)
     steps = steps or generated.steps * (2 if config.query_key_norm == "none" else 1)
     model = decoder.build(config, remat="none")
-    schedule = seed, steps, batch, learning_rate or generated.learning_rate
-    params, losses = _train(model, corpus, *schedule, progress)
+    params, losses = _train(
+        model, corpus, seed, steps, batch, learning_rate or generated.learning_rate, progress
+    )
     folders.save_model(model, params, out, tokenizer=tokenizer)
     return {"path": str(out), "task": generated.name, "seed": seed, "steps": steps} | {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),

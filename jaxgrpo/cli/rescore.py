@@ -20,13 +20,14 @@ from jaxgrpo.evaluation.agreement import Agreement
 from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
 from jaxgrpo.rewards.protocol import Reward, check, reads_any
 from jaxgrpo.rollout.judging import Texts, call_on_texts, step_progress
-from jaxgrpo.training.inputs import load_run_rows, resolve_rewards
+from jaxgrpo.training.inputs import load_run_rows
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, facts, show_whole, terminal_table
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import is_number, read_samples
 from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.records.report.record import shown, total_reward, visible
+from jaxgrpo.training.rewarding import resolve_rewards
 from jaxgrpo.training.stored_policy import read_run
 
 TOTAL = "total"
@@ -86,8 +87,11 @@ def rescore(
     config = configs.from_dict(configs.to_tables(config), overrides, source=config.source)
     steps = find_steps(folder, step)
     process.start("cpu")  # no device computes anything
-    shared = config.data, config.model, config.rollout, config.tools, config.environments
-    data = load_run_rows(*shared) if config.data.path else []
+    data = (
+        load_run_rows(config.data, config.model, config.rollout, config.tools, config.environments)
+        if config.data.path
+        else []
+    )
     by_title = {entry.title: entry for entry in config.rewards}
     entries = [by_title.get(name, RewardKeys(use=name)) for name in rewards]
     judges = find_judges(entries, config.rollout.max_completion_tokens, data)
@@ -185,8 +189,9 @@ def judge_step(
     columns = {name: [data[row["row"]][name] for row in rows] for name in _columns(data)}
     progress = TrainerState(global_step=rows[0]["step"] - 1, max_steps=max_steps)
     if data:
-        place = min(ordinals), len(ordinals), len(data)
-        progress = step_progress(progress.global_step, *place, max_steps)
+        progress = step_progress(
+            progress.global_step, min(ordinals), len(ordinals), len(data), max_steps
+        )
     policy = {
         "on_error": {judge.name: judge.on_error for judge in judges},
         "timeout": {judge.name: judge.timeout for judge in judges},

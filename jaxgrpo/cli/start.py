@@ -88,7 +88,8 @@ def replay(
     overrides: Sequence[str] = (),
 ) -> int:
     """Trains on saved rollouts. Returns the exit code."""
-    from jaxgrpo.training import loop, replay
+    from jaxgrpo.training import loop
+    from jaxgrpo.training.collecting import replay
 
     loop.train(replay.replay_config(files, config, overrides), resume=resume, rollouts=files)
     return 0

@@ -191,8 +191,9 @@ def make_world(
         name = where.removeprefix("environment").removeprefix(".")
         parts = by_name, tuple(functions), parser, rollout.call_timeout, where, processes
         if factory is not None and is_program(factory):
-            program = factory, rollout, chat, stop_tokens, where, functions, forks
-            kinds[name] = _program_kind(*program)
+            kinds[name] = _program_kind(
+                factory, rollout, chat, stop_tokens, where, functions, forks
+            )
         else:
             kinds[name] = make_kind(factory, *parts)
     for kind in kinds.values():

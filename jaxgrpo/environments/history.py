@@ -121,8 +121,9 @@ class History(NamedTuple):
 
     def words(self, ids: Sequence[int]) -> str:
         """The text of tokens, every one of them."""
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return self.chat.tokenizer.decode(ids, **options)
+        return self.chat.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _stops(self) -> list[str]:
         return [self.chat.tokenizer.decode([token]) for token in sorted(self.stop_tokens)]

@@ -90,11 +90,15 @@ def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: s
     Raises: InputError where one of them fails, or gives something else than it should.
     """
     row = _Row({name: jnp.asarray(column[0]) for name, column in columns.items()})
-    window = jax.ShapeDtypeStruct((tokens,), np.int32), jax.ShapeDtypeStruct((), np.int32)
     try:
         with explaining_own_code(where):
             state = jax.eval_shape(lambda: rules.reset(jax.random.key(0), row))
-            result = jax.eval_shape(rules.step, state, *window)
+            result = jax.eval_shape(
+                rules.step,
+                state,
+                jax.ShapeDtypeStruct((tokens,), np.int32),
+                jax.ShapeDtypeStruct((), np.int32),
+            )
     except InputError:
         raise
     except (TypeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -337,6 +338,9 @@ def make_batches(
     size = _round_to_bins(mesh, min(count, max(1, rounds * slots // samples)))
     engine.expect(samples, math.ceil(count / size))
     judge = _make_judge(policy.tokenizer, questions)
+    draw_samples = functools.partial(
+        draw, engine, purpose=purpose, greedy=greedy, converse=questions.converse
+    )
 
     def ask(begin: int, params: Params, key: ArrayLike, step: int) -> Answers:
         # The last batch is filled up by repeating rows, whose answers are dropped.
@@ -346,15 +350,13 @@ def make_batches(
         if policy.goal is not None:
             goal: Any = np.broadcast_to(policy.goal, (size, samples, len(policy.goal)))
             prompts = dataclasses.replace(prompts, forced_prefix=goal)
-        options = {"purpose": purpose, "greedy": greedy, "converse": questions.converse}
-        drawing = draw(engine, params, prompts, key, samples, **options)
+        drawing = draw_samples(params, prompts, key, samples)
         batch: Any = drawing.finish()
         host = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
         state = TrainerState(global_step=step)
         scores, _ = judge.rollouts(rows, host[0], host[1], state, dialogue=drawing.dialogue)
-        rescored = {}
-        if rescore is not None:
-            rescored = sharding.to_host(rescore(params, put_prompts(mesh, batch)))
+        again = {} if rescore is None else rescore(params, put_prompts(mesh, batch))
+        rescored = sharding.to_host(again)
         arrays = jax.tree.map(lambda x: x[: count - begin], (*host, scores["scorer"], rescored))
         tokens, mask, logp, truncated, scored, rescored = arrays
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]

@@ -120,8 +120,9 @@ def _look(
     unembed = functools.partial(model.unembed, params)
 
     def log_probs(unembed: Callable[[Array], Array], hidden: Array) -> Array:
-        options = {"temperature": temperature, "count": flat.count}
-        return token_logprobs(unembed, hidden, flat.targets, **options)[0]
+        return token_logprobs(
+            unembed, hidden, flat.targets, temperature=temperature, count=flat.count
+        )[0]
 
     values: dict[str, Array] = {}
     if confidence:

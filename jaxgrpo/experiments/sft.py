@@ -31,6 +31,7 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.process import StopRequested
 from jaxgrpo.training.records.console import facts, show_config
@@ -127,17 +128,34 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
                     "with the same command and --resume auto"
                 )
         checkpoints.wait()
-        ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
-        target = (folder.path, pretrained.path, pretrained.folder)
-        parameters.save(pretrained.model, learner, *target, pretrained.tokenizer, ends)
-        model = str(folder.place / "model")
-        summary = {"step": last, **line, "model": model}
+        summary = {"step": last, **line, "model": str(folder.place / "model")}
         summary["parameter_hash"] = parameter_hash(learner.trainable)
-        folder.write_summary(summary)
-        folder.publish()
-        _say(console, f"{model}: for model.path of a run")
+        ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
+        _write(folder, pretrained, learner, ends, summary)
+        _say(console, f"{summary['model']}: for model.path of a run")
         process.meet()
     return summary
+
+
+def _write(
+    folder: RunFolder,
+    pretrained: Pretrained,
+    learner: Learner,
+    ends: Mapping[str, Any],
+    summary: Mapping[str, Any],
+) -> None:
+    """Writes the model, with the fields of config.json that say where texts end, and a summary."""
+    parameters.save(
+        pretrained.model,
+        learner,
+        folder.path,
+        pretrained.path,
+        pretrained.folder,
+        pretrained.tokenizer,
+        ends,
+    )
+    folder.write_summary(summary)
+    folder.publish()
 
 
 def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
@@ -204,8 +222,13 @@ def _show(console: Console, run: Setup) -> None:
     """Prints what `train` would do: memory, the first prompt and answer, the config."""
     config, first = run.config, sharding.to_host(make_answer_batches(run)(0))
     pretrained, rows = run.inputs.pretrained, run.inputs.prompts.rows
-    sizes = run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh
-    update_bytes = memory.plan(run.steps.update_program, *sizes, run.learner)
+    update_bytes = memory.plan(
+        run.steps.update_program,
+        run.blueprint.geometry,
+        run.blueprint.objective,
+        run.blueprint.mesh,
+        run.learner,
+    )
     copied = parameters.save_copy_bytes(
         parameters.to_save(run.learner, run.stream), config.checkpoint.every, config.train.steps
     )

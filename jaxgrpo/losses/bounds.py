@@ -106,8 +106,9 @@ def dynamic_clip(low: float = 0.16, high: float = 0.2, cap: float = 10.0) -> Sur
         share = 1 / jnp.maximum(q, _LEAST)
         floor = 0.5 + 0.5 * jnp.sqrt(jnp.maximum(1 - 4 * low * share, 0))
         ceiling = jnp.minimum(0.5 + 0.5 * jnp.sqrt(1 + 4 * high * share), cap)
-        bounds = 1 - floor, ceiling - 1
-        rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, *bounds, cap)
+        rho, metrics = clip_where_it_gains(
+            jnp.exp(log_rho), weight, tokens.mask, 1 - floor, ceiling - 1, cap
+        )
         return -rho * weight, metrics
 
     return ratio_surrogate("dynamic_clip", rule)

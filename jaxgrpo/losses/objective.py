@@ -197,8 +197,7 @@ def policy_loss(
     _check_shapes(logp, True, **fields)
     reduction_part = build_reduction(reduction, reduction_options)
     weight, mask, segment = _layout(reduction_part, mask, segment, group)
-    arrays = {"logp": logp, "proximal_logp": proximal_logp, "advantage": advantage, "mask": mask}
-    tokens = Tokens(**arrays, segment=segment, fields=fields)
+    tokens = Tokens(logp, proximal_logp, advantage, mask, segment, fields)
     surrogate_part = build_surrogate(surrogate, surrogate_options)
     objective = Objective(surrogate_part, reduction_part, (*map(build_penalty, penalties),))
     ids = None

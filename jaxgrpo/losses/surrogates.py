@@ -29,7 +29,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Tokens:
     """What a loss reads of each token. All arrays have one shape, of any rank.
 

@@ -68,8 +68,7 @@ class GatedDelta(nnx.Module):
         self.bias: nnx.Param[Array] = nnx.Param(jnp.ones(kind.value_heads, dtype), axes=("heads",))
 
     def __call__(self, x: Array, recur: Recur, memory: Any, kind: DeltaKind) -> tuple[Array, Any]:
-        maps = self.query, self.key, self.value, self.gate
-        query, key, value, gate = side_by_side(x, *maps)
+        query, key, value, gate = side_by_side(x, self.query, self.key, self.value, self.gate)
         rate, decay = side_by_side(x, self.rate, self.decay)
         dtype = wide(x.dtype)
         rate = jax.nn.sigmoid(rate.astype(dtype))

@@ -259,8 +259,9 @@ def _multiplied(x: Array, kernel: Array, sizes: Array, turned: bool = False) -> 
         return jax.lax.ragged_dot(x, jnp.swapaxes(kernel, 1, 2) if turned else kernel, sizes)
 
     in_slots = functools.partial(_in_slots, turned=turned)
-    ways = {"tpu": one_by_one(elsewhere), "default": one_by_one(in_slots)}
-    return jax.lax.platform_dependent(x, kernel, sizes, **ways)
+    return jax.lax.platform_dependent(
+        x, kernel, sizes, tpu=one_by_one(elsewhere), default=one_by_one(in_slots)
+    )
 
 
 def _grouped(x: Array, kernel: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:

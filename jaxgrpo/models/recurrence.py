@@ -122,8 +122,8 @@ def over_sequences(
             _convolved(in_chunks(x), kernel, tail, first)
             for x, kernel, tail in zip(inputs.mixed, inputs.filters, start.tail, strict=True)
         ]
-        gates = in_chunks(inputs.log_decay), in_chunks(inputs.rate)
-        out, matrix = _over_chunks(*_normed(*mixed), *gates, start.matrix, first)
+        log_decay, rate = in_chunks(inputs.log_decay), in_chunks(inputs.rate)
+        out, matrix = _over_chunks(*_normed(*mixed), log_decay, rate, start.matrix, first)
         out = out.reshape(*batch, number * size, *out.shape[-2:])[..., :tokens, :, :]
         return out, matrix.reshape(*batch, *matrix.shape[1:])
 

@@ -159,8 +159,9 @@ def _training_work(run: Run) -> dict[str, Work]:
     weights = size * count_weights(blueprint.model).total / blueprint.mesh.shape["tensor"]
     passes = (2 if config.lora else 3) + blueprint.objective.reads_batch
     micro, tokens, _ = full_batch(geometry)
-    chunk_sizes = config.vocab_size, geometry.tokens, blueprint.logits_per_chunk
-    chunks = math.ceil(tokens / chunk_tokens(*chunk_sizes))
+    chunks = math.ceil(
+        tokens / chunk_tokens(config.vocab_size, geometry.tokens, blueprint.logits_per_chunk)
+    )
     head_flops = 2.0 * samples * geometry.max_completion_tokens * head
     recomputed = RECOMPUTED[remat] * (forward - head_flops)
     trained_bytes = memory.on_device(run.learner.trainable)

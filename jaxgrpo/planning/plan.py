@@ -142,8 +142,7 @@ def plan(
         if not is_full(error):
             raise
         problem = one_line(error)
-    parts = memory_parts(run), formula(run, topology)
-    return Plan(topology, run, *parts, tuple(planned), problem)
+    return Plan(topology, run, memory_parts(run), formula(run, topology), tuple(planned), problem)
 
 
 def program_mesh(run: Run, name: str) -> Mesh:
@@ -167,7 +166,6 @@ def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
     blueprint = run.blueprint
     sizes = run.memory
-    update = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
     return {
         "parameters": sizes.parameters,
         "frozen weights": sizes.frozen,
@@ -175,7 +173,14 @@ def memory_parts(run: Run) -> dict[str, int]:
         "other policies": sizes.copies,
         "sampler's weights, logits": sizes.sampler,
         "caches and samples": sizes.decode,
-        **memory.update_bytes(*update, blueprint.remat, blueprint.logits_per_chunk),
+        **memory.update_bytes(
+            blueprint.model,
+            blueprint.mesh,
+            blueprint.optimizer,
+            blueprint.geometry.tokens,
+            blueprint.remat,
+            blueprint.logits_per_chunk,
+        ),
     }
 
 

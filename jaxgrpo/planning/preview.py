@@ -25,7 +25,7 @@ from jaxgrpo.models.hf import families
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers
-from jaxgrpo.training import inputs, memory, opening, parameters, setup
+from jaxgrpo.training import inputs, memory, opening, parameters, rewarding, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.processes import process
@@ -80,7 +80,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "first prompt": _first_prompt(run),
         },
     )
-    inputs.show_previews(console, run.rewards, prompts.rows[0], run.try_rewards())
+    rewarding.show_previews(console, run.rewards, prompts.rows[0], run.try_rewards())
     show_config(console, configs.to_toml(config))
     memory.refuse_too_large(needed, pretrained.mesh)
 

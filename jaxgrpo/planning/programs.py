@@ -1,6 +1,6 @@
 """The programs of a run, compiled for devices that need not be here; no array is made.
 
-They are those that `training.setup` builds for a run. What they are given is shapes.
+They are those that `training.method` builds for a run. What they are given is shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxgrpo.models.hf import families, folders
 from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import inputs, memory, parameters, setup
+from jaxgrpo.training import memory, method, parameters, rewarding
 from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import (
     Pretrained,
@@ -103,20 +103,20 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     model, mesh = read_model_config(config.model, config.lora), make_mesh(config.mesh, devices)
     remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
-    rewards = inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
+    rewards = rewarding.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
     path = config.model.path
-    parts = built, config.lora.path, config.model.attention
-    model_on_mesh = Pretrained(path, mesh, Path(path), None, *parts)
+    model_on_mesh = Pretrained(
+        path, mesh, Path(path), None, built, config.lora.path, config.model.attention
+    )
     sampling = make_sampling_settings(config.rollout, (0,), 0)
     support = support_size(config.rollout, config.train.support, model.vocab_size)
     sampling = sampling._replace(attention=config.model.attention, support=support)
     if config.has_turns:
-        world = config.environments, config.data.history
-        sampling = plan_sampling(sampling, config.rollout, *world)
+        sampling = plan_sampling(sampling, config.rollout, config.environments, config.data.history)
     sampling = with_segments(sampling, config.rollout.segment_tokens)
-    method = setup.build_method(config, model_on_mesh, rewards, sampling)
-    return Run(config, *method, abstract_learner(method.blueprint))
+    built_method = method.build_method(config, model_on_mesh, rewards, sampling)
+    return Run(config, *built_method, abstract_learner(built_method.blueprint))
 
 
 def abstract_learner(blueprint: Blueprint) -> Learner:
@@ -179,8 +179,9 @@ def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
 def update_arguments(run: Run) -> tuple[Any, ...]:
     """What the update program is compiled for."""
     blueprint = run.blueprint
-    sizes = blueprint.geometry, blueprint.objective, blueprint.mesh
-    return memory.update_arguments(*sizes, run.learner)
+    return memory.update_arguments(
+        blueprint.geometry, blueprint.objective, blueprint.mesh, run.learner
+    )
 
 
 def compile_program(
@@ -240,22 +241,41 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
         out = traced.lower(lowering_platforms=(lowering_platform(run),)).compile().output_shardings
         return placed(traced.out_info, out)
 
-    groups = geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens
     sizes = Sizes.for_prompts(
-        blueprint.sampling.slots, bins, *groups, blueprint.sampling.turn_tokens
+        blueprint.sampling.slots,
+        bins,
+        geometry.num_prompts,
+        geometry.group_size,
+        geometry.max_prompt_tokens,
+        blueprint.sampling.turn_tokens,
     )
     params = laid_out(jax.jit(programs.split), sampler_params(run))
     state = laid_out(programs.begin, sizes)
     shape = (bins, *chunk_shape(sizes))
-    chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])
     if "prefill" in names:
         yield compile_program(
-            run, "prefill", programs.prefill, params, state, *chunk, donated=state
+            run,
+            "prefill",
+            programs.prefill,
+            params,
+            state,
+            array(jnp.int32, *shape),
+            array(jnp.int32, *shape[:2]),
+            array(jnp.int32, *shape[:2]),
+            donated=state,
         )
     if "decode" not in names:
         return
-    decode_arguments = (sizes.aligned, params, state, array(jnp.int32))
-    yield compile_program(run, "decode", programs.decode, *decode_arguments, donated=state)
+    yield compile_program(
+        run,
+        "decode",
+        programs.decode,
+        sizes.aligned,
+        params,
+        state,
+        array(jnp.int32),
+        donated=state,
+    )
 
 
 def scoring_passes(run: Run) -> list[tuple[ScoringPass, dict[str, Score]]]:
@@ -282,5 +302,13 @@ def _score(run: Run) -> Program:
     fields |= {by: batch.fields[n] for n in scores if (by := blueprint.scores[n].named_by)}
     batch = dataclasses.replace(batch, fields=fields)
     params = params_of(learner, scoring_pass.policy)
-    arguments = (params, batch, tuple(scores), blueprint.geometry, scoring_pass.policy)
-    return compile_program(run, "score", run.steps.score, *arguments)
+    return compile_program(
+        run,
+        "score",
+        run.steps.score,
+        params,
+        batch,
+        tuple(scores),
+        blueprint.geometry,
+        scoring_pass.policy,
+    )

@@ -375,9 +375,10 @@ class Forks:
             pickle.dump((list(map(os.path.abspath, sys.path)), self._options), options)
             options.seek(0)
             number = its_end.fileno()
-            files = {"stdin": options, "stderr": None, "pass_fds": (number,)}
             command = [*self._command, str(number)]
-            return start(command, os.environ, control, **files), control
+            return start(
+                command, os.environ, control, stdin=options, stderr=None, pass_fds=(number,)
+            ), control
 
     def _fork(self, control: socket.socket) -> Child:
         self._count += 1

@@ -250,8 +250,9 @@ class Batch:
             offset = request.offset + len(words)
             before = request.tokens[: 0 if reply.is_fork else None]
             tokens, limit = np.concatenate([before, words]), self._limit(key, offset)
-            parts = {"tokens": tokens, "offset": offset, "limit": limit}
-            more = request._replace(**parts, chunked=reply.is_fork)
+            more = request._replace(
+                tokens=tokens, offset=offset, limit=limit, chunked=reply.is_fork
+            )
             self._under_way[key] = more
             self._more.append(more)
         return np.asarray(complete, int)
@@ -313,8 +314,7 @@ class Batch:
                 )
             return
         if name not in self._records:
-            sizes = *self.tokens.shape, *record.shape[1:]
-            self._records[name] = records.no_record(name, *sizes)
+            self._records[name] = records.no_record(name, *self.tokens.shape, *record.shape[1:])
         self._records[name][at][drawn] = record
 
     def rollouts(self) -> Rollouts:

@@ -107,8 +107,18 @@ class Desk:
             offset, ids = max(0, len(tokens) - self.width), np.asarray(tokens, np.int32)
             for sample in range(wish.samples):
                 key = np.asarray(_draw_key(_words(seed), number, place, sample))
-                parts = ids, offset, wish.max_tokens, key, wish.is_greedy
-                requests.append(Request(0, 0, *parts, chunked=bool(offset)))
+                requests.append(
+                    Request(
+                        0,
+                        0,
+                        ids,
+                        offset,
+                        wish.max_tokens,
+                        key,
+                        wish.is_greedy,
+                        chunked=bool(offset),
+                    )
+                )
         return requests
 
     def _run(self) -> None:

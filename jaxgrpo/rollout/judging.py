@@ -237,8 +237,9 @@ class Judge(NamedTuple):
             columns["conversations"] = list(talks)
             columns["environments"] = [talk.environment for talk in talks]
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
-        policy = {"on_error": self.on_error, "timeout": self.timeout}
-        scores, log = call_on_texts(functions, texts, columns, state, **policy)
+        scores, log = call_on_texts(
+            functions, texts, columns, state, on_error=self.on_error, timeout=self.timeout
+        )
         if talks:
             log = log._replace(columns={**log.columns, SPOKEN: _spoken(talks)})
         return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in scores.items()}, log)
@@ -276,9 +277,12 @@ class Judge(NamedTuple):
             parts = list(early)
             for names, places in calls:
                 if names and (places.size or not early):
-                    group_arrays = (row[places], tokens[places], mask[places])
                     talks = [] if dialogue is None else dialogue.spoken(places, samples)
-                    parts.append(self.groups(names, places, *group_arrays, state, talks))
+                    parts.append(
+                        self.groups(
+                            names, places, row[places], tokens[places], mask[places], state, talks
+                        )
+                    )
             return parts
 
         parts = _gather_judged(call)
@@ -319,9 +323,12 @@ def judge_early(
                 continue
             places, tokens, mask = (array[is_local] for array in groups)
             talks = [] if dialogue is None else dialogue.spoken(places, tokens.shape[1])
-            arguments = places, row[places], tokens, mask, progress, talks
             try:
-                early.append(judge.groups(judge.per_sample, *arguments))
+                early.append(
+                    judge.groups(
+                        judge.per_sample, places, row[places], tokens, mask, progress, talks
+                    )
+                )
             except Exception:
                 if jax.process_count() == 1:
                     raise

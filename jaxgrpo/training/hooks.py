@@ -24,7 +24,7 @@ from jaxgrpo.models.counts import count_weights
 from jaxgrpo.rollout.goals import Goals, goal_metrics
 from jaxgrpo.rollout.sample_rows import sample_rows
 from jaxgrpo.training import fingerprints
-from jaxgrpo.training.collecting import Collected
+from jaxgrpo.training.collecting.collector import Collected
 from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.folder import plain
@@ -169,8 +169,16 @@ def write_samples(opened: OpenRun) -> Hook:
     def hook(step: StepEnd) -> StepEnd:
         number, rollouts, reward_log = (step.number, *step.collected[:2])
         if number == 1 or is_due(number, keys.samples_every):
-            data = (tokenizer, prompts.rows, rollouts, step.advantage, number)
-            rows = sample_rows(*data, reward_log, prompts.mixture, prefixes)
+            rows = sample_rows(
+                tokenizer,
+                prompts.rows,
+                rollouts,
+                step.advantage,
+                number,
+                reward_log,
+                prompts.mixture,
+                prefixes,
+            )
             log.samples(number, rows, weights)
         if is_due(number, keys.rollouts_every):
             log.rollouts(number, sharding.to_host(rollouts))
@@ -261,8 +269,9 @@ class Evaluations:
         if run.inputs.held_out is None:
             return
         config, held_out = run.config, run.inputs.held_out
-        judged = config.eval, config.scorer_name, config.measures_kl_to_base
-        facts = fingerprints.evaluation_facts(*judged, held_out)
+        facts = fingerprints.evaluation_facts(
+            config.eval, config.scorer_name, config.measures_kl_to_base, held_out
+        )
         saved_base = progress.base or {"asked": {}, "metrics": {}}
         saved_facts, metrics = saved_base["asked"], saved_base["metrics"]
         # A start with other questions may have been killed before it saved a step.

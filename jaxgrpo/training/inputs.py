@@ -1,29 +1,30 @@
-"""The model, the prompts and the rewards of a run: read, built and tried out as its config says."""
+"""The model and the prompts of a run, read as its config says."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
-from rich.console import Console
 
-from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, flat, to_tables
 from jaxgrpo.config.keys import (
     DataKeys,
     EvalKeys,
     ModelKeys,
     PartKeys,
-    RewardKeys,
     RolloutKeys,
 )
-from jaxgrpo.config.world import Environment, Factories, World, make_world, named_factories
+from jaxgrpo.config.world import (
+    Environment,
+    Factories,
+    World,
+    make_world,
+    named_factories,
+)
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
@@ -33,22 +34,10 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Mixture, Rows, Source
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.models.hf import folders
-from jaxgrpo.rewards.calling import RewardLog
-from jaxgrpo.rewards.protocol import (
-    Reward,
-    RewardError,
-    Rewards,
-    TrainerState,
-    callable_name,
-    check,
-)
-from jaxgrpo.rewards.registry import Preview, build, check_rows, preview, with_lengths
-from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
-from jaxgrpo.rollout.judging import decode_texts
+from jaxgrpo.rollout.answers import Answers, read_answers
+from jaxgrpo.training.collecting.replay import Replay, SavedRollouts, decisive_keys, read_files
 from jaxgrpo.training.pretrained import Pretrained, check_length, find_config, find_model, make_mesh
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import facts
-from jaxgrpo.training.replay import Replay, SavedRollouts, decisive_keys, read_files
 from jaxgrpo.update.answers import CUT
 
 SHOWN = 80  # characters of an answer
@@ -81,14 +70,26 @@ def read_inputs(
 ) -> Inputs:
     """Reads them. Each run reads the weights itself: its update overwrites them. Tools and
     environments replace those that the config names."""
-    start = config.model, config.lora, config.rollout, config.train.remat
     run_mesh = make_mesh(config.mesh) if mesh is None else mesh
-    pretrained = find_model(*start, run_mesh, fetch_weights=mesh is None)
+    pretrained = find_model(
+        config.model,
+        config.lora,
+        config.rollout,
+        config.train.remat,
+        run_mesh,
+        fetch_weights=mesh is None,
+    )
     folder, tokenizer, stored = pretrained.folder, pretrained.tokenizer, pretrained.model.config
     data, longest = config.data, config.rollout.max_prompt_tokens
     chat = make_chat(data, config.model.path, tokenizer, stored.vocab_size)
-    answers = tools or config.tools, named_factories(environment) or config.environments
-    chat, world = begin_conversations(chat, folder, config.rollout, data.forks, *answers)
+    chat, world = begin_conversations(
+        chat,
+        folder,
+        config.rollout,
+        data.forks,
+        tools or config.tools,
+        named_factories(environment) or config.environments,
+    )
     replay = None
     if rollouts is None:
         training_prompts = load_prompts(data, longest, chat, dataset)
@@ -187,12 +188,18 @@ def _load_mixture(
     """The rows of several sources, each read by its own keys where it has them."""
     rows_by_title = {}
     for index, part in enumerate(parts):
-        location = (part.path, part.subset, part.split, part.revision, f"data.path[{index}].path")
         is_task = part.path.startswith(PREFIX)
         names = TASK_COLUMNS if is_task else (keys.prompt, keys.answer)
         prompt = names[0] if part.prompt is None else part.prompt
         answer = names[1] if part.answer is None else part.answer
-        source = Source(*location, delimiter=keys.delimiter)
+        source = Source(
+            part.path,
+            part.subset,
+            part.split,
+            part.revision,
+            f"data.path[{index}].path",
+            delimiter=keys.delimiter,
+        )
         rows_by_title[part.title] = prompts.load_rows(source, prompt, answer)
     weights = tuple(part.weight for part in parts)
     sizes = tuple(map(len, rows_by_title.values()))
@@ -239,9 +246,8 @@ def make_chat(keys: DataKeys, path: str, tokenizer: Any, vocab_size: int | None 
       vocab_size: of the model; None: no prompts are read.
     """
     template, options = keys.chat_template, keys.chat_template_kwargs
-    settings = (template, keys.system, options, path)
     time = keys.template_time or process.broadcast(local_time)
-    chat = conversations.make_chat(tokenizer, *settings, time)
+    chat = conversations.make_chat(tokenizer, template, keys.system, options, path, time)
     if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template
     return chat._replace(vocab_size=vocab_size)
@@ -308,174 +314,3 @@ def answers_line(answers: Answers) -> str:
     prefix = f", after {answers.prefix!r}" if answers.prefix else ""
     cut = f"; {answers.num_cut} of {len(answers.counts)} are longer" if answers.num_cut else ""
     return f"at most {answers.counts.max()} tokens are scored behind each thought{prefix}{cut}"
-
-
-def resolve_rewards(
-    keys: Sequence[RewardKeys],
-    max_completion_tokens: int,
-    user_rewards: Rewards | None = None,
-    rows: Sequence[Mapping[str, Any]] = (),
-    folder: Path | None = None,
-    columns: Sequence[str] = (),
-) -> tuple[Reward, ...]:
-    """The rewards of a run, each with a name of its own.
-
-    Args:
-      max_completion_tokens: that rewards of lengths compare with.
-      user_rewards: functions, or names as a config may use them, instead of the config's rewards,
-        each with weight 1. In a list they are called as their function is; a mapping names them.
-      folder: where relative paths in `user_rewards` begin; those of the config are absolute.
-      rows: of the data, whose columns have to be all that the rewards ask for.
-      columns: what they may ask for besides.
-
-    Raises: InputError where two have one name, one does not exist, asks for a missing column or
-    cannot judge a row.
-    """
-    entries = [(entry.title, entry.use, entry) for entry in keys]
-    if user_rewards is not None:
-        is_named = isinstance(user_rewards, Mapping)
-        pairs = user_rewards.items() if is_named else [(_name(use), use) for use in user_rewards]
-        entries = [(name, use, RewardKeys(use=name)) for name, use in pairs]  # all by default
-    counts = Counter(name for name, *_ in entries)
-    duplicates = sorted(name for name, count in counts.items() if count > 1)
-    if duplicates:
-        raise InputError(
-            f"rewards: {duplicates[0]!r} stands twice; give each a `name` of its own (from Python, "
-            "rewards={name: function})"
-        )
-    rewards = tuple(
-        Reward(
-            name,
-            _function(use, entry.options, max_completion_tokens, folder),
-            entry.weight,
-            entry.on_error,
-            entry.flip,
-            entry.timeout,
-        )
-        for name, use, entry in entries
-    )
-    for reward in rewards if rows else ():
-        check(reward.name, reward.function, [*columns, *(n for n in rows[0] if n != "prompt")])
-        check_rows(reward.function, rows)
-    return rewards
-
-
-def _name(use: Any) -> str:
-    """What a reward given from Python is called."""
-    return own_code.short_name(use) if isinstance(use, str) else callable_name(use)
-
-
-def resolve_scorer(
-    use: str | None,
-    keys: Sequence[RewardKeys],
-    max_completion_tokens: int,
-    rewards: Sequence[Reward] = (),
-) -> Reward:
-    """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped.
-
-    Args:
-      use: `eval.scorer`.
-      keys: of the config's rewards, of which only the first is loaded, and only if it judges.
-      rewards: of the run, if they are there already.
-    """
-    if use is None:
-        rewards = rewards or resolve_rewards(keys[:1], max_completion_tokens)
-        return rewards[0]._replace(flip=0.0)
-    return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens), 1.0)
-
-
-def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:
-    """A step's metrics and those that rewards logged.
-
-    Raises: RewardError where a reward logs under a name that the trainer uses.
-    """
-    logged = log.numbers()
-    clashes = sorted(logged.keys() & (values.keys() | {"step"}))
-    if clashes:
-        raise RewardError(
-            f"a reward calls log_metric({clashes[0]!r}, ...), the name of a metric of the trainer: "
-            "give it another name"
-        )
-    return {**values, **logged}
-
-
-def try_rewards(
-    rewards: Sequence[Reward],
-    row: Mapping[str, Any],
-    tokenizer: Any,
-    stop_tokens: Sequence[int],
-    state: TrainerState,
-) -> dict[str, Preview]:
-    """What every reward gives the row's gold answer and the empty text, called as on samples.
-
-    Args:
-      stop_tokens: of the sampling; the answers end with the tokenizer's, if it is among them.
-      state: of the run when its first samples are judged.
-
-    Raises: RewardError where a reward returns the wrong number or type of values, or raises and
-    does not leave its samples unscored.
-    """
-    end = answer_end_tokens(tokenizer, stop_tokens)
-    return preview(
-        {reward.name: reward.function for reward in rewards},
-        row,
-        lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], *end],
-        functools.partial(decode_texts, tokenizer),
-        trainer_state=state,
-        on_error={reward.name: reward.on_error for reward in rewards},
-        timeout={reward.name: reward.timeout for reward in rewards},
-    )
-
-
-def gold_problem(rewards: Sequence[Reward], previews: Mapping[str, Preview]) -> str | None:
-    """What to say of a gold answer that earns no more than the empty text; None if it earns more.
-
-    A reward that weighs nothing, or did not score one of the two, has no say.
-    """
-    trials = [(r.weight, previews[r.name]) for r in rewards if r.name in previews]
-    gains = [
-        weight * (trial.gold - trial.empty)
-        for weight, trial in trials
-        if weight and trial.gold is not None and trial.empty is not None
-    ]
-    if not gains or sum(gains) > 0:
-        return None
-    return (
-        "look: the gold answer of row 0 earns no more than the empty text. Right if a reward wants "
-        "other words around it; else data.answer is not the column that the rewards compare with"
-    )
-
-
-def show_previews(
-    console: Console,
-    rewards: Sequence[Reward],
-    row: Mapping[str, Any],
-    previews: Mapping[str, Preview],
-) -> None:
-    """Prints what `try_rewards` gives, one line each."""
-    if not previews:  # all of them read conversations
-        return
-
-    def score(value: float | None) -> str:
-        return "not scored" if value is None else f"{value:g}"
-
-    answer = row.get("answer")
-    text = repr(answer) if len(repr(answer)) <= SHOWN else repr(answer)[:SHOWN] + "…"
-    lines = {}
-    for name, trial in previews.items():
-        reading = "" if trial.reading is None else f" (read as {trial.reading})"
-        gold = "" if answer is None else f"gold answer{reading}: {score(trial.gold)}, "
-        problem = "" if trial.problem is None else f"; {trial.problem}"
-        lines[f"  {name}"] = f"{gold}empty text: {score(trial.empty)}{problem}"
-    row_text = "which has no answer" if answer is None else f"whose answer is {text}"
-    console.print(f"rewards on row 0, {row_text}:", soft_wrap=True, markup=False)
-    facts(console, lines)
-    if problem := gold_problem(rewards, previews):
-        console.print(problem, style="yellow", soft_wrap=True)
-
-
-def _function(
-    use: Any, options: Mapping[str, Any], max_completion_tokens: int, folder: Path | None = None
-) -> Any:
-    lengths = with_lengths(use, options, max_completion_tokens)
-    return build(own_code.resolve(use, folder), **lengths)

@@ -31,15 +31,15 @@ from jaxgrpo.models.hf import texts
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
 from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, make_hooks
-from jaxgrpo.training.inputs import with_logged
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.recovery import remedy
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_samples
-from jaxgrpo.training.replay import SavedRollouts
+from jaxgrpo.training.rewarding import with_logged
 from jaxgrpo.training.setup import Setup
 from jaxgrpo.training.stored_policy import evaluator_for_run
 from jaxgrpo.update.optimizer import current_rate
@@ -142,8 +142,9 @@ def take(
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
-        options = {"resume": resume, "devices_line": devices_line, "shown": shown}
-        opened = open_run(stack, config, setup_options, **options)
+        opened = open_run(
+            stack, config, setup_options, resume=resume, devices_line=devices_line, shown=shown
+        )
         run, last = opened.run, opened.run.config.train.steps
         stack.callback(run.inputs.close)
         evaluate = evaluator(run) if run.config.eval.data is not None else None
@@ -226,8 +227,15 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
     keeper.refuse_moved(run.config.train.steps)
     try:
-        target = (folder.path, pretrained.path, pretrained.folder)
-        parameters.save(pretrained.model, learner, *target, pretrained.tokenizer, ends)
+        parameters.save(
+            pretrained.model,
+            learner,
+            folder.path,
+            pretrained.path,
+            pretrained.folder,
+            pretrained.tokenizer,
+            ends,
+        )
     except (OSError, SafetensorError) as error:
         raise _unwritten(model, error) from error
     speed = progress.tokens / progress.seconds if progress.seconds else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,42 +108,24 @@ class Memory(NamedTuple):
         }
 
 
-def copied_policies(
-    policies: Sequence[str],
-    *,
-    measures_kl: bool,
-    resets: bool,
-    has_fresh_adapters: bool,
-    has_two_meshes: bool,
-) -> tuple[str, ...]:
-    """The policies of which a run holds a copy beside the trained one: those of its method, and the
-    base that its evaluations measure the KL to, where no other holds it (`find_base`).
-
-    Args:
-      policies: `Blueprint.policies`.
-      measures_kl: whether evaluations measure the KL to the base.
-      resets: whether the reference may become another policy than the base.
-      has_fresh_adapters: whether the base is the weights under adapters.
-      has_two_meshes: whether evaluations need a copy on a mesh of their own.
-    """
-    holds_base = bool({"base", *(() if resets else ("reference",))} & {*policies})
-    holds_base = (holds_base or has_fresh_adapters) and not has_two_meshes
-    return (*policies, *((EVAL_BASE,) if measures_kl and not holds_base else ()))
-
-
 def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     """The memory of a run on each of its devices, but for the update's working memory.
 
     Args:
-      copies: `copied_policies` of the run.
+      copies: names of other policies that the run holds.
     """
     model = blueprint.model
     copy_bytes = _bytes(trained(model, model.shapes), trained_layout(model, blueprint.mesh))
     parameter_bytes, optimizer = training_bytes(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
-    prompt_sizes = (geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens)
-    decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *prompt_sizes)
-    to_sample = blueprint.mesh, blueprint.samples_on, blueprint.sampling.weight_dtype
+    decoding = capacity(
+        model,
+        blueprint.sampling,
+        blueprint.samples_on,
+        geometry.num_prompts,
+        geometry.group_size,
+        geometry.max_prompt_tokens,
+    )
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     second_pass = 0
     if rereads_base(blueprint.samples_on):
@@ -158,7 +140,10 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
         parameters=parameter_bytes,
         optimizer=optimizer,
         copies=num_copies * copy_bytes + average + base + teacher_bytes,
-        sampler=weights_to_sample(model, *to_sample) + decoding.working,
+        sampler=weights_to_sample(
+            model, blueprint.mesh, blueprint.samples_on, blueprint.sampling.weight_dtype
+        )
+        + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - copy_bytes if model.config.lora else 0,
         evaluation=second_pass,

@@ -29,14 +29,15 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families
 from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
-from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line, gold_problem
+from jaxgrpo.training.collecting.replay import refuse_other_files, to_json
+from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress, describe
 from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import Logbook
-from jaxgrpo.training.replay import refuse_other_files, to_json
+from jaxgrpo.training.rewarding import gold_problem
 from jaxgrpo.training.setup import Setup, setup
 
 
@@ -87,12 +88,12 @@ def open_run(
     stack.enter_context(display.showing_bar())
     say_start(run, display, devices_line, problems, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
-    remembered = (Progress.from_meta(meta), facts, *replay_and_adapters(run, meta))
-    keeper = Keeper(
-        config.source, config.train.stop_after_not_finite, folder, checkpoints, display, *remembered
-    )
-    limits = (config.run.stop_grace, config.run.stuck_after)
-    logged = config.run, config.tracking, configs.to_toml(config)
+    progress, limit = Progress.from_meta(meta), config.train.stop_after_not_finite
+    sources = replay_and_adapters(run, meta)
+    keeper = Keeper(config.source, limit, folder, checkpoints, display, progress, facts, *sources)
+    grace, stuck_after = config.run.stop_grace, config.run.stuck_after
+    watch = Watchdog(display.under_way, keeper.saved_line, grace, stuck_after)
+    log = Logbook(config.run, config.tracking, configs.to_toml(config), folder, display, step or 0)
     return OpenRun(
         run=run,
         finished_steps=step or 0,
@@ -100,8 +101,8 @@ def open_run(
         checkpoints=checkpoints,
         display=display,
         keeper=keeper,
-        watch=stack.enter_context(Watchdog(display.under_way, keeper.saved_line, *limits)),
-        log=stack.enter_context(Logbook(*logged, folder, display, step or 0)),
+        watch=stack.enter_context(watch),
+        log=stack.enter_context(log),
     )
 
 
@@ -160,8 +161,15 @@ def set_up(
 
     def check(inputs: Inputs) -> None:
         fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(inputs))
-        named = (config.data.chat_template, config.lora.path, config.teachers, config.own_files)
-        facts.update(fingerprints.input_facts(inputs, *named))
+        facts.update(
+            fingerprints.input_facts(
+                inputs,
+                config.data.chat_template,
+                config.lora.path,
+                config.teachers,
+                config.own_files,
+            )
+        )
         if meta:
             pretrained = inputs.pretrained
             adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
@@ -248,8 +256,9 @@ def say_start(
             display.say(f"{name}{line}")
     if answers := run.collector.source.answers:
         display.say(f"reference answers: {answers_line(answers)}")
-    method = run.blueprint.chain, run.blueprint.objective, run.blueprint.sampling
-    if line := methods.low_bit_line(*method):
+    if line := methods.low_bit_line(
+        run.blueprint.chain, run.blueprint.objective, run.blueprint.sampling
+    ):
         display.say(line)
     for problem in problems:
         display.say(problem)

@@ -78,8 +78,7 @@ class Pretrained(NamedTuple):
 
 def make_mesh(sizes: MeshKeys, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that a config asks for, on the devices that are here by default."""
-    axes = sizes.data, sizes.fsdp, sizes.tensor, sizes.context
-    return sharding.make_mesh(*axes, devices=devices)
+    return sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context, devices=devices)
 
 
 def find_model(

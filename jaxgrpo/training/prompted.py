@@ -159,8 +159,9 @@ def read_prompts(
         if own_code.is_reference(prompt):
             function = own_code.load(prompt)
             width = sharding.rounded_up(mesh, longest, "sequence")
-            sizes = longest, width, rollout.group_size, limit_key
-            writer = PromptFunction(where, field, function, rows, chat, *sizes)
+            writer = PromptFunction(
+                where, field, function, rows, chat, longest, width, rollout.group_size, limit_key
+            )
             functions[field] = writer.try_out(rewards)
         elif prompt not in rows[0]:
             columns_text = ", ".join(sorted(rows[0]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,50 +15,37 @@ from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
-from jaxgrpo.config import methods
 from jaxgrpo.config.contenders import make_atlases
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
+from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
-from jaxgrpo.losses import Objective
-from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.rewards.protocol import Reward, reads_any
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.batch import draw
-from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
+from jaxgrpo.rollout.batch import Drawing, draw
+from jaxgrpo.rollout.engine import record_shapes
 from jaxgrpo.rollout.judging import RolloutSource, make_judge, step_progress
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import inputs, memory, parameters, teachers
-from jaxgrpo.training.collecting import Collected, Collector
-from jaxgrpo.training.experience import with_experience
-from jaxgrpo.training.growing import brought_fields, make_trees, make_writer
+from jaxgrpo.rollout.trees import Trees
+from jaxgrpo.training import inputs, memory, parameters, rewarding, teachers
+from jaxgrpo.training.collecting.collector import Collected, Collector
+from jaxgrpo.training.collecting.experience import with_experience
+from jaxgrpo.training.collecting.growing import brought_fields, make_trees, make_writer
+from jaxgrpo.training.collecting.replay import SavedRollouts
+from jaxgrpo.training.collecting.source import first_stream, make_rollout_source
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.memory import Memory
-from jaxgrpo.training.pretrained import Pretrained, check_recurrent, sampling_settings
-from jaxgrpo.training.replay import SavedRollouts
-from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.rollout_source import first_stream, make_rollout_source
-from jaxgrpo.update import packing, step
+from jaxgrpo.training.method import Method, build_method
+from jaxgrpo.training.pretrained import Pretrained, sampling_settings
+from jaxgrpo.update import step
 from jaxgrpo.update.atlas import Atlases
-from jaxgrpo.update.balance import COEFFICIENT, RATE, make_balance
-from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, params_of, trained
-from jaxgrpo.update.optimizer import make_optimizer
+from jaxgrpo.update.balance import COEFFICIENT, RATE
+from jaxgrpo.update.forward import Blueprint, held_dtype, param_layout, params_of
 from jaxgrpo.update.preparing import Preparer
-
-DIVIDED = {
-    "prompts_per_step": "bins",
-    "max_completion_tokens": "sequence",
-    "max_prompt_tokens": "sequence",
-}
-"""Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
-
-BATCHES = 100
-"""Batches that programs of decoding are chosen for; not train.steps: a run may be prolonged."""
 
 _TURN_KEYS = ("tools", "environment", *(f"rollout.{name}" for name in KEYS))
 _SAMPLING_KEYS = ("model", "lora", "mesh", "rollout", "tools", "environment", "train.support")
@@ -83,15 +70,6 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
 seed nor the run's folder matters to any of it."""
-
-
-class Method(NamedTuple):
-    """How a run trains and samples: what is built for a model and a method, whatever the data."""
-
-    blueprint: Blueprint
-    memory: Memory  # that it takes, but for the update's working memory
-    engine: SlotEngine  # draws samples, of evaluations too
-    steps: step.Steps
 
 
 class Setup(NamedTuple):
@@ -155,7 +133,7 @@ class Setup(NamedTuple):
         tokenizer = self.inputs.pretrained.tokenizer
         # What reads conversations is tried on the first samples.
         rewards = [reward for reward in self.rewards if not reads_any(reward.function, COLUMNS)]
-        return inputs.try_rewards(rewards, rows[0], tokenizer, settings.stop_tokens, state)
+        return rewarding.try_rewards(rewards, rows[0], tokenizer, settings.stop_tokens, state)
 
 
 def setup(
@@ -193,11 +171,8 @@ def setup(
     )
     check(run_inputs)
     rows = () if run_inputs.replay else run_inputs.prompts.rows
-    longest = config.rollout.max_completion_tokens
-    given_rewards = config.rewards, longest, rewards, rows, config.folder
-    run_rewards = inputs.resolve_rewards(*given_rewards, COLUMNS if run_inputs.world else ())
-    if run_inputs.world is not None:
-        run_rewards += tuple(run_inputs.world.rewards(run_rewards))
+    longest, folder, world = config.rollout.max_completion_tokens, config.folder, run_inputs.world
+    run_rewards = rewarding.resolve_rewards(config.rewards, longest, rewards, rows, folder, world)
     if not run_rewards:
         raise InputError(
             "rewards: missing, and the environment has no get_reward: give at least one, "
@@ -205,9 +180,11 @@ def setup(
         )
     pretrained, support = run_inputs.pretrained, config.train.support
     sampling = sampling_settings(config.rollout, pretrained, run_inputs.world, support)
-    parts = config, pretrained, run_rewards, sampling, advantage, share
-    method = functools.partial(build_method, *parts)
-    return _assemble(config, run_inputs, run_rewards, share("method", method), make_learner)
+    method = share(
+        "method",
+        lambda: build_method(config, pretrained, run_rewards, sampling, advantage, share),
+    )
+    return _assemble(config, run_inputs, run_rewards, method, make_learner)
 
 
 def _assemble(
@@ -220,36 +197,68 @@ def _assemble(
     """The run of a method on its inputs. Its weights are read last."""
     blueprint, pretrained, rows = method.blueprint, run_inputs.pretrained, run_inputs.prompts.rows
     memory.refuse_too_large(method.memory, pretrained.mesh)
-    keys = config.rollout, config.data, config.train, config.scores
-    grown = make_trees(config.tree, config.rollout, config.experience)
+    data, rollout, train = config.data, config.rollout, config.train
+    grown = make_trees(config.tree, rollout, config.experience)
     lacking = blueprint.chain.needs.difference(*rows[:1])
-    share, has_turns, forks = config.experience.share, config.has_turns, config.data.forks
+    share, has_turns, forks = config.experience.share, config.has_turns, data.forks
     recorded = record_shapes(blueprint.model.config.kinds, blueprint.sampling.support)
-    brought = brought_fields(grown, config.rollout, share, has_turns, lacking, forks, recorded)
-    converse = None if (world := run_inputs.world) is None else world.converse(rows)
-    options = {"group_size": config.rollout.group_size, "grown": grown, "converse": converse}
-    draw_groups = functools.partial(draw, method.engine, **options)
-    if (column := config.data.completion) is not None:
-        reading = blueprint.sampling, blueprint.chain, blueprint.objective
-        draw_groups = make_writer(column, rows, pretrained, config.rollout, *reading, brought)
-    source = make_rollout_source(*keys, run_inputs, blueprint, draw_groups, rewards, brought)
-    again = config.experience, config.rollout, run_inputs, rewards, config.train.seed
-    source = with_experience(source, *again, blueprint.samples_on)
+    brought = brought_fields(grown, rollout, share, has_turns, lacking, forks, recorded)
+    draw_groups = _make_drawing(data.completion, rollout, run_inputs, method, grown, brought)
+    source = make_rollout_source(
+        rollout, data, train, config.scores, run_inputs, blueprint, draw_groups, rewards, brought
+    )
+    mesh, seed = blueprint.samples_on, train.seed
+    source = with_experience(source, config.experience, rollout, run_inputs, rewards, seed, mesh)
     # Saved rollouts have ended all at once, and groups with experience are mixed first.
-    waits = bool(run_inputs.replay) or config.experience.share > 0
-    parts = config.rollout, config.train.steps, run_inputs, rewards, method
-    collector = _make_collector(*parts, source, waits)
-    start = config.train.seed, pretrained, len(rows), rewards
-    atlas = config.atlas.methods, configs.to_tables(config), config.source, rewards
+    waits = bool(run_inputs.replay) or share > 0
+    collector = _make_collector(rollout, train.steps, run_inputs, rewards, method, source, waits)
+    contenders, tables = config.atlas.methods, configs.to_tables(config)
+    atlases = make_atlases(Preparer(blueprint), contenders, tables, config.source, rewards)
+    if make_learner is None:
+        learner = _read_learner(seed, pretrained, len(rows), rewards, blueprint)
+    else:
+        learner = make_learner(blueprint)
     return Setup(
         config=config.at_time(run_inputs.chat.time),
         inputs=run_inputs,
         rewards=rewards,
         **method._asdict(),
         collector=collector,
-        atlases=make_atlases(Preparer(blueprint), *atlas),
-        learner=(make_learner or functools.partial(_read_learner, *start))(blueprint),
-        stream=first_stream(source, len(rows), config.train.seed),
+        atlases=atlases,
+        learner=learner,
+        stream=first_stream(source, len(rows), seed),
+    )
+
+
+def _make_drawing(
+    completion: str | None,
+    rollout: RolloutKeys,
+    run_inputs: Inputs,
+    method: Method,
+    grown: Trees | None,
+    brought: Mapping[str, Any],
+) -> Callable[..., Drawing]:
+    """What draws the samples of prompts: the engine, or, with `data.completion`, texts of the data.
+
+    Args:
+      grown, brought: the trees of samples, and the fields that come with them.
+    """
+    rows, blueprint = run_inputs.prompts.rows, method.blueprint
+    if completion is None:
+        converse = None if run_inputs.world is None else run_inputs.world.converse(rows)
+        group = rollout.group_size
+        return functools.partial(
+            draw, method.engine, group_size=group, grown=grown, converse=converse
+        )
+    return make_writer(
+        completion,
+        rows,
+        run_inputs.pretrained,
+        rollout,
+        blueprint.sampling,
+        blueprint.chain,
+        blueprint.objective,
+        brought,
     )
 
 
@@ -294,180 +303,11 @@ def _read_learner(
     """The learner before the first step, with the weights of the model."""
     names = tuple(reward.name for reward in rewards)
     model = pretrained.model
-    layout = held_dtype(model), param_layout(model, blueprint.mesh)
-    params = pretrained.read_params(seed, model, *layout)
+    params = pretrained.read_params(
+        seed, model, held_dtype(model), param_layout(model, blueprint.mesh)
+    )
     read = teachers.read_teachers(blueprint.teachers, blueprint.mesh)
     return parameters.first_learner(blueprint, params, num_rows, names, read)
-
-
-def build_method(
-    config: Config,
-    pretrained: Pretrained,
-    rewards: Sequence[Reward],
-    sampling: SamplingSettings,
-    advantage: AdvantageTransform | None = None,
-    share: step.Share = step.share_nothing,
-) -> Method:
-    """The static description of a run, checked as a whole, and what is built from it."""
-    mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
-    sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    recorded = record_shapes(model.config.kinds, sampling.support, train.routing == "replay")
-    geometry = _geometry(rollout, train, mesh, config.data.forks)._replace(records=recorded)
-    named = config.named_chain if advantage is None else advantage
-    recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
-    chain = methods.make_chain(config.loss, recipe)
-    objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
-    scores = teachers.method_scores(config.scores, chain.needs, objective)
-    methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
-    methods.refuse_all_stale(rollout.staleness, train.steps)
-    _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
-    scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
-    models = model, *(teacher.model for teacher in scoring.values())
-    geometry = check_recurrent(geometry.for_models(models), mesh)
-    keys = vars(config.optimizer)
-    optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
-    blueprint = Blueprint(
-        model=model,
-        chain=chain,
-        recipe=recipe,
-        objective=objective,
-        optimizer=optimizer,
-        geometry=geometry,
-        sampling=sampling,
-        mesh=mesh,
-        sampling_mesh=sampling_mesh,
-        reward_weights={reward.name: reward.weight for reward in rewards},
-        num_iterations=train.num_iterations,
-        on_no_live_sample=train.on_no_live_sample,
-        kernel=_choose_kernel(config.model.attention, pretrained, geometry),
-        scores=scores,
-        teachers=scoring,
-        answer_cuts=config.data.answer_cuts,
-        ema_decay=config.reference.ema_decay,
-        balance=make_balance(train.router_aux_loss_coef, train.router_bias_update_rate, model),
-    )
-    policies = blueprint.policies, pretrained, config.reference
-    kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
-    copies = _copies(*policies, measures_kl=kl, has_two_meshes=two_meshes)
-    return _fit_to_devices(blueprint, pretrained, copies, train, share)
-
-
-def _refuse_stale(
-    chain: AdvantageTransform, objective: Objective, staleness: int, share: float
-) -> None:
-    """Args: staleness, share: `rollout.staleness` and `experience.share`."""
-    for name, value in {"rollout.staleness": staleness, "experience.share": share}.items():
-        if value:
-            methods.refuse_stale(chain, objective, f"{name} = {value:g}")
-
-
-def _copies(
-    policies: Sequence[str],
-    pretrained: Pretrained,
-    reference: ReferenceKeys,
-    *,
-    measures_kl: bool,
-    has_two_meshes: bool,
-) -> tuple[str, ...]:
-    """`memory.copied_policies` of a run whose method reads `policies`."""
-    has_adapters = pretrained.model.config.lora is not None
-    parameters.refuse_average(policies, has_adapters, reference)
-    return memory.copied_policies(
-        policies,
-        measures_kl=measures_kl,
-        resets=may_reset(reference),
-        has_fresh_adapters=pretrained.has_fresh_adapters,
-        has_two_meshes=has_two_meshes,
-    )
-
-
-def _fit_to_devices(
-    blueprint: Blueprint,
-    pretrained: Pretrained,
-    copies: Sequence[str],
-    train: TrainKeys,
-    share: step.Share,
-) -> Method:
-    """The method with as many slots, tokens of a micro-batch and logits of a chunk as fit beside
-    what a run keeps.
-
-    Args:
-      copies: `memory.copied_policies` of the run.
-      train: the config's, which may say how many tokens a micro-batch has.
-    """
-    mesh, geometry = blueprint.mesh, blueprint.geometry
-    persistent = memory.count(blueprint, copies).persistent
-    sizes = blueprint.model, mesh, blueprint.optimizer, geometry, persistent
-    logits, remat = memory.fitting_passes(train.remat, *sizes)
-    if remat != decoder.choose_remat(train.remat, mesh.devices.flat[0].platform):
-        constrain = sharding.constrain(mesh)
-        model = decoder.build(blueprint.model.config, constrain=constrain, remat=remat)
-        blueprint = blueprint._replace(model=model)
-    blueprint = blueprint._replace(logits_per_chunk=logits, remat=remat)
-    if train.tokens_per_micro_batch is None:
-        blueprint = blueprint._replace(geometry=memory.fitting_geometry(*sizes, remat, logits))
-    parts = pretrained, blueprint.sampling, blueprint.samples_on, geometry, persistent
-    engine = share("engine", lambda: _make_engine(*parts))
-    slots = engine.slots_for(geometry.num_prompts, geometry.group_size)
-    blueprint = blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
-    usage = memory.count(blueprint, copies)
-    return Method(blueprint, usage, engine, step.build_steps(blueprint, share))
-
-
-def _make_engine(
-    pretrained: Pretrained,
-    settings: SamplingSettings,
-    mesh: Mesh,
-    geometry: packing.Geometry,
-    persistent: int,
-) -> SlotEngine:
-    """The engine of a run, for its steps and its evaluations.
-
-    Args:
-      mesh: that it samples on.
-      persistent: bytes of what the run keeps, on each device.
-    """
-    meshes = pretrained.mesh, mesh
-    weights = memory.weights_to_sample(pretrained.model, *meshes, settings.weight_dtype)
-    free = memory.free_beside(mesh, persistent + weights)
-    sampled, width = pretrained.model_on(mesh), geometry.max_prompt_tokens
-    engine = SlotEngine(sampled, settings, mesh, width=width, free=free)
-    engine.expect(geometry.group_size, BATCHES)
-    return engine
-
-
-def _choose_kernel(
-    name: str, pretrained: Pretrained, geometry: packing.Geometry
-) -> attention.Kernel:
-    """The kernel of attention that `model.attention` names, for the rows of an update."""
-    mesh, model_config = pretrained.mesh, pretrained.model.config
-    sizes = {"row": geometry.longest, "samples_per_row": geometry.samples_per_row}
-    platform = mesh.devices.flat[0].platform
-    return attention.choose_kernel(name, platform, model_config, **sizes, mesh=mesh)
-
-
-def _geometry(
-    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
-) -> packing.Geometry:
-    sizes = (
-        *(rollout.prompts_per_step, rollout.group_size),
-        *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
-    )
-    tokens, minibatches = train.tokens_per_micro_batch, train.minibatches
-    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, has_forks=has_forks)
-    packing.check_geometry(geometry)
-    sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
-    return geometry
-
-
-def _sampling_mesh(rollout: RolloutKeys, tensor: int, mesh: Mesh) -> Mesh:
-    """The mesh that a config samples on. Raises: InputError where sizes do not divide over both."""
-    for name, axis in DIVIDED.items():
-        sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
-    sampling_mesh = sharding.sampling_mesh(mesh, tensor)
-    where = f"mesh.sampling_tensor = {tensor}: rollout.prompts_per_step"
-    sharding.check_divides(sampling_mesh, where, rollout.prompts_per_step, "bins")
-    return sampling_mesh
 
 
 class Shared:

@@ -45,13 +45,7 @@ from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory
-from jaxgrpo.training.inputs import (
-    begin_conversations,
-    eval_source,
-    load_prompts,
-    make_chat,
-    resolve_scorer,
-)
+from jaxgrpo.training.inputs import begin_conversations, eval_source, load_prompts, make_chat
 from jaxgrpo.training.pretrained import (
     Pretrained,
     find_config,
@@ -62,6 +56,7 @@ from jaxgrpo.training.pretrained import (
 )
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.resets import may_reset
+from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.training.setup import Setup
 from jaxgrpo.update.forward import (
     full_params,
@@ -176,15 +171,15 @@ def find_policy(
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     rollout, answers = config.rollout, (config.tools, config.environments)
-    begins = pretrained.folder, rollout, config.data.forks
-    chat, world = begin_conversations(chat, *begins, *answers)
+    chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
-    parts = config.mesh, rollout, config.train.seed
-    policy = _policy_with_engine(pretrained, settings, *parts, has_base)
+    policy = _policy_with_engine(
+        pretrained, settings, config.mesh, rollout, config.train.seed, has_base
+    )
     return dataclasses.replace(policy, world=world), prompts
 
 
@@ -217,8 +212,9 @@ def find_answerer(
     settings = sampling_settings(config.rollout, pretrained)
     turns: Any = {"max_turns": 2, "own_rows": True, "interruption": None, "early_stop": None}
     settings = settings._replace(**turns, temperature=temperature)
-    parts = config.mesh, config.rollout, config.train.seed
-    policy = _policy_with_engine(pretrained, settings, *parts)
+    policy = _policy_with_engine(
+        pretrained, settings, config.mesh, config.rollout, config.train.seed
+    )
     return Answerer(policy, chat, functools.partial(find_parser, config.rollout.call_format, chat))
 
 
@@ -348,8 +344,7 @@ def _move(layouts: Sequence[Params], params: Params) -> Params:
 def policy_for_run(run: Setup) -> StoredPolicy:
     """The policy that a run began with; its parameters, laid out for sampling, are on disk."""
     config, mesh = run.config, run.blueprint.samples_on
-    keys = config.rollout, config.train.seed
-    return _policy(run.inputs.pretrained, run.engine, mesh, *keys)
+    return _policy(run.inputs.pretrained, run.engine, mesh, config.rollout, config.train.seed)
 
 
 def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:

@@ -57,9 +57,18 @@ def find_teacher(path: str, pretrained: Pretrained, kernel: str, geometry: Geome
         config = dataclasses.replace(config, without_text=without_text)
     check_positions(path, config, geometry.max_prompt_tokens, geometry.max_completion_tokens)
     model = decoder.build(config, constrain=sharding.constrain(mesh))
-    sizes = {"row": geometry.longest, "samples_per_row": geometry.samples_per_row}
     platform = mesh.devices.flat[0].platform
-    return Teacher(model, attention.choose_kernel(kernel, platform, config, **sizes, mesh=mesh))
+    return Teacher(
+        model,
+        attention.choose_kernel(
+            kernel,
+            platform,
+            config,
+            row=geometry.longest,
+            samples_per_row=geometry.samples_per_row,
+            mesh=mesh,
+        ),
+    )
 
 
 def check_positions(path: str, config: ModelConfig, prompt: int, completion: int) -> None:

@@ -63,8 +63,9 @@ def rollout_metrics(
     metrics |= symptom_metrics(*texts, rare)
     for name in ANCHORS:
         if name in rollouts.fields:
-            pair = (rollouts.behavior_logp, rollouts.fields[name])
-            metrics |= drift_metrics(*pair, tokens, SCORES[name].policy)
+            metrics |= drift_metrics(
+                rollouts.behavior_logp, rollouts.fields[name], tokens, SCORES[name].policy
+            )
     metrics |= group_metrics(summed_rewards, weights)
     return metrics | reward_metrics(rollouts.rewards)
 

@@ -139,8 +139,9 @@ def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:
     if (fork := micro.fields.get(FORK)) is not None:  # a rewritten conversation is a segment too
         segment = jnp.where(segment > 0, segment * segment.shape[-1] + fork, 0)
         alone = (fork > 0,)
-    placed = segment, micro.position, micro.row_prompt, micro.prompt_length
-    attend_rows = kernel.rows_with_prefix(*placed, *alone)
+    attend_rows = kernel.rows_with_prefix(
+        segment, micro.position, micro.row_prompt, micro.prompt_length, *alone
+    )
     recur_rows = delta.packed(micro.segment, micro.row_prompt, prompt_real)
 
     def apart(leaf: Array) -> tuple[Array, Array]:
@@ -162,8 +163,9 @@ def call_packed(micro: TrainBatch, flat: Flat, kernel: Kernel = XLA) -> Caller:
     def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
         del kind
         row_parts, prompt_parts = zip(*map(apart, inputs[:5]), strict=True)
-        parts = inputs.with_tokens(row_parts), inputs.with_tokens(prompt_parts)
-        return together(*recur_rows(*parts)), memory
+        return together(
+            *recur_rows(inputs.with_tokens(row_parts), inputs.with_tokens(prompt_parts))
+        ), memory
 
     return Caller(attend, recur=recur)
 

@@ -82,8 +82,15 @@ class Blueprint(NamedTuple):
         """What scoring and update compute micro-batches with."""
         # Greedy sampling has no distribution: its ratios are those of the model itself.
         temperature = self.sampling.temperature or 1.0
-        sizes = self.geometry.tokens, temperature, self.kernel, self.logits_per_chunk
-        return Pass(self.model, self.mesh, *sizes, replays=EXPERTS in dict(self.geometry.records))
+        return Pass(
+            self.model,
+            self.mesh,
+            self.geometry.tokens,
+            temperature,
+            self.kernel,
+            self.logits_per_chunk,
+            replays=EXPERTS in dict(self.geometry.records),
+        )
 
     @property
     def update_needs(self) -> frozenset[str]:
@@ -421,8 +428,9 @@ def param_layout(model: Model, mesh: Mesh, rules: sharding.Rules = sharding.TRAI
 
 def sampling_layout(model: Model, mesh: Mesh) -> Params:
     """The shardings of the parameters as the sampler reads them, on the mesh that it has."""
-    arguments = (mesh, model.axes, model.shapes, sharding.SAMPLING)
-    return sharding.param_shardings(*arguments, keys="tensor, fsdp or sampling_tensor")
+    return sharding.param_shardings(
+        mesh, model.axes, model.shapes, sharding.SAMPLING, keys="tensor, fsdp or sampling_tensor"
+    )
 
 
 def trained_layout(model: Model, mesh: Mesh) -> Params:

@@ -206,8 +206,9 @@ class Preparer:
         if not (fields := self.blueprint.naming(names)):
             return rollouts
         lengths = sharding.to_host(self.measure(rollouts))
-        settings = lengths, self.blueprint.geometry, live
-        tokens = self.score_samples(learner, fields, rollouts, *settings)
+        tokens = self.score_samples(
+            learner, fields, rollouts, lengths, self.blueprint.geometry, live
+        )
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **tokens})
 
     def moved_behind(
@@ -244,8 +245,9 @@ class Preparer:
         is_cut = answer_field(answers.CUT, policy) in needs
         masked = is_cut or answer_field(answers.MASKED, policy) in needs
         cuts = blueprint.answer_cuts if is_cut else 1
-        sizes = blueprint.geometry, longest, cuts, masked
-        geometry = answers.answer_geometry(*sizes, blueprint.mesh)
+        geometry = answers.answer_geometry(
+            blueprint.geometry, longest, cuts, masked, blueprint.mesh
+        )
         longer = self.behind_thoughts(rollouts, geometry, cuts)
         lengths = sharding.to_host(self.measure(longer))
         logp, ranked = f"{policy}_logp", policy == "trainer" and answers.RANK in needs
@@ -341,8 +343,9 @@ class Preparer:
             for scoring_pass, scores in passes(self.blueprint.scores, stage):
                 if policy in (None, scoring_pass.policy):
                     params = params_of(learner, scoring_pass.policy)
-                    arguments = tuple(scores), geometry, scoring_pass.policy
-                    fields |= self.score(params, batch, *arguments)
+                    fields |= self.score(
+                        params, batch, tuple(scores), geometry, scoring_pass.policy
+                    )
             tokens = {name: fields[name] for name in naming}
             batch = dataclasses.replace(batch, fields={**batch.fields, **tokens})
         return {name: value for name, value in fields.items() if name in names}
@@ -445,9 +448,11 @@ def _judge(
     if acts_on_all:
         live = mask.any(-1)
     summed_rewards = diagnostics.as_summed(rollouts.rewards, reward_weights, chain)
-    named = reward_weights, summed_rewards, draws
     metrics = merge(
-        metrics, diagnostics.rollout_metrics(*named, rollouts, drawn, live, advantage, mask)
+        metrics,
+        diagnostics.rollout_metrics(
+            reward_weights, summed_rewards, draws, rollouts, drawn, live, advantage, mask
+        ),
     )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # The dead are not in the metrics of the update, which penalties may remember.

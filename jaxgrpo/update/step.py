@@ -222,7 +222,6 @@ def _update_program(
     stays as it is. Both are counted and change nothing that penalties remember. The norm of the
     parameters is taken before and after: it is not finite if one of them is not.
     """
-
     model, mesh = settings.model, settings.mesh
 
     def run(
@@ -235,8 +234,9 @@ def _update_program(
             current = full_params(trainable, anchors)
             batch = _with_batch_fields(settings, objective.batch_fields, current, batch)
         compute_loss, batch, move = even_out(balance, model, compute_loss, batch)
-        functions = compute_loss, measure
-        loss, grads, metrics = _accumulate(*functions, model, mesh, head, trainable, batch)
+        loss, grads, metrics = _accumulate(
+            compute_loss, measure, model, mesh, head, trainable, batch
+        )
         norm = optax.tree_utils.tree_norm(grads)
         totals = [metrics[name].total for name in FINITE]
         finite = jnp.isfinite(jnp.stack([norm, loss, *totals])).all()

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.types import Learner, Stream
-from jaxgrpo.training.collecting import Collected
+from jaxgrpo.training.collecting.collector import Collected
 from jaxgrpo.training.setup import Setup
 
 

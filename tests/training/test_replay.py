@@ -18,7 +18,8 @@ from jaxgrpo.cli import main as cli
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
-from jaxgrpo.training import loop, replay
+from jaxgrpo.training import loop
+from jaxgrpo.training.collecting import replay
 from jaxgrpo.training.records import rollout_files
 from jaxgrpo.training.setup import setup
 

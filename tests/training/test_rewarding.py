@@ -14,8 +14,8 @@ from jaxgrpo.rewards import RewardError, RewardLog
 from jaxgrpo.rollout import judging
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.inputs import resolve_rewards, with_logged
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.rewarding import resolve_rewards, with_logged
 
 pytestmark = pytest.mark.slow
 

@@ -108,8 +108,13 @@ def rank_learning(
     >>> evaluate("rank_learning", [[1.0, 0.0]], options=options, **fields)[0].tolist()
     [[1.0, -1.0]]
     """
-    normalised = subtract_group_mean(), divide_by_group_std(eps, ddof)
-    return sum_then("rank_learning", weights, *normalised, shape_by_effective_rank(kappa, scale))
+    return sum_then(
+        "rank_learning",
+        weights,
+        subtract_group_mean(),
+        divide_by_group_std(eps, ddof),
+        shape_by_effective_rank(kappa, scale),
+    )
 
 
 def ttrl(
@@ -135,8 +140,9 @@ def ttrl(
     >>> evaluate("ttrl", rewards, options=options)[0].tolist()
     [[1.0, -1.0, 0.0]]
     """
-    normalise = (subtract_group_mean(), divide_by_group_std(eps, ddof))
-    return sum_then("ttrl", weights, keep_samples(count), *normalise)
+    return sum_then(
+        "ttrl", weights, keep_samples(count), subtract_group_mean(), divide_by_group_std(eps, ddof)
+    )
 
 
 def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:

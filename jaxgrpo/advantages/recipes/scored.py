@@ -198,8 +198,13 @@ def top_entropy(
     >>> evaluate("top_entropy", [[1.0, 0.0]], options=options, **fields)[0].tolist()
     [[[1.0, 0.0], [-1.0, 0.0]]]
     """
-    normalised = subtract_group_mean(), divide_by_group_std(eps, ddof)
-    return sum_then("top_entropy", weights, *normalised, keep_top_entropy(share))
+    return sum_then(
+        "top_entropy",
+        weights,
+        subtract_group_mean(),
+        divide_by_group_std(eps, ddof),
+        keep_top_entropy(share),
+    )
 
 
 def optimal_token_baseline(weights: Weights | None = None) -> AdvantageTransform:

@@ -75,8 +75,13 @@ def sdpo(
     >>> evaluate("sdpo", [[1.0, 0.0]], token_mask=[[[1], [1]]], **logp)[0].tolist()
     [[[1.0], [0.0]]]
     """
-    steps = subtract_group_mean(), divide_by_group_std(eps, ddof), distill(share, 0.0, teacher)
-    return sum_then("sdpo", weights, *steps)
+    return sum_then(
+        "sdpo",
+        weights,
+        subtract_group_mean(),
+        divide_by_group_std(eps, ddof),
+        distill(share, 0.0, teacher),
+    )
 
 
 def alpha_dpg(
@@ -115,8 +120,7 @@ def alpha_dpg(
     ... )[0].tolist()
     [[2.0, -2.0]]
     """
-    options = {"cap": cap, "z": z, "threshold": threshold, "off_policy": off_policy}
-    part = filtered_model.alpha_dpg(alpha, **options)
+    part = filtered_model.alpha_dpg(alpha, cap=cap, z=z, threshold=threshold, off_policy=off_policy)
     return sum_then("alpha_dpg", weights, part)
 
 
@@ -147,6 +151,7 @@ def f_dpg(
     ... )[0].tolist()
     [[1.0, -1.0]]
     """
-    options = {"cap": cap, "z": z, "threshold": threshold, "off_policy": off_policy}
-    part = filtered_model.f_dpg(divergence, **options)
+    part = filtered_model.f_dpg(
+        divergence, cap=cap, z=z, threshold=threshold, off_policy=off_policy
+    )
     return sum_then("f_dpg", weights, part)

@@ -237,8 +237,7 @@ def _loss_laws(
     same_sign = after.mask & moved & (after.advantage * before.advantage > 0)
     towards = after.pull * np.sign(after.advantage)
     yield "way back", bool((towards[same_sign] > 0).all())
-    arguments = method.objective, rollouts, before.advantage, before.mask
-    whole_batch, parts, packed = _layouts(*arguments)
+    whole_batch, parts, packed = _layouts(method.objective, rollouts, before.advantage, before.mask)
     yield "micro-batches", _same(parts, whole_batch)
     yield "packing", _same(packed, whole_batch)
 
@@ -250,8 +249,9 @@ def _layouts(
     logp = rollouts.fields["trainer_logp"]
     live = (advantage != 0).any(-1, keepdims=True) | objective.acts_on_all
     alive = jnp.asarray(mask & live)
-    judged = rollouts, jnp.asarray(advantage), alive
-    tokens = loss_tokens(objective, _current(rollouts, logp), *judged)
+    tokens = loss_tokens(
+        objective, _current(rollouts, logp), rollouts, jnp.asarray(advantage), alive
+    )
     weight = objective.reduction.weights(jnp.asarray(mask)).reshape(tokens.logp.shape)
 
     @jax.jit

@@ -14,7 +14,7 @@ from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, OF_SAMPLES, SCORES, TOKEN_DRAW
 from jaxgrpo.losses import Objective, Penalty, Reduction, Surrogate
 from jaxgrpo.losses import registry as loss_registry
-from jaxgrpo.training.inputs import resolve_rewards
+from jaxgrpo.training.rewarding import resolve_rewards
 
 REWARDS: dict[str, dict[str, float]] = {
     "rlcr": {"accuracy": 0.5, "brier": 0.5, "format": 0.5},
@@ -66,8 +66,9 @@ def make_method(
       chain: None: `rloo`.
       surrogate, reduction: as `losses.build_surrogate` takes them.
     """
-    parts = losses.build_surrogate(surrogate), losses.build_reduction(reduction)
-    objective = Objective(*parts, penalties)
+    objective = Objective(
+        losses.build_surrogate(surrogate), losses.build_reduction(reduction), penalties
+    )
     chain = advantages.build("rloo") if chain is None else chain
     method = Method(name, chain, objective, tuple((rewards or {"reward": 1.0}).items()))
     refuse_unknown(method)

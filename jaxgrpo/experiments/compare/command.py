@@ -31,13 +31,15 @@ from jaxgrpo.experiments.compare.results import Outcomes
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import prefixes
-from jaxgrpo.training import experience, loop
-from jaxgrpo.training.growing import brought_fields, make_trees
-from jaxgrpo.training.inputs import load_rows, local_time, resolve_rewards
+from jaxgrpo.training import loop
+from jaxgrpo.training.collecting import experience
+from jaxgrpo.training.collecting.growing import brought_fields, make_trees
+from jaxgrpo.training.inputs import load_rows, local_time
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
 from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw
+from jaxgrpo.training.rewarding import resolve_rewards
 from jaxgrpo.training.setup import Shared
 from jaxgrpo.training.stored_policy import evaluator_for_run, read_run
 
@@ -71,8 +73,14 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
     if dry_run:
         _check_methods(experiment, cases)
         return Document(plan) if as_json else 0
-    run = experiment, cases, finished_paths, f"continue with: jaxgrpo compare {path}"
-    finished_cases = take_all(console, *run, lambda: _begin(experiment, differing))
+    finished_cases = take_all(
+        console,
+        experiment,
+        cases,
+        finished_paths,
+        f"continue with: jaxgrpo compare {path}",
+        lambda: _begin(experiment, differing),
+    )
     if not process.is_main():
         return 0
     outcomes = results.read_all(finished_cases)

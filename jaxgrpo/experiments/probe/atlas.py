@@ -56,8 +56,12 @@ def probe_atlas(
         raise InputError("nothing judges the samples; give --reward, as math")
     run = setup(config, rewards=functions, dataset=None if isinstance(data, str) else data)
     try:
-        built = configs.to_tables(config), config.source, run.rewards
-        atlases = Atlases(Preparer(run.blueprint), make_contenders(methods, "--methods", *built))
+        atlases = Atlases(
+            Preparer(run.blueprint),
+            make_contenders(
+                methods, "--methods", configs.to_tables(config), config.source, run.rewards
+            ),
+        )
         live_groups = functools.partial(run.live_groups, run.learner)
         clock = Clock(lambda phase: None)
         _, collected = run.collect(run.sync(run.learner), 0, run.stream, live_groups, clock)

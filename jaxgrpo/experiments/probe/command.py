@@ -23,11 +23,11 @@ from jaxgrpo.experiments.probe import atlas, measure, report
 from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.rewards.protocol import TrainerState, reads_any
-from jaxgrpo.training.inputs import show_previews, try_rewards
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
 from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw, check_writable
+from jaxgrpo.training.rewarding import show_previews, try_rewards
 from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     StoredPolicy,
@@ -156,10 +156,16 @@ def _probe(
         show_previews(console, [judge], first, previews)
     with telling(console, "probe: sampling"):
         train = config.train
-        drawn = config.eval.samples, train.seed, train.tokens_per_micro_batch
-        answers = draw(policy, questions, *drawn)
-        sizes = policy.engine.settings.temperature, config.rollout.prompts_per_step
-        numbers = _numbers(answers, questions, *sizes, level)
+        answers = draw(
+            policy, questions, config.eval.samples, train.seed, train.tokens_per_micro_batch
+        )
+        numbers = _numbers(
+            answers,
+            questions,
+            policy.engine.settings.temperature,
+            config.rollout.prompts_per_step,
+            level,
+        )
     data = without_passwords(config.eval.data or "") if rows is None else "rows"
     model = without_passwords(str(target))
     return {"model": model, "data": data, "reward": judge.name, **numbers}

@@ -132,8 +132,9 @@ def _backward(parts: Parts, saved: tuple[Any, ...], slope: Array):
     slope = jnp.where(real, slope, 0)
     of_prompt = jnp.where(before[:, None, None] > 0, total, NEVER_SEEN)
     row_grads = parts.backward(query, key, value, samples, out, total, slope)
-    pair = prompt_key, prompt_value
-    d_again, *prompt = parts.backward(query, *pair, before, out, of_prompt, slope)
+    d_again, *prompt = parts.backward(
+        query, prompt_key, prompt_value, before, out, of_prompt, slope
+    )
     # Where there is no token, cuDNN leaves what was there.
     d_query, *row_grads = (jnp.where(real, leaf, 0) for leaf in row_grads)
     is_read = jnp.arange(prompt_key.shape[1]) < before[:, None]

@@ -100,12 +100,14 @@ def over_prompts(query: Array, prompts: Lines, length: Array, interpret: bool = 
     while pairs * blocks * parts < PROGRAMS and columns % (2 * parts * block) == 0:
         parts *= 2
 
+    attend: Any = decode_attention.attn_forward_kernel
+    attend = functools.partial(
+        attend, sm_scale=1.0, block_k=block, block_h=QUERIES, num_heads=width
+    )
+
     def kernel(query_ref: Any, key_ref: Any, value_ref: Any, length_ref: Any, *out_refs: Any):
-        options = {"sm_scale": 1.0, "block_k": block, "block_h": QUERIES, "num_heads": width}
-        lines = (_Widened(ref, query.dtype) for ref in (key_ref, value_ref))
-        decode_attention.attn_forward_kernel(
-            *(query_ref, *lines, None, length_ref), *out_refs, **options
-        )
+        keys, values = (_Widened(ref, query.dtype) for ref in (key_ref, value_ref))
+        attend(query_ref, keys, values, None, length_ref, *out_refs)
 
     lines_spec = pl.BlockSpec((None, columns // parts, size), lambda i, part: (part, 0, 0))
     query_spec = pl.BlockSpec((QUERIES, size), lambda i, part: (i, 0))

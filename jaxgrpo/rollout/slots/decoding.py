@@ -326,8 +326,7 @@ def _one_token(parts: Parts, aligned: bool, params: Params, state: DecodeState) 
     recur = delta.decode(None if state.pauses is None else state.pauses.mask)
     memory = routing.with_records(model.config.kinds, state.memory)
     caller = Caller(attend, recur=recur, keeps_latents=True)
-    fed = params, state.token[..., None], position, caller, memory
-    hidden, memory = model.apply(*fed)
+    hidden, memory = model.apply(params, state.token[..., None], position, caller, memory)
     memory, records = routing.without_records(model.config.kinds, memory)
     state = record_experts(state, records)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
@@ -370,8 +369,9 @@ def _sharing(state: DecodeState, row: Array) -> Sharing:
 def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Array, Array | None]:
     """(token, log-prob, what it is drawn among if that is recorded) [D, N, ...] of each slot."""
     settings = parts.settings
-    cuts = settings.top_k, settings.top_p, settings.min_p
-    distribution = Distribution(settings.temperature, *cuts)
+    distribution = Distribution(
+        settings.temperature, settings.top_k, settings.top_p, settings.min_p
+    )
     keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
     number = state.index
     if state.samples.start is not None:
@@ -383,8 +383,9 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
     remaining, support = logits, None
     if settings.support:
-        sizes = settings.support, parts.vocab_shards
-        remaining, support = named_support(logits, distribution, *sizes)
+        remaining, support = named_support(
+            logits, distribution, settings.support, parts.vocab_shards
+        )
         distribution = Distribution()
     token, logp = draw(keys, remaining, distribution, parts.vocab_shards)
     if state.samples.greedy is None:

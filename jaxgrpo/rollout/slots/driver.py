@@ -96,8 +96,9 @@ class SlotEngine:
         """The slots, over all bins, that so many prompts are decoded with."""
         if self.settings.slots or self.free is None or self.mesh is None:
             return self.settings.slots
-        sizes = prompts, group, self.width
-        return fitting_slots(self.model, self.settings, self.mesh, *sizes, self.free)
+        return fitting_slots(
+            self.model, self.settings, self.mesh, prompts, group, self.width, self.free
+        )
 
     def load(self, params: Params, version: int) -> None:
         """As `Engine.load`. Raises: ValueError while turns are under way."""

@@ -108,8 +108,11 @@ def no_samples(
     count, shapes = jnp.zeros((bins, number), jnp.int32), dict(recorded)
 
     def no_record(name: str) -> Array | None:
-        empty = (*zeros.shape, *shapes.get(name, ()))
-        return jnp.asarray(records.no_record(name, *empty)) if name in shapes else None
+        return (
+            jnp.asarray(records.no_record(name, *zeros.shape, *shapes.get(name, ())))
+            if name in shapes
+            else None
+        )
 
     zeros = jnp.zeros((bins, number, settings.max_completion_tokens), jnp.float32)
     return Samples(

@@ -109,8 +109,12 @@ class Keeper:
         # That may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, learner, stream)
-            preparations = (self.folder.catch_up, self.folder.publish)
-            save_error = _first_error(*preparations, save, *([checkpoints.wait] if must else []))
+            save_error = _first_error(
+                self.folder.catch_up,
+                self.folder.publish,
+                save,
+                *([checkpoints.wait] if must else []),
+            )
             problem = save_error or (None if must else problem)
         if checkpoints.newest != newest_before:
             self.progress.unsaved = 0

@@ -1,7 +1,7 @@
 """The run folder: what a run leaves on disk, readable after a kill at any moment.
 
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
-    rollouts/0000000N.safetensors  replay.json  (by rollout_files.py and training/replay.py)
+    rollouts/0000000N.safetensors  replay.json  (by rollout_files.py and collecting/replay.py)
     report.html  tensorboard/  (written by report/html.py and logbook.py)
     before_N/  (what was logged from step N on, before a start that continued there)
     rewritten.json  (by checksums.py, where evaluations were put aside)

@@ -19,7 +19,7 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.models import lora, sharding
-from jaxgrpo.training import inputs, memory, pretrained, setup
+from jaxgrpo.training import memory, method, pretrained, rewarding
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import opt_layout, param_layout
 
@@ -87,9 +87,9 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
     keys = config.model, config.lora, config.rollout, config.train.remat
     base = pretrained.find_model(*keys, mesh)
-    rewards = inputs.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
+    rewards = rewarding.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
     settings = pretrained.sampling_settings(config.rollout, base)
-    blueprint, _, _, steps = setup.build_method(config, base, rewards, settings)
+    blueprint, _, _, steps = method.build_method(config, base, rewards, settings)
     counted = memory.count(blueprint, blueprint.policies)
     assert (counted.copies, blueprint.policies) == (0, [])
     adapters, weights = lora.split(

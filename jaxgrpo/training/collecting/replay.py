@@ -33,7 +33,7 @@ from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.dialogue import FORK, VERSION
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.growing import refuse_excluded
+from jaxgrpo.training.collecting.growing import refuse_excluded
 from jaxgrpo.training.records import rollout_files
 
 SIZES = (

@@ -231,6 +231,5 @@ class Collector:
         if self.early_judge is not None:
             progress = rollout_progress(prompts, self.num_rows, self.max_steps)
             row = np.asarray(prompts.row)
-            parts = self.early_judge, drawing.ended, row, progress, drawing.dialogue
-            early = judge_early(*parts)
+            early = judge_early(self.early_judge, drawing.ended, row, progress, drawing.dialogue)
         return drawing.finish(), early, drawing.dialogue

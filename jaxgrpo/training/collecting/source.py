@@ -30,7 +30,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
+from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, Answers
 from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.dialogue import FORK, TURN
 from jaxgrpo.rollout.drift import DRIFT, Drift
@@ -48,10 +48,10 @@ from jaxgrpo.rollout.prefixes import Prefixes, make_prefixes
 from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.rollout.trees import DEPTH
 from jaxgrpo.training import inputs, prompted
-from jaxgrpo.training.experience import make_rank
+from jaxgrpo.training.collecting.experience import make_rank
+from jaxgrpo.training.collecting.replay import Replay, needed_support, rollout_source_from_files
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.pretrained import run_goals
-from jaxgrpo.training.replay import Replay, needed_support, rollout_source_from_files
 from jaxgrpo.update.answers import ANSWER, answer_geometry, behind_thoughts, pick_answer_logp
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
@@ -91,40 +91,49 @@ def make_rollout_source(
 
     Raises: InputError where the method reads a field that nothing brings, or files lack a reward.
     """
-    names, geometry = [reward.name for reward in rewards], blueprint.geometry
-    # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
-    scored = blueprint.chain.needs & OF_ANSWERS.keys()
-    needs = (blueprint.chain.needs - scored) | (blueprint.update_needs - OF_BATCH.keys())
-    pretrained, rows = run_inputs.pretrained, run_inputs.prompts.rows
-    tracing = rollout, blueprint.chain, rewards, len(rows)
-    trace = functools.partial(methods.trace_chain, *tracing, scores=blueprint.scores)
+    chain, geometry, pretrained = blueprint.chain, blueprint.geometry, run_inputs.pretrained
+    rows, names = run_inputs.prompts.rows, [reward.name for reward in rewards]
+    needs, scored = _needs(chain.needs, blueprint.update_needs)
+    trace = functools.partial(
+        methods.trace_chain, rollout, chain, rewards, len(rows), scores=blueprint.scores
+    )
     _refuse_other_tokens(scored, records.without(brought, dict(geometry.records)))
     if run_inputs.replay:
-        reading = bool(scored), blueprint.sampling.support > 0, blueprint.objective.proximal
-        return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace, *reading)
+        needs |= {FORCED, THOUGHT, MASK} if scored else set()
+        support, proximal = blueprint.sampling.support, blueprint.objective.proximal
+        needs |= needed_support(run_inputs.replay, support > 0, proximal == "behavior")
+        return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
-    scoring = pretrained.model_on(mesh), mesh
-    rank = make_rank(*scoring, temperature) if DRIFT in brought else None
+    model = pretrained.model_on(mesh)
+    rank = make_rank(model, mesh, temperature) if DRIFT in brought else None
     policy, prefixes = _make_policy(rollout, run_inputs, rewards, train.seed, rank)
-    read, ends = blueprint.chain.needs | policy.needs, blueprint.sampling.stop_tokens
+    read, ends = chain.needs | policy.needs, blueprint.sampling.stop_tokens
     _refuse_whole_samples(geometry.has_forks, read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
+    longest = answers.longest if answers else 0
+    score_answers = make_answer_scorer(policy, longest, model, mesh, geometry, temperature)
     columns = methods.needed_columns(needs.difference(brought), rows, rewards, blueprint.scores)
-    prompting = scores, rollout, run_inputs, blueprint.policy_model
-    score_columns, functions = prompted.read_prompts(*prompting, names)
+    model_for = blueprint.policy_model
+    score_columns, functions = prompted.read_prompts(scores, rollout, run_inputs, model_for, names)
     columns = {name: on_device(column) for name, column in {**columns, **score_columns}.items()}
     trace({**columns, **brought})
     goals = run_goals(rollout, pretrained.tokenizer, train.seed)
     select = _make_select(policy, run_inputs.prompts, goals, geometry, train.seed, prefixes)
-    scoring = answers.longest if answers else 0, *scoring, geometry, temperature
-    score_answers = make_answer_scorer(policy, *scoring)
-    add_fields = [source.fields for source in ([answers] if answers else []) + functions]
-    judging = make_judge(pretrained.tokenizer, rewards, rows), columns, add_fields, score_answers
-    room = columns | {entry.field: entry.no_prompts for entry in functions}
-    sizes = geometry, names, {**room, **brought}, answers, goals and goals.tokens.shape[1]
-    waiting = _first_waiting(rollout, functools.partial(refill.no_groups, *sizes))
-    reward = make_rewarder(policy, *judging, train.steps, train.seed)
+    judge = make_judge(pretrained.tokenizer, rewards, rows)
+    fields = [entry.fields for entry in ([answers] if answers else []) + functions]
+    reward = make_rewarder(policy, judge, columns, fields, score_answers, train.steps, train.seed)
+    room = columns | {entry.field: entry.no_prompts for entry in functions} | dict(brought)
+    waiting = _first_waiting(rollout, geometry, names, room, answers, goals)
     return RolloutSource(policy, select, draw_groups, reward, waiting, answers, goals, prefixes)
+
+
+def _needs(
+    chain_needs: frozenset[str], update_needs: frozenset[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """(fields that rollouts come with, fields of reference answers, which the chain alone reads: no
+    token of theirs is one of the loss's samples')."""
+    scored = chain_needs & OF_ANSWERS.keys()
+    return (chain_needs - scored) | (update_needs - OF_BATCH.keys()), scored
 
 
 def _make_policy(
@@ -140,8 +149,14 @@ def _make_policy(
     if rank is not None:
         policy = Drift(policy, rollout.max_completion_tokens, rank).watch()
     weights = {reward.name: reward.weight for reward in rewards}
-    written = run_inputs.prompts, run_inputs.chat, rollout.max_prompt_tokens
-    prefixes = make_prefixes(rollout.prefixes, *written, weights, seed)
+    prefixes = make_prefixes(
+        rollout.prefixes,
+        run_inputs.prompts,
+        run_inputs.chat,
+        rollout.max_prompt_tokens,
+        weights,
+        seed,
+    )
     return policy if prefixes is None else prefixes.watch(policy), prefixes
 
 
@@ -153,8 +168,15 @@ def _make_select(
     seed: int,
     prefixes: Prefixes | None,
 ) -> Select:
-    sizes = geometry.num_prompts, geometry.max_prompt_tokens
-    select = make_selector(policy, prompts.encoded, *sizes, seed, prompts.mixture, prefixes)
+    select = make_selector(
+        policy,
+        prompts.encoded,
+        geometry.num_prompts,
+        geometry.max_prompt_tokens,
+        seed,
+        prompts.mixture,
+        prefixes,
+    )
     return select if goals is None else with_goals(select, goals, geometry.group_size)
 
 
@@ -214,21 +236,11 @@ def make_answer_scorer(
 def _replayed(
     replay: Replay,
     rewards: Sequence[str],
-    needs: Collection[str],
+    needs: Set[str],
     scores: Mapping[str, Score],
     trace: Callable[[Any], None],
-    scores_answers: bool,
-    takes_support: bool,
-    proximal: str,
 ) -> RolloutSource:
-    """The files of a replay, whose fields the method can read.
-
-    Args:
-      takes_support: whether updates take again what tokens were drawn among.
-      proximal: `loss.proximal`.
-    """
-    needs = {*needs} | ({FORCED, THOUGHT, MASK} if scores_answers else set())
-    needs |= needed_support(replay, takes_support, proximal == "behavior")
+    """The files of a replay, whose fields the method can read."""
     has_forks = any(FORK in names for names in replay.fields)
     _refuse_whole_samples(has_forks, needs, scores)
     fields = needs - scores.keys() - {*rewards}
@@ -263,7 +275,19 @@ def _refuse_other_tokens(needs: Set[str], brought: Collection[str]) -> None:
             )
 
 
-def _first_waiting(rollout: RolloutKeys, room: Callable[[], Rollouts]) -> Waiting:
+def _first_waiting(
+    rollout: RolloutKeys,
+    geometry: Geometry,
+    rewards: Sequence[str],
+    columns: Mapping[str, Any],
+    answers: Answers | None,
+    goals: Goals | None,
+) -> Waiting:
     """What waits when a run begins: nothing, with room for what will."""
+    longest_goal = None if goals is None else goals.tokens.shape[1]
+
+    def room() -> Rollouts:
+        return refill.no_groups(geometry, rewards, columns, answers, longest_goal)
+
     ahead = tuple(room() for _ in range(rollout.staleness))
     return Waiting(room() if rollout.refill else None, ahead)

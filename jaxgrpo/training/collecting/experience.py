@@ -17,7 +17,7 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.experience import Experiencer, Rank, no_experience
 from jaxgrpo.rollout.judging import RolloutSource, put_prompts
 from jaxgrpo.rollout.policies import SuccessJudge
-from jaxgrpo.training.growing import refuse_excluded, refuse_unread
+from jaxgrpo.training.collecting.growing import refuse_excluded, refuse_unread
 from jaxgrpo.training.inputs import Inputs
 
 

@@ -1,0 +1,223 @@
+"""How a run trains and samples: built from a config for a model, whatever the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.config import methods
+from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
+from jaxgrpo.losses import Objective
+from jaxgrpo.models import attention, decoder, sharding
+from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
+from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.training import memory, parameters, teachers
+from jaxgrpo.training.memory import Memory
+from jaxgrpo.training.pretrained import Pretrained, check_recurrent
+from jaxgrpo.training.resets import may_reset
+from jaxgrpo.update import packing, step
+from jaxgrpo.update.balance import make_balance
+from jaxgrpo.update.forward import Blueprint, trained
+from jaxgrpo.update.optimizer import make_optimizer
+
+DIVIDED = {
+    "prompts_per_step": "bins",
+    "max_completion_tokens": "sequence",
+    "max_prompt_tokens": "sequence",
+}
+"""Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
+
+BATCHES = 100
+"""Batches that programs of decoding are chosen for; not train.steps: a run may be prolonged."""
+
+
+class Method(NamedTuple):
+    """How a run trains and samples: what is built for a model and a method, whatever the data."""
+
+    blueprint: Blueprint
+    memory: Memory  # that it takes, but for the update's working memory
+    engine: SlotEngine  # draws samples, of evaluations too
+    steps: step.Steps
+
+
+def build_method(
+    config: Config,
+    pretrained: Pretrained,
+    rewards: Sequence[Reward],
+    sampling: SamplingSettings,
+    advantage: AdvantageTransform | None = None,
+    share: step.Share = step.share_nothing,
+) -> Method:
+    """The static description of a run, checked as a whole, and what is built from it."""
+    mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
+    sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
+    recorded = record_shapes(model.config.kinds, sampling.support, train.routing == "replay")
+    geometry = _geometry(rollout, train, mesh, config.data.forks)._replace(records=recorded)
+    named = config.named_chain if advantage is None else advantage
+    recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
+    chain = methods.make_chain(config.loss, recipe)
+    objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
+    scores = teachers.method_scores(config.scores, chain.needs, objective)
+    methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
+    methods.refuse_all_stale(rollout.staleness, train.steps)
+    _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
+    scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
+    models = model, *(teacher.model for teacher in scoring.values())
+    geometry = check_recurrent(geometry.for_models(models), mesh)
+    keys = vars(config.optimizer)
+    optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
+    blueprint = Blueprint(
+        model=model,
+        chain=chain,
+        recipe=recipe,
+        objective=objective,
+        optimizer=optimizer,
+        geometry=geometry,
+        sampling=sampling,
+        mesh=mesh,
+        sampling_mesh=sampling_mesh,
+        reward_weights={reward.name: reward.weight for reward in rewards},
+        num_iterations=train.num_iterations,
+        on_no_live_sample=train.on_no_live_sample,
+        kernel=_choose_kernel(config.model.attention, pretrained, geometry),
+        scores=scores,
+        teachers=scoring,
+        answer_cuts=config.data.answer_cuts,
+        ema_decay=config.reference.ema_decay,
+        balance=make_balance(train.router_aux_loss_coef, train.router_bias_update_rate, model),
+    )
+    kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
+    copies = _copies(blueprint.policies, pretrained, config.reference, kl, two_meshes)
+    return _fit_to_devices(blueprint, pretrained, copies, train, share)
+
+
+def _refuse_stale(
+    chain: AdvantageTransform, objective: Objective, staleness: int, share: float
+) -> None:
+    """Args: staleness, share: `rollout.staleness` and `experience.share`."""
+    for name, value in {"rollout.staleness": staleness, "experience.share": share}.items():
+        if value:
+            methods.refuse_stale(chain, objective, f"{name} = {value:g}")
+
+
+def _copies(
+    policies: Sequence[str],
+    pretrained: Pretrained,
+    reference: ReferenceKeys,
+    measures_kl: bool,
+    has_two_meshes: bool,
+) -> tuple[str, ...]:
+    """The policies of which a run holds a copy beside the trained one: those of its method, and the
+    base that its evaluations measure the KL to, where no other holds it (`find_base`)."""
+    parameters.refuse_average(policies, pretrained.model.config.lora is not None, reference)
+    names = {"base"} if may_reset(reference) else {"base", "reference"}
+    holds_base = not names.isdisjoint(policies) or pretrained.has_fresh_adapters
+    needs_base = measures_kl and (has_two_meshes or not holds_base)
+    return (*policies, *((memory.EVAL_BASE,) if needs_base else ()))
+
+
+def _fit_to_devices(
+    blueprint: Blueprint,
+    pretrained: Pretrained,
+    copies: Sequence[str],
+    train: TrainKeys,
+    share: step.Share,
+) -> Method:
+    """The method with as many slots, tokens of a micro-batch and logits of a chunk as fit beside
+    what a run keeps.
+
+    Args:
+      copies: of other policies, as `_copies` names them.
+      train: the config's, which may say how many tokens a micro-batch has.
+    """
+    model, mesh, geometry = blueprint.model, blueprint.mesh, blueprint.geometry
+    persistent = memory.count(blueprint, copies).persistent
+    logits, remat = memory.fitting_passes(
+        train.remat, model, mesh, blueprint.optimizer, geometry, persistent
+    )
+    blueprint = blueprint._replace(logits_per_chunk=logits, remat=remat)
+    if train.tokens_per_micro_batch is None:
+        fitting = memory.fitting_geometry(
+            model, mesh, blueprint.optimizer, geometry, persistent, remat, logits
+        )
+        blueprint = blueprint._replace(geometry=fitting)
+    if remat != decoder.choose_remat(train.remat, mesh.devices.flat[0].platform):
+        rebuilt = decoder.build(model.config, constrain=sharding.constrain(mesh), remat=remat)
+        blueprint = blueprint._replace(model=rebuilt)
+    settings, sampling_mesh = blueprint.sampling, blueprint.samples_on
+    engine = share(
+        "engine",
+        lambda: _make_engine(pretrained, settings, sampling_mesh, geometry, persistent),
+    )
+    slots = engine.slots_for(geometry.num_prompts, geometry.group_size)
+    blueprint = blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
+    usage = memory.count(blueprint, copies)
+    return Method(blueprint, usage, engine, step.build_steps(blueprint, share))
+
+
+def _make_engine(
+    pretrained: Pretrained,
+    settings: SamplingSettings,
+    mesh: Mesh,
+    geometry: packing.Geometry,
+    persistent: int,
+) -> SlotEngine:
+    """The engine of a run, for its steps and its evaluations.
+
+    Args:
+      mesh: that it samples on.
+      persistent: bytes of what the run keeps, on each device.
+    """
+    weights = memory.weights_to_sample(
+        pretrained.model, pretrained.mesh, mesh, settings.weight_dtype
+    )
+    free = memory.free_beside(mesh, persistent + weights)
+    sampled, width = pretrained.model_on(mesh), geometry.max_prompt_tokens
+    engine = SlotEngine(sampled, settings, mesh, width=width, free=free)
+    engine.expect(geometry.group_size, BATCHES)
+    return engine
+
+
+def _choose_kernel(
+    name: str, pretrained: Pretrained, geometry: packing.Geometry
+) -> attention.Kernel:
+    """The kernel of attention that `model.attention` names, for the rows of an update."""
+    mesh, model_config = pretrained.mesh, pretrained.model.config
+    platform = mesh.devices.flat[0].platform
+    return attention.choose_kernel(
+        name,
+        platform,
+        model_config,
+        row=geometry.longest,
+        samples_per_row=geometry.samples_per_row,
+        mesh=mesh,
+    )
+
+
+def _geometry(
+    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
+) -> packing.Geometry:
+    sizes = (
+        *(rollout.prompts_per_step, rollout.group_size),
+        *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
+    )
+    tokens, minibatches = train.tokens_per_micro_batch, train.minibatches
+    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, has_forks=has_forks)
+    packing.check_geometry(geometry)
+    sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
+    return geometry
+
+
+def _sampling_mesh(rollout: RolloutKeys, tensor: int, mesh: Mesh) -> Mesh:
+    """The mesh that a config samples on. Raises: InputError where sizes do not divide over both."""
+    for name, axis in DIVIDED.items():
+        sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
+    sampling_mesh = sharding.sampling_mesh(mesh, tensor)
+    where = f"mesh.sampling_tensor = {tensor}: rollout.prompts_per_step"
+    sharding.check_divides(sampling_mesh, where, rollout.prompts_per_step, "bins")
+    return sampling_mesh
