@@ -275,11 +275,11 @@ LINES = {
     "losses": 1297,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 623,  # with what launches and short collectives take
     "data": 2324,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8026,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
+    "models": 8042,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2377,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2262,  # 950 of it what answers over HTTP; 190 processes of calls; two packages
-    "rollout": 4454,  # with turns, samples that keep their slots, and experts that are recorded
-    "update": 2432,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
+    "rollout": 4457,  # with turns, samples that keep their slots, and experts that are recorded
+    "update": 2433,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2274,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 704,  # with how two judgements agree
     "training": 7874,  # 127 of it faults around a run; conversations, damaged runs, texts of data

@@ -80,13 +80,16 @@ class ExpertMap(LinearMap):
     """
 
     def leaves(self) -> dict[str, tuple[Array, tuple[str | None, ...]]]:
-        """The arrays by their names, each with its logical axes; inputs and outputs but "mlp" are
-        not divided."""
+        """The arrays by their names, each with its logical axes; of inputs and outputs only "mlp"
+        may be divided."""
         params = {name: getattr(self, name) for name in LEAVES}
         return {
             name: (
                 param[...],
-                tuple("mlp" if axis == "mlp" else None for axis in param.get_metadata("axes")),
+                tuple(
+                    axis if axis in ("experts", "mlp") else None
+                    for axis in param.get_metadata("axes")
+                ),
             )
             for name, param in params.items()
             if param is not None
@@ -144,7 +147,8 @@ class Experts(nnx.Module):
         }
         scales = {name: linear.scale for name, linear in maps.items()}
         mix = functools.partial(mixed, combine, kind.number, (*weights,), scales)
-        mixed_tokens = spread(mix, tokens, (*weights.values(),))
+        numbers = jnp.arange(kind.number), ("experts",)
+        mixed_tokens = spread(mix, tokens, (numbers, *weights.values()))
         if self.down.bias is not None:  # once, and not by each device that has a part of mlp
             biases = self.down.bias[...][experts] * gates[..., None]
             mixed_tokens += biases.sum(-2).astype(x.dtype)
@@ -175,21 +179,27 @@ def mixed(
     x: Float[Array, "*B E"],
     experts: Int[Array, "*B k"],
     gates: Float[Array, "*B k"],
+    local: Int[Array, " experts"],
     *weights: Shaped[Array, "experts ..."],
 ) -> Float[Array, "*B E"]:
     """What the experts give for the tokens, times their gates and summed.
 
     Args:
+      number: of all experts.
+      local: the numbers of those that the weights are of, one after another; the results of a
+        token's others are 0.
       names: of the weights, (map, leaf of an ExpertMap).
       scales: of each map's adapters.
     """
     leaves = dict(zip(names, weights, strict=True))
-    k, flat = experts.shape[-1], experts.reshape(-1)
+    k, flat = experts.shape[-1], experts.reshape(-1) - local[0]
+    is_local = (flat >= 0) & (flat < len(local))
+    flat = jnp.where(is_local, flat, len(local))  # behind those
     order = jnp.argsort(flat, stable=True)  # of (token, place among its experts), by expert
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
-    sizes = jnp.bincount(flat, length=number)
+    sizes = jnp.bincount(flat, length=len(local))
     rows = permuted(x.reshape(-1, x.shape[-1]), order, inverse, k)
-    expert = flat[order]  # of each row
+    expert = jnp.minimum(flat[order], len(local) - 1)  # of each row
 
     def low(name: str, rows: Array) -> Array | None:
         """rows · lora_a, of maps that have one."""
@@ -212,6 +222,8 @@ def mixed(
     middle = combine(half, apply("up", rows, inner))
     out = permuted(apply("down", middle, low("down", middle)), inverse, order, 1)
     out = out.reshape(-1, k, x.shape[-1]) * gates.reshape(-1, k, 1)
+    if len(local) < number:  # nothing says what products of no expert are
+        out = jnp.where(is_local.reshape(-1, k, 1), out, 0)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return out.sum(1, dtype=wide).astype(x.dtype).reshape(x.shape)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
-from jaxgrpo.models.api import Constrain
+from jaxgrpo.models.api import Constrain, ExpertsKind, LayerKind
 
 AXES = ("data", "fsdp", "tensor", "context")
 
@@ -50,6 +50,18 @@ TRAINING: Rules = {
 
 SAMPLING: Rules = {**TRAINING, "embed": None}
 """Decoding reads every weight at every token, so parameters are gathered over fsdp once, before."""
+
+
+def sampling_rules(mesh: AnyMesh, kinds: Iterable[LayerKind]) -> Rules:
+    """SAMPLING, but experts are divided over `tensor`, and not their matrices, where parameters are
+    gathered anyway and that divides the number of experts.
+
+    A device reads as many numbers, in matrices of full width. Where parts of 768 / 4 columns were
+    read, a TPU copied each segment's weights of experts into tiles of 256.
+    """
+    numbers = [kind.feed.number for kind in kinds if isinstance(kind.feed, ExpertsKind)]
+    divides = all(number % mesh.shape["tensor"] == 0 for number in numbers)
+    return {**SAMPLING, "experts": "tensor"} if mesh.shape["fsdp"] > 1 and divides else SAMPLING
 
 
 def make_mesh(
@@ -194,16 +206,20 @@ def num_bins(mesh: Mesh) -> int:
 
 
 def spec(axes: tuple[str | None, ...], rules: Rules = TRAINING) -> PartitionSpec:
-    """The partition of an array by the logical names of its dimensions.
+    """The partition of an array by the logical names of its dimensions. A mesh axis divides the
+    first dimension whose rule names it.
 
     Raises: InputError for a name without a rule.
     """
+    splits: list[Any] = []
     for name in axes:
         if name is not None and name not in rules:
             raise InputError(
                 f"sharding: logical axis {name!r} of {axes} has no rule; known: {', '.join(rules)}"
             )
-    return PartitionSpec(*(None if name is None else rules[name] for name in axes))
+        split = None if name is None else rules[name]
+        splits.append(None if split in splits else split)
+    return PartitionSpec(*splits)
 
 
 def named(mesh: Mesh, *axes: str | None, rules: Rules = TRAINING) -> NamedSharding:

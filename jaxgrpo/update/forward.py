@@ -428,8 +428,9 @@ def param_layout(model: Model, mesh: Mesh, rules: sharding.Rules = sharding.TRAI
 
 def sampling_layout(model: Model, mesh: Mesh) -> Params:
     """The shardings of the parameters as the sampler reads them, on the mesh that it has."""
+    rules = sharding.sampling_rules(mesh, model.config.kinds)
     return sharding.param_shardings(
-        mesh, model.axes, model.shapes, sharding.SAMPLING, keys="tensor, fsdp or sampling_tensor"
+        mesh, model.axes, model.shapes, rules, keys="tensor, fsdp or sampling_tensor"
     )
 
 

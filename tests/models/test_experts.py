@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.records import NONE
-from jaxgrpo.models import counts, experts, lora, routing
-from jaxgrpo.models.api import ExpertsKind, LayerKind, LoraConfig
+from jaxgrpo.models import counts, experts, lora, routing, sharding
+from jaxgrpo.models.api import Caller, ExpertsKind, LayerKind, LoraConfig
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.families import model_config
 from jaxgrpo.planning.topologies import topology
@@ -71,6 +72,44 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
     again = multiply(moved, kernel, jnp.asarray([13, 30, 4, 17]))
     np.testing.assert_array_equal(first[:10], again[3:13])
     np.testing.assert_array_equal(first[10:40], again[13:43])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_divided_over_devices_give_what_a_device_with_all_gives(bias, monkeypatch):
+    """Whatever products of rows without an expert are."""
+    config = dataclasses.replace(CONFIG, pattern=(LayerKind(feed=FEED._replace(bias=bias)),))
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    rules = sharding.sampling_rules(mesh, config.kinds)
+    params, tokens = tiny.params(config), jnp.arange(24).reshape(2, 12) % tiny.VOCAB
+    position = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+    caller = Caller(attend=lambda query, key, value, *more, **options: (query, None))
+
+    def hidden(constrain, params):
+        model = build(config, constrain=constrain)
+        return jax.jit(lambda: model.apply(params, tokens, position, caller, None)[0])()
+
+    expected = hidden(None, params)
+    layout = sharding.param_shardings(mesh, build(config).axes, build(config).shapes, rules)
+    kernel = layout["blocks"]["0"]["experts"]["down"]["kernel"]
+    assert kernel.spec == PartitionSpec(None, "tensor", None, None)
+    grouped = experts.grouped
+
+    def poisoned(x, kernel, sizes):
+        is_row = jnp.arange(len(x)) < sizes.sum()
+        return jnp.where(is_row[:, None], grouped(x, kernel, sizes), jnp.nan)
+
+    monkeypatch.setattr(experts, "grouped", poisoned)
+    divided = hidden(sharding.constrain(mesh, rules), jax.device_put(params, layout))
+    np.testing.assert_allclose(divided, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_are_divided_where_parameters_are_gathered_and_their_number_is():
+    mesh = functools.partial(sharding.make_mesh, devices=jax.devices()[:4])
+    kinds = LayerKind(feed=FEED), LayerKind()
+    assert sharding.sampling_rules(mesh(fsdp=2, tensor=2), kinds)["experts"] == "tensor"
+    odd = (LayerKind(feed=FEED._replace(number=7)),)
+    assert sharding.sampling_rules(mesh(fsdp=2, tensor=2), odd)["experts"] is None
+    assert sharding.sampling_rules(mesh(data=2, tensor=2), kinds)["experts"] is None
 
 
 def test_no_array_has_all_tokens_at_all_experts():

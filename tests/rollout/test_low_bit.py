@@ -35,7 +35,7 @@ from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.programs import make_programs
 from jaxgrpo.training import memory
-from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.forward import Blueprint, sampling_layout
 from jaxgrpo.update.packing import Geometry
 
 KEY = jax.random.key_data(jax.random.key(3))
@@ -165,12 +165,14 @@ def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("config", [tiny.UNIFORM, EXPERTS], ids=["uniform", "experts"])
 def test_on_a_mesh_the_same_is_drawn(config, weight_dtype):
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
-    arguments = config, make_params(config)
-    actual, expected = (drawn(*arguments, on, weight_dtype=weight_dtype) for on in (mesh, None))
+    params = make_params(config)
+    placed = jax.device_put(params, sampling_layout(tiny.model(config), mesh))
+    actual = drawn(config, placed, mesh, weight_dtype=weight_dtype)
+    expected = drawn(config, params, weight_dtype=weight_dtype)
     np.testing.assert_array_equal(actual.completion_tokens, expected.completion_tokens)
     np.testing.assert_allclose(actual.behavior_logp, expected.behavior_logp, rtol=0, atol=3e-5)
 
