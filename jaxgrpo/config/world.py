@@ -185,7 +185,7 @@ def make_world(
         parts = {f"tools.{name}": tool for name, tool in by_name.items()} | factories
         processes = Processes(parts, rollout.call_workers, rollout.call_memory)
         by_name = {name: processes.tool(f"tools.{name}") for name in by_name}
-    parser = functools.partial(find_parser, rollout.call_format, chat)
+    parser = functools.partial(find_parser, rollout.call_format, chat, stop_tokens)
     kinds = {}
     for where, factory in (factories or {"environment": None}).items():
         name = where.removeprefix("environment").removeprefix(".")
@@ -304,7 +304,7 @@ def _program_kind(
         is_turn=True,
         ends=frozenset(stop_tokens),
     )
-    parse = functools.partial(find_parser, rollout.call_format, chat)
+    parse = functools.partial(find_parser, rollout.call_format, chat, stop_tokens)
     dialect = Dialect("policy", chat, limits, parse, stop_tokens)
     return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout, forks)
 
@@ -330,14 +330,17 @@ def _resolve_tool(tool: str | Callable[..., Any]) -> Any:
     return own_code.resolve(tool)
 
 
-def find_parser(name: str, chat: Chat) -> calls.Parser:
+def find_parser(name: str, chat: Chat, stop_tokens: Sequence[int]) -> calls.Parser:
     """The parser of calls that `rollout.call_format` names. Raises: InputError for none."""
     if not own_code.is_reference(name):
-        return calls.choose(name, chat.template, chat.tokenizer)
+        return calls.choose(name, History(chat, frozenset(stop_tokens)))
     function = own_code.load(name)
 
-    def parse(text: str) -> calls.Reading:
-        reading = function(text)
+    def parse(text: str, before: str = "") -> calls.Reading:
+        try:
+            reading = function(text)
+        except Exception as error:
+            return calls.Reading(text, [calls.unreadable(error)])
         if not isinstance(reading, tuple) or len(reading) != 2:
             kind = type(reading).__name__
             raise InputError(

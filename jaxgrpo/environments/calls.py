@@ -5,18 +5,19 @@ calls, and the calls in their order. A call that cannot be read is a call too, w
 which the model reads.
 
 Sources: the chat templates of the models, as transformers renders them. Hermes and Qwen2.5 to Qwen3
-write JSON between tags, Qwen3.5 and Qwen3-Coder XML between the same tags, Llama 3.1 and later JSON
-alone.
+write JSON between tags, Qwen3.5 and Qwen3-Coder XML between the same tags, GLM-4.5 and later pairs
+of keys and values, Llama 3.1 and later JSON alone.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError, find
+from jaxgrpo.core.errors import InputError, cut, find, one_line, refusing
+from jaxgrpo.environments.history import TOOL, TURN, History
 
 
 class Call(NamedTuple):
@@ -25,6 +26,7 @@ class Call(NamedTuple):
     name: str
     arguments: dict[str, Any]
     problem: str = ""  # why it cannot be read; empty: it can
+    is_text: bool = False  # values that are texts may stand for others, as `cast` says
 
     def as_message(self) -> dict[str, Any]:
         """The entry of a message's "tool_calls", as chat templates read it."""
@@ -36,30 +38,34 @@ class Reading(NamedTuple):
 
     content: str
     calls: list[Call]
+    more: Mapping[str, Any] = {}  # further fields of the message, as "reasoning_content"
 
     def as_message(self) -> dict[str, Any]:
         """The assistant's message, as TRL gives it to rewards."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, **self.more}
         if self.calls:
             message["tool_calls"] = [call.as_message() for call in self.calls]
         return message
 
 
-Parser = Callable[[str], Reading]
+Parser = Callable[..., Reading]
+"""(text of a turn, text before it = of a first turn's prompt) -> what it says"""
 
 UNREADABLE = "a tool call that cannot be read: {}"
 
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_NAME = re.compile(r"\A([^\s<>{}]+)\s*(?=<arg_key>|\Z)")
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 
 
 def hermes(text: str) -> Reading:
     """JSON between tags, any number of calls.
 
-    >>> hermes('So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    Reading(content='So:', calls=[Call(name='add', arguments={'a': 1}, problem='')])
+    >>> hermes('So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')[:2]
+    ('So:', [Call(name='add', arguments={'a': 1}, problem='', is_text=False)])
     >>> hermes('<tool_call>{"name": "add"').calls[0].problem[:34]
     'a tool call that cannot be read: J'
     """
@@ -68,19 +74,33 @@ def hermes(text: str) -> Reading:
 
 
 def qwen_xml(text: str) -> Reading:
-    """XML between the same tags; a value that is JSON is read as such, any other one is a text.
+    """XML between the same tags; values are texts.
 
     >>> qwen_xml("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>").calls
-    [Call(name='add', arguments={'a': 1}, problem='')]
+    [Call(name='add', arguments={'a': '1'}, problem='', is_text=True)]
     """
+    return _tagged_texts(text, _FUNCTION, _PARAMETER, "it names no <function=...>")
+
+
+def glm(text: str) -> Reading:
+    """A name and pairs of keys and values between the same tags; values are texts.
+
+    >>> glm("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>").calls
+    [Call(name='f', arguments={'a': '1'}, problem='', is_text=True)]
+    """
+    return _tagged_texts(text, _NAME, _PAIR, "it begins with no name")
+
+
+def _tagged_texts(
+    text: str, name: re.Pattern[str], argument: re.Pattern[str], problem: str
+) -> Reading:
     calls = []
     for part in _TAGGED.findall(text):
-        match = _FUNCTION.search(part)
-        if match is None:
-            calls.append(Call("", {}, UNREADABLE.format("it names no <function=...>")))
-            continue
-        arguments = {name: _value(value) for name, value in _PARAMETER.findall(match.group(2))}
-        calls.append(Call(match.group(1).strip(), arguments))
+        if match := name.search(part):
+            arguments = dict(argument.findall(part, match.end()))
+            calls.append(Call(match.group(1).strip(), arguments, is_text=True))
+        else:
+            calls.append(unreadable(problem))
     return Reading(_TAGGED.sub("", text).strip(), calls)
 
 
@@ -88,9 +108,9 @@ def llama3(text: str) -> Reading:
     """JSON and nothing else, with "parameters" for the arguments; several calls with ";" between.
 
     >>> llama3('{"name": "add", "parameters": {"a": 1}}').calls
-    [Call(name='add', arguments={'a': 1}, problem='')]
-    >>> llama3("It is 3."), llama3('{"a": 1}').calls
-    (Reading(content='It is 3.', calls=[]), [])
+    [Call(name='add', arguments={'a': 1}, problem='', is_text=False)]
+    >>> llama3("It is 3.")[:2], llama3('{"a": 1}').calls
+    (('It is 3.', []), [])
     """
     written = text.strip().removeprefix(_PYTHON_TAG).strip()
     is_tagged = text.strip().startswith(_PYTHON_TAG)
@@ -100,66 +120,180 @@ def llama3(text: str) -> Reading:
     while place < len(written):
         try:
             value, place = decoder.raw_decode(written, place)
-        except ValueError as error:
-            return Reading("", [*calls, Call("", {}, UNREADABLE.format(error))])
+        except (ValueError, RecursionError) as error:
+            return Reading("", [*calls, unreadable(error)])
         calls.append(read(value))
         place += len(written[place:]) - len(written[place:].lstrip("; \n"))
     return Reading("", calls)
 
 
-FORMATS: dict[str, Parser] = {"hermes": hermes, "llama3": llama3, "qwen_xml": qwen_xml}
+FORMATS: dict[str, Parser] = {"hermes": hermes, "qwen_xml": qwen_xml, "glm": glm, "llama3": llama3}
+
+_TYPES = {"text": "string", "number": "integer", "flag": "boolean", TURN: "string"}
+EXAMPLE = Call(TOOL, {"text": "7", "number": 7, "flag": False, TURN: TURN})
+"""A call whose values tell what a format makes of their types."""
+_PROPERTIES = {name: {"type": kind, "description": name} for name, kind in _TYPES.items()}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [*_TYPES]}
+_FUNCTION_SCHEMA = {"name": TOOL, "description": TOOL, "parameters": _PARAMETERS}
+_SCHEMA = {"type": "function", "function": _FUNCTION_SCHEMA}
+
+_NAMES = {int: {"integer", "number"}, float: {"number"}, bool: {"boolean"}, type(None): {"null"}}
+"""What JSON calls types of Python."""
+_NAMES |= {list: {"array"}, dict: {"object"}}
 
 
-def choose(name: str, template: str | None, tokenizer: Any) -> Parser:
-    """The parser of a name; "auto" is the tokenizer's own, or that which its template shows.
+def choose(name: str, history: History) -> Parser:
+    """The parser of a name; "auto" is the first that reads `EXAMPLE` back from what the chat
+    template writes of it: the tokenizer's response template, or one of FORMATS.
 
-    Raises: InputError where there is no such parser, or a template that shows none.
+    Raises: InputError where there is no such parser, or none reads what the template writes.
     """
+    chat = history.chat
+    history = history._replace(chat=chat._replace(tools=(_SCHEMA,)))
+    opening = history.opening()
     if name != "auto":
-        return find("rollout.call_format", name, FORMATS)
-    if any(getattr(tokenizer, key, None) for key in ("response_template", "response_schema")):
-        return lambda text: by_tokenizer(tokenizer, text)
-    if template is not None and "<function=" in template:
-        return qwen_xml
-    if template is None or "<tool_call>" in template:
+        return _behind_thoughts(find("rollout.call_format", name, FORMATS), opening)
+    if chat.template is None:
         return hermes
-    if "ipython" in template or _PYTHON_TAG in template:
-        return llama3
-    formats = ", ".join(FORMATS)
+    turn, end = history.written(Reading("", [EXAMPLE]).as_message())
+    parsers = [_behind_thoughts(parse, opening) for parse in FORMATS.values()]
+    if getattr(chat.tokenizer, "response_template", None):  # some need the end of a turn
+        parsers = [_by_tokenizer(chat.tokenizer, opening, stop) for stop in ("", end)] + parsers
+    if _is_thinking(opening) and "</think>" not in turn:  # an empty thought is not always written
+        turn = f"</think>{turn}"
+    for parse in parsers:
+        if cast(parse(turn), [_SCHEMA]).calls == [EXAMPLE]:
+            return parse
     raise InputError(
-        f'rollout.call_format = "auto": the chat template shows none of {formats}: name one of '
-        "them, or a parser of your own, mine.py:parse"
+        f'rollout.call_format = "auto": the chat template shows none of {", ".join(FORMATS)} '
+        f"(it writes {cut(repr(turn))}): name the format that the model writes, or a parser of "
+        "your own, mine.py:parse"
     )
 
 
-def by_tokenizer(tokenizer: Any, text: str) -> Reading:
-    """By the tokenizer's response template or schema; a text that it cannot read has no calls."""
-    try:
-        message = tokenizer.parse_response(text)
-        calls = [read(entry.get("function", entry)) for entry in message.get("tool_calls") or ()]
-    except Exception:  # whatever the tokenizer's expressions raise on what a model wrote
-        return Reading(text, [])
-    return Reading(message.get("content") or "", calls)
+def _is_thinking(before: str) -> bool:
+    """Whether a turn behind this text begins inside a thought."""
+    return before.rstrip().endswith("<think>")
+
+
+def _behind_thoughts(parse: Callable[[str], Reading], opening: str) -> Parser:
+    """Reads no calls in thoughts: what a model considers is not yet what it does."""
+
+    def read_turn(text: str, before: str = opening) -> Reading:
+        thought, end, rest = text.rpartition("</think>")
+        if rest.lstrip().startswith("<think>") or (not end and _is_thinking(before)):
+            return Reading(text, [])
+        reading = parse(rest)
+        space = rest[: len(rest) - len(rest.lstrip())] if reading.content else ""
+        return reading._replace(content=(thought + end + space).lstrip() + reading.content)
+
+    return read_turn
+
+
+def _by_tokenizer(tokenizer: Any, opening: str, end: str) -> Parser:
+    """By the tokenizer's response template, which reads thoughts too, and `end` behind each turn. A
+    text that it fails on is a call that cannot be read, if one begins in it."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    problem = 'rollout.call_format = "auto": the tokenizer\'s response template fails ({reason}): '
+    with refusing(f"{problem}mend it, or name the format that the model writes"):
+        field = load_response_template(tokenizer.response_template).fields.get("tool_calls")
+    opens = None if field is None else field.open_re
+
+    def read_turn(text: str, before: str = opening) -> Reading:
+        try:
+            message = tokenizer.parse_response(text + end, prefix=before)
+            calls = [read(entry.get("function", entry)) for entry in message.get("tool_calls", ())]
+        except Exception as error:  # whatever its expressions raise on what a model wrote
+            return Reading(text, [unreadable(error)] if opens and opens.search(text) else [])
+        more = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}
+        calls = [call._replace(is_text=True) for call in calls]
+        return Reading((message.get("content") or "").removesuffix(end), calls, more)
+
+    return read_turn
+
+
+def cast(reading: Reading, tools: Sequence[Any]) -> Reading:
+    """The reading with values of the types that the schemas of tools give its calls.
+
+    A text that stands for no value of the type stays a text. Source: transformers' `parse_response`
+    with `tools`.
+    """
+
+    def typed(call: Call) -> Call:
+        schemas = (_entry(tool, "function") for tool in tools)
+        schema = next((entry for entry in schemas if _entry(entry, "name") == call.name), None)
+        arguments = {
+            name: _value_of_type(value, _types(_entry(schema, "parameters", "properties", name)))
+            for name, value in call.arguments.items()
+        }
+        return call._replace(arguments=arguments, is_text=False)
+
+    return reading._replace(calls=[typed(c) if c.is_text else c for c in reading.calls])
+
+
+def _entry(value: Any, *names: str) -> Any:
+    """What stands in mappings under these names; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _types(schema: Any) -> list[str]:
+    """The names of JSON's types that a schema allows."""
+    declared = _entry(schema, "type")
+    names = [declared] if isinstance(declared, str) else [*(declared or ())]
+    for kind in ("anyOf", "oneOf"):
+        names += [name for choice in _entry(schema, kind) or () for name in _types(choice)]
+    return names + ["null"] * bool(_entry(schema, "nullable"))
+
+
+def _value_of_type(value: Any, types: Sequence[str]) -> Any:
+    """What a text stands for.
+
+    >>> [_value_of_type("7", [kind]) for kind in ("string", "integer", "number", "boolean")]
+    ['7', 7, 7, '7']
+    >>> _value_of_type("False", ["boolean"]), _value_of_type("null", ["string", "null"])
+    (False, None)
+    """
+    if not isinstance(value, str):
+        return value
+    names = {"True": "true", "False": "false", "None": "null"}
+    parsed = _value(names.get(value.strip(), value))
+    if isinstance(parsed, float) and parsed.is_integer() and "number" not in types:
+        parsed = int(parsed)
+    return parsed if _NAMES.get(type(parsed), set()) & {*types} else value
 
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return text
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _from_json(text: str) -> Call:
     try:
         return read(json.loads(text))
     except (ValueError, RecursionError) as error:
-        return Call("", {}, UNREADABLE.format(f"{type(error).__name__}: {error}"))
+        return unreadable(error)
+
+
+def unreadable(problem: str | Exception) -> Call:
+    """A call that cannot be read: why, or what was raised on it."""
+    if isinstance(problem, Exception):
+        problem = f"{type(problem).__name__}: {one_line(problem)}"
+    return Call("", {}, UNREADABLE.format(problem))
 
 
 def read(value: Any) -> Call:
     """A call from {"name": ..., "arguments": {...}}; these may be JSON in a text, or left out."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return Call("", {}, UNREADABLE.format('it has no "name" that is a text'))
+        return unreadable('it has no "name" that is a text')
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = _value(arguments)
@@ -167,4 +301,8 @@ def read(value: Any) -> Call:
         kind = type(arguments).__name__
         problem = UNREADABLE.format(f"its arguments are a {kind}, expected an object")
         return Call(value["name"], {}, problem)
+    try:  # what is said again must be text that a tokenizer reads
+        json.dumps([value["name"], arguments], ensure_ascii=False, default=str).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        return unreadable(error)
     return Call(value["name"], arguments or {})

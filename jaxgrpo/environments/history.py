@@ -67,9 +67,36 @@ class History(NamedTuple):
         turn: Message = {"role": "assistant", "content": TURN}
         if messages[0]["role"] == "tool":
             turn = _turn_with_call(messages[0].get("name", TOOL), {TURN: TURN})
-        text = _render(self.chat, [QUESTION, turn, *messages], is_limited=False)
-        *_, behind = text.partition(TURN)
-        behind = behind.rpartition(TURN)[2]  # a call has it as name and value
+        _, behind = self._around([turn, *messages])
+        return behind[self._end(behind) :]
+
+    def written(self, turn: Message) -> tuple[str, str]:
+        """What the template writes of a turn with a call, behind what opens it, and the token that
+        ends it. Its last value is TURN; empty: the template does not write it. Raises: as `text`.
+        """
+        answer = {"role": "tool", "name": TOOL, "content": ANSWER}
+        calls = [{**call, "id": "jaxgrpo00"} for call in turn["tool_calls"]]
+        begun, behind = self._around([{**turn, "tool_calls": calls}, answer])
+        if not begun:
+            return "", ""
+        end, opening = self._end(behind), self.opening()
+        stop = next(stop for stop in self._stops() if behind.startswith(stop, end))
+        if not begun.startswith(opening):  # what is written again may lack a thought
+            opening = opening.rpartition("<think>")[0]
+        return (begun + behind[:end]).removeprefix(opening), stop
+
+    def opening(self) -> str:
+        """What the template writes up to a first turn; empty without one."""
+        return _render(self.chat, [QUESTION], is_limited=False) if self.chat.template else ""
+
+    def _around(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """What the template writes behind a question, up to the last TURN and behind it."""
+        text = _render(self.chat, [QUESTION, *messages], is_limited=False)
+        begun, turn, behind = text.rpartition(TURN)  # a call has it as name and value
+        return begun + turn, behind if turn else ""
+
+    def _end(self, behind: str) -> int:
+        """Where the first stop token is. Raises: InputError where there is none."""
         places = [behind.find(stop) for stop in self._stops()]
         if not any(place >= 0 for place in places):
             stops = ", ".join(map(repr, self._stops()))
@@ -77,7 +104,7 @@ class History(NamedTuple):
                 f"{self.chat.name} ends a turn with none of the tokens that end samples ({stops}): "
                 "set data.chat_template to one that does, or rollout.stop_tokens to what it writes"
             )
-        return behind[min(place for place in places if place >= 0) :]
+        return min(place for place in places if place >= 0)
 
     def write(self, prompt: str | Sequence[Message], messages: Sequence[Message]) -> str:
         """What the template writes of a conversation, up to the opening of the next turn.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing
 from jaxgrpo.data.chat import Chat, Message
-from jaxgrpo.environments.calls import Parser, Reading
+from jaxgrpo.environments.calls import Parser, Reading, cast
 from jaxgrpo.environments.processes import ENDINGS, Broken, Ended, Processes
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.tools import (
@@ -69,6 +69,10 @@ class Partner(Protocol):
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Gets each turn, before it is answered. The last one is not answered; None: it was the
         one before, behind whose answer there is no room."""
+        ...
+
+    def read(self, text: str) -> Reading:
+        """What a turn says."""
         ...
 
     def answer(self, text: str) -> Answer:
@@ -122,8 +126,11 @@ class ToolPartner:
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
 
+    def read(self, text: str) -> Reading:
+        return self._parse(text)
+
     def answer(self, text: str) -> Answer:
-        reading = self._parse(text)
+        reading = self.read(text)
         results = run_calls(reading.calls, self._functions, self._seconds)
         for call, result in zip(reading.calls, results, strict=True):
             # In a thread it runs on, and would change what later calls read.
@@ -160,13 +167,16 @@ class GymPartner:
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
 
+    def read(self, text: str) -> Reading:
+        return Reading(text, [])
+
     def answer(self, text: str) -> Answer:
         step = self.environment.step
         observation, value, is_done = _run("step", step, {}, self._seconds, read_step, text)
         if math.isfinite(value):
             self.total += value
         messages: list[Message] = [{"role": "user", "content": observation}]
-        return Answer(Reading(text, []), [] if is_done else messages, value)
+        return Answer(self.read(text), [] if is_done else messages, value)
 
     def reward(self) -> float | None:
         return self.total
@@ -194,7 +204,7 @@ def make_kind(
       environment; and as `find_parser`.
     """
     if factory is None:
-        parts = find_parser(), seconds
+        parts = _typed(find_parser(), tools), seconds
         return Kind("", lambda: ToolPartner(functions, None, (), *parts), tools, False)
     environment = _make_environment(factory, where)
     name, reset = type(environment).__name__, environment.reset
@@ -211,7 +221,7 @@ def make_kind(
         raise InputError(
             f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
         )
-    parts = names, find_parser(), seconds
+    parts = names, _typed(find_parser(), [*tools, *methods]), seconds
     return Kind(
         name,
         lambda: ToolPartner(functions, make(), *parts),
@@ -219,6 +229,12 @@ def make_kind(
         callable(getattr(environment, "get_reward", None)),
         check_row=check_row,
     )
+
+
+def _typed(parse: Parser, tools: Sequence[Tool]) -> Parser:
+    """The parser, with values of the types that the tools take."""
+    schemas = [tool.schema for tool in tools]
+    return lambda text: cast(parse(text), schemas)
 
 
 def _make_environment(factory: Callable[[], Any], where: str) -> Any:

@@ -215,7 +215,8 @@ def find_answerer(
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, config.rollout, config.train.seed
     )
-    return Answerer(policy, chat, functools.partial(find_parser, config.rollout.call_format, chat))
+    parser = functools.partial(find_parser, config.rollout.call_format, chat, settings.stop_tokens)
+    return Answerer(policy, chat, parser)
 
 
 def _find_model(

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import chatting
 import pytest
 
+from jaxgrpo.config.world import find_parser
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.environments.calls import FORMATS, Call, choose, hermes, llama3, qwen_xml, read
+from jaxgrpo.environments.calls import (
+    FORMATS,
+    Call,
+    Reading,
+    cast,
+    choose,
+    glm,
+    hermes,
+    llama3,
+    qwen_xml,
+    read,
+)
+from jaxgrpo.environments.history import History
 
 ADD = Call("add", {"a": 1, "b": [2, "x"]})
 JSON = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
+
+
+def schema(**types):
+    """The schema of a tool `add` with arguments of these types."""
+    properties = {name: {"type": kind} for name, kind in types.items()}
+    return {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"properties": properties}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -25,10 +50,15 @@ JSON = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
             "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n"
             '[2, "x"]\n</parameter>\n</function>\n</tool_call>',
         ),
+        (
+            glm,
+            "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+            '<arg_key>b</arg_key>\n<arg_value>[2, "x"]</arg_value>\n</tool_call>',
+        ),
     ],
 )
 def test_a_call_is_read(parse, text):
-    reading = parse(text)
+    reading = cast(parse(text), [schema(a="integer", b="array")])
     assert reading.calls == [ADD]
     assert reading.content in ("", "Let me see.")
     message = reading.as_message()
@@ -85,20 +115,183 @@ def test_arguments_may_be_json_in_a_text_or_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("template", "parse"),
+    ("text", "types", "value"),
     [
-        ("... <tool_call> ...", hermes),
-        ("<tool_call>\n<function=example>", qwen_xml),
-        ("<|start_header_id|>ipython", llama3),
-        (None, hermes),
+        ("2024", "string", "2024"),
+        ("2024", "integer", 2024),
+        ("3.0", "integer", 3),
+        ("2.5", "integer", "2.5"),
+        ("1e5", "number", 1e5),
+        ("NaN", "number", "NaN"),
+        ("True", "boolean", True),
+        ("false", "boolean", False),
+        ("1", "boolean", "1"),
+        ("None", ["string", "null"], None),
+        ("7", ["string", "integer"], 7),
+        ('{"a": 1}', "object", {"a": 1}),
+        ("[" * 100_000, "array", "[" * 100_000),
+        ("[1]", "string", "[1]"),
     ],
 )
-def test_a_template_shows_how_its_model_calls(template, parse):
-    assert choose("auto", template, chatting.tokenizer()) is parse
+def test_a_text_is_the_value_that_the_schema_of_its_tool_says(text, types, value):
+    call = f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    (typed,) = cast(qwen_xml(call), [schema(a=types)]).calls
+    assert typed.arguments == {"a": value}
+    assert type(typed.arguments["a"]) is type(value)
+    (untyped,) = cast(qwen_xml(call), []).calls
+    assert untyped.arguments == {"a": text}
+
+
+def test_values_of_json_have_their_types_already():
+    (call,) = cast(
+        hermes('<tool_call>{"name": "add", "arguments": {"a": "7"}}'), [schema(a="integer")]
+    ).calls
+    assert call.arguments == {"a": "7"}
+
+
+def history(template, response=None):
+    tokenizer = copy.copy(chatting.tokenizer())
+    tokenizer.response_template = response
+    chat = chatting.chat()._replace(template=template, tokenizer=tokenizer)
+    return History(chat, chatting.stop_tokens("closed"))
+
+
+def styled(call, opening="<|start|>assistant\n", thought=""):
+    """A template with calls of a style, and how it opens turns."""
+    calls = f"{{% for c in m.tool_calls or [] %}}{thought}{call}{{% endfor %}}"
+    opened = f"{{% if add_generation_prompt %}}{opening}{{% endif %}}"
+    closed = chatting.TEMPLATES["closed"].replace(chatting.CALLS, calls)
+    return closed.partition("{% if add_generation_prompt")[0] + opened
+
+
+VALUES = "{% for k, v in c.function.arguments.items() %}"
+CALLED = {
+    "hermes": chatting.CALLS.partition("%}")[2].rpartition("{%")[0],
+    "qwen_xml": "<tool_call>\n<function={{ c.function.name }}>\n" + VALUES
+    + "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "glm": "<tool_call>{{ c.function.name }}\n" + VALUES
+    + "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n"
+    "{% endfor %}</tool_call>",
+    "llama3": '{"name": "{{ c.function.name }}", '
+    '"parameters": {{ c.function.arguments | tojson }}}',
+}  # fmt: skip
+WRITTEN = {
+    "hermes": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "qwen_xml": "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "llama3": '{"name": "add", "parameters": {"a": 1}}',
+}
+THINKING = "<|start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("opening", ["<|start|>assistant\n", THINKING])
+def test_a_template_shows_how_its_model_calls(name, opening):
+    parse = choose("auto", history(styled(CALLED[name], opening)))
+    thought = "</think>" if opening is THINKING else ""
+    (call,) = cast(parse(thought + WRITTEN[name]), [schema(a="integer")]).calls
+    assert call == Call("add", {"a": 1})
+
+
+def test_without_a_template_calls_are_json():
+    assert choose("auto", history(None)) is hermes
 
 
 def test_a_format_that_is_not_there_or_not_shown_is_refused():
     with pytest.raises(InputError, match=r"rollout.call_format 'hermess'.*did you mean 'hermes'"):
-        choose("hermess", None, chatting.tokenizer())
+        choose("hermess", history(None))
     with pytest.raises(InputError, match=r'"auto": the chat template shows none of hermes'):
-        choose("auto", "{{ messages }}", chatting.tokenizer())
+        choose("auto", history(chatting.TEMPLATES["deaf"]))
+    pythonic = "[{{ c.function.name }}(" + VALUES + "{{ k }}={{ v }},{% endfor %})]"
+    with pytest.raises(InputError, match=r"it writes '\[jaxgrpo_tool\(text=7,.*mine.py:parse"):
+        choose("auto", history(styled(pythonic)))
+    with pytest.raises(InputError, match=r"response template fails .*name the format"):
+        choose("auto", history(styled(CALLED["hermes"]), {"fields": {}}))
+
+
+@pytest.mark.parametrize(
+    ("text", "opening", "count"),
+    [
+        (f"<think>\nI might write <tool_call> and then\n</think>\n\n{WRITTEN['hermes']}", "", 1),
+        ("<think>\nI might write <tool_call> and then\n</think>\n\nIt is 4.", "", 0),
+        (f"<think>\n{WRITTEN['hermes']}", "", 0),
+        (f"I might call {WRITTEN['hermes']}\n</think>\n\nIt is 4.", THINKING, 0),
+        (f"I might call {WRITTEN['hermes']}", THINKING, 0),
+        (f"So </think>\n\nIt is 4. {WRITTEN['hermes']}", THINKING, 1),
+        (WRITTEN["hermes"], "<think>\n\n</think>\n\n", 1),
+    ],
+)
+def test_calls_in_thoughts_are_none_and_what_is_said_stays(text, opening, count):
+    reading = choose("hermes", history(styled(CALLED["hermes"], opening)))(text)
+    assert reading.calls == [Call("add", {"a": 1})] * count
+    assert reading.content == (text.removesuffix(WRITTEN["hermes"]).rstrip() if count else text)
+
+
+RESPONSE: dict[str, Any] = {
+    "start_anchor": "<|start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
+
+
+@pytest.mark.parametrize("end", ["", "<|end|>"])
+def test_a_response_template_reads_turns_behind_what_opens_them(end):
+    response = copy.deepcopy(RESPONSE)
+    response["fields"]["tool_calls"]["close"] += end
+    parse = choose("auto", history(styled(CALLED["hermes"], THINKING), response))
+    assert parse(f"So </think>{WRITTEN['hermes']}") == Reading(
+        "", [Call("add", {"a": 1}, is_text=True)], {"reasoning_content": "So"}
+    )
+    assert parse("So </think>It is 3.").content == "It is 3."
+    (call,) = parse("So </think><tool_call>{</tool_call>").calls
+    assert call.problem.startswith("a tool call that cannot be read: ")
+    assert parse(f"So {WRITTEN['hermes']}").calls == []  # the thought goes on
+
+
+def test_a_response_template_that_reads_other_values_leaves_them_to_a_format():
+    response = copy.deepcopy(RESPONSE)
+    arguments: dict[str, Any] = {
+        "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_"
+    }
+    arguments["value_parser"] = {"name": "json", "args": {"allow_non_json": True}}
+    response["fields"]["tool_calls"] |= {
+        "open_pattern": r"<tool_call>(?P<name>\w+)",
+        "content": "xml-inline",
+        "content_args": arguments,
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    del response["fields"]["tool_calls"]["open"]
+    parse = choose("auto", history(styled(CALLED["glm"]), response))
+    assert parse(WRITTEN["glm"]).calls == glm(WRITTEN["glm"]).calls
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (hermes, r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}'),
+        (hermes, '<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}'),
+        (llama3, '{"name": "add", "parameters": {"a": ' + "[" * 100_000),
+    ],
+)
+def test_what_no_text_or_no_stack_holds_is_a_call_that_cannot_be_read(parse, text):
+    (call,) = parse(text).calls
+    assert call.problem.startswith("a tool call that cannot be read: ")
+    assert call.arguments == {}
+
+
+def test_a_parser_that_raises_gives_a_call_that_cannot_be_read(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def parse(text):\n    return text, [{'name': text.split()[1]}]\n")
+    parse = find_parser(f"{file}:parse", chatting.chat(), ())
+    assert parse("call add").calls == [Call("add", {})]
+    (call,) = parse("").calls
+    assert call.problem == "a tool call that cannot be read: IndexError: list index out of range"

@@ -14,8 +14,8 @@ import served
 
 import jaxgrpo as jg
 from jaxgrpo.cli import serve
-from jaxgrpo.environments.serving.dialect import _events, read_conversation
-from jaxgrpo.environments.serving.fields import Completion
+from jaxgrpo.environments.serving.dialect import Prompted, _events, read_conversation
+from jaxgrpo.environments.serving.fields import Completion, Wish
 
 pytestmark = pytest.mark.slow
 IDS = {"logprobs": 0, "return_token_ids": True}
@@ -259,7 +259,8 @@ def test_calls_of_tools_are_read_and_one_that_cannot_be_read_stays_text(server):
     def message(text):
         tokens = [*chatting.ids(text), served.END]
         completion = Completion(tokens, [0.0] * len(tokens), "stop")
-        return dialect.message(completion, ["a tool"], True)
+        wish = Wish([[]], 1, 1, is_greedy=False, seed=None)
+        return dialect.message(completion, Prompted(wish, tools=({},)))
 
     read = message('So: <tool_call>{"name": "add", "arguments": {"a": [1, 2]}}</tool_call>')
     assert read["content"] == "So:"

@@ -25,7 +25,7 @@ def wants_environments(completions, environments, **columns):
 
 def parse(text):
     """Every turn has three calls: of no tool, one that cannot be read, and `act`."""
-    return text, [{"name": "fly", "arguments": {"to": "\ud800"}}, 7, {"name": "act"}]
+    return text, [{"name": "fly", "arguments": {"to": "sea"}}, 7, {"name": "act"}]
 
 
 def look(words: str) -> str:

@@ -15,6 +15,7 @@ Source: OpenAI's API reference; the answers of vLLM 0.32, field by field.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import secrets
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
-from jaxgrpo.environments.calls import Parser, Reading
+from jaxgrpo.environments.calls import Parser, Reading, cast
 from jaxgrpo.environments.serving.fields import (
     SAMPLING,
     Completion,
@@ -56,6 +57,7 @@ class Prompted(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()
     text: str = ""  # where the prompt is one
     skips: bool = True  # special tokens are left out of the answer's text
+    before: str = ""  # the prompt of a chat, as its template writes it
 
 
 Draw = Callable[[Prompted], list[list[Completion]]]
@@ -81,7 +83,7 @@ class Dialect:
         stop_tokens: Sequence[int],
     ):
         self.name, self.chat, self.limits = name, chat, limits
-        self._parse, self._stop_tokens = parse, frozenset(stop_tokens)
+        self._parse, self._stop_tokens = functools.cache(parse), frozenset(stop_tokens)
         self._created = int(time.time())
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(6)
@@ -149,18 +151,19 @@ class Dialect:
         fields = Fields(_with_max_tokens(document), CHAT)
         messages = read_conversation(document.get("messages"))
         chat = self._chat_with(fields)
-        tools = chat.tools
-        prompt = self._encode(self._render(chat, messages), chat.template is None)
+        text = self._render(chat, messages)
+        prompt = self._encode(text, chat.template is None)
         wish = read_wish(fields, [prompt], self.limits, None)
-        if tools:
+        if chat.tools:
             self._parse()  # a template without calls is refused before anything is drawn
         has_logp, with_ids = fields.asks_logp(), fields.flag(IDS[0])
         shows_ids, skips = fields.flag(IDS[1]), fields.flag("skip_special_tokens", True)
-        drawn = draw(Prompted(wish, messages, tools, skips=skips))
+        prompted = Prompted(wish, messages, chat.tools, skips=skips, before=text)
+        drawn = draw(prompted)
         choices = []
         for number, completion in enumerate(drawn[0]):
             content = self._content(completion, shows_ids) if has_logp else None
-            message = self.message(completion, tools, skips)
+            message = self.message(completion, prompted)
             ending = _ending(completion)
             if message["tool_calls"] and completion.finish == "stop":
                 ending["finish_reason"] = "tool_calls"
@@ -213,19 +216,19 @@ class Dialect:
         names = "choices", "usage"
         return {"request_id": answer["id"], "prompt_logprobs": None} | {k: answer[k] for k in names}
 
-    def read(self, text: str, tools: Sequence[Any]) -> Reading:
+    def read(self, text: str, prompted: Prompted) -> Reading:
         """A turn's text; with tools its calls, unless one of them cannot be read."""
-        if not tools:
+        if not prompted.tools:
             return Reading(text, [])
-        reading = self._parse()(text)
+        reading = cast(self._parse()(text, prompted.before), prompted.tools)
         is_read = reading.calls and not any(call.problem for call in reading.calls)
         return reading if is_read else Reading(text, [])
 
-    def message(self, completion: Completion, tools: Sequence[Any], skips: bool) -> Message:
-        """The assistant's message; `skips`: without special tokens, where it has no calls."""
-        reading = self.read(self.text(completion, skips=False, has_end=False), tools)
+    def message(self, completion: Completion, prompted: Prompted) -> Message:
+        """The assistant's message; without calls it is the text as the query wants it."""
+        reading = self.read(self.text(completion, skips=False, has_end=False), prompted)
         if not reading.calls:
-            reading = Reading(self.text(completion, skips), [])
+            reading = Reading(self.text(completion, prompted.skips), [])
         calls = []
         for call in reading.calls:
             written = json.dumps(call.arguments, ensure_ascii=False)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import cut
 from jaxgrpo.data.chat import Message
+from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import Answer, Broken, Kind, Opening, read_number
 from jaxgrpo.environments.serving.dialect import Dialect, Prompted, read_conversation
@@ -99,7 +100,7 @@ class Session:
         if completion is None:
             raise self._refusal()
         self._prompt, self._drawn = wish.prompts[0], completion.tokens
-        turn = self.dialect.message(completion, prompted.tools, prompted.skips)
+        turn = self.dialect.message(completion, prompted)
         self._messages = [*prompted.messages, *read_conversation([turn])]
         text = self.dialect.text(completion, prompted.skips)
         self._text = prompted.text + text if prompted.text else ""
@@ -253,9 +254,13 @@ class ProgramPartner:
         if self._session is not None:
             self._session.give(completion, is_last)
 
+    def read(self, text: str) -> Reading:
+        if self._question is None:
+            return Reading(text, [])
+        return self._dialect.read(text, self._question.prompted)
+
     def answer(self, text: str) -> Answer:
-        tools = self._question.prompted.tools if self._question is not None else ()
-        reading = self._dialect.read(text, tools)
+        reading = self.read(text)
         question = self._next()
         if question is None:
             return Answer(reading, [])
