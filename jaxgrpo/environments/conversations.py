@@ -187,7 +187,7 @@ class Conversations:
         conversation = self._running[key]
         conversation.partner.take(completion, is_last=True)
         text = self._histories[conversation.kind].spoken(completion.tokens)
-        conversation.messages.append({"role": "assistant", "content": text})
+        conversation.messages.append(conversation.partner.read(text).as_message())
 
     def _kind(self, row: int) -> Kind:
         several = len(self.kinds) > 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 
+import chatting
 import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call, Reading
-from jaxgrpo.environments.conversations import check_rows, joined
+from jaxgrpo.environments.conversations import Conversations, check_rows, joined
 from jaxgrpo.environments.partners import Broken, make_kind
+from jaxgrpo.environments.serving.fields import Completion
 
 
 def parse(text):
@@ -99,6 +101,15 @@ def test_a_reset_and_a_done_of_the_older_form():
     assert partner.open({}, 0) is None
     assert partner.answer("a").messages[0]["content"] == "A"
     assert partner.answer("stop").messages == []
+
+
+def test_a_last_turn_is_read_as_every_turn():
+    rows = [{"prompt": [{"role": "user", "content": "Count."}]}]
+    talks = Conversations({"": kind(Counter)}, chatting.chat(), chatting.ids("<|end|>"), rows)
+    talks.open([(0, 0, 0)], 1, (1,))
+    ids = chatting.ids("up<|end|>")
+    talks.end((0, 0), Completion(ids, [0.0] * len(ids), "stop"))
+    assert talks.spoken((0, 0)).messages == [Reading("up", [Call("up", {})]).as_message()]
 
 
 class Raises(Counter):
