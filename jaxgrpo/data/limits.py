@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import queue
 import resource
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,27 +88,51 @@ def left_after(seconds: float, function: Callable[[], T]) -> T:
     Traceback (most recent call last):
     jaxgrpo.data.limits.TimedOut
     """
-    outcome: list[tuple[Any, BaseException | None]] = []
+    return Caller("jaxgrpo-limited").call(seconds, function)
 
-    def run() -> None:
+
+class Caller:
+    """Calls functions one after another in a thread of its own, as `left_after` does each.
+
+    So what belongs to a thread, as a connection of sqlite3, serves from one call to the next. The
+    thread begins with the first call and ends with this object. After a call that took too long
+    the next one begins another.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._tasks: queue.SimpleQueue[Any] | None = None
+
+    def call(self, seconds: float | None, function: Callable[[], T]) -> T:
+        """Its result. Args: seconds: that it may take; None: any."""
+        if self._tasks is None:
+            self._tasks = queue.SimpleQueue()
+            self._end = weakref.finalize(self, self._tasks.put, None)
+            arguments = {"target": _run_all, "args": (self._tasks,), "name": self._name}
+            self._thread = threading.Thread(**arguments, daemon=True)
+            self._thread.start()
+        outcome: Future[T] = Future()
+        self._tasks.put((function, outcome))
+        if outcome not in wait([outcome], seconds).done:
+            end = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            end(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit))
+            self._end()
+            self._tasks = None
+            raise TimedOut
+        error = outcome.exception()
+        if error is None or isinstance(error, Exception):
+            return outcome.result()
+        raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
+
+
+def _run_all(tasks: queue.SimpleQueue[Any]) -> None:
+    """Runs what comes, up to None."""
+    for function, outcome in iter(tasks.get, None):
         try:
-            outcome.append((function(), None))
+            outcome.set_result(function())
         except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, name="jaxgrpo-limited", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        end = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        end(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        raise TimedOut
-    value, error = outcome[0]
-    if error is None:
-        return value
-    if isinstance(error, Exception):
-        raise error
-    raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
+            outcome.set_exception(error)
+        del function, outcome  # or they live until the next one comes
 
 
 async def without_exit(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -116,6 +116,7 @@ class Conversations:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-turns")
         self.counts: Counter[str] = Counter()
         self.problem: str = ""  # of the last sample that broke, with where
+        self.error: str = ""  # the first that a call of the batch raised
         self._running: dict[Key, _Talk] = {}
         self._prompts: dict[int, list[int]] = {}  # of rows whose environment says nothing first
 
@@ -133,6 +134,7 @@ class Conversations:
         """
         self._forget()
         self.counts.clear()
+        self.error = ""
         begun = []
         for place, ordinal, row in places:
             if not self.is_local(place):
@@ -251,6 +253,7 @@ class Conversations:
             raise answer
         self.counts["calls"] += answer.calls
         self.counts.update(answer.problems)
+        self.error = self.error or answer.error
         conversation.messages.append(answer.reading.as_message())
         tokens, is_fork = answer.tokens, answer.is_fork
         if tokens is None and answer.messages and room:

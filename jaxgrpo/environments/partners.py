@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing
 from jaxgrpo.data.chat import Chat, Message
+from jaxgrpo.data.limits import Caller
 from jaxgrpo.environments.calls import Parser, Reading, cast
 from jaxgrpo.environments.processes import ENDINGS, Broken, Ended, Processes
 from jaxgrpo.environments.serving.fields import Completion
@@ -51,6 +52,7 @@ class Answer(NamedTuple):
     reward: float = math.nan  # of the turn; NaN: it has none
     calls: int = 0
     problems: tuple[str, ...] = ()  # kinds of failures of the calls
+    error: str = ""  # the first that was raised, as the model reads it
     tokens: list[int] | None = None  # of the answer; None: as the chat template writes it
     is_fork: bool = False  # the tokens are the whole conversation, rewritten
     limit: int = LONGEST  # tokens of the next turn
@@ -107,21 +109,23 @@ class ToolPartner:
     def __init__(
         self,
         tools: Mapping[str, Any],
-        environment: Any,
-        methods: Sequence[str],
+        methods: Mapping[str, str],
         parse: Parser,
         seconds: float,
+        environment: Any = None,
+        caller: Caller | None = None,
     ):
         self.environment, self._parse, self._seconds = environment, parse, seconds
-        self._functions = {**tools, **{name: getattr(environment, name) for name in methods}}
-        self._methods = methods
+        self._methods = {name: getattr(environment, place) for name, place in methods.items()}
+        self._functions, self._caller = {**tools, **self._methods}, caller
+        self._callers = dict.fromkeys(self._methods, caller) if caller else {}
 
     def open(self, row: Mapping[str, Any], seed: int) -> str | None:
         if self.environment is None:
             return None
         reset = self.environment.reset
         arguments = _reset_arguments(reset, row, seed, is_gym=False)
-        return _run("reset", reset, arguments, self._seconds, read_words)
+        return _run("reset", reset, arguments, self._seconds, read_words, caller=self._caller)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -131,7 +135,7 @@ class ToolPartner:
 
     def answer(self, text: str) -> Answer:
         reading = self.read(text)
-        results = run_calls(reading.calls, self._functions, self._seconds)
+        results = run_calls(reading.calls, self._functions, self._seconds, self._callers)
         for call, result in zip(reading.calls, results, strict=True):
             # In a thread it runs on, and would change what later calls read.
             if result.problem in ENDINGS and call.name in self._methods:
@@ -142,27 +146,29 @@ class ToolPartner:
             for call, result in zip(reading.calls, results, strict=True)
         ]
         problems = tuple(result.problem for result in results if result.problem)
-        return Answer(reading, messages, calls=len(reading.calls), problems=problems)
+        error = next((result.text for result in results if result.problem == "raised"), "")
+        return Answer(reading, messages, math.nan, len(reading.calls), problems, error)
 
     def reward(self) -> float | None:
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return None
-        return _run("get_reward", get_reward, {}, self._seconds, read_reward)
+        parts = get_reward, {}, self._seconds, read_reward
+        return _run("get_reward", *parts, caller=self._caller)
 
 
 class GymPartner:
     """Steps an environment by the text of each turn; its observation is the user's next message."""
 
-    def __init__(self, environment: Any, seconds: float):
-        self.environment, self._seconds = environment, seconds
+    def __init__(self, seconds: float, environment: Any, caller: Caller | None):
+        self.environment, self._seconds, self._caller = environment, seconds, caller
         self.total = 0.0
 
     def open(self, row: Mapping[str, Any], seed: int) -> str | None:
         self.total = 0.0
         reset = self.environment.reset
         arguments = _reset_arguments(reset, row, seed, is_gym=True)
-        return _run("reset", reset, arguments, self._seconds, read_observation)
+        return _run("reset", reset, arguments, self._seconds, read_observation, caller=self._caller)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -172,7 +178,8 @@ class GymPartner:
 
     def answer(self, text: str) -> Answer:
         step = self.environment.step
-        observation, value, is_done = _run("step", step, {}, self._seconds, read_step, text)
+        parts = step, {}, self._seconds, read_step, text
+        observation, value, is_done = _run("step", *parts, caller=self._caller)
         if math.isfinite(value):
             self.total += value
         messages: list[Message] = [{"role": "user", "content": observation}]
@@ -205,26 +212,28 @@ def make_kind(
     """
     if factory is None:
         parts = _typed(find_parser(), tools), seconds
-        return Kind("", lambda: ToolPartner(functions, None, (), *parts), tools, False)
-    environment = _make_environment(factory, where)
+        return Kind("", lambda: ToolPartner(functions, {}, *parts), tools, False)
+    begin = functools.partial(_begin, factory, where, processes is None)
+    environment = _example(begin, where)
     name, reset = type(environment).__name__, environment.reset
-    names, make = [method.__name__ for method in tool_methods(environment)], factory
+    members = tool_methods(environment)
+    names = {method.__name__: attribute for attribute, method in members.items()}
     if processes is not None:
-        make = functools.partial(processes.environment, where, environment, names)
+        begin = lambda: (processes.environment(where, environment, members), None)  # noqa: E731
     is_gym = callable(getattr(environment, "step", None)) and _is_gym(environment)
     check_row = functools.partial(_check_reset, f"{where}: {name}.reset", reset, is_gym)
     if is_gym:
-        return Kind(name, lambda: GymPartner(make(), seconds), (), True, True, check_row)
-    methods = make_tools(tool_methods(environment), f"{where}: {name}")
+        return Kind(name, lambda: GymPartner(seconds, *begin()), (), True, True, check_row)
+    methods = make_tools(members.values(), f"{where}: {name}")
     twice = functions.keys() & {tool.name for tool in methods}
     if twice:
         raise InputError(
             f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
         )
-    parts = names, _typed(find_parser(), [*tools, *methods]), seconds
+    parts = _typed(find_parser(), [*tools, *methods]), seconds
     return Kind(
         name,
-        lambda: ToolPartner(functions, make(), *parts),
+        lambda: ToolPartner(functions, names, *parts, *begin()),
         (*tools, *methods),
         callable(getattr(environment, "get_reward", None)),
         check_row=check_row,
@@ -237,11 +246,24 @@ def _typed(parse: Parser, tools: Sequence[Tool]) -> Parser:
     return lambda text: cast(parse(text), schemas)
 
 
-def _make_environment(factory: Callable[[], Any], where: str) -> Any:
+def _begin(factory: Callable[[], Any], where: str, in_thread: bool) -> tuple[Any, Caller | None]:
+    """An environment, and the thread in which it is made and called."""
+
+    def make() -> Any:
+        with explaining_own_code(where):
+            return factory()
+
+    if not in_thread:
+        return make(), None
+    caller = Caller("jaxgrpo-environment")
+    return caller.call(None, make), caller
+
+
+def _example(begin: Callable[[], tuple[Any, Caller | None]], where: str) -> Any:
     """An environment. Raises: InputError as `make_kind`."""
     problem = f"{where}: it cannot be made ({{reason}}): give a class that takes no arguments"
-    with refusing(problem, TypeError), explaining_own_code(where):
-        environment, second = factory(), factory()
+    with refusing(problem, TypeError):
+        (environment, _), (second, _) = begin(), begin()
     name = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):
         raise InputError(
@@ -334,9 +356,10 @@ def _run(
     seconds: float,
     read: Callable[[Any], Any],
     *positional: Any,
+    caller: Caller | None,
 ) -> Any:
     try:
-        return run_limited(function, arguments, seconds, read, *positional)
+        return run_limited(function, arguments, seconds, read, *positional, caller=caller)
     except (Broken, WorkerError):
         raise
     except Ended as error:

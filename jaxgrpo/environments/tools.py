@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -113,24 +114,28 @@ def make_tools(functions: Iterable[Any], where: str) -> list[Tool]:
     return [*tools.values()]
 
 
-def tool_methods(environment: Any) -> list[Callable[..., Any]]:
-    """The methods of an environment that are tools: the public ones, by name.
-
-    They are looked for in the class: a property would be evaluated otherwise.
-    """
-    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    names = [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
-    return [getattr(environment, name) for name in names]
+def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The methods of an environment that are tools, by their attributes: the public ones that are
+    bound to an object, as TRL finds them, but without reading properties."""
+    kinds = types.FunctionType, types.MethodType, classmethod
+    names = [name for name in dir(environment) if name[0] != "_" and name not in NOT_TOOLS]
+    names = [n for n in names if isinstance(inspect.getattr_static(environment, n, None), kinds)]
+    members = {name: getattr(environment, name) for name in names}
+    return {name: member for name, member in members.items() if inspect.ismethod(member)}
 
 
 def run_calls(
-    calls: Sequence[Call], tools: Mapping[str, Callable[..., Any]], seconds: float
+    calls: Sequence[Call],
+    tools: Mapping[str, Callable[..., Any]],
+    seconds: float,
+    callers: Mapping[str, limits.Caller] = {},
 ) -> list[Result]:
     """The answers to the calls of a turn, in order. Those that are async run side by side.
 
     Args:
       tools: name -> what it runs.
       seconds: that each may take.
+      callers: name -> the thread in which it runs, where that is not a new one.
     """
     results: list[Result | Callable[[], Result]] = []
     for number, call in enumerate(calls):
@@ -144,7 +149,8 @@ def run_calls(
             text = f"Tool {call.name} not found. There are: {names}"
             results.append(_failed(text, "unknown"))
         else:
-            results.append(_begin(tools[call.name], call.arguments, seconds))
+            parts = call.arguments, seconds, callers.get(call.name)
+            results.append(_begin(tools[call.name], *parts))
     return [result if isinstance(result, Result) else result() for result in results]
 
 
@@ -154,8 +160,11 @@ def run_limited(
     seconds: float,
     read: Callable[[Any], Any],
     *positional: Any,
+    caller: limits.Caller | None = None,
 ) -> Any:
     """What `read`, a function of a module, makes of its result, awaited where it is async.
+
+    Args: caller: the thread in which it runs; None: a new one.
 
     Raises: what they raise; Ended after so many seconds: it is then left in a thread, which ends at
       its next line of Python, or killed with its process where it is `Remote`.
@@ -166,17 +175,21 @@ def run_limited(
         return read(_begin_async(function(*positional, **arguments), seconds)())
     try:
         call = functools.partial(function, *positional, **arguments)
-        return read(limits.left_after(seconds, call))
+        return read((caller or limits.Caller("jaxgrpo-call")).call(seconds, call))
     except limits.TimedOut:
         raise Ended("timed_out", seconds) from None
 
 
 def _begin(
-    function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    seconds: float,
+    caller: limits.Caller | None,
 ) -> Result | Callable[[], Result]:
     """The answer; of an async function what waits for it."""
     if not inspect.iscoroutinefunction(function):
-        return _answer(lambda: run_limited(function, arguments, seconds, read_text))
+        parts = function, arguments, seconds, read_text
+        return _answer(lambda: run_limited(*parts, caller=caller))
     try:
         waiting = _begin_async(function(**arguments), seconds)
     except Exception as error:  # other arguments than it takes

@@ -34,6 +34,7 @@ FORK = "turn:fork"  # no column of data is called so
 """Field [P, G, T] int32: how often the conversation has been rewritten up to a token. Each number
 stands for a sequence of its own: all before 1 behind the prompt, and then the rewritten
 conversation, prompt and all, and what follows it."""
+RAISED = 0.9  # share of the calls that raise, above which their first error is shown
 VERSION = "version"  # of each token that was drawn, as `Turn.version`; -1 elsewhere
 
 
@@ -291,9 +292,11 @@ class ThreadedDialogue:
     ) -> tuple[dict[str, np.ndarray], RewardLog]:
         """As `Dialogue.without_broken`."""
         samples = next(iter(scores.values())).shape
-        unscored, problem = self.unscored(*samples), self.conversations.problem
+        talks, unscored = self.conversations, self.unscored(*samples)
         scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
-        messages = {"environment": problem} if problem else {}
+        messages = {"environment": talks.problem} if talks.problem else {}
+        if talks.counts["raised"] > RAISED * talks.counts["calls"]:
+            messages["tools"] = talks.error
         return scores, log._replace(messages=log.messages | messages)
 
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -324,6 +327,7 @@ class ThreadedDialogue:
             "turns/cut": total["cut"] / samples,
             "tools/call_frequency": calls / samples,
             "tools/failure_frequency": failed / calls if calls else 0.0,
+            "tools/raised_frequency": total["raised"] / calls if calls else 0.0,
             "environment/broken": len(self._broken) / samples,
             **{f"calls/{name}": float(total[name] + endings[name]) for name in ENDINGS},
         }

@@ -36,7 +36,14 @@ OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
 
 
-BROKEN = "an environment broke: its sample is not scored (environment/broken counts them)"
+NOTES = {
+    "environment": "an environment broke: its sample is not scored "
+    "(environment/broken counts them)",
+    "tools": "nearly all calls of tools raise, this one first (tools/raised_frequency); they run "
+    "in threads: what needs the main thread of a process wants rollout.call_workers",
+}
+"""What is said of messages that are not of a reward."""
+UNSCORED = 'left unscored, as on_error = "unscored" says'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +134,7 @@ def count_work(opened: OpenRun) -> Hook:
         for name, message in step.collected.reward_log.messages.items():
             if name not in progress.reported:
                 progress.reported.add(name)
-                is_reward = name != "environment"
-                why = 'left unscored, as on_error = "unscored" says' if is_reward else BROKEN
-                display.say(f"{message}\n{why}")
+                display.say(f"{message}\n{NOTES.get(name, UNSCORED)}")
         flops = step_flops(sampled, trained, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 

@@ -141,3 +141,30 @@ def test_a_function_that_raises_in_time_raises_that():
         assert call(9, lambda: 3) == 3
         with pytest.raises(KeyError):
             call(9, lambda: {}["a"])
+
+
+def test_a_caller_has_one_thread_until_a_call_takes_too_long():
+    caller = limits.Caller("test-caller")
+    first, second = (caller.call(9, threading.current_thread) for _ in range(2))
+    assert first is second
+    assert first is not threading.current_thread()
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        caller.call(9, lambda: exec("raise SystemExit(3)"))
+    assert caller.call(None, threading.current_thread) is first
+    with pytest.raises(limits.TimedOut):
+        caller.call(0.05, lambda: [time.sleep(0.01) for _ in range(900)])
+    third = caller.call(9, threading.current_thread)
+    assert third is not first
+    del caller
+    for thread in (first, third):
+        thread.join(9)
+        assert not thread.is_alive()
+
+
+def test_thousands_of_callers_leave_no_thread_behind():
+    for _ in range(3000):
+        limits.Caller("test-many").call(9, int)
+    deadline = time.monotonic() + 9
+    while names := [t.name for t in threading.enumerate() if t.name == "test-many"]:
+        assert time.monotonic() < deadline, len(names)
+        time.sleep(0.01)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sqlite3
+import threading
 import time
 
 import chatting
@@ -110,6 +112,70 @@ def test_a_last_turn_is_read_as_every_turn():
     ids = chatting.ids("up<|end|>")
     talks.end((0, 0), Completion(ids, [0.0] * len(ids), "stop"))
     assert talks.spoken((0, 0)).messages == [Reading("up", [Call("up", {})]).as_message()]
+
+
+class Shop:
+    """What it has belongs to a thread."""
+
+    def __init__(self):
+        self.tables = sqlite3.connect(":memory:")
+
+    def reset(self, **row):
+        self.tables.execute("create table if not exists t (x)")
+        self.tables.execute("insert into t values (1)")
+
+    def count(self) -> str:
+        """Counts."""
+        return str(self.tables.execute("select count(*) from t").fetchone()[0])
+
+    def get_reward(self) -> float:
+        return float(self.count())
+
+
+class Priced(Shop):
+    def reset(self, seed):  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().reset()
+
+    def step(self, text):
+        return self.count(), 1, True
+
+
+def test_what_belongs_to_a_thread_serves_all_calls_of_an_environment():
+    partner = kind(Shop).make()
+    for number in (1, 2):
+        assert partner.open({}, 0) is None
+        answer = partner.answer("count count")
+        assert [message["content"] for message in answer.messages] == [str(number)] * 2
+        assert (partner.reward(), answer.error) == (number, "")
+    partner = kind(Priced).make()
+    partner.open({}, 0)
+    assert partner.answer("x").reward == 1
+
+
+def test_the_threads_of_environments_end_with_them():
+    shop = kind(Shop)
+    partners = [shop.make() for _ in range(200)]
+    threads = [t for t in threading.enumerate() if t.name == "jaxgrpo-environment"]
+    assert len(threads) >= len(partners)
+    del partners
+    for thread in threads:
+        thread.join(9)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_the_first_error_of_a_batch_is_remembered():
+    class Fails(Counter):
+        def up(self) -> str:
+            """Fails."""
+            raise ValueError(f"no {self.count}")
+
+    rows = [{"prompt": "Count.", "start": 3}]
+    talks = Conversations({"": kind(Fails)}, chatting.chat(None), chatting.ids("<|end|>"), rows)
+    talks.open([(0, 0, 0)], 1, (1,))
+    talks.answer((0, 0), Completion(chatting.ids("up up"), [0.0] * 5, "length"), 500)
+    talks.replies()
+    assert talks.counts == {"calls": 2, "raised": 2}
+    assert talks.error == "{'error': 'no 3'}"
 
 
 class Raises(Counter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 import warnings
 
 import pytest
@@ -93,8 +94,12 @@ def test_tools_that_cannot_be_tools_are_refused():
         make_tools([3], "tools")  # pyright: ignore[reportArgumentType]
 
 
-def test_public_methods_are_tools_and_properties_are_not_asked():
+def test_public_methods_of_an_object_are_tools_and_properties_are_not_asked():
     class Env:
+        def __init__(self):
+            self.find = types.MethodType(lambda self: None, self)
+            self.plain = lambda: None
+
         @property
         def broken(self):
             raise AssertionError("a property was read")
@@ -104,7 +109,12 @@ def test_public_methods_are_tools_and_properties_are_not_asked():
         def _hidden(self): ...
         def look(self): ...
 
-    assert [method.__name__ for method in tool_methods(Env())] == ["look"]
+        @classmethod
+        def rules(cls): ...
+        @staticmethod
+        def helper(): ...
+
+    assert [*tool_methods(Env())] == ["find", "look", "rules"]
 
 
 @pytest.fixture

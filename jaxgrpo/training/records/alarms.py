@@ -117,6 +117,13 @@ RULES = (
         'on the rows of other rewards, take recipe = "like_trl" or the part sum_scored',
     ),
     Rule(
+        "calls raise",
+        "tools/raised_frequency > 0.9",
+        "{value:.0%} of the calls of tools raise an error, which the model reads as the answer",
+        "read what they answer in samples/ and mend the tools; what needs the main thread of a "
+        "process, as signals do, wants rollout.call_workers",
+    ),
+    Rule(
         "refused",
         "*/refused > 0",
         "{star} left out {value:.2g} of the samples: their reward is neither 0 nor 1",
