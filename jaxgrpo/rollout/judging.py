@@ -217,32 +217,42 @@ class Judge(NamedTuple):
     ) -> Judged:
         """Calls rewards on groups in this process. Shapes: places, row [n]; tokens, mask [n, G, T].
 
+        Samples whose environment broke are left out of the calls, and have NaN.
+
         Args:
           rewards: the names of those to call.
           talks: of the n x G samples, where they were answered.
         """
         _, samples, steps = tokens.shape
-        repeated_rows = [self.rows[index] for index in row for _ in range(samples)]
-        ids = completion_ids(tokens.reshape(-1, steps), mask.reshape(-1, steps))
+        count = len(row) * samples
+        numbers = np.flatnonzero([not talk.problem for talk in talks] or np.ones(count))
+        groups = numbers // samples
+        repeated_rows = [self.rows[index] for index in row[groups].tolist()]
+        sound = [talks[number] for number in numbers.tolist()] if talks else []
+        ids = completion_ids(*(a.reshape(-1, steps)[numbers] for a in (tokens, mask)))
         texts = Texts(
-            [talk.prompt for talk in talks] or [entry["prompt"] for entry in repeated_rows],
+            [talk.prompt for talk in sound] or [entry["prompt"] for entry in repeated_rows],
             decode_texts(self.tokenizer, ids),
             ids,
-            np.repeat(np.arange(len(row)), samples).tolist(),
-            [talk.messages for talk in talks],
+            groups.tolist(),
+            [talk.messages for talk in sound],
         )
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
         if talks:
-            columns["conversations"] = list(talks)
-            columns["environments"] = [talk.environment for talk in talks]
+            columns["conversations"] = sound
+            columns["environments"] = [talk.environment for talk in sound]
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
         scores, log = call_on_texts(
             functions, texts, columns, state, on_error=self.on_error, timeout=self.timeout
         )
         if talks:
+            log = merge_logs([log], [numbers], count, 1)
             log = log._replace(columns={**log.columns, SPOKEN: _spoken(talks)})
-        return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in scores.items()}, log)
+        table = {name: np.full(count, np.nan, np.float32) for name in scores}
+        for name, values in scores.items():
+            table[name][numbers] = values
+        return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in table.items()}, log)
 
     def rollouts(
         self,

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import chatting
@@ -16,12 +17,13 @@ import tiny
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call, Reading
-from jaxgrpo.environments.conversations import Conversations
+from jaxgrpo.environments.conversations import Conversation, Conversations
 from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.models import decoder
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.judging import Judge
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.driver import SlotEngine
 
@@ -278,6 +280,35 @@ def test_a_sample_whose_environment_breaks_is_not_scored_and_the_others_go_on():
     assert 0 < unscored.sum() < PROMPTS * GROUP
     broken = dialogue.metrics(PROMPTS * GROUP)["environment/broken"]
     assert broken == pytest.approx(unscored.mean())
+
+
+def test_rewards_never_see_a_sample_whose_environment_broke():
+    seconds = []
+
+    def second(completions, environments, group_ids, log_extra):
+        log_extra("length", [len(messages) for messages in completions])
+        seconds.append(group_ids)
+        return [environment.second for environment in environments]
+
+    def talked(number):
+        problem = "reset raised KeyError" if number in (1, 2, 3) else ""
+        game = SimpleNamespace() if problem else SimpleNamespace(second=number)
+        question = [{"role": "user", "content": "hi"}]
+        return Conversation("Game", game, lambda: None, question, [{}] * number, problem)
+
+    judge = Judge(chatting.tokenizer(), {"second": second}, [{"prompt": "hi"}])
+    tokens = np.full((3, 2, 1), 5)
+    rows, talks = np.zeros(3, int), [talked(number) for number in range(6)]
+    judged = judge.groups({"second"}, np.arange(3), rows, tokens, tokens > 0, None, talks)
+    np.testing.assert_array_equal(judged.scores["second"], [[0, np.nan], [np.nan] * 2, [4, 5]])
+    assert seconds == [[0, 2, 2]]
+    assert judged.log.columns["second"] == {"length": [0, None, None, None, 4, 5]}
+    assert [bool(problem) for problem in judged.log.columns[""]["problem"]] == [0, 1, 1, 1, 0, 0]
+    broken = judge.groups(
+        {"second"}, np.arange(1), rows[:1], tokens[:1], tokens[:1] > 0, None, talks[1:3]
+    )
+    assert np.isnan(broken.scores["second"]).all()
+    assert len(seconds) == 1
 
 
 def test_a_prompt_that_an_environment_makes_too_long_is_refused():
