@@ -118,9 +118,14 @@ class World(NamedTuple):
     def converse(self, rows: Sequence[Mapping[str, Any]]) -> Converse:
         """What gives the dialogue of a batch of these rows.
 
-        Raises: InputError with the first row that names no environment, and where rules cannot
-          begin with the rows.
+        Raises: InputError with the first row that names no environment, where rules cannot begin
+          with the rows, and with a column that rewards could not tell from ours.
         """
+        for column in sorted({*COLUMNS}.intersection(*rows[:1])):
+            raise InputError(
+                f"data: the column {column!r} has the name of what rewards get where tools or "
+                "environments answer samples: rename it"
+            )
         if (answering := self.answering) is not None:
             columns = number_columns(rows)
             rules.check(answering.rules, columns, answering.tokens, "environment")

@@ -24,6 +24,7 @@ from jaxgrpo.data.written import text_of_value
 
 SHOWN = 60  # characters of a text in a message
 NO_PROMPT = ' (or to "" where an environment says what is asked)'
+PLACEHOLDER: Any = [{"role": "user", "content": ""}]  # this very object, of data without prompts
 CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for them
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
@@ -252,7 +253,7 @@ def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> 
 def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
     """A row's prompt: a text, or messages."""
     if not prompt:
-        return [{"role": "user", "content": ""}]
+        return PLACEHOLDER
     if is_template(prompt):
         for name in needed:
             if not isinstance(row[name], (str, numbers.Number)):

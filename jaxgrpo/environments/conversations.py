@@ -20,6 +20,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
+from jaxgrpo.data.prompts import PLACEHOLDER
 from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import LONGEST, Answer, Broken, Kind, Opening, Partner
 from jaxgrpo.environments.serving.fields import Completion
@@ -334,9 +335,11 @@ def check_rows(kinds: Mapping[str, Kind], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def _columns(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> dict[str, Any]:
-    """What `reset` gets, as in TRL: all columns but that which names one of several."""
-    several = len(kinds) > 1
-    return {name: value for name, value in row.items() if not several or name != "environment"}
+    """What `reset` gets, as in TRL: all columns of the data but that which names one of several."""
+    hidden = {"environment"} if len(kinds) > 1 else set[str]()
+    if row.get("prompt") is PLACEHOLDER:
+        hidden.add("prompt")
+    return {name: value for name, value in row.items() if name not in hidden}
 
 
 def sample_seed(*parts: int) -> int:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from jaxgrpo.core.errors import cut, own_line
 from jaxgrpo.data.limits import EventLoop, TimedOut
 from jaxgrpo.rewards.limits import SLACK, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
+    BY_NAME,
     LISTS,
     RewardError,
     RewardFunction,
@@ -31,7 +32,6 @@ from jaxgrpo.rewards.protocol import (
 )
 
 CREATED = inspect.CORO_CREATED
-LIVING = ("environments", "conversations")  # rewards get them as they are
 SPOKEN = ""
 """The entry of `RewardLog.columns` that no reward logged: the prompt and messages of samples that
 were answered, and why one cannot be scored."""
@@ -77,6 +77,7 @@ def call_rewards(
     trainer_state: TrainerState | None = None,
     on_error: Mapping[str, str] | None = None,
     timeout: Mapping[str, float | None] | None = None,
+    living: Mapping[str, Sequence[Any]] = {},
 ) -> tuple[dict[str, np.ndarray], RewardLog]:
     """Calls each reward once on N completions; those that are async run at the same time.
 
@@ -85,30 +86,29 @@ def call_rewards(
       columns: name -> N entries, the data set's columns beside the prompt.
       group_ids: which prompt each is a sample of; None: each of another one.
       on_error: name -> what a reward that raises does: "raise" (the default) ends the run,
-        "unscored" leaves its scores NaN. To raise is also to call sys.exit, or to time out.
+        "unscored" leaves its scores NaN. To call sys.exit or to time out is to raise.
       timeout: name -> seconds that it may take for the N completions; None: no limit.
+      living: what answered the samples, as columns, whose entries are not copied.
 
     Returns: name -> float32 [N], NaN = could not be scored; and what the rewards logged.
 
     Raises: RewardError if a reward asks for a keyword that does not exist, raises and is not
-    "unscored" (the message shows a completion it fails on), or returns or logs the wrong number or
-    type of values. ValueError if the inputs do not have one length.
+    "unscored" (the message shows a completion), or returns or logs the wrong number or type of
+    values. ValueError if the inputs do not have one length.
     """
     count = len(completions)
     groups = [*(range(count) if group_ids is None else group_ids)]
     trainer_lists = zip(LISTS, (prompts, completions, completion_ids, groups), strict=True)
-    lists = {**dict(trainer_lists), **columns}
+    lists = {**dict(trainer_lists), **columns, **living}
     _refuse_other_lengths(lists, count)
     for name, function in rewards.items():
-        check(name, function, columns)
-    unscored = {name for name, mode in (on_error or {}).items() if mode == "unscored"}
-    state, limits = trainer_state or TrainerState(), timeout or {}
+        check(name, function, [*columns, *living])
+    modes, limits, state = on_error or {}, timeout or {}, trainer_state or TrainerState()
     calls = [
-        _Call(name, function, lists, count, state, name in unscored, limits.get(name))
-        for name, function in rewards.items()
+        _Call(name, f, lists, count, state, modes.get(name) == "unscored", limits.get(name), living)
+        for name, f in rewards.items()
     ]
-    if count:
-        _run(calls)
+    _run(calls if count else ())
     scores = {call.name: numbers(call.name, call.outcome, count) for call in calls}
     return scores, RewardLog(
         columns={call.name: call.columns() for call in calls if call.extra},
@@ -156,6 +156,7 @@ class _Call:
     state: TrainerState
     unscored: bool  # if it raises, instead of ending the run
     timeout: float | None  # seconds
+    living: Collection[str]  # names of lists whose entries are not copied
     outcome: Any = ()  # its values, or an awaitable of them
     message: str = ""  # what it raised
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
@@ -221,7 +222,7 @@ class _Call:
         several = high - low > 1
         where = f"completions {low} to {high - 1} together" if several else f"completion {low}"
         shown_values = {key.removesuffix("s"): self.lists[key] for key in LISTS[:2]}
-        arguments = accepted(self.function, self.lists)
+        arguments = self._accepted(self.lists)
         shown_values |= {key: values for key, values in arguments.items() if key not in LISTS}
         lines = [f"  {key} = {_shorten(values[low])}" for key, values in shown_values.items()]
         place, code = own_line(error)
@@ -239,7 +240,7 @@ class _Call:
 
     def _attempt(self, lists: Mapping[str, Sequence[Any]], log_extra: Any, log_metric: Any) -> Any:
         logs = {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
-        arguments = accepted(self.function, {**lists, **logs})
+        arguments = self._accepted({**lists, **logs})
         private_arguments = {
             key: self._copied(key, lists[key]) if key in lists else arguments[key]
             for key in arguments
@@ -252,6 +253,11 @@ class _Call:
                 raise
             return _Raised(error)
 
+    def _accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What it is called with. Of what answered the samples TRL passes environments alone."""
+        by_name = {*BY_NAME, *self.living} - {"environments"}
+        return accepted(self.function, arguments, by_name)
+
     def _copied(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         """A list of its own: what it changes in place reaches no other reward and not the data.
 
@@ -259,7 +265,7 @@ class _Call:
         """
         if key == "completion_ids":
             return [list(ids) for ids in values]  # deepcopy would look at every number
-        if key in LIVING:
+        if key in self.living:
             return values
         try:
             return copy.deepcopy(values)

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
@@ -49,7 +49,7 @@ Rewards = Sequence[RewardFunction | str] | Mapping[str, RewardFunction | str]
 """Functions, or names as a config may use them; a mapping names them."""
 
 LISTS = ("prompts", "completions", "completion_ids", "group_ids")
-BY_NAME = ("group_ids", "conversations")
+BY_NAME = ("group_ids",)
 """Keywords that only a reward which names them gets: TRL's trainer passes none of them."""
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
 """Keywords that every reward may ask for; no column may have these names."""
@@ -154,14 +154,16 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
         return {}, True
 
 
-def accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords to pass: those it names, or all but BY_NAME; never one that `bind` has fixed."""
+def accepted(
+    function: RewardFunction, arguments: Mapping[str, Any], by_name: Collection[str] = BY_NAME
+) -> dict[str, Any]:
+    """The keywords to pass: those it names, or all but `by_name`; never one that `bind` fixed."""
     named, takes_all = _parameters(function)
     fixed = function.keywords if isinstance(function, functools.partial) else {}
     return {
         keyword: values
         for keyword, values in arguments.items()
-        if keyword in named or (takes_all and keyword not in BY_NAME)
+        if keyword in named or (takes_all and keyword not in by_name)
         if keyword not in fixed
     }
 

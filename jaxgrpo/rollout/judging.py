@@ -177,7 +177,7 @@ def call_on_texts(
 
     Args:
       columns: name -> N entries, those of the data set beside the prompt, and others.
-      policy: `on_error` and `timeout` as of `call_rewards`.
+      policy: `on_error`, `timeout` and `living` as of `call_rewards`.
 
     Returns: as `call_rewards`. Raises: RewardError as it does.
     """
@@ -239,12 +239,16 @@ class Judge(NamedTuple):
         )
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
-        if talks:
-            columns["conversations"] = sound
-            columns["environments"] = [talk.environment for talk in sound]
+        living = {"conversations": sound, "environments": [talk.environment for talk in sound]}
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
         scores, log = call_on_texts(
-            functions, texts, columns, state, on_error=self.on_error, timeout=self.timeout
+            functions,
+            texts,
+            columns,
+            state,
+            on_error=self.on_error,
+            timeout=self.timeout,
+            living=living if talks else None,
         )
         if talks:
             log = merge_logs([log], [numbers], count, 1)

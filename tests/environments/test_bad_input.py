@@ -30,6 +30,7 @@ FILES = {
     "raises.py": "raise RuntimeError('no licence')\n",
     "named.jsonl": '{"prompt": "ab", "answer": "1", "environment": "gaem"}\n',
     "misspelt.jsonl": '{"prompt": "ab", "answer": "1", "enviroment": "game"}\n',
+    "talks.jsonl": '{"prompt": "ab", "answer": "1", "conversations": []}\n' * 4,
     "rows.jsonl": '{"prompt": "ab", "answer": "1"}\n' * 4,
     "failing.jinja": "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}"
     "{% endif %}" + chatting.TEMPLATES["closed"],
@@ -140,6 +141,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a misspelt environment": (
         {**TWO, "data.path": "named.jsonl"}, "row 0: .*'gaem'", "write one of game, shop"
+    ),
+    "a column of ours": (
+        {**LOOK, "data.path": "talks.jsonl"}, "the column 'conversations' has the name", "rename it"
     ),
     "no environment at all": ({"environment": {}}, "environment = {}", "name at least one class"),
     # trl 6044: the difference of two renderings was off by the end of the turn

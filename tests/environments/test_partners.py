@@ -11,6 +11,7 @@ import chatting
 import pytest
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.prompts import load_rows
 from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.conversations import Conversations, check_rows, joined
 from jaxgrpo.environments.partners import Broken, make_kind
@@ -279,6 +280,20 @@ def test_rows_name_one_of_several_environments():
     with pytest.raises(InputError, match=r"no column .environment. \(Known: prompt"):
         check_rows(kinds, [{"prompt": "x"}])
     check_rows({"": kind(Counter)}, [{"prompt": "x"}])
+
+
+def test_reset_gets_the_columns_of_the_data_alone():
+    class Strict(Counter):
+        def reset(self, answer):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return f"What is {answer}?"
+
+    (row,) = load_rows([{"answer": "1"}], "", "answer")
+    check_rows({"": kind(Strict)}, [row])
+    talks = Conversations({"": kind(Strict)}, chatting.chat(), chatting.ids("<|end|>"), [row])
+    talks.open([(0, 0, 0)], 1, (1,))
+    assert talks.spoken((0, 0)).prompt == [{"role": "user", "content": "What is 1?"}]
+    with pytest.raises(InputError, match="reset is called with answer, prompt"):
+        check_rows({"": kind(Strict)}, load_rows([{"answer": "1", "prompt": "x"}], "prompt", ""))
 
 
 def test_a_reward_that_is_not_given_is_none():

@@ -24,6 +24,28 @@ def returning(values):
     return lambda completions: values
 
 
+def test_what_answered_samples_is_no_column_of_the_data():
+    received = []
+
+    def takes_all(completions, **columns):
+        received.append(columns)
+        return [0.0] * len(completions)
+
+    def names_it(completions, conversations):
+        return [float(talk is entry) for talk, entry in zip(conversations, talks, strict=True)]
+
+    rewards, talks = {"takes_all": takes_all}, [object(), object()]
+    columns = {"conversations": [["a"], ["b"]], "environments": ["x", "y"]}
+    arguments = PROMPTS[:2], COMPLETIONS[:2], IDS[:2]
+    call_rewards(rewards, *arguments, columns)
+    assert {name: received[0][name] for name in columns} == columns
+    living = {"conversations": talks, "environments": talks}
+    scores, _ = call_rewards(rewards | {"names_it": names_it}, *arguments, {}, living=living)
+    assert "conversations" not in received[1]
+    assert received[1]["environments"] is talks
+    assert scores["names_it"].tolist() == [1.0, 1.0]
+
+
 def test_each_reward_becomes_one_float32_array_under_its_name():
     scores = call(right=build("arithmetic"), length=lambda completion_ids: map_len(completion_ids))
     np.testing.assert_array_equal(scores["right"], [1, 0, 1])
