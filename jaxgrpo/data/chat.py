@@ -157,9 +157,15 @@ def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
             raise InputError(f"{where}.{option}: {chat.name} does not read it; {hint}")
 
 
-def write(chat: Chat, prompt: str | Conversation, where: str, is_limited: bool = True) -> str:
-    """One prompt as text, with the special tokens that the template writes; `is_limited` as of
-    `render`.
+def write(
+    chat: Chat,
+    prompt: str | Conversation,
+    where: str,
+    is_opened: bool | None = None,
+    is_limited: bool = True,
+) -> str:
+    """One prompt as text, with the special tokens that the template writes; `is_opened` and
+    `is_limited` as of `render`.
 
     Raises: InputError if the template fails, leaves out the text of a message or white space of one
       that the model continues, or there is no template for a conversation. Thoughts of earlier
@@ -173,14 +179,15 @@ def write(chat: Chat, prompt: str | Conversation, where: str, is_limited: bool =
             f"({chat.name}): name a Jinja file by data.chat_template, or write prompts as texts"
         )
     messages = with_system(chat, prompt, where)
-    text = render(chat, messages, where, is_limited=is_limited)
+    text = render(chat, messages, where, is_opened, is_limited)
     squeezed = _squeezed(text)
     for place, message in enumerate(messages):
-        forms = _forms(message["content"], is_last=place == len(messages) - 1)
+        is_last = is_opened is None and place == len(messages) - 1
+        forms = _forms(message["content"], is_last)
         if not any(_squeezed(form) in squeezed for form in forms):
             raise _lost(chat, messages, place, where)
     start = messages[-1]["content"]
-    if _is_begun(messages) and not text.endswith(start):
+    if is_opened is None and _is_begun(messages) and not text.endswith(start):
         raise InputError(
             f"{where}: {chat.name} strips white space off the message that the model is to "
             f"continue, {_shown(start)}: take the white space out of the message, or set "

@@ -222,6 +222,17 @@ def test_a_chat_is_what_the_template_renders(server):
     assert choice["finish_reason"] == ("stop" if tokens[-1] == served.END else "length")
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_behind_a_message_of_the_assistant_a_new_turn_begins_unless_it_is_continued(server, opens):
+    messages = [*QUESTION, {"role": "assistant", "content": "13,"}]
+    options = {} if opens else {"add_generation_prompt": False, "continue_final_message": True}
+    query = {"messages": messages, "max_tokens": 2, "return_token_ids": True}
+    document = post(server, "/v1/chat/completions", **query, **options)
+    text = "<|start|>user\nGo on, 12.<|end|>\n<|start|>assistant\n13,"
+    text += "<|end|>\n<|start|>assistant\n" * opens
+    assert chatting.text(document["prompt_token_ids"]) == text
+
+
 def test_an_end_is_told_and_its_token_is_among_the_ids(server):
     ids = chatting.ids("Say")
     for seed in range(40):

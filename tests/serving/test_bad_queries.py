@@ -93,6 +93,12 @@ CHATS = [
     ({"messages": GO, "tools": [{"name": "f"}]}, "tools = [{'name': 'f'}]: expected"),
     ({"messages": GO, "tool_choice": "required"}, "tool_choice = 'required': expected \"auto\""),
     ({"messages": GO, "top_logprobs": 3}, "top_logprobs = 3: expected 0 (the log-prob of the"),
+    ({"messages": GO, "continue_final_message": True}, "one of the two has to be true"),
+    ({"messages": GO, "add_generation_prompt": False}, "one of the two has to be true"),
+    (
+        {"messages": GO, "add_generation_prompt": False, "continue_final_message": True},
+        "continue_final_message: the last message is not the assistant's",
+    ),
     ({"messages": GO, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens differ"),
     ({"messages": GO, "chat_template_kwargs": {"think": True}}, "chat_template_kwargs.think: the"),
     ({"messages": GO, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),

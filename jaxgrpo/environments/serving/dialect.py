@@ -41,7 +41,11 @@ from jaxgrpo.environments.serving.server import Document, Query, Refusal
 
 IDS = ("return_token_ids", "return_tokens_as_token_ids")
 COMPLETION = ("prompt", "add_special_tokens", *IDS)
-CHAT = ("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", *IDS)
+OPENS = ("add_generation_prompt", "continue_final_message")
+CHAT = (
+    *("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"),
+    *(*OPENS, *IDS),
+)
 GENERATE = ("token_ids", "sampling_params")
 STREAMED = ("/v1/completions", "/v1/chat/completions")  # what answers as a stream, too
 DEFAULT_TOKENS = 16  # of a completion behind a text or ids, as there
@@ -151,7 +155,7 @@ class Dialect:
         fields = Fields(_with_max_tokens(document), CHAT)
         messages = read_conversation(document.get("messages"))
         chat = self._chat_with(fields)
-        text = self._render(chat, messages)
+        text = self._render(chat, messages, _is_opened(fields, messages))
         prompt = self._encode(text, chat.template is None)
         wish = read_wish(fields, [prompt], self.limits, None)
         if chat.tools:
@@ -252,7 +256,7 @@ class Dialect:
         chats.check_options(chat, options, "chat_template_kwargs")
         return chat._replace(tools=tuple(tools), options=chat.options | options)
 
-    def _render(self, chat: Chat, messages: list[Message]) -> str:
+    def _render(self, chat: Chat, messages: list[Message], is_opened: bool) -> str:
         """Messages as text, with the run's system message where they have none."""
         if chat.template is None:
             raise InputError(
@@ -261,7 +265,7 @@ class Dialect:
         if messages[0]["role"] == "system":
             chat = chat._replace(system=None)
         with _rendering:
-            text = chats.write(chat, messages, "messages", is_limited=False)
+            text = chats.write(chat, messages, "messages", is_opened or None, is_limited=False)
         for name in map(_tool_name, chat.tools):
             if name not in text:
                 raise InputError(f"tools: {chat.name} does not write them: leave them out")
@@ -374,6 +378,18 @@ def _read_call(value: Any, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"{where}.tool_calls: the arguments are no JSON: {error}") from None
     return {**value, "function": {**function, "arguments": arguments}}
+
+
+def _is_opened(fields: Fields, messages: Sequence[Message]) -> bool:
+    """Whether the answer is a turn of its own, and does not continue the last message."""
+    opens, continues = (fields.flag(name, name == OPENS[0]) for name in OPENS)
+    if opens == continues:
+        words = f"{OPENS[0]} = {opens}, {OPENS[1]} = {continues}: one of the two has to be true"
+        raise Refusal(400, f"{words}, the first for a new turn", OPENS[1])
+    if continues and messages[-1]["role"] != "assistant":
+        problem = "the last message is not the assistant's: leave it out"
+        raise Refusal(400, f"{OPENS[1]}: {problem}", OPENS[1])
+    return opens
 
 
 def _with_max_tokens(document: Mapping[str, Any]) -> dict[str, Any]:
