@@ -57,7 +57,7 @@ class Dialogue(Protocol):
         to which different things are said begin with instead: the prompt is then what is common to
         all of them.
 
-        Raises: InputError where a prompt is longer than prompts may be.
+        Raises: InputError where a prompt is longer than prompts may be, or leaves no token to draw.
         """
         ...
 
@@ -194,11 +194,17 @@ class ThreadedDialogue:
         width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
         for ordinal in places:
             group = [by_key[ordinal, sample] for sample in range(group_size)]
-            number = _common(group)
-            if number > width:
+            number, longest = _common(group), max(map(len, group))
+            where = f"row {places[ordinal][2]}: with what its environment says the prompt has"
+            if longest > width:
                 raise InputError(
-                    f"row {places[ordinal][2]}: with what its environment says the prompt has "
-                    f"{number} tokens: set rollout.max_prompt_tokens to as many"
+                    f"{where} {longest} tokens: set rollout.max_prompt_tokens to as many"
+                )
+            if (count := longest - number) >= self.longest:
+                raise InputError(
+                    f"{where} {count} tokens that differ between samples, which count in "
+                    f"rollout.max_completion_tokens = {self.longest}: raise it, or let `reset` "
+                    "begin with what it says to all"
                 )
             common[ordinal] = group[0][:number]
             begin |= {(ordinal, sample): ids[number:] for sample, ids in enumerate(group)}

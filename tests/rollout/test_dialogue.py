@@ -318,3 +318,24 @@ def test_a_prompt_that_an_environment_makes_too_long_is_refused():
 
     with pytest.raises(InputError, match=r"row 0: with what its environment says .* 25 tokens"):
         talk(Wordy, ())
+
+
+def test_what_is_said_to_each_sample_alone_counts_in_both_limits_and_is_refused_at_once():
+    class Apart(Random):
+        more = 0
+
+        def reset(self, seed, **row):
+            return f"{seed:0>10}"[::-1] + "x" * self.more
+
+    class Long(Apart):
+        more = WIDTH
+
+    class Full(Apart):
+        more = 10
+
+    with pytest.raises(InputError, match=r"has 35 tokens: set rollout.max_prompt_tokens"):
+        talk(Long, ())
+    with pytest.raises(
+        InputError, match=r"row 0: .* 20 tokens that differ .*tokens = 20: raise it"
+    ):
+        talk(Full, (), steps=20)
