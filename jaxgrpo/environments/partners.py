@@ -23,6 +23,8 @@ from jaxgrpo.environments.calls import Parser, Reading, cast
 from jaxgrpo.environments.processes import ENDINGS, Broken, Ended, Processes
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.tools import (
+    Function,
+    InThread,
     Tool,
     make_tools,
     run_calls,
@@ -116,16 +118,16 @@ class ToolPartner:
         caller: Caller | None = None,
     ):
         self.environment, self._parse, self._seconds = environment, parse, seconds
-        self._methods = {name: getattr(environment, place) for name, place in methods.items()}
+        bound = {name: getattr(environment, place) for name, place in methods.items()}
+        self._methods = {name: _within(caller, method) for name, method in bound.items()}
         self._functions, self._caller = {**tools, **self._methods}, caller
-        self._callers = dict.fromkeys(self._methods, caller) if caller else {}
 
     def open(self, row: Mapping[str, Any], seed: int) -> str | None:
         if self.environment is None:
             return None
         reset = self.environment.reset
         arguments = _reset_arguments(reset, row, seed, is_gym=False)
-        return _run("reset", reset, arguments, self._seconds, read_words, caller=self._caller)
+        return _run("reset", _within(self._caller, reset), arguments, self._seconds, read_words)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -135,7 +137,7 @@ class ToolPartner:
 
     def answer(self, text: str) -> Answer:
         reading = self.read(text)
-        results = run_calls(reading.calls, self._functions, self._seconds, self._callers)
+        results = run_calls(reading.calls, self._functions, self._seconds)
         for call, result in zip(reading.calls, results, strict=True):
             # In a thread it runs on, and would change what later calls read.
             if result.problem in ENDINGS and call.name in self._methods:
@@ -153,8 +155,8 @@ class ToolPartner:
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return None
-        parts = get_reward, {}, self._seconds, read_reward
-        return _run("get_reward", *parts, caller=self._caller)
+        get_reward = _within(self._caller, get_reward)
+        return _run("get_reward", get_reward, {}, self._seconds, read_reward)
 
 
 class GymPartner:
@@ -168,7 +170,8 @@ class GymPartner:
         self.total = 0.0
         reset = self.environment.reset
         arguments = _reset_arguments(reset, row, seed, is_gym=True)
-        return _run("reset", reset, arguments, self._seconds, read_observation, caller=self._caller)
+        parts = arguments, self._seconds, read_observation
+        return _run("reset", _within(self._caller, reset), *parts)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""
@@ -177,9 +180,8 @@ class GymPartner:
         return Reading(text, [])
 
     def answer(self, text: str) -> Answer:
-        step = self.environment.step
-        parts = step, {}, self._seconds, read_step, text
-        observation, value, is_done = _run("step", *parts, caller=self._caller)
+        step = _within(self._caller, self.environment.step)
+        observation, value, is_done = _run("step", step, {}, self._seconds, read_step, text)
         if math.isfinite(value):
             self.total += value
         messages: list[Message] = [{"role": "user", "content": observation}]
@@ -349,17 +351,23 @@ def read_number(name: str, value: Any) -> float:
     return number
 
 
+def _within(caller: Caller | None, method: Callable[..., Any]) -> Function:
+    """A method of an environment as it is called: in its thread, but where it is async."""
+    if caller is None or inspect.iscoroutinefunction(method):
+        return method
+    return InThread(caller, method)
+
+
 def _run(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     arguments: Mapping[str, Any],
     seconds: float,
     read: Callable[[Any], Any],
     *positional: Any,
-    caller: Caller | None,
 ) -> Any:
     try:
-        return run_limited(function, arguments, seconds, read, *positional, caller=caller)
+        return run_limited(function, arguments, seconds, read, *positional)
     except (Broken, WorkerError):
         raise
     except Ended as error:

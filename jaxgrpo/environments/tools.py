@@ -38,6 +38,16 @@ class Tool(NamedTuple):
     schema: dict[str, Any]  # as chat templates read it
 
 
+class InThread(NamedTuple):
+    """A function, for `run_limited`, of which all calls run in the thread of a caller."""
+
+    caller: limits.Caller
+    function: Callable[..., Any]
+
+
+Function = Callable[..., Any] | InThread
+
+
 class Result(NamedTuple):
     """The answer to a call."""
 
@@ -124,18 +134,12 @@ def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
     return {name: member for name, member in members.items() if inspect.ismethod(member)}
 
 
-def run_calls(
-    calls: Sequence[Call],
-    tools: Mapping[str, Callable[..., Any]],
-    seconds: float,
-    callers: Mapping[str, limits.Caller] = {},
-) -> list[Result]:
+def run_calls(calls: Sequence[Call], tools: Mapping[str, Function], seconds: float) -> list[Result]:
     """The answers to the calls of a turn, in order. Those that are async run side by side.
 
     Args:
       tools: name -> what it runs.
       seconds: that each may take.
-      callers: name -> the thread in which it runs, where that is not a new one.
     """
     results: list[Result | Callable[[], Result]] = []
     for number, call in enumerate(calls):
@@ -149,47 +153,42 @@ def run_calls(
             text = f"Tool {call.name} not found. There are: {names}"
             results.append(_failed(text, "unknown"))
         else:
-            parts = call.arguments, seconds, callers.get(call.name)
-            results.append(_begin(tools[call.name], *parts))
+            results.append(_begin(tools[call.name], call.arguments, seconds))
     return [result if isinstance(result, Result) else result() for result in results]
 
 
 def run_limited(
-    function: Callable[..., Any],
+    function: Function,
     arguments: Mapping[str, Any],
     seconds: float,
     read: Callable[[Any], Any],
     *positional: Any,
-    caller: limits.Caller | None = None,
 ) -> Any:
     """What `read`, a function of a module, makes of its result, awaited where it is async.
-
-    Args: caller: the thread in which it runs; None: a new one.
 
     Raises: what they raise; Ended after so many seconds: it is then left in a thread, which ends at
       its next line of Python, or killed with its process where it is `Remote`.
     """
+    caller = limits.Caller("jaxgrpo-call")
     if isinstance(function, Remote):
         return function(arguments, seconds, read, *positional)
+    if isinstance(function, InThread):
+        caller, function = function
     if inspect.iscoroutinefunction(function):
         return read(_begin_async(function(*positional, **arguments), seconds)())
     try:
         call = functools.partial(function, *positional, **arguments)
-        return read((caller or limits.Caller("jaxgrpo-call")).call(seconds, call))
+        return read(caller.call(seconds, call))
     except limits.TimedOut:
         raise Ended("timed_out", seconds) from None
 
 
 def _begin(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    seconds: float,
-    caller: limits.Caller | None,
+    function: Function, arguments: Mapping[str, Any], seconds: float
 ) -> Result | Callable[[], Result]:
     """The answer; of an async function what waits for it."""
-    if not inspect.iscoroutinefunction(function):
-        parts = function, arguments, seconds, read_text
-        return _answer(lambda: run_limited(*parts, caller=caller))
+    if isinstance(function, InThread) or not inspect.iscoroutinefunction(function):
+        return _answer(lambda: run_limited(function, arguments, seconds, read_text))
     try:
         waiting = _begin_async(function(**arguments), seconds)
     except Exception as error:  # other arguments than it takes

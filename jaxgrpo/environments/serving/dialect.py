@@ -42,10 +42,8 @@ from jaxgrpo.environments.serving.server import Document, Query, Refusal
 IDS = ("return_token_ids", "return_tokens_as_token_ids")
 COMPLETION = ("prompt", "add_special_tokens", *IDS)
 OPENS = ("add_generation_prompt", "continue_final_message")
-CHAT = (
-    *("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"),
-    *(*OPENS, *IDS),
-)
+FLAGS = (*OPENS, *IDS)
+CHAT = ("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", *FLAGS)
 GENERATE = ("token_ids", "sampling_params")
 STREAMED = ("/v1/completions", "/v1/chat/completions")  # what answers as a stream, too
 DEFAULT_TOKENS = 16  # of a completion behind a text or ids, as there
@@ -383,12 +381,9 @@ def _read_call(value: Any, where: str) -> dict[str, Any]:
 def _is_opened(fields: Fields, messages: Sequence[Message]) -> bool:
     """Whether the answer is a turn of its own, and does not continue the last message."""
     opens, continues = (fields.flag(name, name == OPENS[0]) for name in OPENS)
-    if opens == continues:
-        words = f"{OPENS[0]} = {opens}, {OPENS[1]} = {continues}: one of the two has to be true"
-        raise Refusal(400, f"{words}, the first for a new turn", OPENS[1])
-    if continues and messages[-1]["role"] != "assistant":
-        problem = "the last message is not the assistant's: leave it out"
-        raise Refusal(400, f"{OPENS[1]}: {problem}", OPENS[1])
+    if opens == continues or (continues and messages[-1]["role"] != "assistant"):
+        words = f"{OPENS[1]} = {continues} with {OPENS[0]} = {opens}: true with false continues a"
+        raise Refusal(400, f"{words} last message of the assistant, false with true none", OPENS[1])
     return opens
 
 
