@@ -19,7 +19,8 @@ from jaxgrpo.evaluation import agreement
 from jaxgrpo.evaluation.agreement import Agreement
 from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
 from jaxgrpo.rewards.protocol import Reward, check, reads_any
-from jaxgrpo.rollout.judging import Texts, call_on_texts, step_progress
+from jaxgrpo.rollout.judging import step_progress
+from jaxgrpo.rollout.texts import Texts, call_on_texts
 from jaxgrpo.training.inputs import load_run_rows
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, facts, show_whole, terminal_table

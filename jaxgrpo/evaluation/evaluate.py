@@ -27,15 +27,10 @@ from jaxgrpo.rewards import RewardFunction, TrainerState, answers, check_rows
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Converse
-from jaxgrpo.rollout.judging import (
-    Judge,
-    completion_ids,
-    completion_spans,
-    decode_texts,
-    put_prompts,
-)
+from jaxgrpo.rollout.judging import Judge, put_prompts
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.texts import completion_ids, completion_spans, decode_texts
 from jaxgrpo.update import diagnostics
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws

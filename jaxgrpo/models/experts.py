@@ -146,7 +146,7 @@ class Experts(nnx.Module):
             if (name, leaf) != ("down", "bias")
         }
         scales = {name: linear.scale for name, linear in maps.items()}
-        mix = functools.partial(mixed, combine, kind.number, (*weights,), scales)
+        mix = functools.partial(mixed, combine, (*weights,), scales)
         numbers = jnp.arange(kind.number), ("experts",)
         mixed_tokens = spread(mix, tokens, (numbers, *weights.values()))
         if self.down.bias is not None:  # once, and not by each device that has a part of mlp
@@ -173,7 +173,6 @@ def clamped(alpha: float, limit: float, gate: Array, up: Array) -> Array:
 
 def mixed(
     combine: Any,
-    number: int,
     names: Sequence[tuple[str, str]],
     scales: Mapping[str, float],
     x: Float[Array, "*B E"],
@@ -185,18 +184,15 @@ def mixed(
     """What the experts give for the tokens, times their gates and summed.
 
     Args:
-      number: of all experts.
-      local: the numbers of those that the weights are of, one after another; the results of a
-        token's others are 0.
+      local: the numbers of the experts that the weights are of, one after another; the results of
+        a token's others are 0.
       names: of the weights, (map, leaf of an ExpertMap).
       scales: of each map's adapters.
     """
-    leaves = dict(zip(names, weights, strict=True))
-    k, flat = experts.shape[-1], experts.reshape(-1) - local[0]
-    is_local = (flat >= 0) & (flat < len(local))
-    flat = jnp.where(is_local, flat, len(local))  # behind those
-    order = jnp.argsort(flat, stable=True)  # of (token, place among its experts), by expert
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
+    leaves, k = dict(zip(names, weights, strict=True)), experts.shape[-1]
+    is_local = (experts >= local[0]) & (experts <= local[-1])
+    flat = jnp.where(is_local, experts - local[0], len(local)).reshape(-1)  # others behind
+    order, inverse = _sorted(flat)  # of (token, place among its experts), by expert
     sizes = jnp.bincount(flat, length=len(local))
     rows = permuted(x.reshape(-1, x.shape[-1]), order, inverse, k)
     expert = jnp.minimum(flat[order], len(local) - 1)  # of each row
@@ -217,15 +213,20 @@ def mixed(
         return y if bias is None else y + bias.astype(y.dtype)[expert]
 
     inner = low("gate", rows)
-    half = apply("gate", rows, inner)
-    inner = low("up", rows) if inner is None else inner
+    half, inner = apply("gate", rows, inner), low("up", rows) if inner is None else inner
     middle = combine(half, apply("up", rows, inner))
     out = permuted(apply("down", middle, low("down", middle)), inverse, order, 1)
     out = out.reshape(-1, k, x.shape[-1]) * gates.reshape(-1, k, 1)
-    if len(local) < number:  # nothing says what products of no expert are
-        out = jnp.where(is_local.reshape(-1, k, 1), out, 0)
+    out = jnp.where(is_local.reshape(-1, k, 1), out, 0)  # others may be anything, NaN too
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return out.sum(1, dtype=wide).astype(x.dtype).reshape(x.shape)
+
+
+def _sorted(numbers: Array) -> tuple[Array, Array]:
+    """The permutation that sorts, of equal ones the first first, and its inverse."""
+    order = jnp.argsort(numbers, stable=True)
+    places = jnp.arange(numbers.size, dtype=order.dtype)
+    return order, jnp.zeros_like(order).at[order].set(places)
 
 
 @custom_vjp(3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import traceback
 from collections import Counter
@@ -20,14 +21,12 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
-from jaxgrpo.data.chat import Message, for_rewards
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.environments.conversations import Conversation
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import (
     SPOKEN,
     RewardLog,
-    call_rewards,
     flipped,
     merge_metrics,
     storable,
@@ -42,6 +41,12 @@ from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.goals import Goals
 from jaxgrpo.rollout.prefixes import Prefixes
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
+from jaxgrpo.rollout.texts import (
+    Texts,
+    call_on_texts,
+    completion_ids,
+    decode_texts,
+)
 
 Select = Callable[..., tuple[Stream, Prompts]]
 """(stream, finished steps, number=None) -> (stream, prompts of the next step as host arrays), as
@@ -127,65 +132,12 @@ def _checked_ordinals(name: str, ordinals: Any, count: int) -> np.ndarray:
     return ordinals
 
 
-def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of token ids, without special tokens, and with every space that was sampled."""
-    if not ids:  # a process without a group; transformers takes [] for one empty text
-        return []
-    # Stop strings are looked for in the text as it was sampled.
-    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def completion_spans(mask: Any) -> list[slice]:
-    """From the first token sampled to the last, of [N, T] completions: a goal before it is left
-    out, forced text behind it is not."""
-    end = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[:, ::-1], axis=-1), 0)
-    return list(map(slice, np.argmax(mask, axis=-1).tolist(), end.tolist()))
-
-
-def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
-    """Token ids of [N, T] completions, in their `completion_spans`."""
-    return [row[span].tolist() for row, span in zip(tokens, completion_spans(mask), strict=True)]
-
-
 class Judged(NamedTuple):
     """What some of the rewards say of some groups."""
 
     places: np.ndarray  # [n] int, which groups of the rollouts
     scores: dict[str, np.ndarray]  # name -> float32 [n, G], NaN = not scored
     log: RewardLog
-
-
-class Texts(NamedTuple):
-    """Samples as rewards read them, N entries each."""
-
-    prompts: Sequence[Any]  # texts or messages, as the samples began with them
-    completions: Sequence[str]
-    ids: Sequence[Sequence[int]]
-    groups: Sequence[int]  # which prompt each is a sample of
-    messages: Sequence[list[Message]] = ()
-    """what the completions are instead, where samples were answered and prompts are messages"""
-
-
-def call_on_texts(
-    functions: Mapping[str, RewardFunction],
-    texts: Texts,
-    columns: Mapping[str, Sequence[Any]],
-    state: TrainerState | None,
-    **policy: Any,
-) -> tuple[dict[str, np.ndarray], RewardLog]:
-    """Calls rewards on samples.
-
-    Args:
-      columns: name -> N entries, those of the data set beside the prompt, and others.
-      policy: `on_error`, `timeout` and `living` as of `call_rewards`.
-
-    Returns: as `call_rewards`. Raises: RewardError as it does.
-    """
-    prompts, completions = for_rewards(texts.prompts, texts.completions)
-    if texts.messages and not isinstance(prompts[0], str):
-        completions = list(texts.messages)
-    options = {"group_ids": texts.groups, "trainer_state": state, **policy}
-    return call_rewards(functions, prompts, completions, texts.ids, columns, **options)
 
 
 def _spoken(talks: Sequence[Conversation]) -> dict[str, list[Any]]:
@@ -239,17 +191,14 @@ class Judge(NamedTuple):
         )
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
-        living = {"conversations": sound, "environments": [talk.environment for talk in sound]}
+        call = functools.partial(call_on_texts, on_error=self.on_error, timeout=self.timeout)
+        if talks:
+            environments = [talk.environment for talk in sound]
+            call = functools.partial(
+                call, living={"conversations": sound, "environments": environments}
+            )
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
-        scores, log = call_on_texts(
-            functions,
-            texts,
-            columns,
-            state,
-            on_error=self.on_error,
-            timeout=self.timeout,
-            living=living if talks else None,
-        )
+        scores, log = call(functions, texts, columns, state)
         if talks:
             log = merge_logs([log], [numbers], count, 1)
             log = log._replace(columns={**log.columns, SPOKEN: _spoken(talks)})

@@ -13,8 +13,8 @@ from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import SPOKEN, RewardLog
 from jaxgrpo.rollout.dialogue import FORK, REWARD, TURN
-from jaxgrpo.rollout.judging import completion_ids, completion_spans, decode_texts
 from jaxgrpo.rollout.prefixes import PREFIX, Prefixes
+from jaxgrpo.rollout.texts import completion_ids, completion_spans, decode_texts
 
 
 def sample_rows(

@@ -17,7 +17,7 @@ from jaxgrpo.data.chat import Chat, show_answer
 from jaxgrpo.data.sources import Row
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.rollout.judging import decode_texts
+from jaxgrpo.rollout.texts import decode_texts
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.teachers import check_positions, read_choices
 

@@ -30,7 +30,7 @@ from jaxgrpo.rewards.protocol import (
 )
 from jaxgrpo.rewards.registry import Preview, build, check_rows, preview, with_lengths
 from jaxgrpo.rollout.answers import answer_end_tokens
-from jaxgrpo.rollout.judging import decode_texts
+from jaxgrpo.rollout.texts import decode_texts
 from jaxgrpo.training.records.console import facts
 
 SHOWN = 80  # characters of an answer

@@ -70,7 +70,7 @@ def test_a_call_is_read_answered_and_continued():
     history = History(chat(), frozenset(chat().tokenizer.convert_tokens_to_ids([END])))
     check(history, has_tools=True)
     text = calculator.CALL[0] + "34*57" + calculator.CALL[1]
-    (call,) = choose("auto", TOOL_TEMPLATE, chat().tokenizer)(text).calls
+    (call,) = choose("auto", history)(text).calls
     assert call == Call("calculate", {"expression": "34*57"})
     (result,) = run_calls([call], {"calculate": calculator.calculate}, 5.0)
     (end,) = history.stop_tokens

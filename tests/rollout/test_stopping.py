@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
+from jaxgrpo.rollout.texts import decode_texts
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12

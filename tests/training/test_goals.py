@@ -15,7 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.goals import make_goals
-from jaxgrpo.rollout.judging import decode_texts
+from jaxgrpo.rollout.texts import decode_texts
 from jaxgrpo.training.loop import train
 from jaxgrpo.training.setup import setup
 

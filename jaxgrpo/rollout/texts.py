@@ -1,0 +1,68 @@
+"""Samples as rewards read them: texts and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.data.chat import Message, for_rewards
+from jaxgrpo.rewards.calling import (
+    RewardLog,
+    call_rewards,
+)
+from jaxgrpo.rewards.protocol import RewardFunction, TrainerState
+
+
+def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
+    """Texts of token ids, without special tokens, and with every space that was sampled."""
+    if not ids:  # a process without a group; transformers takes [] for one empty text
+        return []
+    # Stop strings are looked for in the text as it was sampled.
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def completion_spans(mask: Any) -> list[slice]:
+    """From the first token sampled to the last, of [N, T] completions: a goal before it is left
+    out, forced text behind it is not."""
+    end = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[:, ::-1], axis=-1), 0)
+    return list(map(slice, np.argmax(mask, axis=-1).tolist(), end.tolist()))
+
+
+def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
+    """Token ids of [N, T] completions, in their `completion_spans`."""
+    return [row[span].tolist() for row, span in zip(tokens, completion_spans(mask), strict=True)]
+
+
+class Texts(NamedTuple):
+    """Samples as rewards read them, N entries each."""
+
+    prompts: Sequence[Any]  # texts or messages, as the samples began with them
+    completions: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    groups: Sequence[int]  # which prompt each is a sample of
+    messages: Sequence[list[Message]] = ()
+    """what the completions are instead, where samples were answered and prompts are messages"""
+
+
+def call_on_texts(
+    functions: Mapping[str, RewardFunction],
+    texts: Texts,
+    columns: Mapping[str, Sequence[Any]],
+    state: TrainerState | None,
+    **policy: Any,
+) -> tuple[dict[str, np.ndarray], RewardLog]:
+    """Calls rewards on samples.
+
+    Args:
+      columns: name -> N entries, those of the data set beside the prompt, and others.
+      policy: `on_error`, `timeout` and `living` as of `call_rewards`.
+
+    Returns: as `call_rewards`. Raises: RewardError as it does.
+    """
+    prompts, completions = for_rewards(texts.prompts, texts.completions)
+    if texts.messages and not isinstance(prompts[0], str):
+        completions = list(texts.messages)
+    options = {"group_ids": texts.groups, "trainer_state": state, **policy}
+    return call_rewards(functions, prompts, completions, texts.ids, columns, **options)
