@@ -6,7 +6,6 @@ built from its highest bit down, by counting what reaches a candidate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ def top_share(
     value: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     share: Any,
-    axis: int | Sequence[int] = -1,
+    axis: int | tuple[int, ...] = -1,
 ) -> Bool[Array, "*shape"]:
     """True at the largest `share` of the unmasked entries, counted upwards; equal ones all enter.
 
@@ -32,42 +31,51 @@ def top_share(
     >>> top_share(value, mask, 0.5).tolist()
     [[True, False, True, False]]
     """
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    number = mask.sum(axes, keepdims=True, dtype=jnp.int32)
+    number = mask.sum(axis, keepdims=True, dtype=jnp.int32)
     # Rounded up, up to a relative 1e-6: 0.2 * 5 is 1.0000000149 in float32.
     exact = jnp.asarray(share, jnp.float32) * (1 - 1e-6) * number.astype(jnp.float32)
-    return top_count(value, mask, jnp.ceil(exact).astype(jnp.int32), axes)
+    count = jnp.minimum(jnp.ceil(exact).astype(jnp.int32), number)
+    keys = _ordered(value, mask)
+    return mask & (count > 0) & (keys >= _lowest(keys, count, axis))
 
 
 def top_count(
     value: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     count: Any,
-    axis: int | Sequence[int] = -1,
+    axis: int | tuple[int, ...] = -1,
 ) -> Bool[Array, "*shape"]:
-    """True at the `count` largest of the unmasked entries, or all if they are fewer; equal ones all
-    enter.
+    """True at the `count` largest of the unmasked entries, or all if they are fewer; of equal ones
+    the first enter.
 
     Args:
       count: of the shape of `value` with size 1 along the axes, or one that broadcasts to it.
 
-    >>> value, mask = jnp.array([[3.0, 1.0, 2.0, 9.0]]), jnp.array([[True, True, True, False]])
+    >>> value, mask = jnp.array([[1.0, 2.0, 1.0, 9.0]]), jnp.array([[True, True, True, False]])
     >>> top_count(value, mask, 2).tolist()
-    [[True, False, True, False]]
+    [[True, True, False, False]]
     """
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    number = mask.sum(axes, keepdims=True, dtype=jnp.int32)
+    number = mask.sum(axis, keepdims=True, dtype=jnp.int32)
     top = jnp.minimum(jnp.asarray(count, jnp.int32), number)
     keys = _ordered(value, mask)
+    lowest = _lowest(keys, top, axis)
+    above, ties = mask & (keys > lowest), mask & (keys == lowest)
+    rest = top - above.sum(axis, keepdims=True, dtype=jnp.int32)
+    places = jnp.arange(value.size, 0, -1, dtype=jnp.uint32).reshape(value.shape)
+    places = jnp.where(ties, places, 0)
+    return above | ties & (rest > 0) & (places >= _lowest(places, rest, axis))
+
+
+def _lowest(keys: Array, count: Array, axis: int | tuple[int, ...]) -> Array:
+    """The `count`-th largest of unsigned integers along the axis."""
     width = 8 * keys.dtype.itemsize
 
     def next_bit(index: Array, threshold: Array) -> Array:
         candidate = threshold | (jnp.ones((), keys.dtype) << (width - 1 - index).astype(keys.dtype))
-        reached = (keys >= candidate).sum(axes, keepdims=True, dtype=jnp.int32)
-        return jnp.where(reached >= top, candidate, threshold)
+        reached = (keys >= candidate).sum(axis, keepdims=True, dtype=jnp.int32)
+        return jnp.where(reached >= count, candidate, threshold)
 
-    least = lax.fori_loop(0, width, next_bit, jnp.zeros(number.shape, keys.dtype))
-    return mask & (top > 0) & (keys >= least)
+    return lax.fori_loop(0, width, next_bit, jnp.zeros(count.shape, keys.dtype))
 
 
 def _ordered(value: Array, mask: Array) -> Array:

@@ -6,7 +6,8 @@ tokens make most of it: those that are likely and good, or unlikely and bad,
     c = (A - mean A) (logp - mean logp),    means over the unmasked tokens of the update
 
 An update computes c at the parameters before it, from all its micro-batches, and chooses the tokens
-from the whole of them: whatever the micro-batches, the same tokens.
+from the whole of them: whatever the micro-batches, the same tokens. Of equal ones the first in the
+update are chosen, so that the number is exact.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -103,6 +105,8 @@ def kl_cov(coefficient: float = 1.0, share: float = 2e-4) -> Surrogate:
                -rho A                                        at the others;   N unmasked tokens
 
     At ratio 1 the price has no gradient: it acts from the second update of a step's samples on.
+    Elsewhere its slope is the coefficient, however near 1. So take `loss.proximal = "trainer"`, as
+    the authors do: the sampler's log-probs differ by rounding at nearly every token.
 
     Args:
       coefficient: of the price, 0 or more.
@@ -111,8 +115,8 @@ def kl_cov(coefficient: float = 1.0, share: float = 2e-4) -> Surrogate:
     Needs: kl_cov_tokens, which the update makes.
     Metrics: `ratio_metrics`; clip_ratio/covariance_mean, the share of tokens that pay.
     Raises: InputError unless coefficient >= 0 and 0 < share <= 1.
-    Source: Cui et al. 2025, arXiv 2505.22617, section 4.3, with verl's numbers (SkyRL: share 0.2).
-    verl chooses in each micro-batch.
+    Source: Cui et al. 2025, arXiv 2505.22617, section 4.3, with the numbers of verl's script (its
+    default coefficient is 0.1; SkyRL: share 0.2). verl chooses in each micro-batch.
 
     >>> tokens = Tokens.from_ratios([0.5, 0.5], [1.0, 1.0], kl_cov_tokens=jnp.array([1, 0]))
     >>> print(kl_cov().compute(tokens)[0].round(2))  # -0.5 + log 2, -0.5
@@ -127,7 +131,9 @@ def kl_cov(coefficient: float = 1.0, share: float = 2e-4) -> Surrogate:
 
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         is_chosen = _find_chosen(tokens, _PAYING, "kl_cov")
-        price = jnp.where(is_chosen, coefficient * jnp.abs(log_rho), 0)
+        # The slope of jnp.abs at 0 is 1.
+        slope = coefficient * jax.lax.stop_gradient(jnp.sign(log_rho))
+        price = jnp.where(is_chosen, slope * log_rho, 0)
         shares: Metrics = {"clip_ratio/covariance_mean": mean(is_chosen, tokens.mask)}
         return price - jnp.exp(log_rho) * weight, shares
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.core.ranking import top_share
+from jaxgrpo.core.ranking import top_count, top_share
 
 SHARES = (0.0, 0.2, 0.5, 0.9, 1.0)
 
@@ -42,6 +42,21 @@ def test_the_largest_share_is_exact_and_equal_entries_all_enter(dtype):
             count = int(np.ceil(np.round(share * len(entries), 9)))
             expected = keep & (row >= entries[-count]) if count else np.zeros(50, bool)
             assert (np.asarray(selected) == expected).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 20, 50])
+def test_the_largest_are_so_many_and_of_equal_ones_the_first(count):
+    value, mask = rows(np.float32)
+    top = np.asarray(top_count(jnp.asarray(value), jnp.asarray(mask), count))
+    for row, keep, selected in zip(value, mask, top, strict=True):
+        order = sorted(np.flatnonzero(keep), key=lambda place: -row[place])  # stable
+        assert np.flatnonzero(selected).tolist() == sorted(order[:count])
+
+
+def test_the_first_of_a_whole_batch_are_those_of_its_first_rows():
+    everything = jnp.ones((2, 3), bool)
+    top = top_count(jnp.zeros((2, 3)), everything, 4, axis=(0, 1))
+    assert top.tolist() == [[True] * 3, [True, False, False]]
 
 
 def test_the_share_may_be_taken_of_the_whole_batch_or_of_another_axis():

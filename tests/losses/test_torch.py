@@ -162,6 +162,28 @@ def test_value_and_gradient_are_those_of_the_formula(float64, batch, case):
     assert np.abs(slope - plain).max() > 1e-3
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_slope_at_ratio_one_is_that_of_the_formula(float64, batch, case):
+    formula, options = CASES[case]
+    surrogate = build_surrogate(case.partition(" ")[0], options)
+    arrays = batch[0], batch[0].copy(), *batch[2:]
+    logp, *rest = map(jnp.asarray, arrays[:4])
+    fields = {"behavior_logp": batch[4], "token_draw": batch[5]}
+    fields = {name: jnp.asarray(fields[name]) for name in fields.keys() & surrogate.needs}
+    gradient = jax.grad(
+        lambda logp: policy_loss(surrogate, "token_mean", logp, *rest, **fields)[0]
+    )(logp)
+    np.testing.assert_allclose(gradient, in_torch(formula, arrays)[1], rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_so_many_tokens_pay_where_all_tie(share):
+    logp, mask = jnp.full((4, 10), -1.0), jnp.ones((4, 10), bool)
+    spec = {"use": "kl_cov", "share": share}
+    metrics = policy_loss(spec, "token_mean", logp, logp - 0.1, jnp.zeros(4), mask)[1]
+    assert metrics["clip_ratio/covariance_mean"].result() == pytest.approx(share)
+
+
 def labels_in_torch(arrays, tau):
     """arXiv 2602.05630: the sum over groups of both logs, divided by the number of samples."""
     logp, old, advantage, mask, *_ = (torch.tensor(array) for array in arrays)
