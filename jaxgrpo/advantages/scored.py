@@ -134,8 +134,8 @@ def subtract_optimal_token_baseline() -> AdvantageTransform:
     Signal: [P, G] or [P, G, T] -> [P, G, T], mask unchanged.
     Metrics: spread, the mean over groups of max_t B - min_t B.
     Source: Optimal Token Baseline, arXiv 2602.07078, as in verl's `optimal_token_baseline` without
-      weights of the sampler's mismatch; its option handle_zero_tail sets B = 0 where one sample
-      alone is as long.
+      weights of the sampler's mismatch; its option handle_zero_tail, true by default, sets B = 0
+      where one sample alone is as long.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"token_mask": [[[1], [1]]], "trainer_logp": [[[-99.0], [-99.0]]]}

@@ -33,10 +33,11 @@ def turn_returns(
     baseline: str = "turn",
     turn: str = "turn",
     turn_reward: str = "turn_reward",
+    scale: Scheduled = 1.0,
 ) -> AdvantageTransform:
     """Gives the tokens of a turn what is earned from this turn on.
 
-        R[k] = sum_{j >= k} gamma^(j - k) r[j],   r[last] += r - sum_j r[j]
+        R[k] = sum_{j >= k} gamma^(j - k) r[j],   r[j] = scale turn_reward[j], r[last] += r - sum r
         a[t] = R[k] - mean_g R[k],   k the turn of token t
 
     The reward of the sample that its turns did not bring counts at its last turn, so that the
@@ -47,6 +48,7 @@ def turn_returns(
       gamma: the discount; a number or a function of the step.
       baseline: "turn", that mean; "none" subtracts nothing.
       turn, turn_reward: names of the fields.
+      scale: the environment's weight in the sum of the rewards; a number or a function of the step.
 
     Signal: [P, G], rewards -> [P, G, T], mask = that of the sample on its token_mask.
     Raises: InputError on values that are already [P, G, T].
@@ -63,7 +65,7 @@ def turn_returns(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         turns = _drawn_turns("turn_returns", turn, rollouts)
-        rewards = base.read_field("turn_returns", turn_reward, rollouts)
+        rewards = _turn_rewards("turn_returns", turn_reward, scale, rollouts)
         returns, valid = _returns(signal, turns, rewards, base.at_step(gamma, rollouts, float))
         if baseline == "turn":
             group = stats.summary(returns, valid)
@@ -87,6 +89,7 @@ def turn_normalise(
     turn: str = "turn",
     turn_reward: str = "turn_reward",
     state: str = "state_hash",
+    scale: Scheduled = 1.0,
 ) -> AdvantageTransform:
     """Normalises a sample among its group and each turn among turns in its state, and adds both.
 
@@ -104,6 +107,7 @@ def turn_normalise(
       eps: added to the standard deviations, in units of reward; a number or a function of the step.
       ddof: 0 divides the variances by n, 1 by n - 1.
       turn, turn_reward, state: names of the fields.
+      scale: as of `turn_returns`.
 
     Signal: [P, G], rewards -> [P, G, T], mask = that of the sample on its token_mask.
     Raises: InputError on values that are already [P, G, T].
@@ -117,7 +121,7 @@ def turn_normalise(
     [[[1.0, 0.5], [-1.0, -0.5]]]
     """
     stats.check_ddof("turn_normalise", ddof)
-    fields, numbers = (turn, turn_reward, state), (gamma, weight, eps)
+    fields, numbers = (turn, turn_reward, state), (scale, gamma, weight, eps)
     apply = functools.partial(_turn_normalised, fields, numbers, std, ddof)
     # Not relative: a sample that meets one state twice says something by itself.
     return base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
@@ -204,12 +208,12 @@ def _turn_normalised(
     signal: Signal,
     rollouts: Rollouts,
 ) -> tuple[Signal, Metrics]:
-    """Args: fields, numbers: turn, turn_reward, state; gamma, weight, eps."""
+    """Args: fields, numbers: turn, turn_reward, state; scale, gamma, weight, eps."""
     turns = _drawn_turns("turn_normalise", fields[0], rollouts)
-    rewards, states = (base.read_field("turn_normalise", f, rollouts) for f in fields[1:])
-    gamma, *scales = (base.at_step(number, rollouts, float) for number in numbers)
+    states = base.read_field("turn_normalise", fields[2], rollouts)
+    rewards = _turn_rewards("turn_normalise", fields[1], numbers[0], rollouts)
+    gamma, weight, eps = (base.at_step(number, rollouts, rewards.dtype) for number in numbers[1:])
     returns, valid = _returns(signal, turns, rewards, gamma)
-    weight, eps = (jnp.asarray(number, returns.dtype) for number in scales)
     episode = _among_samples(signal, std, eps, ddof)
     step, alone = _among_states(returns, valid, states, std, eps, ddof)
     spread = episode[..., None] + _on_turns(weight * step, turns)
@@ -224,6 +228,12 @@ def _drawn_turns(name: str, field: str, rollouts: Rollouts) -> Array:
     return jnp.where(drawn, base.read_field(name, field, rollouts).astype(jnp.int32), -1)
 
 
+def _turn_rewards(name: str, field: str, scale: Scheduled, rollouts: Rollouts) -> Array:
+    """What each turn brings to the sum of the rewards, [P, G, K]."""
+    rewards = stats.widen(base.read_field(name, field, rollouts))
+    return rewards * base.at_step(scale, rollouts, rewards.dtype)
+
+
 def _returns(
     signal: Signal, turns: Array, rewards: Array, gamma: float | Array
 ) -> tuple[Array, Array]:
@@ -231,7 +241,7 @@ def _returns(
     number = turns.max(-1, keepdims=True) + 1  # [P, G, 1]
     index = jnp.broadcast_to(jnp.arange(rewards.shape[-1], dtype=jnp.int32), rewards.shape)
     valid = (index < number) & signal.mask[..., None]
-    rewards = jnp.where(valid, stats.widen(rewards), 0)
+    rewards = jnp.where(valid, rewards, 0)
     rest = stats.widen(signal.value).astype(rewards.dtype) - rewards.sum(-1)
     rewards = rewards + jnp.where(index == number - 1, rest[..., None], 0)
     rewards = jnp.where(valid, rewards, 0)

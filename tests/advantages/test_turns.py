@@ -125,6 +125,32 @@ def test_without_turns_that_meet_it_is_grpo():
     np.testing.assert_allclose(value, np.where(tokens, plain[..., None], 0), atol=1e-5)
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.1, 0.0])
+def test_turns_earn_as_much_as_the_sum_gives_the_environment(weight):
+    fields = {"turn": [[[0, 1], [0, 1]]], "turn_reward": [[[1.0, 0.0], [0.0, 0.0]]]}
+    fields |= {"token_mask": [[[True] * 2] * 2], "state_hash": [[[7, 8], [7, 8]]]}
+    rewards = {"game": [[1.0, 0.0]], "format": [[0.0, 1.0]]}
+    weights = {"game": weight, "format": 1.0}
+    reads = {name: fields[name] for name in ("turn", "turn_reward", "token_mask")}
+    chain = [sum_rewards(**weights), turn_returns(scale=weight)]
+    value = np.asarray(evaluate(chain, rewards, **reads)[0])
+    # The first sample earns the weight at its first turn, the second 1 at its last.
+    expected = np.array([[weight - 1, -1], [1 - weight, 1]]) / 2
+    np.testing.assert_allclose(value[0], expected, atol=1e-7)
+    options = {"gamma": 1.0, "std": False, "weights": weights, "environment": "game"}
+    value = np.asarray(evaluate("gigpo", rewards, options=options, **fields)[0])
+    episode = np.array([[weight - 1], [1 - weight]]) / 2
+    np.testing.assert_allclose(value[0], episode + expected, atol=1e-7)
+    options |= {"weights": {"game": weight}, "environment": None}
+    value = np.asarray(evaluate("gigpo", {"game": rewards["game"]}, options=options, **fields)[0])
+    np.testing.assert_allclose(value[0], weight * np.array([[1, 0.5], [-1, -0.5]]), atol=1e-7)
+
+
+def test_an_environment_without_a_weight_is_refused():
+    with pytest.raises(InputError, match="unknown reward 'gane': did you mean 'game'"):
+        build("gigpo", {"weights": {"game": 1.0, "format": 0.2}, "environment": "gane"})
+
+
 def test_what_answers_a_sample_has_no_value_and_is_not_read():
     case = drawn(3)
     number, turn, mask, reward, state, scored, total = case

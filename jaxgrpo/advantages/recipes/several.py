@@ -19,6 +19,7 @@ from jaxgrpo.advantages.reflection import add_information_gain, reasoning_reflec
 from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
+from jaxgrpo.core.errors import find
 
 
 def gdpo(
@@ -195,6 +196,7 @@ def gigpo(
     weight: Scheduled = 1.0,
     std: bool = True,
     eps: Scheduled = 1e-6,
+    environment: str | None = None,
     weights: Weights | None = None,
 ) -> AdvantageTransform:
     """Sum, normalised within the group, plus each turn among the turns in the same state.
@@ -206,8 +208,11 @@ def gigpo(
 
     Args:
       gamma, weight, std, eps: as of the part `turn_normalise`.
+      environment: the reward that `turn_reward` adds up to; its weight is the turns' too. None:
+        the only one of `weights`, or one of weight 1.
 
-    Source: GiGPO, arXiv 2505.10978.
+    Source: GiGPO, arXiv 2505.10978. The authors' code subtracts means only by default, as with
+    std = False here, and has its first mean over all turns of the group, not over samples.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"turn": [[[0], [0]]], "turn_reward": [[[0.0], [0.0]]], "state_hash": [[[7], [7]]]}
@@ -216,7 +221,11 @@ def gigpo(
     >>> evaluate("gigpo", [[1.0, 0.0]], options=options, **fields)[0].tolist()
     [[[1.0], [-1.0]]]
     """
-    return sum_then("gigpo", weights, turns.turn_normalise(gamma, weight, std, eps))
+    weights = weights or {}
+    if environment is None and len(weights) == 1:
+        (environment,) = weights
+    scale = find("reward", environment, weights) if environment and weights else 1.0
+    return sum_then("gigpo", weights, turns.turn_normalise(gamma, weight, std, eps, scale=scale))
 
 
 def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> AdvantageTransform:
