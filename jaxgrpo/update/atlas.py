@@ -7,6 +7,7 @@ sketched once for all methods.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
@@ -134,7 +135,8 @@ class Atlases:
         if preparer.blueprint.has_two_meshes:
             rollouts = preparer.move_rollouts(rollouts)
         scored, _ = preparer.with_fields(learner, preparer.recorded(rollouts), self.needs)
-        return scored
+        now = scored.policy_version == learner.step
+        return dataclasses.replace(scored, fields={**scored.fields, "sampled_now": now})
 
 
 def without_pass(objective: Objective) -> Objective:

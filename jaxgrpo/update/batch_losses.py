@@ -48,8 +48,10 @@ def loss_tokens(
 ) -> Tokens:
     """What the loss reads, a row for each sample. Args: as of `batch_loss`."""
     shape = mask.shape
-    available = {**rollouts.rewards, **rollouts.fields, "behavior_logp": rollouts.behavior_logp}
-    available |= {"sampled_now": jnp.ones(shape), TOKEN_DRAW: token_draw(rollouts), **current}
+    now = rollouts.policy_version == rollouts.step
+    available = {"sampled_now": now, **rollouts.rewards, **rollouts.fields}
+    available |= {"behavior_logp": rollouts.behavior_logp, TOKEN_DRAW: token_draw(rollouts)}
+    available |= current
     fields = {
         name: per_token(value, rollouts)
         for name, value in available.items()

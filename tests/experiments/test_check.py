@@ -3,11 +3,13 @@ finds, and what it says of what is shipped."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,11 +21,12 @@ from jaxgrpo.advantages import registry as recipes
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments.check import command, verdict
-from jaxgrpo.experiments.check.expectation import expect
-from jaxgrpo.experiments.check.games import GAMES, make_policies
+from jaxgrpo.experiments.check.expectation import draw, expect
+from jaxgrpo.experiments.check.games import GAMES, Policies, make_policies
 from jaxgrpo.experiments.check.laws import LAWS, broken, check_laws
 from jaxgrpo.experiments.check.method import make_method, read_method
-from jaxgrpo.losses import build_penalty, registry
+from jaxgrpo.losses import Surrogate, build_penalty, build_surrogate, registry
+from jaxgrpo.update.batch_losses import loss_tokens
 
 MISTAKES = Path(__file__).parents[1] / "support" / "mistakes.py"
 SMALL: verdict.Sizes = {
@@ -33,6 +36,7 @@ SMALL: verdict.Sizes = {
     ("bigram", 2): (2,),
 }
 UNIT, SIZE, SCALE = "unit scale", "group size", "scale invariance"
+SHIFT, APART = "shift invariance", "groups apart"
 
 
 # The papers' formulas, r [M, G] of M groups, and log-probs of the samples [M, G].
@@ -208,7 +212,80 @@ def test_a_kl_of_the_wrong_direction_is_named():
     assert penalty["bias"] < 1e-9
 
 
-SHIFT, APART = "shift invariance", "groups apart"
+def best_of_pairs(signal, rollouts):
+    """What a sample adds to the best of two, on average over the others of its group."""
+    value = signal.value
+    adds = jnp.maximum(value[:, :, None] - value[:, None, :], 0).sum(2)
+    return dataclasses.replace(signal, value=adds / (value.shape[1] - 1))
+
+
+def earlier_deviation():
+    """A centred reward, divided by a deviation of the batches before."""
+
+    def update(signal, deviation, rollouts):
+        value = signal.value - signal.value.mean(1, keepdims=True)
+        after = 0.9 * deviation + 0.1 * jnp.sqrt((value**2).mean())
+        return dataclasses.replace(signal, value=value / deviation), after, {}
+
+    return adv.AdvantageTransform("earlier_deviation", lambda spec: jnp.ones(()), update)
+
+
+def by_the_step(signal, rollouts):
+    return dataclasses.replace(signal, value=signal.value / rollouts.step)
+
+
+@pytest.mark.parametrize(
+    ("step", "target"),
+    [(best_of_pairs, "pass@2"), (adv.divide_by_group_mean(), "log success to order G")],
+)
+def test_a_target_of_the_size_of_the_smallest_group_is_named(step, target):
+    method = make_method("mine", adv.chain(adv.sum_rewards(), step))
+    with jax.enable_x64(True):
+        rows = verdict.measure(method, 1, {("bandit", 1): (2, 3), ("bigram", 1): ()})
+    main = verdict.main_rows(rows)
+    assert verdict.name_target(main)[1] == target
+    np.testing.assert_allclose([row.bias[target] for row in main], 0, atol=1e-9)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_stale_samples_are_of_the_step_before(stale):
+    game, method = GAMES["bandit"], make_method("plain")
+    tables = make_policies(game)
+    first = Policies(*(jnp.asarray(table[:1]) for table in tables))
+    first = first if stale else first._replace(behavior=first.policy)
+    rollouts = draw(method, game, first, jnp.ones(4), jnp.array([[0, 1]]))
+    assert (np.asarray(rollouts.step - rollouts.policy_version) == stale).all()
+    tokens = loss_tokens(
+        method.objective._replace(surrogate=build_surrogate(by_age)),
+        {"logp": rollouts.behavior_logp},
+        rollouts,
+        jnp.ones((1, 2, 1)),
+        rollouts.token_mask,
+    )
+    assert (np.asarray(tokens.fields["sampled_now"]) != stale).all()
+
+
+def by_age():
+    return Surrogate("by_age", lambda tokens: (tokens.logp, {}), frozenset({"sampled_now"}))
+
+
+@pytest.mark.parametrize(
+    ("step", "laws"),
+    [(earlier_deviation, set()), (by_the_step, {SCALE, SHIFT, "every step"})],
+)
+def test_memory_of_earlier_batches_is_no_mistake_and_a_schedule_is_named(step, laws):
+    step = step() if step is earlier_deviation else step
+    method = make_method("mine", adv.build([adv.sum_rewards(), step]))
+    with jax.enable_x64(True):
+        assert set(broken(check_laws(method))) == {SCALE} | laws
+
+
+@pytest.mark.parametrize("name", ["gmpo", pytest.param("gspo", marks=pytest.mark.full)])
+def test_a_mean_over_the_sequence_is_no_ratio_of_tokens(name):
+    with jax.enable_x64(True):
+        assert set(broken(check_laws(read_method(name)))) == {SCALE, "stale ratio"}
+
+
 OWN_MEAN = {SCALE, SIZE, UNIT}
 BY_DEVIATION = {SIZE, UNIT}
 RAW = {SHIFT, SCALE}
@@ -231,7 +308,7 @@ REMARKS = {
     "rloo": {SCALE},
     "spo": {SCALE, APART, SIZE, UNIT},
     "ttrl": {"order of samples", SIZE, UNIT},
-    "dcpo_smooth": {SHIFT, SCALE, "past state", SIZE, UNIT},
+    "dcpo_smooth": {SHIFT, SCALE, SIZE, UNIT},
     "intuitor": {SCALE, "length", SIZE, UNIT},
     "optimal_token_baseline": OWN_MEAN,
     "top_entropy": {"length", SIZE, UNIT},
@@ -244,11 +321,10 @@ UNCHECKED = {
 """Recipes that read what the games do not have."""
 OF_SURROGATES = {
     **{name: {SCALE} for name in registry.surrogates},
-    **dict.fromkeys(("gvpo", "on_policy", "reinforce", "vespo"), UNWEIGHED),
+    **dict.fromkeys(("gvpo", "kl_cov", "on_policy", "reinforce", "vespo"), UNWEIGHED),
     "shaped_ratio": {SCALE, "stale ratio", UNIT},
-    **dict.fromkeys(("mirror_descent", "topr"), UNWEIGHED),
+    **dict.fromkeys(("mirror_descent", "topr", "gmpo", "gspo", "gspo_token"), UNWEIGHED),
     "rewards_as_labels": {"length", "stale ratio", UNIT},
-    "kl_cov": {SCALE, "length", "stale ratio", UNIT},
 }
 """What docs/losses.md says of surrogates behind `rloo`, which is not invariant to scale."""
 CLIMBED = {
@@ -258,7 +334,6 @@ CLIMBED = {
     "maxrl": "log success",
     "passk": "pass@k",
     "optimal_token_baseline": "other",
-    "kl_cov": "other",
 }
 """What recipes and surrogates climb; the others the mean reward."""
 

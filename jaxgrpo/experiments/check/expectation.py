@@ -23,6 +23,9 @@ from jaxgrpo.experiments.check.games import GAMES, Game, Policies, groups, token
 from jaxgrpo.experiments.check.method import Method
 from jaxgrpo.update.batch_losses import batch_loss
 
+STEP = 1
+"""At which a method is judged: schedules have their value there."""
+
 
 class Expected(NamedTuple):
     """Of each policy of a family, [K, ...]: the mean over all batches, by their chance."""
@@ -173,6 +176,7 @@ def draw(method: Method, game: Game, tables: Policies, reward: Array, index: Arr
         for name, table in tables._asdict().items()
     }
     first, *rest = method.reward_names
+    is_stale = (tables.behavior != tables.policy).any()
     chances = jax.nn.log_softmax(tables.policy)[place[..., None], pick(game.state)]
     of_tables = {
         "token_entropy": -(jnp.exp(chances) * chances).sum(-1),
@@ -187,13 +191,13 @@ def draw(method: Method, game: Game, tables: Policies, reward: Array, index: Arr
         prompt_mask=jnp.ones((prompts, 1), bool),
         ordinal=jnp.arange(prompts, dtype=jnp.int32),
         row=jnp.arange(prompts, dtype=jnp.int32),
-        step=jnp.int32(1),
+        step=jnp.int32(STEP),
         completion_tokens=pick(game.tokens),
         token_mask=mask,
         behavior_logp=logp["behavior"],
         rewards={first: reward[index], **{name: jnp.zeros(index.shape) for name in rest}},
         truncated=pick(game.truncated),
-        policy_version=jnp.ones(index.shape, jnp.int32),
+        policy_version=jnp.full(index.shape, jnp.where(is_stale, STEP - 1, STEP), jnp.int32),
         fields={**fields, **of_tables, "classes": index},
     )
 

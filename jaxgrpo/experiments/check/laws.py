@@ -18,11 +18,7 @@ from jax import Array
 
 from jaxgrpo.advantages import AdvantageTransform, chains
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
-from jaxgrpo.experiments.check.expectation import (
-    count_refused,
-    draw,
-    judge,
-)
+from jaxgrpo.experiments.check.expectation import STEP, count_refused, draw, judge
 from jaxgrpo.experiments.check.games import Game, Policies
 from jaxgrpo.experiments.check.method import Method
 from jaxgrpo.losses import Objective, Tokens, token_loss
@@ -33,7 +29,9 @@ UP_TO_EPS = 1e-3
 """For rewards times a constant: deviations have an eps added before they divide."""
 SHIFT, SCALE = 0.5, 2.0
 NUDGE = 1e-4
-"""Of log ratios, for how a pull grows with the ratio: within the bounds of every surrogate."""
+"""Of log ratios, at most, for how a pull grows with the ratio: within every surrogate's bounds."""
+LATE = 1000
+"""Another step."""
 FAR = 0.4
 """Of log ratios, for where a token has moved against its advantage: beyond PPO's bounds."""
 P, G, T = 4, 4, 3
@@ -52,6 +50,7 @@ LAWS = {
     "masked samples": "the reward of a sample that is left out has no influence on the others",
     "masked tokens": "what masked tokens hold has no influence, and they are not pulled",
     "mask shrinks": "no step of the chain brings a masked sample back",
+    "every step": "another number of the step changes nothing; a schedule makes it matter",
     "past state": "what a step remembers is from before the batch that it judges",
     "length": "the pull on a token does not depend on how many tokens its sample has",
     "micro-batches": "the gradients of the parts of a batch add up to that of the batch",
@@ -164,6 +163,9 @@ def _chain_laws(
     after = run(replace(token_mask=jnp.asarray(turned)))
     # The first token is there in both; masks of samples may be other ones by their lengths.
     yield "length", _same(after.pull[..., 0], before.pull[..., 0])
+    later = rollouts.policy_version + (LATE - STEP)
+    after = run(replace(step=jnp.int32(LATE), policy_version=later))
+    yield "every step", _same(after.pull, before.pull)
 
 
 def _unscored(run: Run, rollouts: Rollouts, name: str) -> bool:
@@ -217,20 +219,24 @@ def _loss_laws(
     logp = rollouts.fields["trainer_logp"]
 
     def drawn(log_ratio: Any) -> Pull:
-        return run(dataclasses.replace(rollouts, behavior_logp=logp - log_ratio))
+        version = rollouts.policy_version - 1
+        behavior_logp = logp - log_ratio
+        return run(
+            dataclasses.replace(rollouts, behavior_logp=behavior_logp, policy_version=version)
+        )
 
-    after = drawn(np.full((P, G, T), NUDGE))
+    # Each token by another number: a mean over the tokens of a sample is no token's ratio.
+    nudge = NUDGE / 5 * (1 + np.arange(P * G * T).reshape(P, G, T) % 5)
+    after = drawn(nudge)
     advantage = before.advantage if method.chain.importance else after.advantage
     moved = np.abs(before.advantage) > TOLERANCE
     scale = np.where(moved, advantage / np.where(moved, before.advantage, 1), 1)
-    powers = np.ones((P, G, T)), LENGTHS[..., None] * np.ones(T)
+    total = np.where(rollouts.token_mask, nudge, 0).sum(-1, keepdims=True)
     yield (
         "stale ratio",
         any(
-            np.allclose(
-                after.pull, before.pull * scale * np.exp(NUDGE * power), rtol=NUDGE**1.5, atol=0
-            )
-            for power in powers
+            np.allclose(after.pull, before.pull * scale * np.exp(change), rtol=NUDGE**1.5, atol=0)
+            for change in (nudge, total)
         ),
     )
     after = drawn(-FAR * np.sign(before.advantage))
@@ -293,7 +299,7 @@ def _step_laws(chain: AdvantageTransform, rollouts: Rollouts, state: Any) -> dic
             if step.kind == "signal->signal" and not isinstance(inputs, Signal):
                 (inputs,) = inputs.values()
             output = step.update(inputs, state[key], rollouts)[0]
-            moved = jax.tree.map(_move_others, inputs)
+            moved = jax.tree.map(_move_neighbours, inputs)
             outcomes.append((inputs, output, step.update(moved, state[key], rollouts)[0]))
         return outcomes
 
@@ -309,12 +315,9 @@ def _step_laws(chain: AdvantageTransform, rollouts: Rollouts, state: Any) -> dic
     return {"mask shrinks": shrinks, "past state": past}
 
 
-def _move_others(leaf: Array) -> Array:
-    """A value with other numbers for all samples but the first of the first group."""
-    if leaf.dtype == bool:
-        return leaf
-    is_first = jnp.zeros(leaf.shape, bool).at[0, 0].set(True)
-    return jnp.where(is_first, leaf, 1 - leaf)
+def _move_neighbours(leaf: Array) -> Array:
+    """A value with other numbers for all groups but the first."""
+    return leaf if leaf.dtype == bool else jnp.concatenate([leaf[:1], (1 - leaf[1:]) / 2])
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -40,7 +40,7 @@ def reward_gradients(game: Game, kind: str, samples: int, filtered: bool) -> dic
 
     Args:
       kind: of rewards, "binary" or "graded".
-      samples: G, of a group: "pass@G" is that of so many, and "log success to order G - 1".
+      samples: G, of a group: "pass@G" is that of so many, as "log success to order G" and "G - 1".
       filtered: whether the method knows the base, so that divergences from f come into question.
     """
     slopes = _gradients(game.name, kind)
@@ -49,7 +49,8 @@ def reward_gradients(game: Game, kind: str, samples: int, filtered: bool) -> dic
         LOG: LOG,
         "pass@G": f"pass@{samples}",
         f"{LOG} to order G - 1": f"{LOG} to order {samples - 1}",
-        **{f"pass@{k}": f"pass@{k}" for k in range(2, samples)},
+        f"{LOG} to order G": f"{LOG} to order {samples}",
+        **{f"pass@{k}": f"pass@{k}" for k in range(2, samples + 1)},
         **{name: name for name in slopes if filtered and is_divergence(name)},
     }
     return {name: slopes[source] for name, source in by_size.items()}
