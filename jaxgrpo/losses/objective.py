@@ -12,11 +12,11 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
-from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_PASS, policy_field
+from jaxgrpo.core.scores import OF_PASS, policy_field
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
-from jaxgrpo.losses.sequences import group_log_ratio
+from jaxgrpo.losses.sequences import with_group_ratio
 from jaxgrpo.losses.surrogates import BatchField, Surrogate, Tokens
 
 
@@ -59,9 +59,7 @@ class Objective(NamedTuple):
     @property
     def batch_fields(self) -> tuple[BatchField, ...]:
         """What an update computes from all its micro-batches before it takes the gradient."""
-        log_ratio = BatchField(GROUP_LOG_RATIO, group_log_ratio, by_group=True)
-        reads_it = GROUP_LOG_RATIO in self.fields_read
-        return (*self.surrogate.batch_fields, *([log_ratio] if reads_it else []))
+        return with_group_ratio(self.surrogate.batch_fields, self.fields_read)
 
     @property
     def reads_batch(self) -> bool:

@@ -21,7 +21,7 @@ from jaxgrpo.losses import sequences as per_sequence
 from jaxgrpo.losses import surrogates as per_token
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction
-from jaxgrpo.losses.surrogates import Surrogate, Tokens
+from jaxgrpo.losses.surrogates import BatchField, Surrogate, Tokens
 
 Spec = str | Mapping[str, Any] | Callable[..., Any]
 """A name, or {"use": name or an own factory, option: value, ...}. For surrogates and penalties also
@@ -88,7 +88,8 @@ def by_sample(
 
         loss = then's where field != 0, otherwise's where field == 0
 
-    Each sees its own tokens alone. A field that changes within a sequence splits it in two.
+    Each sees its own tokens alone, in what an update computes of its whole batch too: `gvpo` the
+    ratios of its own samples. A field that changes within a sequence splits it in two.
 
     Args:
       field: name of the field, one number per token or sample.
@@ -106,17 +107,16 @@ def by_sample(
     then_surrogate, otherwise_surrogate = build_surrogate(then), build_surrogate(otherwise)
 
     def compute(tokens: Tokens) -> tuple[Array, Metrics]:
-        use_then = tokens.mask & (tokens.field(field, "by_sample", "one number per token") != 0)
-        then_loss, metrics = then_surrogate.compute(dataclasses.replace(tokens, mask=use_then))
-        otherwise_loss, otherwise_metrics = otherwise_surrogate.compute(
-            dataclasses.replace(tokens, mask=tokens.mask & ~use_then)
-        )
-        return jnp.where(use_then, then_loss, otherwise_loss), merge(metrics, otherwise_metrics)
+        first, second = (_select(field, side, tokens) for side in (True, False))
+        then_loss, metrics = then_surrogate.compute(first)
+        otherwise_loss, otherwise_metrics = otherwise_surrogate.compute(second)
+        return jnp.where(first.mask, then_loss, otherwise_loss), merge(metrics, otherwise_metrics)
 
     pair = then_surrogate, otherwise_surrogate
-    fields = [field.name for part in pair for field in part.batch_fields]
-    if len(set(fields)) < len(fields):
-        raise InputError(f"by_sample: both make {fields[0]} of the whole update: use one of them")
+    fields = _restrict(field, True, pair[0]) + _restrict(field, False, pair[1])
+    names = [entry.name for entry in fields]
+    if len(set(names)) < len(names):
+        raise InputError(f"by_sample: both make {names[0]} of the whole update: use one of them")
     return Surrogate(
         "by_sample",
         compute,
@@ -124,8 +124,24 @@ def by_sample(
         weighs=any(part.weighs for part in pair),
         per_token=all(part.per_token for part in pair),
         acts_on_all=any(part.acts_on_all for part in pair),
-        batch_fields=then_surrogate.batch_fields + otherwise_surrogate.batch_fields,
+        batch_fields=tuple(fields),
     )
+
+
+def _select(field: str, side: bool, tokens: Tokens) -> Tokens:
+    """The tokens with the others masked than those where the field is true, or false."""
+    is_true = tokens.field(field, "by_sample", "one number per token") != 0
+    return dataclasses.replace(tokens, mask=tokens.mask & (is_true == side))
+
+
+def _restrict(field: str, side: bool, part: Surrogate) -> list[BatchField]:
+    """What an update makes for one side, of its tokens alone."""
+
+    def restrict(compute: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda tokens, *groups: compute(_select(field, side, tokens), *groups)
+
+    entries = per_sequence.with_group_ratio(part.batch_fields, part.needs)
+    return [entry._replace(compute=restrict(entry.compute)) for entry in entries]
 
 
 def off_policy_mask(

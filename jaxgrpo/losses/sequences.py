@@ -19,6 +19,7 @@ from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.scores import GROUP_LOG_RATIO
 from jaxgrpo.losses.surrogates import (
     LOG_RATIO_LIMIT,
+    BatchField,
     Surrogate,
     Tokens,
     check_bounds,
@@ -101,6 +102,15 @@ def group_log_ratio(
     total = jnp.zeros(count, sequence.dtype).at[group].add(jnp.where(last, sequence, 0))
     number = jnp.zeros(count, jnp.int32).at[group].add(last.astype(jnp.int32))
     return (total / jnp.maximum(number, 1).astype(total.dtype))[group]
+
+
+def with_group_ratio(
+    fields: tuple[BatchField, ...], needs: frozenset[str]
+) -> tuple[BatchField, ...]:
+    """What an update makes of its batch, with `group_log_ratio` if it is needed and not there."""
+    if GROUP_LOG_RATIO not in needs.difference(field.name for field in fields):
+        return fields
+    return (*fields, BatchField(GROUP_LOG_RATIO, group_log_ratio, by_group=True))
 
 
 def last_tokens(tokens: Tokens) -> Bool[Array, "*rows Q"]:

@@ -116,6 +116,38 @@ def test_by_sample_gives_each_token_its_own_surrogate():
         mixed.compute(dataclasses.replace(tokens, fields={}))
 
 
+@pytest.mark.parametrize("part", ["rewards_as_labels", "kl_cov", "gvpo"])
+def test_what_by_sample_reads_of_the_batch_is_of_its_samples_alone(part):
+    random = np.random.default_rng(1)
+    logp, old = (jnp.asarray(random.normal(size=(6, 4)), jnp.float32) for _ in range(2))
+    advantage, group = jnp.array([1.0, 1.0, -1.0, 2.0, -1.0, 1.0]), jnp.array([0, 0, 0, 1, 1, 1])
+    replayed = jnp.array([0, 1, 0, 0, 0, 1])
+    fresh = np.flatnonzero(replayed == 0)
+    mixed = {"use": "by_sample", "field": "replayed", "then": "on_policy", "otherwise": part}
+
+    def slope(spec, rows, **fields):
+        mask = jnp.ones((len(rows), 4), bool)
+
+        @jax.grad
+        def gradient(logp):
+            return policy_loss(
+                spec,
+                "sequence_sum",
+                logp,
+                old[rows],
+                advantage[rows],
+                mask,
+                group=group[rows],
+                **fields,
+            )[0]
+
+        return gradient(logp[rows])
+
+    field = jnp.broadcast_to(replayed[:, None], (6, 4))
+    together, apart = 6 * slope(mixed, np.arange(6), replayed=field)[fresh], 4 * slope(part, fresh)
+    np.testing.assert_allclose(together, apart, rtol=1e-5)
+
+
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
     log_ratio = jnp.log(jnp.array([[2.0, 4.0, 4.0]]))
     tokens = Tokens.from_ratios(jnp.ones((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]))
