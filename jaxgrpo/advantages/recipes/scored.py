@@ -88,6 +88,8 @@ def verifree(
     `weights` knows the reward as "answer_probability", with weight 1 where they do not name it.
     Fields: answer_logp, answer_mask and answered, from the data's answers in training.
     Source: VeriFree, arXiv 2505.21493. The paper adds both terms of all tokens up: `sequence_sum`.
+    The authors' code pays 0 for a sample that never reaches the answer. Here all of it is its
+    thought and is paid as any other: `rubric_gate` or `mask_truncated` in a chain leave it out.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"answer_logp": [[[0.0], [-30.0]]], "answer_mask": [[True]]}
@@ -124,7 +126,8 @@ def nover(
 
     `weights` knows the reward as "perplexity_rank", with weight 1 where they do not name it.
     Fields: answer_logp, answer_mask, thought_tokens, from the data's answers in training.
-    Source: NOVER, arXiv 2505.16022; there rewards count only where the format is right.
+    Source: NOVER, arXiv 2505.16022. There a badly formatted sample has 0 and no place; here one
+    that never reaches the answer is ranked too; `rubric_gate` in a chain leaves it out behind that.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
