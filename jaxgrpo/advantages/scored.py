@@ -179,16 +179,15 @@ def distill(
 
     On the policy's own samples, gamma 0 has per state the gradient of -KL(policy || teacher), and
     gamma 1 that of the whole sequences' KL, with more noise. D is exactly 0 where both give all
-    tokens the same log-prob, and where the teacher has no prompt for a sample (NaN in the field).
+    tokens the same log-prob, and where the teacher has no prompt for a sample (NaN in the field);
+    with share = 1, which leaves nothing of rewards, such a sample is masked.
 
     Args:
-      share: of D, in [0, 1]; 1 leaves nothing of the rewards. A number or a function of the step.
-      gamma: in [0, 1], per token; likewise.
+      share, gamma: of D, and per token; in [0, 1], a number or a function of the step.
       teacher: whose log-probs are read, from the field `{teacher}_logp` of `[[scores]]`.
 
-    Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens.
-    Metrics: kl, the mean of -d over scored tokens, an estimate of KL(policy || teacher); scored,
-    the share of tokens with a d; log_ratio_clamped, the share beyond +-20.
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens, or cut.
+    Metrics: kl, the mean of -d, estimates KL(policy || teacher); shares scored, log_ratio_clamped.
     Source: on-policy distillation, GKD, arXiv 2306.13649, and MiniLLM, arXiv 2306.08543; as an
     advantage in Tinker's cookbook, NeMo-RL and verl.
 
@@ -212,10 +211,11 @@ def distill(
         gain, clamped = clamp(log_ratio(target, policy, scored))
         weight, decay = (base.at_step(x, rollouts, value.dtype) for x in (share, gamma))
         to_go = discounted(gain.astype(value.dtype), signal.mask, decay)
-        mixed = jnp.where(signal.mask, (1 - weight) * value + weight * to_go, 0)
+        taught = scored if share == 1 else signal.mask
+        mixed = jnp.where(taught, (1 - weight) * value + weight * to_go, 0)
         metrics: Metrics = {"kl": mean(-gain, scored), "scored": mean(scored, signal.mask)}
         metrics["log_ratio_clamped"] = mean(clamped, scored)
-        return base.with_value(signal, mixed), metrics
+        return Signal(value=mixed.astype(signal.value.dtype), mask=taught), metrics
 
     return base.stateless("distill", apply, needs=frozenset({"trainer_logp", teacher_logp}))
 

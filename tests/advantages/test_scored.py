@@ -151,6 +151,19 @@ def token_baseline(returns, logp, collision, tokens):
     return out
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_sample_without_a_teacher_learns_from_rewards_or_leaves(share):
+    logp = {"trainer_logp": [[[-2.0, -1.0], [-1.0, -1.0]]]}
+    logp["teacher_logp"] = [[[-1.0, -1.0], [np.nan, np.nan]]]
+    options = {"share": share, "eps": 0.0, "ddof": 0}
+    value, mask = adv.evaluate(
+        "sdpo", [[0.0, 1.0]], options=options, token_mask=np.ones((1, 2, 2), bool), **logp
+    )[:2]
+    expected = {1.0: [[1, 0], [0, 0]], 0.5: [[0, -0.5], [0.5, 0.5]]}[share]
+    np.testing.assert_allclose(value[0], expected, atol=1e-6)
+    assert mask[0].tolist() == [[True] * 2, [share < 1] * 2]
+
+
 @pytest.mark.parametrize("to_go", [False, True])
 def test_the_token_baseline_weighs_samples_by_their_gradients_so_far(to_go):
     tokens = np.arange(T) < RANDOM.integers(2, T + 1, (P, G, 1))

@@ -59,7 +59,8 @@ def sdpo(
     Use it when answers come with feedback, or right answers are rare. The score `{teacher}_logp`
     has policy = "ema" (reference.ema_decay = 0.95) or "trainer", and a prompt that is written from
     the group (`jaxgrpo.training.prompted.successful_sibling`, or own code). Samples for which it
-    writes none learn from rewards alone. The loss is `cispo(high = 2)`; in its code the logp is of
+    writes none learn from rewards alone; with share = 1 they leave the loss, so that its mean is
+    over taught samples, as the authors'. The loss is `cispo(high = 2)`; in its code the logp is of
     the parameters of the moment, here of those before the step's updates.
 
     Args:
