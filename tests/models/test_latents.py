@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import counts, decoder, lora
 from jaxgrpo.models.api import Caller, LoraConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.hf import fp8
+from jaxgrpo.models.hf import fp8, weights
 from jaxgrpo.models.hf.families import FAMILIES, model_config
 
 DEEPSEEK_V3: dict[str, Any] = {
@@ -196,6 +197,36 @@ def test_weights_in_fp8_are_read_by_blocks_and_written_as_bfloat16(tmp_path):
     assert all(np.array_equal(written[name], tensor) for name, tensor in expected.items())
     assert not any(name.endswith(fp8.SCALES) for name in written)
     assert "quantization_config" not in json.loads((tmp_path / "ours/config.json").read_text())
+
+
+def test_weights_in_fp8_take_a_descriptor_only_while_they_are_read(tmp_path):
+    """DeepSeek-V3 has 45,000 such tensors."""
+    parts = {"": np.ones((4, 4), ml_dtypes.float8_e4m3fn), fp8.SCALES: np.full((1, 1), 0.5, "f4")}
+    names = [f"{k}.weight" for k in range(20)]
+    stored = {name + ending: part for name in names for ending, part in parts.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    before = len(os.listdir("/dev/fd"))
+    with weights.opened(tmp_path) as files:
+        assert all((files[name].get_slice(name)[1:3] == 0.5).all() for name in names)
+        assert len(os.listdir("/dev/fd")) <= before + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "scales", "message"),
+    [
+        (ml_dtypes.float8_e5m2, (160, 256), (2, 2), r"F8_E5M2 \[160, 256\] and F32"),
+        (ml_dtypes.float8_e4m3fn, (160, 256), (3, 4), r"F32 \[3, 4\]: expected F8_E4M3"),
+        (ml_dtypes.float8_e4m3fn, (160, 256), (160, 1), r"F32 \[160, 1\]: expected F8_E4M3"),
+        (ml_dtypes.float8_e4m3fn, (2, 160, 256), (2, 2, 2), r"\[2, 160, 256\] and F32"),
+        (np.int8, (160, 256), (2, 2), r"I8 \[160, 256\] and F32"),
+    ],
+)
+def test_other_numbers_with_scales_are_refused(tmp_path, kind, shape, scales, message):
+    stored = {"a": np.ones(shape, kind), "a" + fp8.SCALES: np.ones(scales, np.float32)}
+    save_file(stored, tmp_path / "model.safetensors")
+    refused = pytest.raises(InputError, match=message)
+    with refused, weights.opened(tmp_path):
+        pass
 
 
 @pytest.mark.full

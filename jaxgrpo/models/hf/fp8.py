@@ -9,7 +9,6 @@ Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,26 +17,22 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxgrpo.core.errors import InputError
+
 SCALES = "_scale_inv"
 BLOCK = 128
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 """quantization_config of such weights."""
-STORED = "F8_E4M3"
+STORED, STORED_SCALES = "F8_E4M3", "F32"
+"""The dtypes of both in safetensors."""
 
 
 class Tensor:
     """A tensor stored so, read in slices as safetensors reads others."""
 
-    def __init__(self, path: Path, name: str, scales: Any):
-        # safetensors gives no slice of fp8: its bytes are mapped from the file.
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            entry = json.loads(file.read(size))[name]
-        self._shape: list[int] = entry["shape"]
-        begin = 8 + size + entry["data_offsets"][0]
-        stored: Any = np.memmap(path, np.uint8, "r", begin, (math.prod(self._shape),))
-        self._values: Any = stored.view(ml_dtypes.float8_e4m3fn).reshape(self._shape)
-        self._scales = scales
+    def __init__(self, path: Path, begin: int, shape: list[int], scales: Any):
+        """Args: begin: where its bytes do in the file."""
+        self._path, self._begin, self._shape, self._scales = path, begin, shape, scales
 
     def get_slice(self, name: str) -> Tensor:
         del name
@@ -64,7 +59,11 @@ class Tensor:
         )
         scales = self._scales[tuple(block_slices)]
         rows, columns = (block - at for block, at in zip(blocks, first, strict=True))
-        values = self._values[pair].astype(np.float32) * scales[np.ix_(rows, columns)]
+        # safetensors gives no slice of fp8: its bytes are mapped from the file. Only while they are
+        # read: there are 45,000 such tensors in DeepSeek-V3, and each map takes a descriptor.
+        shape, kind = (*self._shape,), ml_dtypes.float8_e4m3fn
+        stored: Any = np.memmap(self._path, kind, "r", self._begin, shape)
+        values = stored[pair].astype(np.float32) * scales[np.ix_(rows, columns)]
         return values.astype(ml_dtypes.bfloat16)
 
 
@@ -73,12 +72,32 @@ def unpacked(files: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, A
 
     Args:
       paths: of the file that has each tensor.
+
+    Raises: InputError where a tensor and its scales are not such as these.
     """
     names = {name.removesuffix(SCALES) for name in files if name.endswith(SCALES)}
     names = {name for name in names if name in files}
     plain = {name: file for name, file in files.items() if name.removesuffix(SCALES) not in names}
+    begins = {path: _begins(path) for path in {paths[name] for name in names}}
+    for name in sorted(names):
+        stored, scales = (files[part].get_slice(part) for part in (name, name + SCALES))
+        parts = [f"{part.get_dtype()} {part.get_shape()}" for part in (stored, scales)]
+        shape = stored.get_shape()
+        blocks = [-(-size // BLOCK) for size in shape]
+        if len(shape) != 2 or parts != [f"{STORED} {shape}", f"{STORED_SCALES} {blocks}"]:
+            raise InputError(
+                f"{paths[name]}: {name} is stored with scales, {' and '.join(parts)}: expected "
+                f"{STORED} [outputs, inputs] and {STORED_SCALES}, a scale for each block of "
+                f"{BLOCK} x {BLOCK}; convert the model to bfloat16"
+            )
+        plain[name] = Tensor(paths[name], begins[paths[name]][name], shape, scales)
+    return plain
 
-    def scales(name: str) -> Any:
-        return files[name + SCALES].get_slice(name + SCALES)
 
-    return plain | {name: Tensor(paths[name], name, scales(name)) for name in names}
+def _begins(path: Path) -> dict[str, int]:
+    """Where in a file the bytes of each tensor begin."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
