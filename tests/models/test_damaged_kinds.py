@@ -80,13 +80,14 @@ def apart(tensors):
     return tensors
 
 
-def in_blocks(tensors, scale_groups=1, keeps=False, kind: type[np.integer] = np.uint8):
+def in_blocks(tensors, scale_groups=1, keeps=False, kind: type[np.integer] = np.uint8, damaged=0):
     """The outer maps of GPT-OSS in MXFP4."""
     name = f"{EXPERTS}.down_proj"
     number, inputs, outputs = tensors[name].shape
     rest = tensors if keeps else without(name)(tensors)
-    blocks = np.zeros((number, outputs, inputs // 32, 16), kind)
-    scales = np.zeros((number, outputs, scale_groups), np.uint8)
+    blocks = np.full((number, outputs, inputs // 32, 16), 0x77, kind)
+    scales = np.full((number, outputs, scale_groups), 127, np.uint8)
+    scales[:damaged, 0] = 255  # of powers of two beyond all numbers
     return {**rest, f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
@@ -158,6 +159,12 @@ CASES = [
         {},
         lambda t: in_blocks(t, kind=np.int8),
         r"blocks and scales, I8 \[6, 32, 1, 16\]",
+    ),
+    (
+        "gpt_oss",
+        {},
+        lambda t: in_blocks(t, damaged=2),
+        r"experts\.down_proj holds 32 values that are not finite .* among 1024 ",
     ),
     ("gpt_oss", {}, lambda t: without("_scales")(in_blocks(t)), r"unknown: \S+down_proj_blocks"),
     ("glm4_moe", {}, without("correction_bias"), r"missing: \S+e_score_correction_bias: "),

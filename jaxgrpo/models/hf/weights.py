@@ -304,6 +304,7 @@ def agreed(folder: Path, shardings: Any) -> Iterator[None]:
             )
 
 
+@np.errstate(over="ignore")  # of stored scales and of casts: what is not finite is refused
 def _fill(
     part: np.ndarray,
     box: Box,
@@ -324,7 +325,7 @@ def _fill(
     for piece, where in mapping.pieces(entry, box, PIECE):
         values = mapping.read_slice(entry, stored, where)
         if not np.isfinite(values).all():
-            raise InputError(_not_finite(folder, entry.name, stored))
+            raise InputError(_not_finite(folder, entry.name, values))
         if jnp.finfo(values.dtype).max > jnp.finfo(narrow).max:
             _refuse_overflow(folder, entry.name, values, narrow)
         shape = tuple(stop - start for start, stop in piece)
@@ -334,8 +335,7 @@ def _fill(
 
 
 def _refuse_overflow(folder: Path, name: str, values: np.ndarray, dtype: np.dtype) -> None:
-    with np.errstate(over="ignore"):
-        beyond = values[~np.isfinite(values.astype(dtype))]
+    beyond = values[~np.isfinite(values.astype(dtype))]
     if beyond.size:
         fits = np.abs(beyond).max() <= jnp.finfo(jnp.float32).max
         remedy = 'set model.dtype = "float32"' if fits else "take another checkpoint"
@@ -345,12 +345,12 @@ def _refuse_overflow(folder: Path, name: str, values: np.ndarray, dtype: np.dtyp
         )
 
 
-def _not_finite(folder: Path, name: str, stored: Any) -> str:
-    wrong = sum(int((~np.isfinite(stored[rows])).sum()) for rows in _some_rows(stored))
+def _not_finite(folder: Path, name: str, values: np.ndarray) -> str:
+    """Args: values: of the piece of the tensor in which some are not."""
     return (
-        f"{folder}: {name} holds {wrong} values that are not finite (NaN or infinite) of "
-        f"{math.prod(stored.get_shape())}: training went wrong before it was saved, or the file is "
-        "damaged; take an earlier checkpoint, or copy the model again"
+        f"{folder}: {name} holds {(~np.isfinite(values)).sum()} values that are not finite (NaN or "
+        f"infinite) among {values.size} that were read: training went wrong before it was saved, "
+        "or the file is damaged; take an earlier checkpoint, or copy the model again"
     )
 
 
