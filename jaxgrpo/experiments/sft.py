@@ -145,15 +145,7 @@ def _write(
     summary: Mapping[str, Any],
 ) -> None:
     """Writes the model, with the fields of config.json that say where texts end, and a summary."""
-    parameters.save(
-        pretrained.model,
-        learner,
-        folder.path,
-        pretrained.path,
-        pretrained.folder,
-        pretrained.tokenizer,
-        ends,
-    )
+    pretrained.save(learner, folder.path, ends)
     folder.write_summary(summary)
     folder.publish()
 

@@ -137,6 +137,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
     data = "`, `".join(p.title for p in path) if isinstance(path, tuple) else Path(path).name
     steps = [config.method] if config.method else config.advantage or ()
     method = " -> ".join(str(part["use"]) for part in steps)
+    revision = f" (revision `{config.model.revision}`)" if config.model.revision else ""
     lines = [
         "---",
         "library_name: transformers",
@@ -145,8 +146,8 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
         "---",
         f"{replacing.CARD_TITLE} {jaxgrpo.__version__}",
         "",
-        f"Base model `{Path(config.model.path).name}`, {step} of {config.train.steps} steps of "
-        f"`{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "
+        f"Base model `{Path(config.model.path).name}`{revision}, {step} of {config.train.steps} "
+        f"steps of `{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "
         f"x {config.rollout.group_size} samples a step, {config.optimizer.use} at learning rate "
         f"{config.optimizer.learning_rate:g}, seed {config.train.seed}).",
     ]

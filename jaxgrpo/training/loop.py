@@ -29,7 +29,6 @@ from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.rewards import Rewards
-from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
@@ -227,15 +226,7 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
     keeper.refuse_moved(run.config.train.steps)
     try:
-        parameters.save(
-            pretrained.model,
-            learner,
-            folder.path,
-            pretrained.path,
-            pretrained.folder,
-            pretrained.tokenizer,
-            ends,
-        )
+        pretrained.save(learner, folder.path, ends)
     except (OSError, SafetensorError) as error:
         raise _unwritten(model, error) from error
     speed = progress.tokens / progress.seconds if progress.seconds else None

@@ -243,9 +243,11 @@ def say_start(
     and where the lines and files are that it will write again.
     """
     display.say(devices_line)
-    inputs = run.inputs
-    if unread := families.unread(inputs.pretrained.model.config):
-        display.say(unread)
+    inputs, pretrained = run.inputs, run.inputs.pretrained
+    unread = families.unread(pretrained.model.config)
+    base = parameters.base_line(pretrained.adapter_path, pretrained.path, pretrained.revision)
+    for line in filter(None, (unread, base)):
+        display.say(line)
     kernels = {"attention": run.blueprint.kernel, "decoding": run.engine.programs.attention}
     for stage, kernel in kernels.items():
         if kernel.name != "xla" or kernel.why:

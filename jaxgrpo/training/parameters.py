@@ -1,4 +1,4 @@
-"""The parameters of a run and its learner: as it begins, in a checkpoint, and as it ends.
+"""The parameters of a run and its learner: as it begins, and in a checkpoint.
 
 Without adapters all of them are trained. With adapters (`[lora]`) the weights are read from
 model.path, stay as they are, and are in no checkpoint: `to_save` and `with_weights`.
@@ -7,7 +7,8 @@ model.path, stay as they are, and are in no checkpoint: `to_save` and `with_weig
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +20,10 @@ from jaxgrpo.config.keys import LoraKeys, ModelKeys, ReferenceKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, RolloutSpec, Stream
+from jaxgrpo.data import sources
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora, sharding
-from jaxgrpo.models.api import LoraConfig, Model, ModelConfig, in_dtype
+from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
 from jaxgrpo.models.hf import adapters, folders
 from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
@@ -69,6 +71,20 @@ def adapters_line(model: Model) -> str:
     count = sum(leaf.size for leaf in jax.tree.leaves(lora.split(model.shapes)[1]))
     names = ", ".join(model.config.adapted)
     return f" of adapters (rank {settings.rank}, of {names}); {count:,} stay as they are"
+
+
+def base_line(path: str | None, base: str, revision: str | None) -> str:
+    """Says that an adapter folder names another base than `base`; empty where it does not.
+
+    Names on the hub are compared alone: a copy of a model may lie anywhere.
+    """
+    fields = {} if path is None else json.loads(adapters.adapter_files(path)[0].read_text("utf-8"))
+    names = str(fields.get("base_model_name_or_path")), base
+    revisions = fields.get("revision"), revision
+    old, new = (f"{name} ({at or 'main'})" for name, at in zip(names, revisions, strict=True))
+    if old == new or not all(sources.is_name(name) and not os.path.isdir(name) for name in names):
+        return ""
+    return f"lora.path = {path}: its adapter was trained over {old}, and is added to {new}"
 
 
 def first_learner(
@@ -210,36 +226,9 @@ def refuse_changed_adapters(
     )
 
 
-def save(
-    model: Model,
-    learner: Learner,
-    folder: Path,
-    path: str,
-    base: Path,
-    tokenizer: Any,
-    ends: Mapping[str, Any],
-) -> None:
-    """Writes a run's policy to "model" in its folder. If it has adapters, they are merged there, in
-    the dtype of the weights, and "adapter" holds them for PEFT.
-
-    Args:
-      path: `model.path`, which the adapters name as their base.
-      base: the folder of the model that the run began from.
-      tokenizer: with the run's chat template.
-      ends: fields of generation_config.json.
-    """
-    params = learner.trainable
-    if model.config.lora is not None:
-        adapters.save(model, params, folder / "adapter", path)
-        weights = learner.frozen[WEIGHTS]
-        layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
-        merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
-        model, params = lora.base_model(model), merge(lora.join(params, weights))
-    folders.save_model(model, params, folder / "model", tokenizer, ends, base=base)
-
-
 def refuse_unwritable(bases: Sequence[str], trains_adapters: bool, folder: Place) -> None:
-    """Raises: InputError where a run's folder holds in its model's place what `save` must leave.
+    """Raises: InputError where a run's folder holds in its model's place what the end of the run
+    must leave.
 
     Args:
       bases: what the run begins from, as its config names it.
@@ -247,8 +236,3 @@ def refuse_unwritable(bases: Sequence[str], trains_adapters: bool, folder: Place
     folders.refuse_unless_ours(folder / "model", bases)
     if trains_adapters:
         adapters.refuse_unless_ours(folder / "adapter", bases)
-
-
-def _merged(model: Model, params: Params) -> Params:
-    """Of one dtype, in which a wide head (model.float32_head) was stored too."""
-    return in_dtype(lora.merge(model, params), model.config.dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,10 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LoraKeys, MeshKeys, ModelKeys, RolloutKeys
 from jaxgrpo.config.world import World
 from jaxgrpo.core.errors import InputError, refuse_all
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import WEIGHTS, Learner, Params
 from jaxgrpo.models import decoder, lora, sequences, sharding
-from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import families, folders
+from jaxgrpo.models.api import Model, ModelConfig, in_dtype
+from jaxgrpo.models.hf import adapters, families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.weights import IN_A_COPY
 from jaxgrpo.rollout.engine import SEGMENT, SEGMENT_OF_TURNS, SamplingSettings
@@ -37,6 +38,7 @@ class Pretrained(NamedTuple):
     model: Model
     adapter_path: str | None  # `lora.path`
     attention: str = "auto"  # `model.attention`
+    revision: str | None = None  # `model.revision`
 
     @property
     def has_fresh_adapters(self) -> bool:
@@ -75,6 +77,27 @@ class Pretrained(NamedTuple):
         weights = folders.read_params(self.folder, lora.base_model(model), None, weight_layout)
         return lora.join(jax.jit(draw, out_shardings=adapter_layout)(key), weights)
 
+    def save(self, learner: Learner, folder: Path, ends: Mapping[str, Any]) -> None:
+        """Writes a run's policy to "model" in its folder. If it has adapters, they are merged
+        there, in the dtype of the weights, and "adapter" holds them for PEFT.
+
+        Args:
+          ends: fields of generation_config.json.
+        """
+        model, params = self.model, learner.trainable
+        if model.config.lora is not None:
+            adapters.save(model, params, folder / "adapter", self.path, revision=self.revision)
+            weights = learner.frozen[WEIGHTS]
+            layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
+            merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
+            model, params = lora.base_model(model), merge(lora.join(params, weights))
+        folders.save_model(model, params, folder / "model", self.tokenizer, ends, base=self.folder)
+
+
+def _merged(model: Model, params: Params) -> Params:
+    """Of one dtype, in which a wide head (model.float32_head) was stored too."""
+    return in_dtype(lora.merge(model, params), model.config.dtype)
+
 
 def make_mesh(sizes: MeshKeys, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that a config asks for, on the devices that are here by default."""
@@ -83,7 +106,7 @@ def make_mesh(sizes: MeshKeys, devices: Sequence[Any] | None = None) -> Mesh:
 
 def find_model(
     keys: ModelKeys,
-    adapters: LoraKeys,
+    lora_keys: LoraKeys,
     rollout: RolloutKeys,
     remat: str,
     mesh: Mesh,
@@ -92,7 +115,7 @@ def find_model(
     """The model of a config, on a mesh.
 
     Args:
-      keys, adapters, rollout, remat: `model`, `lora`, `rollout` and `train.remat` of the config.
+      keys, lora_keys, rollout, remat: `model`, `lora`, `rollout` and `train.remat` of the config.
       fetch_weights: as of `find_config`.
 
     Raises: InputError where there is no such model, a file of it cannot be read, or it has no
@@ -103,10 +126,12 @@ def find_model(
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)
     without_text = folders.tokens_without_text(tokenizer, ends, size)
-    model_config = parameters.model_config_for_run(keys, adapters, stored, without_text)
+    model_config = parameters.model_config_for_run(keys, lora_keys, stored, without_text)
     saved = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
     model = decoder.build(model_config, constrain=sharding.constrain(mesh), remat=saved)
-    return Pretrained(keys.path, mesh, folder, tokenizer, model, adapters.path, keys.attention)
+    return Pretrained(
+        keys.path, mesh, folder, tokenizer, model, lora_keys.path, keys.attention, keys.revision
+    )
 
 
 def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, ModelConfig]:

@@ -227,7 +227,9 @@ def test_tensors_that_do_not_fit_are_refused_and_a_foreign_folder_stays(tmp_path
         )
 
     adapter = lora.init(built(2), jax.random.key(0))
-    adapters.save(built(2), adapter, tmp_path / "adapter")
+    adapters.save(built(2), adapter, tmp_path / "adapter", "owner/name", revision="stage1")
+    fields = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())
+    assert (fields["base_model_name_or_path"], fields["revision"]) == ("owner/name", "stage1")
     adapters.save(built(2), adapter, tmp_path / "adapter")
     with pytest.raises(InputError, match=r"shape \(2, 32\), but adapter_config.json asks for"):
         adapters.read_params(tmp_path / "adapter", built(3))

@@ -286,3 +286,40 @@ def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(run.learner.frozen)} == {"bfloat16"}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(run.learner.trainable)} == {"float32"}
     assert "frozen weights" in counted.lines(2**30)["  kept"]
+
+
+def test_the_adapter_of_a_run_names_the_revision_of_its_base(tmp_path, monkeypatch):
+    base = Path(small_run.base())
+    monkeypatch.setattr(folders, "find_folder", lambda *_, **__: base)  # as the hub gives it
+    changes = {**LORA, "model.path": "owner/name", "model.revision": "stage1"}
+    run = setup(small_run.config(tmp_path / "run", **changes))
+    run.inputs.pretrained.save(run.learner, tmp_path, {})
+    fields = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())
+    assert (fields["base_model_name_or_path"], fields["revision"]) == ("owner/name", "stage1")
+
+
+@pytest.mark.parametrize(
+    ("stored", "base", "line"),
+    [
+        ({}, ("owner/name", None), ""),
+        ({"base_model_name_or_path": "/data/name"}, ("owner/name", None), ""),
+        ({"base_model_name_or_path": "owner/name"}, ("runs/model", None), ""),
+        ({"base_model_name_or_path": "owner/name"}, ("owner/name", "main"), ""),
+        (
+            {"base_model_name_or_path": "owner/name", "revision": "stage1"},
+            ("owner/name", None),
+            "over owner/name (stage1), and is added to owner/name (main)",
+        ),
+        (
+            {"base_model_name_or_path": "owner/base"},
+            ("owner/chat", None),
+            "over owner/base (main), and is added to owner/chat (main)",
+        ),
+    ],
+)
+def test_an_adapter_of_another_base_is_named(tmp_path, monkeypatch, stored, base, line):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/model").mkdir(parents=True)  # a folder goes before a name
+    Path(adapters.CONFIG).write_text(json.dumps(stored))
+    assert parameters.base_line(str(tmp_path), *base).endswith(line)
+    assert bool(parameters.base_line(str(tmp_path), *base)) == bool(line)

@@ -148,6 +148,7 @@ def save(
     path: str | os.PathLike[str],
     base: str | None = None,
     card: str | None = None,
+    revision: str | None = None,
 ) -> None:
     """Writes an adapter folder that `peft.PeftModel.from_pretrained` reads, whole or not at all.
 
@@ -157,11 +158,12 @@ def save(
       adapters: the first of `lora.split`, in the dtype that they are stored in.
       base: path of the base, or its name on the hub, which PEFT looks up.
       card: text of the folder's README.md, the card, as of `folders.save_model`.
+      revision: of a base on the hub: a branch, tag or commit.
 
     Raises: InputError if `path` holds anything but an adapter of ours, or PEFT has no such adapter.
     """
     family = families.find_family(model.config.family, "adapters.save")
-    fields = _fields(model.config, family, base)
+    fields = _fields(model.config, family, base, revision)
     _, entries = _parts(model, family)
     tensors = mapping.by_tensor(jax.tree.leaves(adapters), entries)
     is_writer = jax.process_index() == 0
@@ -208,7 +210,9 @@ def _parts(
     ]
 
 
-def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, Any]:
+def _fields(
+    config: ModelConfig, family: Family, base: str | None, revision: str | None
+) -> dict[str, Any]:
     """adapter_config.json of a model with adapters."""
     assert config.lora is not None  # as `_parts` refuses
     settings = config.lora
@@ -221,6 +225,7 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base and without_passwords(base),
+        "revision": revision,
         "r": settings.rank,
         "lora_alpha": alpha,
         "use_rslora": settings.use_rslora,

@@ -289,11 +289,11 @@ def save_model(
     card: str | None = None,
     overwrite: bool = False,
     base: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
 ) -> None:
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
     Adapters are merged into the weights (`lora.merge`); `adapters.save` keeps them apart.
-
     Every process calls it, since arrays laid out over processes are gathered, tensor by tensor;
     process 0 writes, and none returns before the folder is there. A model of ours is replaced.
 
@@ -307,9 +307,9 @@ def save_model(
       base: the model that this one was trained from, whose tokenizer, generation_config.json and
         config.json are copied as they are, where nothing in them changed. Of a model that was read
         with text_only it is needed: its other tensors are copied too.
+      revision: of a base on the hub, as of `load_model`.
 
-    Raises: InputError if the family's config.json cannot say what the model is, or `path` holds
-    anything but a model of ours.
+    Raises: InputError if config.json cannot say what the model is, or `path` is another's.
     """
     if jax.tree.structure(params) != jax.tree.structure(model.shapes):
         raise InputError(OTHER_PARAMETERS)
@@ -318,13 +318,13 @@ def save_model(
     family = families.find_family(model.config.family, "save_model")
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
-    with _base_tensors(model, family, base, dtype := _common_dtype(params)) as (entries, *of_base):
+    home = None if base is None else find_folder(base, revision)
+    with _base_tensors(model, family, home, dtype := _common_dtype(params)) as (entries, *of_base):
         tensors = mapping.by_tensor(jax.tree.leaves(params), entries)
         fields = families.config_fields(model.config, dtype)
         with out if jax.process_index() == 0 else contextlib.nullcontext() as folder:
             if folder is not None:
-                source = None if base is None else find_folder(base, with_weights=False)
-                texts.write(folder, fields, generation_config or {}, tokenizer, source)
+                texts.write(folder, fields, generation_config or {}, tokenizer, home)
                 replacing.write_card(folder, card)
             weights.write(folder, tensors, max_shard_bytes, *of_base)
     if jax.process_count() > 1:
@@ -333,7 +333,7 @@ def save_model(
 
 @contextlib.contextmanager
 def _base_tensors(
-    model: Model, family: Family, base: str | os.PathLike[str] | None, dtype: str
+    model: Model, family: Family, base: Path | None, dtype: str
 ) -> Iterator[tuple[list[list[Entry]], dict[str, Any], dict[str, np.dtype]]]:
     """Where to write each leaf, the open files of tensors that are copied from the base, and the
     dtypes of `weights.stored_dtypes`."""
@@ -342,10 +342,8 @@ def _base_tensors(
             "save_model: this is the text part of a model that has others too: give the folder "
             "that it was read from as base=, whose other tensors are copied"
         )
-    folder = None if base is None else find_folder(base)
-    if folder is not None and not any(folder.glob("*.safetensors*")):
-        folder = None
-    with contextlib.nullcontext({}) if folder is None else weights.opened(folder) as files:
+    has_weights = base is not None and any(base.glob("*.safetensors*"))
+    with weights.opened(base) if base and has_weights else contextlib.nullcontext({}) as files:
         stored = wrapped.find_tensors(files, model, family, str(base))
         names = {entry.name for leaf_entries in stored.entries for entry in leaf_entries}
         dtypes = weights.stored_dtypes(files, names.intersection(files), dtype)
