@@ -219,6 +219,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # norms multiply by (offset + weight): 1 for Gemma
     norms: Norms = "before"
     embedding_scale: float = 1.0
+    exact_embedding_scale: bool = False  # else it is rounded to the dtype first, as Gemma's
     query_scale: float | None = None  # None: head_dim ** -0.5
     residual_scale: float = 1.0  # of a branch that is added
     logit_scale: float = 1.0

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -26,7 +25,7 @@ from jaxgrpo.models.api import (
 from jaxgrpo.models.delta import GatedDelta
 from jaxgrpo.models.experts import Experts
 from jaxgrpo.models.latent import LatentAttention
-from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm
+from jaxgrpo.models.layers import Angles, Attention, FeedForward, Norm, RMSNorm, scaled_by
 
 
 class Block(nnx.Module):
@@ -82,14 +81,11 @@ class Block(nnx.Module):
             branch, memory = self.delta(branch, caller.recur, memory, mixer)
         else:
             branch, memory = self.attention(branch, angles[mixer.rope], caller, memory, mixer)
-        hidden = hidden + self.scaled(self.attention_out_norm(branch))
+        hidden = hidden + scaled_by(self.attention_out_norm(branch), self.scale)
         branch = normed if self.parallel else self.feed_forward_norm(hidden)
         if isinstance(feed, ExpertsKind):
             branch, recorded = self.experts(branch, caller.route, spread, recorded, feed)
             memory = LayerMemory(memory, recorded)
         else:
             branch = self.feed_forward(branch)
-        return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory
-
-    def scaled(self, branch: Array) -> Array:
-        return branch if self.scale == 1.0 else branch * jnp.asarray(self.scale, branch.dtype)
+        return hidden + scaled_by(self.feed_forward_out_norm(branch), self.scale), memory

@@ -45,6 +45,7 @@ from jaxgrpo.models.layers import (
     RMSNorm,
     head_dtype,
     rotary_angles,
+    scaled_by,
     turned_dims,
 )
 from jaxgrpo.models.sharding import OnMesh, on_one_device
@@ -141,7 +142,9 @@ def build(
         params: Params, tokens: Array, positions: Array, caller: Caller, memory: Any
     ) -> tuple[Array, Any]:
         hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
-        hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
+        scale = config.embedding_scale
+        scale = scale if config.exact_embedding_scale else np.asarray(scale, hidden.dtype)
+        hidden = lay_out(scaled_by(hidden, scale))
         turned = {mixer.rope: mixer.positioned(config.head_dim) for mixer in config.attention}
         angles = {rope: rotary_angles(positions, rope, size) for rope, size in turned.items()}
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Shaped
 
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread
 from jaxgrpo.models.backward import custom_vjp
-from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, LinearMap, matrix
+from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, LinearMap, matrix, scaled_by
 
 LEAST_BLOCK, BLOCK = 8, 512
 """Rows of one expert that are multiplied at once: at the least, and at most but on a CPU."""
@@ -168,7 +168,7 @@ def gated(activation: Any, gate: Array, up: Array) -> Array:
 def clamped(alpha: float, limit: float, gate: Array, up: Array) -> Array:
     """gate * sigmoid(alpha gate) * (up + 1), with gate at most the limit and up within it."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+    return gate * jax.nn.sigmoid(scaled_by(gate, alpha)) * (up + 1)
 
 
 def mixed(
@@ -208,7 +208,7 @@ def mixed(
         if (name, "lora_b") in leaves:
             assert inner is not None  # a map with a lora_b has a lora_a, or shares gate's
             added = grouped(inner, leaves[name, "lora_b"], sizes)
-            y = y + added * jnp.asarray(scales[name], y.dtype)
+            y = y + scaled_by(added, scales[name])
         bias = leaves.get((name, "bias"))
         return y if bias is None else y + bias.astype(y.dtype)[expert]
 

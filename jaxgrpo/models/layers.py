@@ -93,6 +93,17 @@ def soft_capped(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+def scaled_by(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
+    """x * factor in at least float32, rounded once, as torch multiplies by a number of Python.
+
+    A factor in x's bfloat16 would be off by up to 0.4%, everywhere in the same direction.
+    """
+    if factor == 1.0:
+        return x
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * jnp.asarray(factor, wide)).astype(x.dtype)
+
+
 class Embedding(nnx.Module):
     """A table of one vector per token; read by `encode`, and as an output head by `decode`.
 
@@ -317,7 +328,7 @@ class Dense(LinearMap):
         if self.lora_b is not None:
             inner: Any = self.low(x) if low is None else low
             added: Any = product(inner, self.lora_b[...], 1)
-            y = y + added * jnp.asarray(self.scale, y.dtype)
+            y = y + scaled_by(added, self.scale)
         if self.bias is None:
             return y
         bias = self.bias[...]
@@ -336,7 +347,7 @@ class Dense(LinearMap):
             return kernel
         lora_a = self.lora_a if before is None else before.lora_a
         assert lora_a is not None  # fused maps are adapted all or none
-        return kernel + self.scale * jnp.tensordot(lora_a[...], self.lora_b[...], axes=1)
+        return kernel + scaled_by(jnp.tensordot(lora_a[...], self.lora_b[...], axes=1), self.scale)
 
     def low(self, x: Float[Array, "..."]) -> Any:
         """x · lora_a; None without one."""

@@ -8,9 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from jaxgrpo.models.api import ModelConfig, Rope
+from jaxgrpo.models import decoder
+from jaxgrpo.models.api import Caller, LoraConfig, ModelConfig, Rope
+from jaxgrpo.models.attention import causal
+from jaxgrpo.models.experts import clamped
 from jaxgrpo.models.layers import (
     Dense,
     Embedding,
@@ -19,6 +23,7 @@ from jaxgrpo.models.layers import (
     rotary_angles,
     rotate,
     rounded_gradients,
+    scaled_by,
 )
 
 
@@ -29,7 +34,7 @@ def config(**changes) -> ModelConfig:
 
 
 def rngs() -> nnx.Rngs:
-    return nnx.Rngs(params=jax.random.key(0))
+    return nnx.Rngs(params=jax.random.key(0), lora=jax.random.key(1))
 
 
 def test_rms_norm_divides_by_the_root_mean_square_and_adds_its_offset():
@@ -55,6 +60,50 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
     normed = RMSNorm({"norm": 64}, config(dtype="bfloat16"))(x)
     assert normed.dtype == jnp.bfloat16
     np.testing.assert_array_equal(normed, expected)
+
+
+def with_adapters(x):
+    """What adapters of scale 5 / 3 add to nothing: the first column of x times it."""
+    settings = LoraConfig(rank=3, alpha=5.0)
+    options = config(dtype="bfloat16", lora=settings)
+    dense = Dense("attention/query", {"embed": 1}, {"mlp": 1}, options, rngs())
+    assert dense.lora_a is not None
+    assert dense.lora_b is not None
+    dense.kernel[...] = jnp.zeros((1, 1), jnp.bfloat16)
+    dense.lora_a[...] = jnp.asarray([[1.0, 0.0, 0.0]], jnp.bfloat16)
+    dense.lora_b[...] = jnp.asarray([[1.0], [0.0], [0.0]], jnp.bfloat16)
+    return dense(x[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "exact"),
+    [
+        (lambda x: scaled_by(x, 0.22), lambda x: 0.22 * x),
+        (lambda x: clamped(1.7, 7.0, -x, 0 * x), lambda x: -x / (1 + np.exp(1.7 * x))),
+        (with_adapters, lambda x: 5 / 3 * x),
+    ],
+)
+def test_numbers_that_bfloat16_multiplies_by_are_not_rounded_to_it(scaled, exact):
+    x = jnp.asarray(np.random.default_rng(0).uniform(0.5, 2, 40_000), jnp.bfloat16)
+    actual = scaled(x)
+    assert actual.dtype == jnp.bfloat16
+    ratio = np.asarray(actual, np.float64) / exact(np.asarray(x, np.float64))
+    assert abs(ratio.mean() - 1) < 2e-4
+
+
+@pytest.mark.parametrize(("is_exact", "scale"), [(True, 5.6), (False, 5.59375)])
+def test_the_scale_of_embeddings_is_rounded_where_transformers_casts_it(is_exact, scale):
+    """With norms that divide by 10^4, beside which layers add nothing."""
+    sizes = {"vocab_size": 500, "hidden_size": 64, "dtype": "bfloat16", "rms_norm_eps": 1e8}
+    options = config(**sizes, embedding_scale=5.6, exact_embedding_scale=is_exact)
+    model, position = decoder.build(options), jnp.arange(500)[None]
+    params = model.init(jax.random.key(0))
+    caller = Caller(causal(position, position >= 0))
+    hidden, _ = jax.jit(model.apply, static_argnums=3)(params, position, position, caller, None)
+    vectors = np.asarray(params["embed"]["table"], np.float64)
+    ratio = np.asarray(hidden[0], np.float64) / (vectors * scale / 1e4)
+    # Products of so few bits with one number are not rounded up and down alike.
+    assert abs(ratio[np.abs(vectors) > 0.01].mean() - 1) < 4e-4
 
 
 def test_rotation_turns_each_half_pair_by_position_times_frequency():

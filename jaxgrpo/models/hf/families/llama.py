@@ -38,6 +38,7 @@ def read_granite(fields: Fields) -> dict[str, Any]:
     return {
         **_llama(fields),
         "embedding_scale": fields.take("embedding_multiplier", "number", 1.0),
+        "exact_embedding_scale": True,
         "query_scale": fields.take("attention_multiplier", "number", 1.0),
         "residual_scale": fields.take("residual_multiplier", "number", 1.0),
         "logit_scale": 1 / fields.take("logits_scaling", "positive", 1.0),
