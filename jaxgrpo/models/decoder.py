@@ -142,9 +142,8 @@ def build(
         params: Params, tokens: Array, positions: Array, caller: Caller, memory: Any
     ) -> tuple[Array, Any]:
         hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
-        scale = config.embedding_scale
-        scale = scale if config.exact_embedding_scale else np.asarray(scale, hidden.dtype)
-        hidden = lay_out(scaled_by(hidden, scale))
+        dtype = None if config.exact_embedding_scale else hidden.dtype
+        hidden = lay_out(scaled_by(hidden, np.asarray(config.embedding_scale, dtype)))
         turned = {mixer.rope: mixer.positioned(config.head_dim) for mixer in config.attention}
         angles = {rope: rotary_angles(positions, rope, size) for rope, size in turned.items()}
 
