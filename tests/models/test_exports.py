@@ -24,7 +24,6 @@ from jaxgrpo.models.hf import families, folders
 CONFIG = {
     "_name_or_path": "somewhere",
     "architectures": ["LlamaForCausalLM"],
-    "auto_map": {"AutoModel": "modeling.Model"},
     "bos_token_id": 1,
     "eos_token_id": [2, 9],
     "hidden_size": 8,
@@ -104,6 +103,16 @@ def test_every_text_of_the_base_is_kept_byte_for_byte_and_nothing_else(tmp_path)
     ours = {"README.md", "model.safetensors"}
     assert {f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file()} == {*TEXTS, *ours}
     saved(base, out)  # a second time: it holds nothing foreign
+
+
+def test_code_that_is_not_copied_is_not_named(tmp_path):
+    """transformers would look for it in the folder."""
+    named = ("config.json", "tokenizer_config.json", "processor_config.json")
+    texts = {name: TEXTS.get(name, {"processor_class": "Mine"}) for name in named}
+    maps = {"auto_map": {"AutoModel": "modeling.Model"}}
+    base = written(tmp_path / "base", {name: text | maps for name, text in texts.items()})
+    out = saved(base, tmp_path / "out")
+    assert {name: read(out / name) for name in named} == texts
 
 
 def test_another_dtype_changes_one_field(tmp_path):

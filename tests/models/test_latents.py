@@ -16,6 +16,7 @@ import numpy as np
 import planned
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
 
 import jaxgrpo
 from jaxgrpo.cli.main import main
@@ -25,7 +26,7 @@ from jaxgrpo.models import counts, decoder, lora
 from jaxgrpo.models.api import Caller, LoraConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import fp8, weights
-from jaxgrpo.models.hf.families import FAMILIES, model_config
+from jaxgrpo.models.hf.families import FAMILIES, config_fields, model_config
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -142,6 +143,14 @@ def test_latents_as_keys_give_what_each_heads_keys_do(tmp_path):
     np.testing.assert_allclose(absorbed[0][mask > 0], expanded[0][mask > 0], atol=2e-4, rtol=0)
     shapes = (jax.tree.leaves(memory)[0].shape[-2:] for _, memory in (absorbed, expanded))
     assert (*shapes,) == ((1, 18), (4, 16))
+
+
+def test_an_export_of_kimi_k2_has_the_model_type_that_transformers_reads():
+    kimi = {**DEEPSEEK_V3, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "a.B"}}
+    fields = config_fields(model_config(kimi, "config.json"), "bfloat16")
+    assert "auto_map" not in fields
+    theirs = AutoConfig.for_model(**fields)
+    assert (theirs.model_type, theirs.n_routed_experts) == ("deepseek_v3", 256)
 
 
 @pytest.mark.full

@@ -1,7 +1,8 @@
 """The files of a model folder beside its weights: which there are, and how they are written.
 
 A model that was trained from a folder gets the files of that folder as they are, byte for byte.
-Only what differs is changed in them: the dtype, a chat template that the config sets, end tokens.
+Only what differs is changed in them: the dtype, a chat template that the config sets, end tokens,
+and the names of code, which is not copied (`auto_map`).
 So what reads the base, in whichever version, reads the trained model.
 """
 
@@ -76,6 +77,9 @@ def write(
         copy = folder / file.relative_to(base)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
+        fields = _read(copy) if copy.name.endswith("_config.json") else {}
+        if fields.pop("auto_map", None):
+            _write(copy, fields)
     if _read(folder / CONFIG) != config:
         _write(folder / CONFIG, config)
     _change_generation(folder / GENERATION, config, generation)
@@ -136,7 +140,7 @@ def _drop_absent_tokens(fields: Mapping[str, Any], config: Mapping[str, Any]) ->
 def _write_for_older_readers(file: Path, tokenizer: Any) -> None:
     """Says in the words of transformers 4, which 5 reads too, what 5 wrote about a tokenizer."""
     fields = _read(file)
-    for name in ("is_local", "local_files_only", "backend"):  # of how it was read
+    for name in ("is_local", "local_files_only", "backend", "auto_map"):  # of how it was read
         fields.pop(name, None)
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"

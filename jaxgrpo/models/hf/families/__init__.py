@@ -191,8 +191,10 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     if wrapped.is_wrapped(config_json):
         text = config_json[wrapped.TEXT]
         text |= {name: dtype for name in ("dtype", "torch_dtype") if text.get(name) is not None}
-    text |= rope.older_fields(text)
-    config_json.pop("quantization_config", None)  # what was read so is written in bfloat16
+    text |= {**rope.older_fields(text), "model_type": family.model_type}  # and of no alias
+    # What is quantised is written in bfloat16, and code that comes with a checkpoint is not copied.
+    for name in ("quantization_config", "auto_map"):
+        config_json.pop(name, None)
     reread = model_config(config_json, "the model's config.json", family, config.ignored, True)
     names = [field.name for field in dataclasses.fields(config) if field.name not in RUN_FIELDS]
     odd = [name for name in names if getattr(config, name) != getattr(reread, name)]
