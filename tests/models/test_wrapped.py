@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -21,8 +22,8 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.tasks.base import character_tokenizer
-from jaxgrpo.models import lora
-from jaxgrpo.models.api import ExpertsKind, Model
+from jaxgrpo.models import decoder, lora
+from jaxgrpo.models.api import ExpertsKind, LoraConfig, Model
 from jaxgrpo.models.hf import adapters, families, folders, wrapped
 from jaxgrpo.planning import programs
 from jaxgrpo.training import loop, pretrained, teachers
@@ -232,6 +233,24 @@ def test_adapters_have_the_names_that_peft_gives_them(case, is_text, tmp_path):
     np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), expected)
     jaxgrpo.save_model(model, params, tmp_path / "merged", base=case.folder)
     assert tensors(tmp_path / "merged").keys() == tensors(case.folder).keys()
+
+
+@FEW
+def test_peft_finds_the_full_model_of_an_adapter_and_adapts_its_text(case, tmp_path):
+    auto = pytest.importorskip("peft").AutoPeftModelForCausalLM
+    settings = LoraConfig(rank=2, alpha=4.0, targets="attention/query")
+    adapted = dataclasses.replace(case.model.config, lora=settings)
+    model = decoder.build(adapted)
+    adapter = jax.tree.map(lambda leaf: leaf + 0.2, lora.init(model, jax.random.key(0)))
+    adapters.save(model, adapter, tmp_path / "ours", base=str(case.folder))
+    assert adapters.read_config(tmp_path / "ours", case.model.config) == settings
+    shutil.copyfile(case.folder / "tokenizer_config.json", tmp_path / "ours/tokenizer_config.json")
+    shutil.copyfile(case.folder / "tokenizer.json", tmp_path / "ours/tokenizer.json")
+    theirs = auto.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    expected = checkpoints.transformers_logits(theirs, *BATCH)
+    logits = np.asarray(jaxgrpo.logits(model, lora.join(adapter, case.params), *BATCH))
+    np.testing.assert_allclose(logits[REAL], expected[REAL], atol=CLOSE, rtol=0)
+    assert np.abs(expected - case.expected)[REAL].max() > 0.01
 
 
 @pytest.mark.full

@@ -52,6 +52,7 @@ INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin that draw A and B and leave the weights as they are."""
 
 PREFIX = "base_model.model."
+LIBRARY = {"parent_library": "transformers"}
 IN_TEXT = r"(.*[.])?language_model[.](model[.])?layers[.][0-9]+[.]"
 """The modules of layers of a wrapped model's text part, by each of `wrapped.SPELLINGS`."""
 
@@ -218,12 +219,15 @@ def _fields(
     settings = config.lora
     hf_modules, parameters = targets.to_peft(config.adapted, config.kinds, family)
     target_modules: Any = targets.shortened(hf_modules, family)
+    full = wrapped.WRAPPERS.get(json.loads(config.source or "{}").get("model_type"))
     if config.text_only and hf_modules:  # other parts have modules of the same names
         target_modules = IN_TEXT + "({})".format("|".join(map(re.escape, sorted(hf_modules))))
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        # By "CAUSAL_LM" PEFT would load the text alone, whose modules have other names.
+        "task_type": None if full else "CAUSAL_LM",
+        "auto_mapping": full and {"base_model_class": full.architecture, **LIBRARY},
         "base_model_name_or_path": base and without_passwords(base),
         "revision": revision,
         "r": settings.rank,

@@ -75,8 +75,7 @@ def unpacked(files: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, A
 
     Raises: InputError where a tensor and its scales are not such as these.
     """
-    names = {name.removesuffix(SCALES) for name in files if name.endswith(SCALES)}
-    names = {name for name in names if name in files}
+    names = {name for name in files if name + SCALES in files}
     plain = {name: file for name, file in files.items() if name.removesuffix(SCALES) not in names}
     begins = {path: _begins(path) for path in {paths[name] for name in names}}
     for name in sorted(names):
