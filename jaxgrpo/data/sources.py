@@ -57,6 +57,8 @@ FILES = (".jsonl", ".csv", ".parquet")
 NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # on the hub
 WEIGHTS = "*.safetensors"
 MODEL_FILES = ("*.json", WEIGHTS, "*.txt", "*.jinja", "*.model")
+OTHER_LAYOUTS = ("*/*.safetensors", "consolidated*.safetensors")
+"""Files in which some models have the same weights again, for other readers than transformers."""
 DATA_SET = "data set"
 FORMS = "a .jsonl, .csv or .parquet file, a folder, owner/name on the hub, or task:NAME:SPLIT"
 
@@ -404,13 +406,13 @@ def fetch_model(name: str, revision: str | None = None, with_weights: bool = Tru
 
     source = Source(name, revision=revision, key="model.path")
     with refusing(lambda error: _explain(source, "model", error)):
-        patterns = model_files(with_weights)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, **model_files(with_weights)))
 
 
-def model_files(with_weights: bool = True) -> list[str]:
+def model_files(with_weights: bool = True) -> dict[str, Any]:
     """Patterns of the files of a model; without `with_weights` its weights are left out."""
-    return [pattern for pattern in MODEL_FILES if with_weights or pattern != WEIGHTS]
+    ignored = OTHER_LAYOUTS if with_weights else (WEIGHTS,)
+    return {"allow_patterns": [*MODEL_FILES], "ignore_patterns": [*ignored]}
 
 
 def _explain(source: Source, kind: str, error: BaseException) -> str:

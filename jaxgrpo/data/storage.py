@@ -259,14 +259,15 @@ def folder_files(folder: Place) -> dict[str, Place]:
     return {str(path.relative_to(folder)): path for path in paths}
 
 
-def local(path: str | os.PathLike[str], key: str, patterns: Iterable[str] = ("*",)) -> Path:
+def local(path: str | os.PathLike[str], key: str, **patterns: list[str]) -> Path:
     """A local path as it is; a URL copied into this host's cache, once for all its processes.
 
     A copy belongs to the contents of one moment: what has changed in the bucket is copied again.
 
     Args:
       key: of the config, for messages.
-      patterns: patterns of the files to copy, of a folder.
+      patterns: of the files to copy, of a folder: allow_patterns and ignore_patterns, as the hub
+        takes them (* matches / too).
     Raises: InputError where there is nothing, or it cannot be copied.
     """
     if not is_url(path):
@@ -274,7 +275,7 @@ def local(path: str | os.PathLike[str], key: str, patterns: Iterable[str] = ("*"
         return Path(os.path.expanduser(path))
     url = os.fspath(path).rstrip("/")
     try:
-        return _copied(url, tuple(patterns))
+        return _copied(url, patterns)
     except FileNotFoundError:
         raise InputError(f"{key} = {url} does not exist: give what is there") from None
     except OSError as error:
@@ -284,13 +285,15 @@ def local(path: str | os.PathLike[str], key: str, patterns: Iterable[str] = ("*"
         ) from error
 
 
-def _copied(url: str, patterns: tuple[str, ...]) -> Path:
+def _copied(url: str, patterns: dict[str, Any]) -> Path:
+    from huggingface_hub.utils import filter_repo_objects
+
     names = listing(url)
     name = url.rpartition("/")[2]
     with failing_as_os_error(url):
         # A file has nothing below it.
         info = None if names else file_system(url).info(url)
-    file_names = sorted(n for n in names if any(Path(n).match(pattern) for pattern in patterns))
+    file_names = sorted(filter_repo_objects(names, **patterns))
     version = repr(
         [url, *((n, names[n]) for n in file_names), *(sorted(info.items()) if info else ())]
     )

@@ -47,10 +47,11 @@ def test_a_file_of_rows_is_copied_once_and_again_when_it_changes(cache):
 
 
 def test_of_a_model_only_its_files_are_copied_and_weights_only_where_they_are_needed():
-    for name in ("config.json", "model.safetensors", "optimizer.pt", "nested/notes.md"):
+    layouts = ("original/model.safetensors", "consolidated.safetensors")
+    for name in ("config.json", "model.safetensors", "optimizer.pt", "nested/notes.md", *layouts):
         storage.write(f"memory://bucket/model/{name}", name.encode())
     local_folders = [
-        storage.local("memory://bucket/model", "model.path", sources.model_files(with_weights))
+        storage.local("memory://bucket/model", "model.path", **sources.model_files(with_weights))
         for with_weights in (True, False)
     ]
     names = [sorted(file.name for file in folder.iterdir()) for folder in local_folders]

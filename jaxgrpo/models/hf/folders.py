@@ -397,8 +397,7 @@ def find_folder(
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
-    patterns = sources.model_files(with_weights)
-    folder = storage.local(path, key, patterns)
+    folder = storage.local(path, key, **sources.model_files(with_weights))
     if os.path.isdir(folder):
         return folder
     if str(path).endswith(".gguf") and os.path.isfile(path):
