@@ -195,6 +195,12 @@ def check_share(where: str, **options: Scheduled | None) -> None:
     check(where, "a number in [0, 1]", lambda value: 0 <= value <= 1, **options)
 
 
+def check_divisor(where: str, eps: Scheduled, ddof: int = 0) -> None:
+    """Refuses a negative eps, and a ddof that is neither 0 nor 1."""
+    check_at_least(where, 0, eps=eps)
+    check(where, "0 (by n) or 1 (by n - 1)", lambda value: value in (0, 1), ddof=ddof)
+
+
 def check_choice(where: str, choices: Sequence[str], **options: str) -> None:
     """Refuses words that are not among the known ones."""
     check(where, f"one of {', '.join(choices)}", lambda value: value in choices, **options)

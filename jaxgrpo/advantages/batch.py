@@ -43,7 +43,7 @@ def divide_by_batch_std(
     >>> evaluate(divide_by_batch_std(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 3.0]])[0].tolist()
     [[3.0, 1.0], [1.0, 3.0]]
     """
-    stats.check_ddof("divide_by_batch_std", ddof)
+    base.check_divisor("divide_by_batch_std", eps, ddof)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
@@ -93,7 +93,7 @@ def whiten_batch(
     >>> evaluate(whiten_batch(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 3.0]])[0].tolist()
     [[1.0, -1.0], [-1.0, 1.0]]
     """
-    stats.check_ddof("whiten_batch", ddof)
+    base.check_divisor("whiten_batch", eps, ddof)
     base.check_choice("whiten_batch", _EPS_PLACES, eps_in=eps_in)
     base.check_choice("whiten_batch", _KEEP, keep=keep)
 

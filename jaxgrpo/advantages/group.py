@@ -69,7 +69,7 @@ def divide_by_group_std(
     >>> evaluate(divide_by_group_std(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 1.0]])[0].tolist()
     [[3.0, 1.0], [0.0, 0.0]]
     """
-    stats.check_ddof("divide_by_group_std", ddof)
+    base.check_divisor("divide_by_group_std", eps, ddof)
 
     def divided(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
         std = jnp.sqrt(stats.variance(value, mask, ddof=ddof, about=group))
@@ -185,6 +185,7 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
     >>> evaluate(divide_by_group_mean(), [[1.0, 0.0, 0.0, 0.0]])[0].tolist()
     [[4.0, 0.0, 0.0, 0.0]]
     """
+    base.check_divisor("divide_by_group_mean", eps)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
@@ -227,7 +228,7 @@ def normalise_with_virtual_rewards(
     name = "normalise_with_virtual_rewards"
     base.check(name, "a whole number of at least 1", lambda count: count >= 1, count=count)
     base.check(name, "a finite number", lambda top: abs(top) < float("inf"), top=top)
-    stats.check_ddof(name, ddof)
+    base.check_divisor(name, eps, ddof)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask

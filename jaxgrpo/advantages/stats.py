@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import accumulate_dtype, counted, highest, lowest, reduce, summed
 
 LOG_RATIO_LIMIT = 20.0
@@ -39,12 +38,6 @@ def count_tokens(mask: Bool[Array, "P G T"]) -> Int[Array, "P G"]:
     piece = max(size for size in range(1, 128) if length % size == 0) if length else 1
     pieces = mask.reshape(*mask.shape[:-1], length // piece, piece)
     return pieces.sum(-1, dtype=jnp.int8).sum(-1, dtype=jnp.int32)
-
-
-def check_ddof(name: str, ddof: int) -> None:
-    """Raises: InputError, opened by the name of the part, unless ddof is 0 or 1."""
-    if ddof not in (0, 1):
-        raise InputError(f"{name}: ddof = {ddof}, expected 0 (by n) or 1 (by n - 1)")
 
 
 class Summary(NamedTuple):

@@ -197,7 +197,7 @@ def divide_by_running_scale(
     """
     name = "divide_by_running_scale"
     base.check(name, "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
-    base.check_at_least(name, 0, eps=eps)
+    base.check_divisor(name, eps)
     base.check(name, "above 0 or None", lambda scale: scale > 0, initial=initial)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
@@ -240,7 +240,7 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
     [[1.0, -1.0, 0.0]]
     """
     name = "smooth_standardise"
-    base.check_at_least(name, 0, eps=eps)
+    base.check_divisor(name, eps)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = base.read(name, rollouts, "row")

@@ -53,7 +53,7 @@ def tree_normalise(
     >>> evaluate(tree_normalise(std=False), [[3.0, 1.0, 2.0]], tree=[[0, 0, 1]])[0].tolist()
     [[2.0, -2.0, 0.0]]
     """
-    stats.check_ddof("tree_normalise", ddof)
+    base.check_divisor("tree_normalise", eps, ddof)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask

@@ -120,7 +120,7 @@ def turn_normalise(
     >>> evaluate(turn_normalise(1.0, std=False), [[1.0, 0.0]], **fields)[0].tolist()
     [[[1.0, 0.5], [-1.0, -0.5]]]
     """
-    stats.check_ddof("turn_normalise", ddof)
+    base.check_divisor("turn_normalise", eps, ddof)
     fields, numbers = (turn, turn_reward, state), (scale, gamma, weight, eps)
     apply = functools.partial(_turn_normalised, fields, numbers, std, ddof)
     # Not relative: a sample that meets one state twice says something by itself.

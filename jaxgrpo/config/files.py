@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -120,27 +122,31 @@ def from_dict(
     tables: dict[str, Any] = absolute(raw, config_folder(source))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: reading.Values = {}
-    problems += _wrong_texts(tables)
-    problems += reading.read(tables, values)
-    problems += checks.check(values)
+    wrong_values = list(_wrong_values(tables))
+    problems += [*wrong_values, *reading.read(tables, values)]
+    if not wrong_values:  # which the checks of single parts would refuse again, in other words
+        problems += checks.check(values)
     if problems:
-        raise ConfigError(str(source or name), problems)
+        raise ConfigError(str(source or name), [*dict.fromkeys(problems)])
     sections = {name: reading.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
     method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
     lists = {name: values[name] for name in ("rewards", "scores", "tools", "environment")}
     return Config(**sections, **method, **lists, source=source)
 
 
-def _wrong_texts(value: Any, where: str = "") -> Iterator[str]:
-    """Texts, at any depth, that no file and no path can hold."""
+def _wrong_values(value: Any, where: str = "") -> Iterator[str]:
+    """Texts, at any depth, that no file and no path can hold, and numbers that are not finite: NaN
+    is unequal to itself, so that a run with it would differ from its config for ever."""
     if isinstance(value, Mapping):
         for name, entry in value.items():
-            yield from _wrong_texts(entry, f"{where}.{name}".lstrip("."))
+            yield from _wrong_values(entry, f"{where}.{name}".lstrip("."))
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):
-            yield from _wrong_texts(entry, f"{where}[{index}]")
+            yield from _wrong_values(entry, f"{where}[{index}]")
     elif isinstance(value, str) and (problem := no_text(value)):
         yield f"{where} = {show(value)}: {problem}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where} = {value}: expected a finite number"
 
 
 def shipped() -> dict[str, Path]:
@@ -194,7 +200,8 @@ def _may_change(name: str, ends_with_steps: bool, resets_by_evaluation: bool) ->
 
 
 def absolute(value: Any, folder: Path, where: str = "") -> Any:
-    """A copy in which paths of inputs and of own code are absolute."""
+    """A copy in which paths of inputs and of own code are absolute, and dates of TOML, which JSON
+    does not know, are texts."""
     if isinstance(value, Mapping):
         return {
             name: absolute(entry, folder, f"{where}.{name}".lstrip("."))
@@ -212,6 +219,8 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / os.path.expanduser(value))
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
     return copy.copy(value)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
-from jaxgrpo.config.ranges import key
+from jaxgrpo.config.ranges import HEAT, LONGEST, key
 from jaxgrpo.core.scores import POLICIES, QUANTITIES, STRIDE
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.storage import is_url
@@ -47,7 +47,8 @@ class RewardKeys:
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows if it raises
-    timeout: float | None = key(None, above=0)  # seconds for one batch; beyond it as if it raised
+    timeout: float | None = key(None, above=0, at_most=LONGEST)  # seconds for one batch; beyond it
+    # as if it raised
     flip: float = key(0.0, at_least=0, at_most=0.5)  # share of 0/1 rewards flipped in training
     options: dict[str, Any] = key({})
 
@@ -166,7 +167,7 @@ class ScoreKeys:
     quantity: str = key("logp", choices=tuple(QUANTITIES))
     prompt: str | None = key(None)  # a column that replaces the prompt, or own code that writes it
     max_prompt_tokens: int | None = key(None, at_least=1)  # of own code's; None: of rollout
-    temperature: float | None = key(None, above=0)  # None: that of sampling
+    temperature: float | None = key(None, **HEAT)  # None: that of sampling
     stride: int = key(STRIDE, at_least=1)  # tokens between those with an effective rank
 
 
@@ -219,7 +220,7 @@ class RolloutKeys:
     group_size: int = key(at_least=1)  # samples per prompt
     max_prompt_tokens: int = key(at_least=1)
     max_completion_tokens: int = key(at_least=1)
-    temperature: float = key(1.0, above=0)
+    temperature: float = key(1.0, **HEAT)
     top_k: int = key(0, at_least=0)  # sample from the top_k likeliest tokens; 0: from all
     top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
     min_p: float = key(0.0, at_least=0)  # and of at least this share of the likeliest's probability
@@ -241,7 +242,8 @@ class RolloutKeys:
     max_turns: int = key(8, at_least=2)  # of a sample, where there are tools or environments
     max_turn_tokens: int | None = key(None, at_least=1)  # of a turn; None: all that are left
     call_format: str = key("auto")  # how a model writes calls: FORMATS, or own code
-    call_timeout: float = key(30.0, above=0)  # seconds for a call of a tool or an environment
+    call_timeout: float = key(30.0, above=0, at_most=LONGEST)  # seconds for a call of a tool or an
+    # environment
     call_workers: int = key(0, at_least=0)  # calls that run at once in processes; 0: in threads
     call_memory: float = key(4.0, above=0)  # GiB that each of these processes may map
     reply_after: int = key(1, at_least=1)  # segments decoded between a turn's end and its reply
@@ -324,9 +326,12 @@ INPUTS = ("rows", "template", "tokenizer", "prompts", "base", "code")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     dir: str = key()  # relative to where the command is started
-    stop_grace: float = key(300.0, above=0)  # seconds from a stop signal to the end, saved or not
-    stuck_after: float = key(3600.0, at_least=0)  # seconds without progress that end it; 0: never
-    peer_timeout: float = key(15.0, at_least=0)  # silence of another process that ends it; 0: never
+    stop_grace: float = key(300.0, above=0, at_most=LONGEST)  # seconds from a stop signal to the
+    # end, saved or not
+    stuck_after: float = key(3600.0, at_least=0, at_most=LONGEST)  # seconds without progress that
+    # end it; 0: never
+    peer_timeout: float = key(15.0, at_least=0, at_most=LONGEST)  # silence of another process that
+    # ends it; 0: never
     samples_every: int = key(10, at_least=0)  # steps between files of samples; 0: only the first's
     rollouts_every: int = key(0, at_least=0)  # steps between files of rollouts; 0: none
     allow_changes: tuple[str, ...] = key((), choices=INPUTS)  # in what a later start reads

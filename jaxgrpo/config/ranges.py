@@ -21,6 +21,10 @@ KINDS: dict[Any, str] = {
 
 LARGEST = 2**31 - 1
 """Of a whole number, where its key says nothing else: devices count in 32 bits."""
+LONGEST = 10**9
+"""Seconds: what waits for longer overflows in Python's threads and alarms."""
+HEAT = {"at_least": 1e-6, "at_most": 10**6}
+"""Of a temperature: logits over it stay finite and different in float32."""
 
 
 class Range(NamedTuple):
@@ -38,7 +42,8 @@ class Range(NamedTuple):
         if self.choices:
             return " or ".join(f'"{choice}"' for choice in self.choices)
         if self.above > -math.inf:
-            return f"above {self.above:g}"
+            limit = f", {self.at_most:g} at most" if self.at_most < math.inf else ""
+            return f"above {self.above:g}{limit}"
         if self.at_most < math.inf:
             return f"{self.at_least:g} to {self.at_most}"
         return f"{self.at_least:g} or more"

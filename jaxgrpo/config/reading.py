@@ -7,7 +7,6 @@ writing in files.py.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import difflib
 import functools
 import json
@@ -205,8 +204,6 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
         return
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < sys.float_info.max else math.inf
-    if kind is str and isinstance(value, datetime.date):  # of TOML, as --set reads 2026-11-25
-        value = value.isoformat()
     if kind is tuple:
         yield from _read_texts(where, value, limits, values)
     elif kind is Mapping and isinstance(value, Mapping):

@@ -142,9 +142,8 @@ def own_line(error: BaseException) -> tuple[str, str]:
     ]
     if not frames:
         return "", ""
-    return f"{frames[-1].filename}:{frames[-1].name}, line {frames[-1].lineno}", frames[
-        -1
-    ].line or ""
+    last = frames[-1]
+    return f"{last.filename}:{last.name}, line {last.lineno}", last.line or ""
 
 
 def refuse_all(title: str, problems: Collection[str]) -> None:
@@ -263,11 +262,13 @@ def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T
 
 
 def refuse_no_number(where: str, value: Any, parameter: inspect.Parameter | None) -> None:
-    """Raises InputError on a text, list or table as the value of an option that is a number."""
+    """Raises InputError on a text, list, table or truth value as the value of an option that is a
+    number, and on numbers that are not finite."""
     default = parameter.default if parameter else None
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     takes_text = parameter is not None and "str" in str(parameter.annotation)
-    if is_number and not takes_text and isinstance(value, (str, list, Mapping)):
+    is_odd = isinstance(value, float) and not abs(value) < float("inf")
+    if is_number and not takes_text and (is_odd or isinstance(value, (bool, str, list, Mapping))):
         raise InputError(f"{where} = {value!r}: expected a number, as {default:g}")
 
 

@@ -126,8 +126,8 @@ def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
         (("rollout.refill={factr=3}",), "rollout.refill.factr: unknown key; expected { factor"),
         (("rollout.refill={}",), "rollout.refill = {}: expected { factor = 3.0 }"),
         (("rollout.refill={factor=0.9}",), "a finite number of 1 or more"),
-        (("rollout.refill={factor=inf}",), "a finite number of 1 or more"),
-        (("rollout.refill={factor=nan}",), "a finite number of 1 or more"),
+        (("rollout.refill={factor=inf}",), "rollout.refill.factor = inf: expected a finite number"),
+        (("rollout.refill={factor=1e400}",), "factor = inf: expected a finite number"),
         (("rollout.refill={factor=true}",), "a finite number of 1 or more"),
         (("rollout.refill.factor=2", "recipe=sign"), "sign learns from flat groups too"),
         (
@@ -174,7 +174,10 @@ def test_a_refill_that_makes_no_sense_is_refused(overrides, message):
             ("rollout.early_stop={percentile=10}", "rollout.group_size=16"),
             "16 samples are drawn first, and rollout.group_size = 16 leaves none",
         ),
-        (("rollout.early_stop={confidence=inf}",), "confidence is a finite number of nats"),
+        (
+            ("rollout.early_stop={confidence=inf}",),
+            "early_stop.confidence = inf: expected a finite number",
+        ),
         (("rollout.early_stop={confidence=8, k=20}",), "early_stop.k: unknown key"),
         (("rollout.early_stop={confidence=8, window=0}",), "window is a whole number of 1 or"),
         (("rollout.early_stop={confidence=8, tokens=2.5}",), "tokens is a whole number of 1 or"),

@@ -64,7 +64,7 @@ def test_nothing_changes_a_config():
         ("optimizer.learning_rate=true", "optimizer.learning_rate = true: expected a number"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate = -1.0: expected 0 or more"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: expected a finite number"),
-        ("rollout.temperature=0", "rollout.temperature = 0.0: expected above 0"),
+        ("rollout.temperature=0", "rollout.temperature = 0.0: expected 1e-06 to 1000000"),
         ("rollout.group_size=0", "rollout.group_size = 0: expected 1 or more"),
         ("run.dir=3", 'run.dir = 3: expected a text in quotes, "..."'),
         ('run.dir=""', 'run.dir = "": expected some text'),
@@ -124,6 +124,16 @@ def test_all_mistakes_come_in_one_message():
     assert str(caught.value).splitlines()[0] == "config: 4 problems"
     for word in ("train.steps?", "rollout.group_size?", "bfloat16", "'grpo'?"):
         assert word in str(caught.value)
+
+
+def test_dates_of_toml_are_texts_at_any_depth():
+    got = read("data.chat_template_kwargs={day=2026-11-25, more=[{at=09:30:00}]}")
+    assert got.data.chat_template_kwargs == {"day": "2026-11-25", "more": [{"at": "09:30:00"}]}
+    assert read("data.template_time=2026-11-25T09:30:00").data.template_time == (
+        "2026-11-25T09:30:00"
+    )
+    assert files.entries(files.to_tables(got))  # JSON of all of it
+    assert files.resume_difference(got, files.from_text(files.to_toml(got), "here")) == []
 
 
 def test_a_misspelt_required_key_is_not_reported_missing_too():
