@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import difflib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.config import keys, methods, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
-from jaxgrpo.config.own_code import installed, is_reference, named_file
-from jaxgrpo.config.ranges import LARGEST
+from jaxgrpo.config.own_code import is_reference, named_file
+from jaxgrpo.config.ranges import LARGEST, wandb_problem
 from jaxgrpo.config.reading import TRL, Values, show
-from jaxgrpo.core.errors import InputError, pattern_problem, suggest
+from jaxgrpo.core.errors import InputError, pattern_problem
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data import tasks
 from jaxgrpo.data.chat import CHOICES
@@ -32,9 +31,6 @@ from jaxgrpo.rollout.policies import build_policy
 from jaxgrpo.rollout.stopping import early_stop_problems
 from jaxgrpo.update.balance import COEFFICIENT, RATE
 from jaxgrpo.update.optimizer import make_optimizer
-
-WANDB_OURS = ("dir", "config", "id", "resume", "settings")
-"""Arguments of `wandb.init` that the run itself gives."""
 
 BuiltParts = dict[str, tuple[Part, Any]]
 """Place in the config -> a part, and what is built from it."""
@@ -55,7 +51,7 @@ def check(values: Values) -> Iterator[str]:
     yield from _method(values, parts)
     yield from _refill(values, parts)
     checks = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
-    for find_problems in (*checks, _rewards, scoring.check, world.check, _data, _lora):
+    for find_problems in (*checks, _rewards, scoring.check, world.check, _data, _template, _lora):
         yield from find_problems(values)
     yield from wrong_parts
     yield from _optimizer(values)
@@ -234,9 +230,10 @@ def _evaluation(values: Values) -> Iterator[str]:
             yield f"{where}: {problem}"
     if share > 1:
         yield f"eval.confidence_kept = {share:g}: a share of the voters; set it to 1 (all) or less"
-    for name in ("eval.confidence", "eval.kl_to_base"):
-        if values.get(name) and no_data:
-            yield f"{name} = true: there is nothing to evaluate on; name eval.data, or leave it out"
+    for name in ("eval.confidence", "eval.kl_to_base", "eval.subset", "eval.split"):
+        if (value := values.get(name)) and no_data:
+            problem = "there is nothing to evaluate on; name eval.data, or leave it out"
+            yield f"{name} = {show(value)}: {problem}"
 
 
 def _loss(values: Values) -> Iterator[str]:
@@ -357,7 +354,7 @@ def _misspelt(option: str, table: Any) -> str | None:
 
 
 def _data(values: Values) -> Iterator[str]:
-    """What is trained and evaluated on, the model's revision and the prompts' template."""
+    """What is trained and evaluated on, the model's revision and the columns of prompts."""
     parts = values.get("data.path")
     if isinstance(parts, tuple):
         yield from _mixture(values, parts)
@@ -380,13 +377,19 @@ def _data(values: Values) -> Iterator[str]:
         if (file := named_file(values.get(where) or "")) and not os.path.isfile(file):
             yield f"{where}: there is no file {file}, named by {values[where]!r}"
     delimiter = values.get("data.delimiter", ",")
+    paths = [part.path for part in parts] if isinstance(parts, tuple) else [parts]
+    is_csv = (str(path).endswith(".csv") for path in (*paths, values.get("eval.data")))
     if len(delimiter) != 1 or delimiter in '"\r\n':
-        yield (
-            f"data.delimiter = {show(delimiter)}: expected one character, as ; or a tab, written "
-            '"\\t"'
-        )
-    prompt, template = values.get("data.prompt", ""), values.get("data.chat_template")
-    yield from _prompt_template(prompt)
+        problem = 'expected one character, as ; or a tab, written "\\t"'
+        yield f"data.delimiter = {show(delimiter)}: {problem}"
+    elif delimiter != "," and not any(is_csv):
+        yield f"data.delimiter = {show(delimiter)}: no .csv file is read; leave it out"
+    yield from _prompt_template(values.get("data.prompt", ""))
+
+
+def _template(values: Values) -> Iterator[str]:
+    """How prompts are written out."""
+    template = values.get("data.chat_template")
     if template is not None and template not in CHOICES and not os.path.isfile(template):
         yield (
             f"data.chat_template = {show(template)}: there is no such file; give a Jinja file, "
@@ -462,8 +465,10 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
     elif not (is_file or os.path.isdir(path) or is_name(path)):
         reason = "is no file of rows" if os.path.exists(path) else "does not exist"
         yield f"{where} = {show(path)}: {reason}; give {FORMS}"
-    if is_task or is_file:
-        yield from (f"{name}: {show(path)} has none; leave it out" for name in options)
+    unread = SOURCE_OPTIONS if is_task or is_file else ("revision",) * os.path.isdir(path)
+    for name in options:
+        if name.endswith(unread):
+            yield f"{name}: {show(path)} has none; leave it out"
 
 
 def _optimizer(values: Values) -> Iterator[str]:
@@ -480,21 +485,3 @@ def _optimizer(values: Values) -> Iterator[str]:
         make_optimizer({}, updates=values.get("train.steps", 1), **settings)
     except (ValueError, TypeError) as error:
         yield str(error)
-
-
-def wandb_problem(options: Mapping[str, Any]) -> str | None:
-    """Why wandb cannot be given the options of `tracking.wandb`; None if it can."""
-    if not installed("wandb"):
-        return (
-            "tracking.wandb is given, but wandb is not installed: pip install 'jaxgrpo[wandb]', or "
-            "take tracking.wandb out; metrics.jsonl and report.html are written in any case"
-        )
-    import wandb
-
-    parameters = inspect.signature(wandb.init).parameters.keys() - set(WANDB_OURS)
-    for name in options:
-        if name in WANDB_OURS:
-            return f"tracking.wandb.{name}: the run gives this itself; take it out"
-        if name not in parameters:
-            return f"tracking.wandb.{name}: no option of wandb.init: {suggest(name, parameters)}"
-    return None

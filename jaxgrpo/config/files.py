@@ -219,6 +219,8 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / os.path.expanduser(value))
+    if isinstance(value, str) and where == "run.dir":  # relative to the working directory
+        return os.path.expanduser(value)
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     return copy.copy(value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
-from jaxgrpo.config.ranges import HEAT, LONGEST, key
+from jaxgrpo.config.ranges import HEAT, LARGEST_SEED, LONGEST, key
 from jaxgrpo.core.scores import POLICIES, QUANTITIES, STRIDE
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.storage import is_url
@@ -254,7 +254,7 @@ class TrainKeys:
     steps: int = key(at_least=1)
     num_iterations: int = key(1, at_least=1)  # how often the rollouts of a step are trained on
     minibatches: int = key(1, at_least=1)  # parts by prompt of each, one optimizer update each
-    seed: int = key(0, at_least=0, at_most=2**32 - 1)  # JAX reads 32 bits: 2**32 would draw as 0
+    seed: int = key(0, at_least=0, at_most=LARGEST_SEED)
     tokens_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: `default_tokens`
     remat: str = key("auto", choices=("auto", "none", "attention", "dots", "full"))
     routing: str = key("replay", choices=("replay", "fresh"))  # of a model with experts

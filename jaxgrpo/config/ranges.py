@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from jaxgrpo.config.own_code import installed
+from jaxgrpo.core.errors import suggest
 
 KINDS: dict[Any, str] = {
     int: "a whole number",
@@ -21,6 +25,8 @@ KINDS: dict[Any, str] = {
 
 LARGEST = 2**31 - 1
 """Of a whole number, where its key says nothing else: devices count in 32 bits."""
+LARGEST_SEED = 2**32 - 1
+"""JAX reads 32 bits: 2**32 would draw as 0."""
 LONGEST = 10**9
 """Seconds: what waits for longer overflows in Python's threads and alarms."""
 HEAT = {"at_least": 1e-6, "at_most": 10**6}
@@ -81,3 +87,25 @@ def expected_value(hint: Any, limits: Range) -> str:
         return str(limits)
     text = KINDS[kind_for(hint)].format(holds=limits.holds)
     return text if limits == Range() else f"{text}, {limits}"
+
+
+WANDB_OURS = ("dir", "config", "id", "resume", "settings")
+"""Arguments of `wandb.init` that the run itself gives."""
+
+
+def wandb_problem(options: Mapping[str, Any]) -> str | None:
+    """Why wandb cannot be given the options of `tracking.wandb`; None if it can."""
+    if not installed("wandb"):
+        return (
+            "tracking.wandb is given, but wandb is not installed: pip install 'jaxgrpo[wandb]', or "
+            "take tracking.wandb out; metrics.jsonl and report.html are written in any case"
+        )
+    import wandb
+
+    parameters = inspect.signature(wandb.init).parameters.keys() - set(WANDB_OURS)
+    for name in options:
+        if name in WANDB_OURS:
+            return f"tracking.wandb.{name}: the run gives this itself; take it out"
+        if name not in parameters:
+            return f"tracking.wandb.{name}: no option of wandb.init: {suggest(name, parameters)}"
+    return None

@@ -353,11 +353,22 @@ def _data_set(source: Source, path: Path) -> Any:
     with refusing(lambda error: _failure(source, error, local)):  # of a dozen kinds
         if saved:  # by save_to_disk
             data_set = datasets.load_from_disk(name)
+            _refuse_unsaved(source, data_set)
         else:
             data_set = datasets.load_dataset(
                 name, source.subset, split=source.split, revision=revision
             )
     return _select_split(data_set, source.split, source.where, source.table)
+
+
+def _refuse_unsaved(source: Source, data_set: Any) -> None:
+    """Raises: InputError for a subset, and for another split than the single one that was saved."""
+    problem = None if source.subset is None else ("has no subsets", "subset")
+    if not isinstance(data_set, Mapping) and source.split not in (None, str(data_set.split)):
+        problem = f"holds a single data set, of the split {data_set.split}", "split"
+    if problem:
+        saved = f"{source.where}, which save_to_disk wrote, {problem[0]}"
+        raise InputError(f"{saved}: leave {source.table}.{problem[1]} out")
 
 
 def _select_split(data_set: Any, split: str | None, where: str, table: str) -> Any:

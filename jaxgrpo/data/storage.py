@@ -73,7 +73,7 @@ def on_host(path: str | os.PathLike[str], output: str) -> Path:
         raise InputError(
             f"{os.fspath(path)}: {output} is written to a folder of this host: name one"
         )
-    return Path(path).absolute()
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def refuse_unnameable(path: str | os.PathLike[str], where: str) -> None:
@@ -126,7 +126,7 @@ def place(path: str | os.PathLike[str]) -> Place:
     Raises: InputError where nothing installed reads such URLs.
     """
     if not is_url(path):
-        return Path(path).absolute()
+        return Path(os.path.expanduser(path)).absolute()
     file_system(path)
     return BucketPath(os.fspath(path))
 

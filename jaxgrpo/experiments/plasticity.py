@@ -23,7 +23,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.data import storage
 from jaxgrpo.experiments.compare import command
-from jaxgrpo.experiments.compare.experiment import Case, Experiment, make_cases
+from jaxgrpo.experiments.compare.experiment import MOST_SEEDS, Case, Experiment, make_cases
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
@@ -62,8 +62,8 @@ def main(
     Raises: InputError where there is no such run, model or metric, or tokenizers differ.
     """
     config, console = configs.load(task, overrides), Console(highlight=False)
-    if seeds < 1:
-        raise InputError(f"--seeds {seeds}: expected 1 or more")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise InputError(f"--seeds {seeds}: expected a number of seeds, 1 to {MOST_SEEDS}")
     revision = {"model.revision": config.model.revision} if config.model.revision else {}
     models = find_models(trained, {"model.path": config.model.path, **revision})
     home = folder or f"{config.run.dir.rstrip('/')}-plasticity"

@@ -129,6 +129,9 @@ def config_for(
         tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
         source = None
     replacements = {name: value for name, value in (changes or {}).items() if value is not None}
+    if "eval.data" in replacements:  # subset and split are those of the data before
+        eval_keys = tables.get("eval", {})
+        tables["eval"] = {name: eval_keys[name] for name in eval_keys.keys() - {"subset", "split"}}
 
     def config_with(**limits: Any) -> Config:
         config = make_config(tables, {**limits, **replacements})

@@ -87,6 +87,8 @@ def test_nothing_changes_a_config():
         ("data.path=rows.csv", "there is no such file; relative paths begin at the folder of"),
         ("data.path=rows.txt", "does not exist; give a .jsonl, .csv or .parquet file, a folder"),
         ("data.split=test", 'data.split: "task:arithmetic:train" has none; leave it out'),
+        ("eval.split=test", 'eval.split = "test": there is nothing to evaluate on; name eval.data'),
+        ("data.delimiter=;", 'data.delimiter = ";": no .csv file is read; leave it out'),
         ('data.prompt="{a"', "data.prompt = '{a': the brace at character 0 has no partner"),
         ("data.chat_template=chat.jinja", "there is no such file; give a Jinja file"),
         ("data.chat_template_kwargs=3", "= 3: expected a table, { name = value }"),
@@ -124,6 +126,18 @@ def test_all_mistakes_come_in_one_message():
     assert str(caught.value).splitlines()[0] == "config: 4 problems"
     for word in ("train.steps?", "rollout.group_size?", "bfloat16", "'grpo'?"):
         assert word in str(caught.value)
+
+
+def test_a_local_folder_has_no_revision(tmp_path):
+    (problem,) = problems(f"data.path={tmp_path}", "data.revision=v1")
+    assert problem.startswith('data.revision: "/')
+    assert problem.endswith(" has none; leave it out")
+
+
+def test_a_run_may_be_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read("run.dir=~/runs/x").run.dir == "/home/me/runs/x"
+    assert read("run.dir=runs/~x").run.dir == "runs/~x"
 
 
 def test_dates_of_toml_are_texts_at_any_depth():

@@ -109,6 +109,17 @@ def test_a_folder_written_by_save_to_disk_gives_its_rows(tmp_path):
     assert read_rows(read(Source(str(tmp_path / "one")))) == ROWS
 
 
+def test_what_a_saved_data_set_does_not_have_is_refused(tmp_path):
+    train = datasets.Dataset.from_list(ROWS, split=datasets.Split.TRAIN)
+    for name, data_set in {"one": train, "several": datasets.DatasetDict({"a": train})}.items():
+        data_set.save_to_disk(tmp_path / name)
+        with pytest.raises(InputError, match=r"save_to_disk wrote, has no subsets: leave data.sub"):
+            read(Source(str(tmp_path / name), subset="main"))
+    assert read_rows(read(Source(str(tmp_path / "one"), split="train"))) == ROWS
+    with pytest.raises(InputError, match=r"of the split train: leave eval.split out"):
+        read(Source(str(tmp_path / "one"), split="test", key="eval.data"))
+
+
 def test_a_split_that_is_not_there_or_not_named_is_said_with_those_there(folder, tmp_path):
     with pytest.raises(InputError, match=r"several splits: set eval.split to one of train, test"):
         read(Source(str(folder), key="eval.data"))

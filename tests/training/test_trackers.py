@@ -10,7 +10,7 @@ import pytest
 from event_files import events, records, wandb_history
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.checks import wandb_problem
+from jaxgrpo.config.ranges import wandb_problem
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.training.records.logbook import TensorBoard, WandB, numbers
 

@@ -146,12 +146,13 @@ def _show_plan(
 def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
     """Builds the method of every arm, and traces its advantage, losses and penalties.
 
-    Data are read where an advantage needs a column of them.
+    Data are read where an advantage needs a column of them. A method that only an environment
+    rewards is built when its run begins, which knows that reward.
 
     Raises: ConfigError with the problems of all arms, where own code fails.
     """
     problems = []
-    for arm, config in {case.arm: case.config for case in cases}.items():
+    for arm, config in {case.arm: case.config for case in cases if case.config.rewards}.items():
         try:
             rollout, loss = config.rollout, config.loss
             longest, refills = rollout.max_completion_tokens, rollout.refill is not None

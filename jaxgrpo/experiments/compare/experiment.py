@@ -8,6 +8,7 @@ import difflib
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config, replace
 from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, RewardKeys, config_folder
+from jaxgrpo.config.ranges import LARGEST_SEED
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data import storage
@@ -72,8 +74,8 @@ def _arm_names(value: Any) -> tuple[str, ...] | None:
 
 def _seeds(value: Any) -> tuple[int, ...] | None:
     if type(value) is int:
-        return tuple(range(value)) or None
-    seeds = _list(value, lambda seed: type(seed) is int and seed >= 0)
+        return tuple(range(value)) or None if value <= MOST_SEEDS else None
+    seeds = _list(value, lambda seed: type(seed) is int and 0 <= seed <= LARGEST_SEED)
     return seeds if seeds and len(seeds) == len(value) else None
 
 
@@ -108,7 +110,12 @@ TUNING = "as seeds; [] to choose rates on the seeds that are judged"
 SPARE = 3
 """Rates are chosen on seeds of their own by default where at least so many can be spared."""
 
-SEEDS = "a number of seeds, 7 (for 0 to 6), or a list of different ones, [3, 5]"
+MOST_SEEDS = 1000
+"""Of a number: a larger one is rather a seed, and a list is meant."""
+SEEDS = (
+    f"a number of seeds, 7 (for 0 to 6), {MOST_SEEDS} at most; or a list of different ones up to "
+    f"{LARGEST_SEED}, [3, 5], also of a single seed, [20261128]"
+)
 ARMS = "at least two tables [arms.NAME], NAME of letters, digits, - _ +"
 
 
@@ -191,6 +198,7 @@ def load(path: str | Path) -> Experiment:
     if problems:
         raise ConfigError(str(source), problems)
     storage.on_host(values["dir"], "a comparison")
+    values["dir"] = os.path.expanduser(values["dir"])
     return Experiment(**values, source=source)
 
 
@@ -219,7 +227,7 @@ def make_cases(experiment: Experiment, base: Mapping[str, Any] | None = None) ->
             first_configs[arm] = _config(experiment, base, changes, experiment.rates(arm)[0])
             config = first_configs[arm]
             sizes = config.rollout.group_size, common.rollout.group_size
-            first_rewards = config.rewards[0], common.rewards[0]
+            first_rewards = config.rewards[:1], common.rewards[:1]
             scorer = config.eval.scorer
             arm_problems = _arm_problems(sizes, experiment.hold, first_rewards, scorer)
         except ConfigError as error:
@@ -372,13 +380,14 @@ def _hold_samples(common: Mapping[str, Any], tables: dict[str, Any]) -> None:
 def _arm_problems(
     group_sizes: Collection[int],
     hold: str | None,
-    first_rewards: Sequence[RewardKeys],
+    first_rewards: Iterable[Sequence[RewardKeys]],
     scorer: str | None,
 ) -> Iterator[str]:
     """What is valid in a config but not in a comparison.
 
     Args:
-      group_sizes, first_rewards: of an arm, and of all arms without what it changes.
+      group_sizes, first_rewards: of an arm, and of all arms without what it changes; () where the
+        environment rewards.
       hold, scorer: of the experiment, and `eval.scorer` of the arm.
     """
     if len({*group_sizes}) > 1 and hold is None:
@@ -386,11 +395,8 @@ def _arm_problems(
             'rollout.group_size: say what a step keeps where it differs, hold = "samples" '
             '(prompts_per_step follows) or hold = "prompts"'
         )
-    arm_reward, common_reward = first_rewards
-    if scorer is None and (arm_reward.use, arm_reward.options) != (
-        common_reward.use,
-        common_reward.options,
-    ):
+    arm_judge, common_judge = ([(r.use, r.options) for r in rewards] for rewards in first_rewards)
+    if scorer is None and arm_judge != common_judge:
         yield (
             "rewards: the first one judges success in evaluation too, which must be the same in "
             "every arm; name the judge, set.eval.scorer"

@@ -52,7 +52,7 @@ def probe_atlas(
     changes |= {"rewards": [{"use": reward}]} if isinstance(reward, str) else {}
     config = config_for(target, changes, overrides)
     functions = {callable_name(reward): reward} if callable(reward) else None
-    if config.rewards[0].use == NO_REWARD and functions is None:
+    if functions is None and NO_REWARD in [reward.use for reward in config.rewards]:
         raise InputError("nothing judges the samples; give --reward, as math")
     run = setup(config, rewards=functions, dataset=None if isinstance(data, str) else data)
     try:

@@ -198,7 +198,7 @@ def _config(
     samples = config.eval.samples
     if config.eval.data is None and rows is None:
         problem = "no prompts to probe with; give --data, as task:NAME:train"
-    elif config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
+    elif config.scorer_name == NO_REWARD:
         judges = "gsm8k_answer, math, or path/file.py:function"
         problem = f"nothing judges the answers; give --reward, as {judges}"
     elif samples < 2:

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from jaxgrpo.config.checks import wandb_problem
 from jaxgrpo.config.keys import RunKeys, TrackingKeys
 from jaxgrpo.config.own_code import installed
+from jaxgrpo.config.ranges import wandb_problem
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.training.processes import process

@@ -142,6 +142,23 @@ def test_seeds_are_set_apart_for_tuning_where_they_suffice(tmp_path):
     assert {case.seed for case in cases(tmp_path, seeds=30)} == set(range(30))
 
 
+def test_seeds_are_those_that_a_run_can_take_and_a_large_number_is_no_number_of_them(tmp_path):
+    for seeds in ([2**32], 20261128):
+        (problem,) = problems(tmp_path, seeds=seeds)
+        assert "1000 at most; or a list of different ones up to 4294967295, [3, 5], also" in problem
+    assert cases(tmp_path, seeds=[2**32 - 1])[0].config.train.seed == 2**32 - 1
+
+
+def test_an_environment_may_reward_alone_and_a_folder_be_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "mine.py").write_text("class Env: ...\n")
+    changes = {"rewards": [], "environment": "mine.py:Env", "rollout.max_turns": 2}
+    case = cases(tmp_path, set=changes, dir="~/x")[0]
+    assert case.config.rewards == ()
+    assert main(["compare", str(tmp_path / "experiment.toml"), "--dry-run"]) == 0
+    assert case.path == Path("/home/me/x/runs/grpo/lr_0.0001/seed_0")
+
+
 def test_tuning_seeds_are_others_and_the_control_is_not_tested(tmp_path):
     messages = problems(tmp_path, tuning_seeds=[1, 5], tests=["grpo"])
     assert any("tuning_seeds = [1]: among seeds too" in problem for problem in messages)

@@ -10,6 +10,7 @@ import math
 import comparisons
 import numpy as np
 import pytest
+import small_run
 import tables
 
 from jaxgrpo.cli import main
@@ -78,6 +79,20 @@ def probes(folders):
 
 def flat(p, size):
     return p**size + (1 - p) ** size
+
+
+def test_an_environment_that_rewards_alone_is_probed_by_it(tmp_path):
+    (tmp_path / "mine.py").write_text("class Env: ...\n")
+    file = small_run.write(
+        tmp_path / "run.toml",
+        tmp_path / "run",
+        rewards=[],
+        environment=f"{tmp_path}/mine.py:Env",
+        **{"data.path": "task:arithmetic:train"},
+    )
+    config = command._config(file, {}, ())
+    assert (config.rewards, config.scorer_name) == ((), "environment")
+    assert config.eval.data == "task:arithmetic:train"
 
 
 @pytest.mark.full
