@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.core.errors import InputError, one_line, without_passwords
 from jaxgrpo.data import storage
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document
@@ -162,6 +162,18 @@ def _commit() -> str | None:
     return json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
 
 
+def platform_problem() -> str | None:
+    """Why JAX cannot begin with the platforms that it is to take; None where it can."""
+    names = os.environ.get("JAX_PLATFORMS")
+    where = f"JAX_PLATFORMS = {names}" if names else "the devices of this machine"
+    try:
+        jax.default_backend()
+    except (RuntimeError, AssertionError) as error:
+        reason = one_line(error) or "there are none"  # JAX's assertion says nothing
+        return f"{where}: JAX cannot use them ({reason}); unset it, or set JAX_PLATFORMS=cpu"
+    return None
+
+
 def _devices() -> dict[str, Any]:
     """What JAX computes on, with the memory of each device where it says."""
     problem = None
@@ -169,10 +181,14 @@ def _devices() -> dict[str, Any]:
         process.start("auto")
     except InputError as error:
         problem = str(error)
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    except (RuntimeError, AssertionError):
+        if (problem := platform_problem()) is None:
+            raise
+    can_begin = platform_problem() is None
+    stats = [device.memory_stats() or {} for device in jax.local_devices()] if can_begin else []
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     return {
-        "devices": process.devices_line(),
+        "devices": process.devices_line() if can_begin else "none",
         "problem": problem,
         "device_memory": [
             {"total": device_stats["bytes_limit"], "used": device_stats.get("bytes_in_use", 0)}

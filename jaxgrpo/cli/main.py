@@ -52,9 +52,15 @@ def main(
 def _guarded(calls: str, options: dict[str, Any]) -> int:
     if calls != COMMANDS["plan"][1]:  # it alone compiles for GPUs that are not here
         parent.hide_cuda()
-    with parent.without_cuda_lines():
-        from jaxgrpo.training.processes import process  # and JAX
-
+    try:
+        with parent.without_cuda_lines():
+            from jaxgrpo.training.processes import process  # and JAX
+    except ValueError as error:
+        if "jax" not in str(error).lower():
+            raise
+        remedy = "mend the variable of that name, or unset it"
+        sys.stderr.write(f"error: JAX cannot read its environment ({error}): {remedy}\n")
+        return 2
     return process.guard(lambda: until_closed(lambda: _run_command(calls, options)))
 
 
@@ -62,14 +68,26 @@ def _run_command(calls: str, options: dict[str, Any]) -> int | None:
     """Runs a command. With --json it returns a `console.Document`, which is printed here; where
     --json takes the name of a file, the command writes it."""
     if options.get("as_json") is not True:
-        return pkgutil.resolve_name(calls)(**options)
+        return _call(calls, options)
     with printing_on_stderr():
-        answer = pkgutil.resolve_name(calls)(**options)
+        answer = _call(calls, options)
     if isinstance(answer, int):  # of a process that is not the first of its run
         return answer
     if sys.stdout is not None:
         sys.stdout.write(answer.text())
     return answer.code
+
+
+def _call(calls: str, options: dict[str, Any]) -> Any:
+    """What a command returns. Raises: InputError where JAX has no such devices as it is to take."""
+    try:
+        return pkgutil.resolve_name(calls)(**options)
+    except (RuntimeError, AssertionError):
+        from jaxgrpo.cli.doctor import platform_problem
+
+        if problem := platform_problem():
+            raise InputError(problem) from None
+        raise
 
 
 def _join(options: dict[str, Any]) -> None:

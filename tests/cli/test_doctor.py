@@ -38,6 +38,32 @@ INSTALLED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"JAX_PLATFORMS": "cuda"},
+            "JAX_PLATFORMS = cuda: JAX cannot use them (there are none)",
+        ),
+        ({"JAX_PLATFORMS": "cup"}, "JAX_PLATFORMS = cup: JAX cannot use them (Unable to initial"),
+        (
+            {"JAX_NUM_CPU_DEVICES": "two"},
+            'environment (Invalid value "two" for JAX flag jax_num_cpu',
+        ),
+    ],
+)
+def test_variables_that_jax_cannot_follow_are_named(variables, message, python, environment):
+    """Also by commands that ask for no devices at their start."""
+    for command in ("doctor", "losses"):
+        words = [python, "-m", "jaxgrpo", command, *["clip"] * (command == "losses")]
+        run = subprocess.run(words, env=environment(**variables), capture_output=True, text=True)
+        assert run.returncode == 2
+        assert message in run.stdout + run.stderr
+        assert "Traceback" not in run.stderr
+    if command == "doctor" and "JAX_PLATFORMS" in variables:
+        assert "devices: none" in run.stdout
+
+
 def test_ten_lines_say_versions_devices_memory_and_disk(capsys, repository):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
