@@ -189,7 +189,9 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--prompts", "FILE", "as data.path, or .txt", required=True),
         argument("--out", "OUT.jsonl", required=True),
         samples("1 by default"),
-        argument("--temperature", None, "1.0 by default; 0: the likeliest token", type=float),
+        argument(
+            "--temperature", None, "as rollout.temperature; 0: the likeliest token", type=float
+        ),
         *DRAWING,
         switch("--overwrite", "start again; by default sampling continues where OUT.jsonl ends"),
         SET,
@@ -201,7 +203,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--host", None, "127.0.0.1 by default; 0.0.0.0: other machines may ask too"),
         argument("--port", "N", "8000 by default; 0: a free one", type=int),
         argument("--name", None, "of the model in requests; by default its folder's"),
-        argument("--temperature", None, "of all samples, 1.0 by default", type=float),
+        argument("--temperature", None, "of all samples, as rollout.temperature", type=float),
         *DRAWING,
         SET,
     ),

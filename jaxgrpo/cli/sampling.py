@@ -17,6 +17,7 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
@@ -51,7 +52,7 @@ def sample(
     prompts: Sequence[str | Sequence[Mapping[str, Any]]],
     *,
     samples: int = 1,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     max_tokens: int | None = None,
@@ -63,8 +64,8 @@ def sample(
       target: a model folder, a run folder, or a config file whose model is meant.
       prompts: texts, or lists of messages.
       samples: of each prompt.
-      temperature: 0 takes the likeliest token.
-      top_k, top_p, max_tokens: by default as the run or config says.
+      temperature, top_k, top_p, max_tokens: by default as the run or config says; the temperature 0
+        takes the likeliest token.
       overrides: tables of the config, train={"seed": 1}, as of `train`.
 
     Returns: a row for each sample, in the order of the prompts: "prompt", "completion",
@@ -91,7 +92,7 @@ def write_samples(
     out: str,
     *,
     samples: int = 1,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     max_tokens: int | None = None,
@@ -105,8 +106,8 @@ def write_samples(
 
     Args:
       prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
-      temperature: 0 takes the likeliest token.
-      top_k, top_p, max_tokens: by default as the run or config says.
+      temperature, top_k, top_p, max_tokens: by default as the run or config says; the temperature 0
+        takes the likeliest token.
       overwrite: begins again, whatever `out` holds.
 
     Raises: InputError where `out` holds rows of something else.
@@ -121,7 +122,8 @@ def write_samples(
     policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
     questions = _unjudged(policy, prompt_data)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS)
-    facts = _facts(samples, temperature, config_facts(config), questions)
+    drawn_at = policy.engine.settings.temperature
+    facts = _facts(samples, drawn_at, config_facts(config), questions)
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
@@ -138,7 +140,13 @@ def write_samples(
 
 
 def _unjudged(policy: StoredPolicy, prompts: PromptData) -> Questions:
-    """Prompts whose samples are answered, where the policy has turns, and not judged."""
+    """Prompts whose samples are answered, where the policy has turns, and not judged.
+
+    Raises: InputError where some were left out: rows would not have the numbers of their prompts.
+    """
+    if prompts.dropped:
+        line = inputs.dropped_line(prompts, policy.engine.width)
+        raise InputError(f"{line}: raise it, or take them out of the prompts")
     converse = policy.converse(prompts.rows)
     return Questions(prompts.rows, prompts.encoded, _judge_nothing, converse=converse)
 
@@ -321,11 +329,17 @@ def _ask(
     return f"written{note}: {pace(tokens, seconds)}"
 
 
-def _check(samples: int, temperature: float) -> None:
+def _check(samples: int, temperature: float | None) -> None:
     if samples < 1:
         raise InputError(f"--samples {samples}: completions per prompt; give 1 or more")
-    if not temperature >= 0:
-        raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
+    check_temperature(temperature)
+
+
+def check_temperature(temperature: float | None) -> None:
+    """Raises: InputError unless it is 0, for greedy, one that a config may have, or None."""
+    if temperature and not HEAT["at_least"] <= temperature <= HEAT["at_most"]:
+        limits = "{at_least:g} to {at_most:g}".format(**HEAT)
+        raise InputError(f"--temperature {temperature:g}: give {limits}, or 0 for greedy")
 
 
 def option_changes(

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxgrpo.cli.sampling import option_changes
+from jaxgrpo.cli.sampling import check_temperature, option_changes
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.fields import Limits
@@ -38,7 +38,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     max_tokens: int | None = None,
@@ -50,12 +50,11 @@ def serve(
       host, port: to listen at.
       name: of the model in queries; None: that of its folder.
       temperature: of all samples; a query may ask for the likeliest tokens instead.
-      top_k, top_p, max_tokens: by default as the run or config says.
+      temperature, top_k, top_p, max_tokens: by default as the run or config says.
 
     Raises: InputError before anything is loaded, where an argument cannot be used.
     """
-    if not temperature >= 0:
-        raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
+    check_temperature(temperature)
     token = read_token(os.environ.get(TOKEN))
     console = Console(highlight=False)
     changes = option_changes(None, top_k, top_p, max_tokens)

@@ -133,9 +133,10 @@ def _show(console: Console, folder: Place, summary: Mapping[str, Any]) -> None:
     """The table of the end, from summary.json's own numbers."""
     summary_names = [name for name in summary["base"] if is_summary(name)]
     summary_names.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))
-    names = ["accuracy", *summary_names]
+    if "flat_groups" in summary["base"]:  # not of fewer samples than a group has
+        summary_names.append("flat_groups")
     columns = [(name, summary[name]) for name in ("base", "trained")]
-    console.print(comparison("test problems", columns, [*names, "flat_groups"]))
+    console.print(comparison("test problems", columns, ["accuracy", *summary_names]))
     speed = summary["time/tokens_per_second"]
     facts(
         console,

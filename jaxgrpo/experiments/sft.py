@@ -42,6 +42,10 @@ from jaxgrpo.update.optimizer import current_rate
 
 REWARD = "answers"
 SIZES = ("prompts_per_step", "max_prompt_tokens", "max_completion_tokens")
+STEPS = ("steps", "seed", "tokens_per_micro_batch", "remat")
+UNREAD = ("advantage", "reference", "scores", "experience", "tree", "atlas", "eval")
+UNREAD_OF_DATA = ("answer_prefix", "answer_cuts", "max_answer_tokens", "completion")
+"""Keys of a run, and of its table `data`, that are about samples and what scores them."""
 LOGGED = ("loss", "grad_norm", "weights/norm", "weights/growth", "skipped_updates/not_finite")
 """Metrics of an update that a line of metrics.jsonl has beside those of the answers."""
 LINES = 20  # about so many steps are shown
@@ -75,12 +79,13 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
     override_names = {text.partition("=")[0].strip() for text in overrides}
     if override_names.isdisjoint({"run", "run.dir"}):
         tables["run"]["dir"] = f"{run_config.run.dir.rstrip('/')}-sft"
-    for name in ("advantage", "reference", "eval"):
+    for name in UNREAD:
         tables.pop(name, None)
-    for name in ("num_iterations", "minibatches"):
-        del tables["train"][name]
+    for name in UNREAD_OF_DATA:
+        tables["data"].pop(name, None)
     tables["checkpoint"].pop("keep_best", None)
     tables |= {
+        "train": {name: value for name, value in tables["train"].items() if name in STEPS},
         "rewards": [{"use": python_name(REWARD)}],
         "recipe": "sign",
         "loss": {"surrogate": {"use": "reinforce"}, "reduction": {"use": "token_mean"}},

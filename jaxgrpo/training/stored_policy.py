@@ -45,7 +45,13 @@ from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory
-from jaxgrpo.training.inputs import begin_conversations, eval_source, load_prompts, make_chat
+from jaxgrpo.training.inputs import (
+    begin_conversations,
+    dropped_line,
+    eval_source,
+    load_prompts,
+    make_chat,
+)
 from jaxgrpo.training.pretrained import (
     Pretrained,
     find_config,
@@ -177,6 +183,8 @@ def find_policy(
     chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
+    if prompts.dropped and process.is_main():
+        console.print(dropped_line(prompts, rollout.max_prompt_tokens), soft_wrap=True)
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
@@ -199,22 +207,23 @@ def find_answerer(
     target: str | Place,
     changes: Mapping[str, Any],
     overrides: Sequence[str],
-    temperature: float,
+    temperature: float | None = None,
 ) -> Answerer:
     """What answers queries for a target.
 
     The tools, the environments and the rows of its config are not read, and nothing interrupts a
     sample or ends it early.
 
-    Args: as of `config_for`; and `temperature`, instead of the config's.
+    Args: as of `config_for`; and `temperature`, instead of the config's; None: that one.
     Raises: InputError where there is no such model, or it cannot be sampled.
     """
     config = config_for(target, changes, overrides)
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     settings = sampling_settings(config.rollout, pretrained)
-    turns: Any = {"max_turns": 2, "own_rows": True, "interruption": None, "early_stop": None}
-    settings = settings._replace(**turns, temperature=temperature)
+    settings = settings._replace(max_turns=2, own_rows=True, interruption=None, early_stop=None)
+    if temperature is not None:
+        settings = settings._replace(temperature=temperature)
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, config.rollout, config.train.seed
     )

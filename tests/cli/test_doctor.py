@@ -48,7 +48,7 @@ INSTALLED = {
         ({"JAX_PLATFORMS": "cup"}, "JAX_PLATFORMS = cup: JAX cannot use them (Unable to initial"),
         (
             {"JAX_NUM_CPU_DEVICES": "two"},
-            'environment (Invalid value "two" for JAX flag jax_num_cpu',
+            '(Invalid value "two" for JAX flag jax_num_cpu',
         ),
     ],
 )

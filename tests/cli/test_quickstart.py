@@ -15,7 +15,9 @@ import pytest
 import quickstarts
 import small_run
 from engines import draw_all, make_engine
+from rich.console import Console
 
+from jaxgrpo.cli import start
 from jaxgrpo.core.types import Prompts
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks import arithmetic
@@ -80,6 +82,15 @@ def test_the_table_at_the_end_has_the_numbers_of_the_summary(shipped):
         assert numbers == pytest.approx(expected, abs=5e-4)
     assert (folder / "runs" / "quickstart" / "model" / "model.safetensors").exists()
     assert f"{summary['time/tokens_per_second']:,.0f}" in output
+
+
+def test_a_summary_of_fewer_samples_than_a_group_has_is_shown(tmp_path, capsys):
+    numbers = {"accuracy": 0.5, "pass@1": 0.4}
+    speed = {"time/seconds": 3.0, "time/tokens_per_second": None}
+    summary = {"base": numbers, "trained": numbers, **speed, "model": "m", "metrics": "m"}
+    start._show(Console(), tmp_path, summary)
+    assert "pass@1" in (output := capsys.readouterr().out)
+    assert "flat_groups" not in output
 
 
 def test_lines_of_steps_lead_with_reward_and_end_with_loss(shipped):

@@ -81,6 +81,12 @@ def test_an_interrupted_file_ends_byte_for_byte_as_one_that_was_not(sample, tmp_
     assert (tmp_path / "s.jsonl").stat().st_mtime_ns == written
 
 
+def test_samples_are_drawn_at_the_temperature_of_the_config(sample, tmp_path):
+    code, output = sample("--set", "rollout.temperature=0.5", prompts=PROMPTS[:1])
+    assert code == 0, output
+    assert json.loads((tmp_path / "s.jsonl.settings.json").read_text())["--temperature"] == 0.5
+
+
 @pytest.mark.full
 def test_rows_that_belong_to_something_else_are_refused_until_told_to_overwrite(sample, tmp_path):
     file = tmp_path / "s.jsonl"
@@ -119,6 +125,11 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_p
     assert (code, "--samples 0" in output) == (2, True)
     code, output = sample("--temperature", -1)
     assert (code, "--temperature -1" in output) == (2, True)
+    code, output = sample("--temperature", "inf")
+    assert (code, "--temperature inf: give 1e-06 to 1e+06, or 0 for greedy" in output) == (2, True)
+    code, output = sample("--set", "data.too_long=drop", prompts=[*PROMPTS, "1" * 9])
+    assert (code, "1 of 11 prompts left out: longer than roll" in output) == (2, True)
+    assert "raise it, or take them out of the prompts" in output
     code, output = sample("--top-p", 1.5)
     assert (code, "rollout.top_p = 1.5" in output) == (2, True)
     code, output = sample(out="none/s.jsonl")

@@ -145,4 +145,17 @@ def test_the_config_of_a_warm_start_reads_no_method_of_the_run(tmp_path):
     assert (read.loss.kl, read.eval.data, read.rollout.temperature) == (None, None, 1.0)
     assert read.run.dir.endswith("run-sft")
     assert sft.config_for(file, ["run.dir=x"]).run.dir == "x"
+    samples = {
+        "tree": {"branch": "uniform", "trees": 1, "nodes": 1, "rounds": 3},
+        "atlas": {"methods": ["sign", "grpo"]},
+        "scores": [{"name": "hot_entropy", "quantity": "entropy", "temperature": 2.0}],
+        "loss.entropy": {"use": "bonus", "coefficient": 0.001},
+        "rollout.top_k": 5,
+        "train.support": "replay",
+        "data.answer_prefix": "so",
+        "train.minibatches": 1,
+    }
+    assert sft.config_for(write(tmp_path, **samples)) == read
+    shared = {"experience": {"share": 0.5}, "train.routing": "fresh", "data.completion": "answer"}
+    assert sft.config_for(write(tmp_path, **shared)) == read
     assert configs.from_dict(configs.to_tables(read)) == read

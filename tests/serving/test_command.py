@@ -58,7 +58,7 @@ def test_what_cannot_be_served_is_said(tmp_path, capsys, monkeypatch):
     assert cli.main(["serve", str(tmp_path / "none")]) == 2
     assert str(tmp_path / "none") in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path), "--temperature", "-1"]) == 2
-    assert "--temperature -1: give a number above 0" in capsys.readouterr().err
+    assert "--temperature -1: give 1e-06 to 1e+06, or 0" in capsys.readouterr().err
     monkeypatch.setenv("JAXGRPO_TOKEN", "two words")
     assert cli.main(["serve", str(tmp_path)]) == 2
     assert "JAXGRPO_TOKEN: a header cannot hold it" in capsys.readouterr().err
