@@ -33,6 +33,7 @@ from jaxgrpo.training.pretrained import find_config, find_model
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, show_whole, telling, terminal_table
 from jaxgrpo.training.records.folder import plain, write_atomically
+from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     config_for,
@@ -102,6 +103,7 @@ def print_evaluation(
     """
     eval_keys = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
     config = config_for(target, _eval_changes(eval_keys), overrides)
+    check_writable(answers, inputs=[config.eval.data])
     console = Console(highlight=False)
     questions, evaluation = _measure(console, target, config, None, None, base)
     if not process.is_main():

@@ -83,9 +83,9 @@ def rescore(
     Raises: InputError where the run has no samples or other data than when it saved them, a reward
       does not exist or asks for a column that is not there, and as rewards do.
     """
-    check_writable(out)
     folder, config = read_run(run)
     config = configs.from_dict(configs.to_tables(config), overrides, source=config.source)
+    check_writable(out, inputs=[config.data.path])
     steps = find_steps(folder, step)
     process.start("cpu")  # no device computes anything
     data = (

@@ -17,12 +17,12 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxgrpo.config.keys import Config
 from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import storage
-from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import parse_json
+from jaxgrpo.data.sources import Rows, parse_json
 from jaxgrpo.data.storage import Place, checksum
 from jaxgrpo.evaluation.evaluate import (
     Batches,
@@ -36,6 +36,7 @@ from jaxgrpo.training.fingerprints import config_facts, describe_rows
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
 from jaxgrpo.training.records.folder import Closing, plain, write_atomically
+from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_policy, seed_key
 
 ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
@@ -78,8 +79,7 @@ def sample(
     changes = {**overrides, **option_changes(None, top_k, top_p, max_tokens)}
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
     console = Console(highlight=False)
-    policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
-    questions = _unjudged(policy, prompt_data)
+    policy, questions = _find_questions(console, config, rows, temperature)
     ask = make_asker(policy, questions, samples, rounds=ROUNDS)
     with telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
@@ -113,17 +113,16 @@ def write_samples(
     Raises: InputError where `out` holds rows of something else.
     """
     _check(samples, temperature)
+    check_writable(out, inputs=[prompts])
     rows = _lines(prompts) if prompts.endswith(".txt") else None
     changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     console = Console(highlight=False)
-    policy, prompt_data = find_policy(console, config, rows, temperature=temperature)
-    questions = _unjudged(policy, prompt_data)
+    policy, questions = _find_questions(console, config, rows, temperature)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS)
-    drawn_at = policy.engine.settings.temperature
-    facts = _facts(samples, drawn_at, config_facts(config), questions)
+    facts = _facts(samples, policy.engine.settings.temperature, config_facts(config), questions)
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
@@ -139,16 +138,19 @@ def write_samples(
     return 0
 
 
-def _unjudged(policy: StoredPolicy, prompts: PromptData) -> Questions:
-    """Prompts whose samples are answered, where the policy has turns, and not judged.
+def _find_questions(
+    console: Console, config: Config, rows: Rows | None, temperature: float | None
+) -> tuple[StoredPolicy, Questions]:
+    """The policy, and prompts whose samples are answered, where it has turns, and not judged.
 
     Raises: InputError where some were left out: rows would not have the numbers of their prompts.
     """
+    policy, prompts = find_policy(console, config, rows, temperature=temperature)
     if prompts.dropped:
-        line = inputs.dropped_line(prompts, policy.engine.width)
+        line = inputs.dropped_line(prompts, config.rollout.max_prompt_tokens)
         raise InputError(f"{line}: raise it, or take them out of the prompts")
     converse = policy.converse(prompts.rows)
-    return Questions(prompts.rows, prompts.encoded, _judge_nothing, converse=converse)
+    return policy, Questions(prompts.rows, prompts.encoded, _judge_nothing, converse=converse)
 
 
 class SampleFile(Closing):
@@ -410,5 +412,9 @@ def _lines(path: str) -> list[dict[str, str]]:
     file = Path(path)
     if not file.is_file():
         raise InputError(f"--prompts {path}: there is no such file")
-    lines = file.read_bytes().decode("utf-8-sig").split("\n")  # no other line ends, as .jsonl
+    with refusing(f"--prompts {path}: no text in UTF-8 ({{reason}}): save it as that", ValueError):
+        text = file.read_bytes().decode("utf-8-sig")
+    lines = text.split("\n")  # no other line ends, as .jsonl
+    if not text.strip():
+        raise InputError(f"--prompts {path}: holds no prompt; write one in each line")
     return [{"prompt": line.removesuffix("\r")} for line in lines if line.strip()]

@@ -89,6 +89,29 @@ def refuse_unnameable(path: str | os.PathLike[str], where: str) -> None:
         ) from None
 
 
+def may_write(place: Path) -> bool:
+    """Whether this user may make files in a folder, or write to a file."""
+    by_effective = os.access in os.supports_effective_ids  # as files are opened
+    mode = os.W_OK | (os.X_OK if place.is_dir() else 0)
+    return os.access(place, mode, effective_ids=by_effective)
+
+
+def refuse_unwritable(folder: Place, noun: str) -> None:
+    """Raises: InputError where no folder can be made at a path, or be replaced there.
+
+    Args:
+      noun: what belongs into it, with its article.
+    """
+    if is_url(folder):
+        return
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file: choose the name of a folder for {noun}")
+    above = next(place for place in Path(folder).resolve().parents if place.exists())
+    if not above.is_dir() or not may_write(above):
+        problem = "cannot be written" if above.is_dir() else "is a file"
+        raise InputError(f"{folder}: {above} {problem}: choose another folder for {noun}")
+
+
 def open_file(path: str | os.PathLike[str], flags: int) -> int:
     """A descriptor of a file to write, made where it is missing; never of what a link points to.
 

@@ -79,8 +79,11 @@ def main(
 
 def _plan(console: Console, run: Run, chips: Topology, formula: bool, dump: str | None) -> Plan:
     """Prints and gives the plan of a run: by formula, and then, unless `formula`, as compiled."""
+    from jaxgrpo.data import storage
     from jaxgrpo.planning import plan, report
 
+    if dump is not None:
+        storage.refuse_unwritable(storage.on_host(dump, "a program"), "programs")
     run_plan = plan.by_formula(run, chips, 1.0 if formula else plan.TOO_MUCH)
     report.show_formula(console, run_plan)
     if not (formula or run_plan.problem):
@@ -111,7 +114,7 @@ def _topology(keys: PlanKeys, name: str | None, slices: int | None, formula: boo
         raise InputError(
             "plan.topology: missing; give --topology, as v5e:4x4, or plan.topology in the config"
         )
-    number = slices or (1 if name else keys.slices)
+    number = (1 if name else keys.slices) if slices is None else slices
     try:
         return topologies.topology(devices, number)
     except InputError:

@@ -133,8 +133,11 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_p
     code, output = sample("--top-p", 1.5)
     assert (code, "rollout.top_p = 1.5" in output) == (2, True)
     code, output = sample(out="none/s.jsonl")
-    assert (code, "cannot be written (No such file or directory)" in output) == (2, True)
+    assert (code, "there is no folder" in output) == (2, True)
     assert not (tmp_path / "s.jsonl").exists()
+    code, output = sample("--overwrite", out="p.txt")
+    assert (code, "p.txt: the command reads this file; name another" in output) == (2, True)
+    assert (tmp_path / "p.txt").read_text().splitlines() == PROMPTS
     with SampleFile(str(tmp_path / "s.jsonl")) as file:
         file.resume({}, PROMPTS, SAMPLES, BATCH, False)
         code, output = sample()

@@ -17,6 +17,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import sources, storage
 from jaxgrpo.experiments.compare import experiment
+from jaxgrpo.training.records.report.html import check_writable
 
 ROWS = "".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(3))
 
@@ -154,3 +155,16 @@ def test_urls_in_a_config_stay_as_they_are(tmp_path):
     assert (read.model.path, read.lora.path) == ("gs://bucket/model", "s3://bucket/adapter")
     assert (read.data.path, read.eval.data) == (options["data"]["path"], options["eval"]["data"])
     assert read.run.dir == "gs://bucket/run"
+
+
+def test_where_this_user_may_not_write_is_said_before_anything_begins(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for name, problem in {"file": "is a file", "file/below": "file is a file: choose an"}.items():
+        with pytest.raises(InputError, match=problem):
+            storage.refuse_unwritable(tmp_path / name, "a model")
+    storage.refuse_unwritable(tmp_path / "new" / "model", "a model")
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
+    with pytest.raises(InputError, match="cannot be written: choose another folder for a model"):
+        storage.refuse_unwritable(tmp_path / "new" / "model", "a model")
+    with pytest.raises(InputError, match=r"a\.html: cannot be written; see to permissions"):
+        check_writable(str(tmp_path / "a.html"))

@@ -115,6 +115,10 @@ JOB = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "2", "JAX_
 DEFINES = "def digits(completions, **columns):\n    "
 MAGIC = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
 
+EVAL = ("eval", "{home}/base", "--data", "{home}/rows.jsonl", "--scorer", "math")
+PLAN = ("plan", "{home}/run.toml", "--topology", "v5e:2x2")
+SAMPLE = ("sample", "{home}/base", "--prompts", "{home}/p.txt", "--out", "{home}/o.jsonl")
+
 COMMANDS = [
     says("unknown command 'trian': did you mean 'train'", "trian"),
     says("unknown command 'xyz'", "xyz"),
@@ -141,6 +145,13 @@ COMMANDS = [
     says("unknown|did you mean|invalid", "make-base", "arithmatic", "{home}/out"),
     says("run.toml, base is there already", "init", "{home}"),
     says("absent", "replay", "{home}/absent.safetensors"),
+    says("no folder .*none; make", *EVAL, "--answers", "{home}/none/a.jsonl"),
+    says("rows.jsonl: the command reads this file", *EVAL, "--answers", "{home}/rows.jsonl"),
+    says("below: .*rows.jsonl is a file: choose", "make-base", "sums", "{home}/rows.jsonl/below"),
+    says("below: .*rows.jsonl is a file: choose", *PLAN, "--dump", "{home}/rows.jsonl/below"),
+    says("--slices 0: expected", *PLAN, "--slices", "0"),
+    says("p.txt: no text in UTF-8", *SAMPLE, change=put("p.txt", b"caf\xe9\n")),
+    says("p.txt: holds no prompt; write one in each", *SAMPLE, change=put("p.txt", "\n\n")),
     says(
         "x.safetensors",
         "replay",

@@ -45,8 +45,7 @@ def refuse_unless_ours(
 
     Raises: InputError saying what is there.
     """
-    if not storage.is_url(folder) and folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file: choose the name of a folder for {contents.noun}")
+    storage.refuse_unwritable(folder, contents.noun)
     names = _names(folder)
     if not names:
         return

@@ -158,8 +158,7 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
             f"{where}: its path has {' and '.join(sorted(odd))}, where Orbax does not find again "
             "what it saves: give a path without"
         )
-    by_effective = os.access in os.supports_effective_ids  # as files are opened
-    if not os.access(ancestor, os.W_OK | os.X_OK, effective_ids=by_effective):
+    if not storage.may_write(ancestor):
         raise InputError(f"{where}: {ancestor} cannot be written: give a folder that can")
     names = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
     if names and not resume:

@@ -52,14 +52,29 @@ def check_can_draw(who: str, instead: str) -> None:
         raise InputError(f"{who} matplotlib: pip install matplotlib, or {instead}")
 
 
-def check_writable(*names: str | None) -> list[Path]:
-    """The files that are given. Raises: InputError if one cannot be written."""
+def is_file(name: Any) -> bool:
+    """Whether it is the path of a file that is there."""
+    return isinstance(name, str) and Path(name).is_file()
+
+
+def check_writable(*names: str | None, inputs: Iterable[Any] = ()) -> list[Path]:
+    """The files that are given; called before anything long begins.
+
+    Args:
+      inputs: what the command reads, as it is called there; only files count.
+
+    Raises: InputError if one cannot be written, or is read.
+    """
     outs = [Path(name) for name in names if name]
     for out in outs:
         if out.is_dir():
             raise InputError(f"{out}: is a folder; give the name of a file to write")
         if not out.parent.is_dir():
             raise InputError(f"{out}: there is no folder {out.parent}; make it first")
+        if not all(map(storage.may_write, filter(Path.exists, (out.parent, out)))):
+            raise InputError(f"{out}: cannot be written; see to permissions, or name another file")
+        if out.exists() and any(out.samefile(name) for name in filter(is_file, inputs)):
+            raise InputError(f"{out}: the command reads this file; name another to write")
     return outs
 
 
