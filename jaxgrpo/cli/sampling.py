@@ -17,12 +17,12 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxgrpo.config.keys import Config
 from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import storage
-from jaxgrpo.data.sources import Rows, parse_json
+from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.sources import parse_json
 from jaxgrpo.data.storage import Place, checksum
 from jaxgrpo.evaluation.evaluate import (
     Batches,
@@ -79,7 +79,7 @@ def sample(
     changes = {**overrides, **option_changes(None, top_k, top_p, max_tokens)}
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
     console = Console(highlight=False)
-    policy, questions = _find_questions(console, config, rows, temperature)
+    policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
     ask = make_asker(policy, questions, samples, rounds=ROUNDS)
     with telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
@@ -120,7 +120,7 @@ def write_samples(
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     console = Console(highlight=False)
-    policy, questions = _find_questions(console, config, rows, temperature)
+    policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
     batches = make_batches(policy, questions, samples, rounds=ROUNDS)
     facts = _facts(samples, policy.engine.settings.temperature, config_facts(config), questions)
     with SampleFile(out) as file:
@@ -138,16 +138,16 @@ def write_samples(
     return 0
 
 
-def _find_questions(
-    console: Console, config: Config, rows: Rows | None, temperature: float | None
+def _unjudged(
+    policy_and_prompts: tuple[StoredPolicy, PromptData],
 ) -> tuple[StoredPolicy, Questions]:
     """The policy, and prompts whose samples are answered, where it has turns, and not judged.
 
     Raises: InputError where some were left out: rows would not have the numbers of their prompts.
     """
-    policy, prompts = find_policy(console, config, rows, temperature=temperature)
+    policy, prompts = policy_and_prompts
     if prompts.dropped:
-        line = inputs.dropped_line(prompts, config.rollout.max_prompt_tokens)
+        line = inputs.dropped_line(prompts, policy.engine.width)
         raise InputError(f"{line}: raise it, or take them out of the prompts")
     converse = policy.converse(prompts.rows)
     return policy, Questions(prompts.rows, prompts.encoded, _judge_nothing, converse=converse)
