@@ -1,4 +1,4 @@
-"""Which files of own code each command runs: those of the table in docs/configuration.md."""
+"""Which files of own code each command runs: those of the list in docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORDS = {
     "surrogate": "loss",
     "environment": "environments",
 }
-"""Kind -> the word that names it in the table."""
+"""Kind -> the word that names it in the list."""
 
 DATA = ("--data", "task:number_guess:test", "--num-prompts", "1", "-n", "2")
 SAMPLE = ("sample", "{run}", "--prompts", "{home}/p.jsonl", "--out", "{home}/o")
@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "export": (("export", "{run}", "{home}/out"), set()),
     "rescore": (("rescore", "{run}", "--rewards", "f"), set()),
 }  # fmt: skip
-"""Command of the table -> its words, and the kinds of own code that it runs."""
+"""Command of the list -> its words, and the kinds of own code that it runs."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def home(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("command", RUNS)
-def test_a_command_runs_the_own_code_that_the_table_says(command, home, monkeypatch, repository):
+def test_a_command_runs_the_own_code_that_the_list_says(command, home, monkeypatch, repository):
     def stop(*_: object) -> None:
         raise InputError("everything is loaded")
 
@@ -102,6 +102,6 @@ def test_a_command_runs_the_own_code_that_the_table_says(command, home, monkeypa
     main([word.format(home=home, run=home / "run") for word in words])
     assert {file.stem for file in home.glob("*.run")} == kinds
     page = (repository / "docs" / "configuration.md").read_text()
-    (row,) = re.findall(rf"^\| .*`{command}`.* \| (.*) \|$", page, re.MULTILINE)
+    (row,) = re.findall(rf"^- [^:]*`{command}`[^:]*: (.*)$", page, re.MULTILINE)
     for kind in kinds:
         assert WORDS[kind] in row
