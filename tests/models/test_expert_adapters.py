@@ -79,8 +79,8 @@ def test_values_and_gradients_are_those_of_a_loop_over_experts(tokens):
         combine = functools.partial(experts.gated, jax.nn.silu)
 
         def ours(x, weights):
-            mix = functools.partial(experts.mixed, combine, NUMBER, (*weights,), SCALES)
-            out = mix(x, jnp.asarray(passed), gates, *weights.values())
+            mix = functools.partial(experts.mixed, combine, (*weights,), SCALES)
+            out = mix(x, jnp.asarray(passed), gates, jnp.arange(NUMBER), *weights.values())
             return (out * cotangent).sum()
 
         def loop(x, weights):
