@@ -347,6 +347,23 @@ def test_a_recipe_breaks_the_laws_that_the_page_names(name):
     assert set(broken(laws)) == REMARKS[name] - {SIZE, UNIT}
 
 
+@pytest.mark.parametrize(
+    ("page", "marker", "end"),
+    [("advantages.md", "climbs", "\n## "), ("losses.md", "surrogates climb", "<!-- ")],
+)
+def test_the_page_explains_each_row_that_breaks_a_law_or_climbs_no_target(
+    page, marker, end, repository
+):
+    text = (repository / "docs" / page).read_text().partition(f"<!-- {marker} -->\n")[2]
+    table, _, prose = text.partition("<!-- end -->")
+    prose = prose.partition(end)[0]
+    for row in table.splitlines()[2:]:
+        name, climbs, *_, laws = row.strip("| ").split(" | ")
+        remarks = {law for law in laws.split(", ") if law in LAWS} - {SCALE, SIZE, UNIT}
+        if remarks or climbs == "other":
+            assert name in prose, f"{page} does not say why {name} has {remarks or climbs}"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", recipes.recipes)
 def test_every_recipe_climbs_and_breaks_what_the_page_says(name):
