@@ -67,10 +67,10 @@ def _turn_parts() -> dict[str, list[tuple[Any, ...]]]:
     return {
         "turn_returns": [
             (adv.sum_rewards(), adv.turn_returns(_growing)),
-            (*start, adv.turn_returns(0.9, baseline="none")),
+            (*start, adv.turn_returns(0.9, baseline="none", scale=0.5)),
         ],
         "turn_normalise": [
-            (adv.sum_rewards(), adv.turn_normalise()),
+            (adv.sum_rewards(), adv.turn_normalise(scale=_growing)),
             (adv.sum_rewards(), adv.turn_normalise(_growing, _growing, ddof=0)),
         ],
         "keep_turns": [
