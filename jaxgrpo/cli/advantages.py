@@ -90,7 +90,8 @@ def main(
     """Lists everything, describes one recipe or part, or shows it at work on rewards."""
     console = Console(highlight=False)
     if name is None or not rewards:
-        for option, texts in {"rewards": rewards, "option": options, "field": fields}.items():
+        texts_by_option = {"rewards": rewards, "option": options, "field": fields}
+        for option, texts in {**texts_by_option, "lengths": lengths}.items():
             if texts:
                 missing = "--rewards 1,0,0,0" if name else "a NAME"
                 raise InputError(f"advantages --{option} {texts[0]}: give {missing} too")

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from jaxgrpo.config.ranges import LARGEST_SEED
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
@@ -145,7 +146,7 @@ def make_base(
     Raises: InputError on an unknown task or family, or fewer than 1 step, text, layer, ...
     """
     started = time.monotonic()
-    _refuse_below_one(steps=steps, batch=batch)
+    _refuse_numbers(seed, steps=steps, batch=batch)
     generated = tasks.find(task) if isinstance(task, str) else task
     folders.refuse_unless_ours(Path(out))
     tokenizer = character_tokenizer(generated.alphabet, generated.chat_template)
@@ -165,7 +166,10 @@ def make_base(
     }
 
 
-def _refuse_below_one(**numbers: int | None) -> None:
+def _refuse_numbers(seed: int, **numbers: int | None) -> None:
+    """Raises: InputError where a number is below 1, or no seed can be this one."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise InputError(f"make-base: seed = {seed}: give 0 to {LARGEST_SEED}")
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise InputError(f"make-base: {name} = {value}: give 1 or more")

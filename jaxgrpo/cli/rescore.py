@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxgrpo.cli.inference import write_rows
-from jaxgrpo.cli.samples import find_steps
+from jaxgrpo.cli.samples import find_steps, read_step
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.keys import RewardKeys
 from jaxgrpo.config.world import COLUMNS
@@ -25,7 +25,7 @@ from jaxgrpo.training.inputs import load_run_rows
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, facts, show_whole, terminal_table
 from jaxgrpo.training.records.folder import plain
-from jaxgrpo.training.records.reading import is_number, read_samples
+from jaxgrpo.training.records.reading import is_number
 from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.records.report.record import shown, total_reward, visible
 from jaxgrpo.training.rewarding import resolve_rewards
@@ -117,7 +117,7 @@ def _read_spoken(
     not. Raises: InputError where none is."""
     left_out, samples = 0, []
     for step in steps:
-        rows = read_samples(folder, step)
+        rows = read_step(folder, step)
         spoken = [row for row in rows if "messages" in row or not (is_answered or "turns" in row)]
         left_out += len(rows) - len(spoken)
         samples += [spoken] if spoken else []

@@ -52,9 +52,11 @@ def show_samples(
     """
     if limit < 1:
         raise InputError(f"--limit {limit}: expected 1 or more")
+    if ascending and sort is None:
+        raise InputError("--ascending: of what? give --sort reward, length or advantage")
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     record = read_run(folder)
-    rows = read_samples(folder, find_steps(folder, step)[-1])
+    rows = read_step(folder, find_steps(folder, step)[-1])
     weigh = weights(record)
     matching = [row for row in rows if contains is None or _holds(row, contains)]
     if sort is not None:
@@ -107,6 +109,15 @@ def find_steps(folder: Place, step: int | None) -> list[int]:
             f"{', '.join(map(str, near))}, the last is {steps[-1]}"
         )
     return steps if step is None else [step]
+
+
+def read_step(folder: Place, step: int) -> list[dict[str, Any]]:
+    """The samples of a step that has a file of them. Raises: InputError where it is empty."""
+    rows = read_samples(folder, step)
+    if not rows:
+        file = folder / "samples" / f"step_{step}.jsonl"
+        raise InputError(f"{file} holds no sample: take the file away, or give another --step")
+    return rows
 
 
 def _holds(row: Row, text: str) -> bool:

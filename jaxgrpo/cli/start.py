@@ -73,6 +73,8 @@ def train(
     from jaxgrpo.planning import preview
     from jaxgrpo.training import loop
 
+    if dry_run and profile:
+        raise InputError("--profile: a dry run takes no step that could be traced; leave it out")
     run_config = files.load(config, overrides)
     if dry_run:
         preview.dry_run(run_config, resume == "auto")

@@ -79,7 +79,7 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
     else:
         source = configs[source.name]
     try:
-        text = source.read_text(encoding="utf-8-sig")
+        text = source.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(str(source), [f"not TOML: {error}"]) from None
     except OSError as error:
@@ -94,7 +94,7 @@ def parse_tables(text: str, where: str) -> dict[str, Any]:
       where: it is from.
     """
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))  # as editors of Windows begin files
     except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, lists of 1,000 levels
         reason = str(error).replace("Cannot overwrite a value", "a key stands twice")
         raise ConfigError(where, [f"not TOML: {reason}"]) from None

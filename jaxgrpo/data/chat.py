@@ -364,7 +364,7 @@ def _find(tokenizer: Any, choice: str, path: str) -> tuple[str | None, str]:
         '"none"'
     )
     with refusing(problem, OSError, UnicodeDecodeError):
-        return Path(choice).expanduser().read_text("utf-8"), f"the chat template {choice}"
+        return Path(choice).expanduser().read_text("utf-8-sig"), f"the chat template {choice}"
 
 
 def _is_begun(messages: Sequence[Message]) -> bool:

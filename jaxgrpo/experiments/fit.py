@@ -132,7 +132,8 @@ def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
     compute, value = curve.compute, curve.value
     lowest = min(curve.start, value.min())
     low = np.array([lowest, np.log(compute[0] / BEYOND), STEEPNESS[0]])
-    high = np.array([max(highest, value.max()), np.log(compute[-1] * BEYOND), STEEPNESS[1]])
+    ceiling = max(highest, value.max(), lowest + NEAR)  # a constant curve: there is no range
+    high = np.array([ceiling, np.log(compute[-1] * BEYOND), STEEPNESS[1]])
 
     def residuals(numbers: np.ndarray) -> np.ndarray:
         ceiling, log_middle, steepness = numbers
@@ -201,6 +202,8 @@ def main(
 
     Raises: InputError as `read_curve` and `foretell`.
     """
+    if not np.isfinite(highest):
+        raise InputError(f"--highest {highest}: what the metric cannot exceed; give a number")
     curves = [read_curve(run, metric, skip) for run in runs]
     outlooks = [foretell(curve, highest) for curve in curves] if half else []
     numbers: dict[str, Any] = {}

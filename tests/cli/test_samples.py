@@ -41,6 +41,12 @@ def run(tmp_path) -> str:
     return str(folder)
 
 
+def test_an_empty_file_of_samples_is_said(run, capsys):
+    (Path(run) / "samples" / "step_40.jsonl").write_text("")
+    assert main(["samples", run]) == 2
+    assert "step_40.jsonl holds no sample: take the file away" in capsys.readouterr().err
+
+
 WORDS = ("best", "not scored", "worst", "the longest")
 
 

@@ -360,3 +360,8 @@ def test_every_shipped_config_loads_by_name_and_begins_its_paths_here(tmp_path, 
         assert got.source == file
         assert got.folder == Path.cwd()
         assert not got.model.path.startswith(os.fspath(keys.SHIPPED))
+
+
+def test_a_config_that_a_run_folder_holds_may_begin_with_the_mark_of_its_encoding():
+    text = files.to_toml(read())
+    assert files.from_text(f"\ufeff{text}", "RUN/config.toml") == files.from_text(text, "RUN")

@@ -82,8 +82,10 @@ def test_without_a_template_texts_go_as_they_are(tokenizer, bare):
 
 def test_a_file_takes_the_place_of_the_tokenizers_template(tokenizer, tmp_path):
     file = tmp_path / "chat.jinja"
-    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    assert write(chat_with(tokenizer, file), "ü", "row 0") == "[user]ü"
+    for encoding in ("utf-8", "utf-8-sig"):
+        text = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        file.write_text(text, encoding=encoding)
+        assert write(chat_with(tokenizer, file), "ü", "row 0") == "[user]ü"
 
 
 def test_system_text_and_options_need_a_template_that_reads_them(tokenizer, bare, tmp_path):

@@ -45,6 +45,12 @@ def test_halfway_lies_at_the_middle_and_the_curve_only_grows():
     assert exact[1:4] == pytest.approx(list(TRUE.values()), rel=1e-3)
 
 
+@pytest.mark.parametrize("height", [0.0, 0.5, 1.0])
+def test_a_constant_curve_says_nothing(height):
+    flat = Curve("flat", height, np.linspace(1.0, 10.0, 6), np.full(6, height))
+    assert fit_curve(flat).undetermined
+
+
 def test_intervals_hold_the_truth():
     noisy = curve(points=25)
     intervals = fit.bootstrap(noisy, fit_curve(noisy))

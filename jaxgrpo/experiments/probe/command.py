@@ -104,6 +104,8 @@ def main(
     console = Console(highlight=False)
     if methods is not None:
         refuse_with_methods(samples=samples, num_prompts=prompts)
+        if level != LEVEL:
+            raise InputError("--level: an atlas has no intervals; leave it out")
         names = [name.strip() for name in methods.split(",")]
         with telling(console, "probe: atlas"):
             numbers = atlas.probe_atlas(target, names, data, reward, overrides, {})

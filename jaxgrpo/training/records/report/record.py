@@ -204,7 +204,7 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
 def _read(file: Place, parse: Callable[[str], Any], problem: str) -> dict[str, Any]:
     """The tables of a file; {} where it is missing."""
     with refusing(f"{file} {problem}", ValueError, TypeError):
-        return dict(parse(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        return dict(parse(file.read_text(encoding="utf-8-sig"))) if file.is_file() else {}
 
 
 def _status(folder: Place, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
