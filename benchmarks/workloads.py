@@ -157,7 +157,8 @@ def build(config: ModelConfig, ragged: bool, mesh: Mesh | None = None) -> tuple[
             params["embed"]["table"] = table.at[:, 0].set(1.0)
             params["head"]["table"] = params["head"]["table"].at[END, 0].set(0.45)
     if mesh is not None:
-        layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+        rules = sharding.sampling_rules(mesh, config.kinds)
+        layout = sharding.param_shardings(mesh, model.axes, model.shapes, rules)
         params = jax.device_put(params, layout)
     return model, params
 

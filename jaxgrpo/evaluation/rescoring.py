@@ -63,6 +63,7 @@ def make_rescorer(
     """
     if not (confidence or logp or rank or base is not None):
         return None
+    model = decoder.to_sample(model, mesh)
     anchor = None if base is None else _build_base(model.config, base.model.config, mesh)
     # Greedy sampling has no distribution: its confidence is that of the model itself.
     look = functools.partial(_look, model, anchor, temperature or 1.0, confidence, logp, rank)

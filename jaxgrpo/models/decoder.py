@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import pattern_problem, refuse_all
 from jaxgrpo.core.types import Params
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import (
     LAYERS,
     LINEAR,
@@ -166,6 +168,14 @@ def build(
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
     axes = _axes((config.lead, config.pattern), modules, shapes)
     return Model(config, init, apply, unembed, axes, shapes)
+
+
+def to_sample(model: Model, mesh: Mesh) -> Model:
+    """The model over parameters that are laid out by `sharding.sampling_rules`."""
+    rules = sharding.sampling_rules(mesh, model.config.kinds)
+    if rules["experts"] is None:
+        return model
+    return build(model.config, constrain=sharding.constrain(mesh, rules))
 
 
 def _exclude_textless(config: ModelConfig, logits: Array) -> Array:

@@ -184,8 +184,8 @@ def mixed(
     """What the experts give for the tokens, times their gates and summed.
 
     Args:
-      local: the numbers of the experts that the weights are of, one after another; the results of
-        a token's others are 0.
+      local: the numbers, one after another, of the experts whose weights are here; what a token's
+        others give counts as 0.
       names: of the weights, (map, leaf of an ExpertMap).
       scales: of each map's adapters.
     """
@@ -223,7 +223,7 @@ def mixed(
 
 
 def _sorted(numbers: Array) -> tuple[Array, Array]:
-    """The permutation that sorts, of equal ones the first first, and its inverse."""
+    """The permutation that sorts, stable, and its inverse."""
     order = jnp.argsort(numbers, stable=True)
     places = jnp.arange(numbers.size, dtype=order.dtype)
     return order, jnp.zeros_like(order).at[order].set(places)

@@ -52,16 +52,20 @@ SAMPLING: Rules = {**TRAINING, "embed": None}
 """Decoding reads every weight at every token, so parameters are gathered over fsdp once, before."""
 
 
-def sampling_rules(mesh: AnyMesh, kinds: Iterable[LayerKind]) -> Rules:
-    """SAMPLING, but experts are divided over `tensor`, and not their matrices, where parameters are
-    gathered anyway and that divides the number of experts.
+def sampling_rules(mesh: Mesh, kinds: Iterable[LayerKind]) -> Rules:
+    """SAMPLING, but on a TPU experts are divided over `tensor`, and not their matrices, where
+    parameters are gathered anyway and that divides the number of experts.
 
-    A device reads as many numbers, in matrices of full width. Where parts of 768 / 4 columns were
-    read, a TPU copied each segment's weights of experts into tiles of 256.
+    A device reads as many numbers, in matrices of full width. Where it read 768 / 4 columns of
+    each, XLA copied the weights of all experts into tiles of 256 columns, in each segment.
+    Elsewhere a product has room for all rows at each expert (`experts.grouped`), and with fewer
+    experts of full width it would be more work.
     """
     numbers = [kind.feed.number for kind in kinds if isinstance(kind.feed, ExpertsKind)]
-    divides = all(number % mesh.shape["tensor"] == 0 for number in numbers)
-    return {**SAMPLING, "experts": "tensor"} if mesh.shape["fsdp"] > 1 and divides else SAMPLING
+    ways, is_tpu = mesh.shape["tensor"], mesh.devices.flat[0].platform == "tpu"
+    divides = is_tpu and mesh.shape["fsdp"] > 1 and ways > 1 and bool(numbers)
+    divides = divides and not any(number % ways for number in numbers)
+    return {**SAMPLING, "experts": "tensor"} if divides else SAMPLING
 
 
 def make_mesh(

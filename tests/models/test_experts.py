@@ -79,7 +79,7 @@ def test_experts_divided_over_devices_give_what_a_device_with_all_gives(bias, mo
     """Whatever products of rows without an expert are."""
     config = dataclasses.replace(CONFIG, pattern=(LayerKind(feed=FEED._replace(bias=bias)),))
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
-    rules = sharding.sampling_rules(mesh, config.kinds)
+    rules = {**sharding.SAMPLING, "experts": "tensor"}
     params, tokens = tiny.params(config), jnp.arange(24).reshape(2, 12) % tiny.VOCAB
     position = jnp.broadcast_to(jnp.arange(12), tokens.shape)
     caller = Caller(attend=lambda query, key, value, *more, **options: (query, None))
@@ -103,13 +103,18 @@ def test_experts_divided_over_devices_give_what_a_device_with_all_gives(bias, mo
     np.testing.assert_allclose(divided, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_experts_are_divided_where_parameters_are_gathered_and_their_number_is():
-    mesh = functools.partial(sharding.make_mesh, devices=jax.devices()[:4])
+def test_a_tpu_divides_experts_where_parameters_are_gathered_and_their_number_can_be():
+    chips = functools.partial(sharding.make_mesh, devices=topology("v5p:2x2x1").devices)
     kinds = LayerKind(feed=FEED), LayerKind()
-    assert sharding.sampling_rules(mesh(fsdp=2, tensor=2), kinds)["experts"] == "tensor"
     odd = (LayerKind(feed=FEED._replace(number=7)),)
-    assert sharding.sampling_rules(mesh(fsdp=2, tensor=2), odd)["experts"] is None
-    assert sharding.sampling_rules(mesh(data=2, tensor=2), kinds)["experts"] is None
+    here = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    divided = sharding.sampling_rules(chips(fsdp=2, tensor=2), kinds)
+    assert divided == {**sharding.SAMPLING, "experts": "tensor"}
+    assert sharding.sampling_rules(chips(fsdp=2, tensor=2), odd) is sharding.SAMPLING
+    assert sharding.sampling_rules(chips(fsdp=2, tensor=2), kinds[1:]) is sharding.SAMPLING
+    assert sharding.sampling_rules(chips(data=2, tensor=2), kinds) is sharding.SAMPLING
+    assert sharding.sampling_rules(chips(fsdp=4), kinds) is sharding.SAMPLING
+    assert sharding.sampling_rules(here, kinds) is sharding.SAMPLING
 
 
 def test_no_array_has_all_tokens_at_all_experts():

@@ -166,9 +166,16 @@ def test_what_is_drawn_is_what_the_rounded_weights_draw(config, weight_dtype):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["auto", "int8", "fp8"])
-@pytest.mark.parametrize("config", [tiny.UNIFORM, EXPERTS], ids=["uniform", "experts"])
-def test_on_a_mesh_the_same_is_drawn(config, weight_dtype):
+@pytest.mark.parametrize(
+    ("config", "divided"),
+    [(tiny.UNIFORM, None), (EXPERTS, None), (EXPERTS, "tensor")],
+    ids=["uniform", "experts", "divided"],
+)
+def test_on_a_mesh_the_same_is_drawn(config, divided, weight_dtype, monkeypatch):
+    """With experts divided over an axis, as on a TPU, too."""
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    rules = {**sharding.SAMPLING, "experts": divided}
+    monkeypatch.setattr(sharding, "sampling_rules", lambda mesh, kinds: rules)
     params = make_params(config)
     placed = jax.device_put(params, sampling_layout(tiny.model(config), mesh))
     actual = drawn(config, placed, mesh, weight_dtype=weight_dtype)

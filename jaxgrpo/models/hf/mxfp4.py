@@ -42,8 +42,12 @@ class Tensor:
         experts, outputs, groups, _ = self._blocks.get_shape()
         return [experts, groups * GROUP, outputs]
 
-    def __getitem__(self, where: tuple[int, slice, slice]) -> np.ndarray:
-        """Args: where: an expert, inputs and outputs."""
+    def __getitem__(self, where: slice | tuple[int, slice, slice]) -> np.ndarray:
+        """Args: where: an expert, inputs and outputs; or experts, of which all is read."""
+        if isinstance(where, slice):
+            experts, inputs, outputs = (slice(0, size) for size in self.get_shape())
+            numbers = range(*where.indices(experts.stop))
+            return np.stack([self[expert, inputs, outputs] for expert in numbers])
         expert, inputs, outputs = where
         first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
         blocks = self._blocks[expert, outputs, first:last]

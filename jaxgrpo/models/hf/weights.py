@@ -325,12 +325,7 @@ def _fill(
     for piece, where in mapping.pieces(entry, box, PIECE):
         values = mapping.read_slice(entry, stored, where)
         if not np.isfinite(values).all():
-            raise InputError(
-                f"{folder}: {entry.name} holds {(~np.isfinite(values)).sum()} values that are not "
-                f"finite (NaN or infinite) among {values.size} that were read: training went wrong "
-                "before it was saved, or the file is damaged; take an earlier checkpoint, or copy "
-                "the model again"
-            )
+            raise InputError(_not_finite(folder, entry.name, stored))
         if jnp.finfo(values.dtype).max > jnp.finfo(narrow).max:
             _refuse_overflow(folder, entry.name, values, narrow)
         shape = tuple(stop - start for start, stop in piece)
@@ -348,6 +343,15 @@ def _refuse_overflow(folder: Path, name: str, values: np.ndarray, dtype: np.dtyp
             f"{folder}: {name} holds {float(beyond[0]):.9g}, which {dtype} cannot hold (at most "
             f"{float(jnp.finfo(dtype).max):.4g}): {remedy}"
         )
+
+
+def _not_finite(folder: Path, name: str, stored: Any) -> str:
+    wrong = sum(int((~np.isfinite(stored[rows])).sum()) for rows in _some_rows(stored))
+    return (
+        f"{folder}: {name} holds {wrong} values that are not finite (NaN or infinite) of "
+        f"{math.prod(stored.get_shape())}: training went wrong before it was saved, or the file is "
+        "damaged; take an earlier checkpoint, or copy the model again"
+    )
 
 
 @jax.jit

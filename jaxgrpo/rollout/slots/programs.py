@@ -67,10 +67,7 @@ def make_programs(
       attention: None: that of the platform.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    constrain, rules = None, sharding.TRAINING
-    if mesh is not None:
-        rules = sharding.sampling_rules(mesh, model.config.kinds)
-        constrain = sharding.constrain(mesh, rules)
+    constrain = None if mesh is None else sharding.constrain(mesh)
     if attention is None:
         dtype = cache_dtype(settings.kv_cache_dtype, model.config)
         attention = choose_decoding(device, model, dtype, mesh, settings.attention)
@@ -80,8 +77,10 @@ def make_programs(
         split = low_bit.make_copy_per_layer(model, settings.weight_dtype)
     elif config != model.config:
         split = lora.make_merge_per_layer(model)
-    if config != model.config or rules["experts"]:
+    if config != model.config:
         model = decoder.build(config, constrain=constrain)
+    if mesh is not None:
+        model = decoder.to_sample(model, mesh)
     shards = 1 if mesh is None else mesh.shape["tensor"]
     parts = decoding.Parts(model, settings, constrain or _anywhere, shards, attention)
     bind = functools.partial
