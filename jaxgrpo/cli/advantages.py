@@ -22,6 +22,7 @@ from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
 from jaxgrpo.core.types import Rollouts, Signal
+from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document, terminal_table
 
 
@@ -103,6 +104,7 @@ def main(
         else:
             _describe(console, about)
         return 0
+    start_backend()
     reward_arrays = {
         key: np.array(rows) for key, rows in groups("--rewards", rewards, "reward").items()
     }

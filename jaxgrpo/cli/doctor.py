@@ -5,6 +5,7 @@ It works where a package that the trainer needs is not installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,9 +21,10 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError, one_line, without_passwords
+from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data import storage
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document
 
 PACKAGES = (
@@ -162,33 +164,20 @@ def _commit() -> str | None:
     return json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
 
 
-def platform_problem() -> str | None:
-    """Why JAX cannot begin with the platforms that it is to take; None where it can."""
-    names = os.environ.get("JAX_PLATFORMS")
-    where = f"JAX_PLATFORMS = {names}" if names else "the devices of this machine"
-    try:
-        jax.default_backend()
-    except (RuntimeError, AssertionError) as error:
-        reason = one_line(error) or "there are none"  # JAX's assertion says nothing
-        return f"{where}: JAX cannot use them ({reason}); unset it, or set JAX_PLATFORMS=cpu"
-    return None
-
-
 def _devices() -> dict[str, Any]:
     """What JAX computes on, with the memory of each device where it says."""
-    problem = None
+    problem, devices = None, []
     try:
         process.start("auto")
     except InputError as error:
         problem = str(error)
-    except (RuntimeError, AssertionError):
-        if (problem := platform_problem()) is None:
-            raise
-    can_begin = platform_problem() is None
-    stats = [device.memory_stats() or {} for device in jax.local_devices()] if can_begin else []
+    with contextlib.suppress(InputError):  # which is the problem already
+        start_backend()
+        devices = jax.local_devices()
+    stats = [device.memory_stats() or {} for device in devices]
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     return {
-        "devices": process.devices_line() if can_begin else "none",
+        "devices": process.devices_line() if devices else "none",
         "problem": problem,
         "device_memory": [
             {"total": device_stats["bytes_limit"], "used": device_stats.get("bytes_in_use", 0)}

@@ -31,6 +31,7 @@ from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_BATCH, OF_PASS, SCORES
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss, with_batch_fields
+from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document, terminal_table
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -84,6 +85,7 @@ def main(
         text = " ".join(f"--option {option}=0.1" for option in sorted(missing))
         console.print(f"\njaxgrpo losses {name} {text} shows what it does", markup=False)
         return Document(about) if as_json else 0
+    start_backend()
     part = _build(name, factory, option_values)
     rho, signs = _numbers("--ratio", ratios, RATIOS), _numbers("--advantage", advantages, (1, -1))
     if isinstance(part, Penalty) and advantages is None:

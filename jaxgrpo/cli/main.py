@@ -68,26 +68,14 @@ def _run_command(calls: str, options: dict[str, Any]) -> int | None:
     """Runs a command. With --json it returns a `console.Document`, which is printed here; where
     --json takes the name of a file, the command writes it."""
     if options.get("as_json") is not True:
-        return _call(calls, options)
+        return pkgutil.resolve_name(calls)(**options)
     with printing_on_stderr():
-        answer = _call(calls, options)
+        answer = pkgutil.resolve_name(calls)(**options)
     if isinstance(answer, int):  # of a process that is not the first of its run
         return answer
     if sys.stdout is not None:
         sys.stdout.write(answer.text())
     return answer.code
-
-
-def _call(calls: str, options: dict[str, Any]) -> Any:
-    """What a command returns. Raises: InputError where JAX has no such devices as it is to take."""
-    try:
-        return pkgutil.resolve_name(calls)(**options)
-    except (RuntimeError, AssertionError):
-        from jaxgrpo.cli.doctor import platform_problem
-
-        if problem := platform_problem():
-            raise InputError(problem) from None
-        raise
 
 
 def _join(options: dict[str, Any]) -> None:

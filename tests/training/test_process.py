@@ -17,6 +17,7 @@ from processes import starting, together
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training.processes import process as runtime
+from jaxgrpo.training.processes.backend import idle_accelerator, start_backend
 
 # Steps until it is told to stop; with several processes each step is one collective.
 LOOP = """
@@ -75,15 +76,33 @@ def test_a_platform_that_is_not_there_is_refused():
         runtime.start("gpu")
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("", r"^the devices of this machine: JAX cannot use them \(busy\); set JAX_PLATFORMS=cpu$"),
+        ("cuda", r"^JAX_PLATFORMS = cuda: JAX .* \(busy\); unset it, or set JAX_PLATFORMS=cpu$"),
+    ],
+)
+def test_devices_that_jax_cannot_start_are_refused_with_the_reason(monkeypatch, names, message):
+    def fail():
+        raise RuntimeError("busy")
+
+    monkeypatch.setattr(jax, "default_backend", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", names)
+    with pytest.raises(InputError, match=message) as refusal:
+        start_backend()
+    assert isinstance(refusal.value.__cause__, RuntimeError)
+
+
 def test_an_accelerator_that_jax_cannot_use_is_noticed_unless_it_is_hidden(tmp_path):
-    assert runtime.idle_accelerator({}, str(tmp_path)) is None
+    assert idle_accelerator({}, str(tmp_path)) is None
     for name in ("nvidia0", "nvidiactl"):
         (tmp_path / name).touch()
-    assert runtime.idle_accelerator({}, str(tmp_path)) == f"{tmp_path}/nvidia0"
-    assert runtime.idle_accelerator({"JAX_PLATFORMS": "cpu"}, str(tmp_path)) is None
-    assert runtime.idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is None
+    assert idle_accelerator({}, str(tmp_path)) == f"{tmp_path}/nvidia0"
+    assert idle_accelerator({"JAX_PLATFORMS": "cpu"}, str(tmp_path)) is None
+    assert idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is None
     (tmp_path / "accel0").touch()
-    assert runtime.idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is not None
+    assert idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is not None
 
 
 @pytest.mark.parametrize("devices", [1, 4])

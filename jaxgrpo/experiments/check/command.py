@@ -16,6 +16,7 @@ from jaxgrpo.experiments.check import targets
 from jaxgrpo.experiments.check.laws import LAWS, broken
 from jaxgrpo.experiments.check.method import read_method
 from jaxgrpo.experiments.check.verdict import EXACT, Report, Row, check, main_rows
+from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document, show_table
 from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw, check_writable
@@ -39,6 +40,7 @@ def main(method: str, *, as_json: bool | str = False, figure: str | None = None)
         raise InputError(f"--figure {figure}: name a file that ends with .png or .svg")
     if figure is not None:
         check_can_draw("--figure needs", "leave it out")
+    start_backend()
     report = check(read_method(method))
     document = Document(report.numbers())
     console = Console(highlight=False)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,12 @@ from jaxgrpo.data import storage
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training.processes import parent, peers
+from jaxgrpo.training.processes.backend import (
+    PLATFORM_NAMES,
+    check_platform,
+    quiet_libtpu,
+    start_backend,
+)
 from jaxgrpo.training.processes.parent import STOP_SIGNALS
 
 EXIT_CODES = {
@@ -54,7 +60,6 @@ _JOIN = 300  # seconds that a process waits at its start for the others
 _HEARTBEAT = 300  # without a sign of life JAX ends all processes: see peers
 _SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
 
-_PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
 _CACHE_MIN_SECONDS = 0.03  # compilations shorter than this are not worth a file
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event for each program
 _READ = "/jax/compilation_cache/cache_retrieval_time_sec"  # and for each that it had on disk
@@ -157,16 +162,17 @@ def start(platform: str = "auto") -> str:
     Args:
       platform: "cpu", "gpu", "tpu", or "auto" for the best one there is.
 
-    Raises: InputError where the devices are not of that platform; with "auto", where there is a
-    GPU or TPU that this JAX cannot use. Nothing falls back to the CPU in silence.
+    Raises: InputError where JAX cannot start, or the devices are not of that platform; with
+    "auto", where there is a GPU or TPU that this JAX cannot use. Nothing falls back to the CPU in
+    silence.
     """
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     gc.set_threshold(*_COLLECT_AFTER)
-    _quiet_libtpu(os.environ)
+    quiet_libtpu(os.environ)
     _join(os.environ)
-    backend = _PLATFORM_NAMES.get(jax.default_backend(), jax.default_backend())
-    _check_platform(platform, backend)
+    backend = start_backend()
+    check_platform(platform, backend)
     _keep_compilations(os.environ, backend)
     Programs.listen()
     return f"jaxgrpo {jaxgrpo.__version__} on {devices_line()}, jax {jax.__version__}"
@@ -175,7 +181,7 @@ def start(platform: str = "auto") -> str:
 def devices_line() -> str:
     """The devices that JAX computes on, in words."""
     devices, count = jax.devices(), jax.process_count()
-    platform = _PLATFORM_NAMES.get(devices[0].platform, devices[0].platform)
+    platform = PLATFORM_NAMES.get(devices[0].platform, devices[0].platform)
     return (
         f"{len(devices)} {platform} device{'s' * (len(devices) > 1)} ({devices[0].device_kind}) in "
         f"{count} process{'es' * (count > 1)}"
@@ -380,15 +386,6 @@ def _cluster_size() -> int:
     return 1
 
 
-def idle_accelerator(environment: Mapping[str, str], folder: str = "/dev") -> str | None:
-    """The device file of an accelerator of this machine that is not hidden from JAX."""
-    if "cpu" in environment.get("JAX_PLATFORMS", ""):
-        return None
-    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    names = ["accel[0-9]*"] if hidden else ["nvidia[0-9]*", "accel[0-9]*"]
-    return next((str(file) for name in names for file in sorted(Path(folder).glob(name))), None)
-
-
 def _join(environment: Mapping[str, str]) -> None:
     arguments = None if jax.distributed.is_initialized() else several_processes(environment)
     if arguments is not None:
@@ -427,14 +424,6 @@ def _waiting_for_others(options: Mapping[str, Any]) -> Iterator[None]:
         has_joined.set()
 
 
-def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:
-    """Keeps libtpu, installed to compile for TPUs, from complaining where there is none."""
-    # JAX sets the first variable where it finds no TPU; libtpu then takes the rest for a mistake.
-    if environment.get("TPU_SKIP_MDS_QUERY") == "1" and not environment.get("JAX_PLATFORMS"):
-        environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-
-
 def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
     """Keeps compiled programs on disk; not those of several CPU devices, unless told to.
 
@@ -451,23 +440,6 @@ def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _CACHE_MIN_SECONDS)
-
-
-def _check_platform(platform: str, backend: str) -> None:
-    if platform not in ("auto", backend):
-        remedy = (
-            "unset JAX_PLATFORMS and start a new process"
-            if platform == "cpu"
-            else f"install jaxgrpo[{'tpu' if platform == 'tpu' else 'cuda12'}] and see that the "
-            f'devices are visible, or set mesh.platform = "{backend}"'
-        )
-        raise InputError(f'mesh.platform = "{platform}": JAX found {backend} devices; {remedy}')
-    idle = idle_accelerator(os.environ) if platform == "auto" and backend == "cpu" else None
-    if idle:
-        raise InputError(
-            f'mesh.platform = "auto": {idle} is there, but this JAX has only the CPU; install '
-            'jaxgrpo[cuda12] or jaxgrpo[tpu], or set mesh.platform = "cpu"'
-        )
 
 
 def _on_signal(number: int, frame: object) -> None:

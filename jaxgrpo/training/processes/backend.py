@@ -1,0 +1,66 @@
+"""What JAX computes on: its backend is started, or refused with the reason in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+import jax
+
+from jaxgrpo.core.errors import InputError, one_line
+
+PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def start_backend() -> str:
+    """Starts what JAX computes on, once. Returns: "cpu", "gpu" or "tpu".
+
+    To be called before anything is computed, which would start it too.
+
+    Raises: InputError where JAX cannot start it.
+    """
+    names = os.environ.get("JAX_PLATFORMS")
+    where = f"JAX_PLATFORMS = {names}" if names else "the devices of this machine"
+    remedy = f"{'unset it, or ' * bool(names)}set JAX_PLATFORMS=cpu"
+    try:
+        platform = jax.default_backend()
+    except (RuntimeError, AssertionError) as error:
+        reason = one_line(error) or "there are none"  # JAX's assertion says nothing
+        raise InputError(f"{where}: JAX cannot use them ({reason}); {remedy}") from error
+    return PLATFORM_NAMES.get(platform, platform)
+
+
+def check_platform(platform: str, backend: str) -> None:
+    """Refuses devices of another platform, and the CPU in silence. Raises: InputError."""
+    if platform not in ("auto", backend):
+        remedy = (
+            "unset JAX_PLATFORMS and start a new process"
+            if platform == "cpu"
+            else f"install jaxgrpo[{'tpu' if platform == 'tpu' else 'cuda12'}] and see that the "
+            f'devices are visible, or set mesh.platform = "{backend}"'
+        )
+        raise InputError(f'mesh.platform = "{platform}": JAX found {backend} devices; {remedy}')
+    idle = idle_accelerator(os.environ) if platform == "auto" and backend == "cpu" else None
+    if idle:
+        raise InputError(
+            f'mesh.platform = "auto": {idle} is there, but this JAX has only the CPU; install '
+            'jaxgrpo[cuda12] or jaxgrpo[tpu], or set mesh.platform = "cpu"'
+        )
+
+
+def idle_accelerator(environment: Mapping[str, str], folder: str = "/dev") -> str | None:
+    """The device file of an accelerator of this machine that is not hidden from JAX."""
+    if "cpu" in environment.get("JAX_PLATFORMS", ""):
+        return None
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    names = ["accel[0-9]*"] if hidden else ["nvidia[0-9]*", "accel[0-9]*"]
+    return next((str(file) for name in names for file in sorted(Path(folder).glob(name))), None)
+
+
+def quiet_libtpu(environment: MutableMapping[str, str]) -> None:
+    """Keeps libtpu, installed to compile for TPUs, from complaining where there is none."""
+    # JAX sets the first variable where it finds no TPU; libtpu then takes the rest for a mistake.
+    if environment.get("TPU_SKIP_MDS_QUERY") == "1" and not environment.get("JAX_PLATFORMS"):
+        environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
