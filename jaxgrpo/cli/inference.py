@@ -43,6 +43,7 @@ from jaxgrpo.training.stored_policy import (
     load_base,
     read_run,
     resolve_judge,
+    say_dropped,
     seed_key,
 )
 
@@ -66,7 +67,7 @@ def evaluate(
       samples: per prompt; of a run or config its eval.samples by default, else 16.
       prompts: the first so many; all by default.
       base: a model folder or a name on the hub that the KL is measured from.
-      overrides: tables of the config, rollout={"temperature": 0.5}, as of `train`.
+      overrides: tables of the config, rollout={"temperature": 0.5}, as in `train`.
 
     Returns: name -> number, as docs/metrics.md describes them; NAME/low and NAME/high are the ends
     of NAME's 95% interval over prompts.
@@ -94,7 +95,7 @@ def print_evaluation(
 ) -> int | Document:
     """The command: prints an evaluation, and writes its answers where asked.
 
-    Args: as of `evaluate`, and
+    Args: as in `evaluate`, and
       answers: a file for the rows of all answers, the greedy one of each prompt and its samples;
         "greedy" tells them apart.
 
@@ -130,6 +131,7 @@ def _measure(
     measures_kl = base is not None or config.measures_kl_to_base
     base_keys = _find_base(target, config.model, config.eval, base) if measures_kl else None
     policy, held_out = find_policy(console, config, rows, has_base=base_keys is not None)
+    say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     keys, longest = config.eval, config.rollout.max_completion_tokens
     judge = resolve_judge(keys.scorer, config.rewards, longest, scorer, policy.world)
     converse = policy.converse(held_out.rows[: keys.prompts])

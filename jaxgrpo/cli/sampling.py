@@ -67,7 +67,7 @@ def sample(
       samples: of each prompt.
       temperature, top_k, top_p, max_tokens: by default as the run or config says; the temperature 0
         takes the likeliest token.
-      overrides: tables of the config, train={"seed": 1}, as of `train`.
+      overrides: tables of the config, train={"seed": 1}, as in `train`.
 
     Returns: a row for each sample, in the order of the prompts: "prompt", "completion",
     "completion_ids", "logps", "truncated" and others, as in a run's samples.
@@ -147,8 +147,11 @@ def _unjudged(
     """
     policy, prompts = policy_and_prompts
     if prompts.dropped:
-        line = inputs.dropped_line(prompts, policy.engine.width)
-        raise InputError(f"{line}: raise it, or take them out of the prompts")
+        raise InputError(
+            f"{prompts.dropped} of {len(prompts.rows) + prompts.dropped} prompts are longer than "
+            f"rollout.max_prompt_tokens = {policy.engine.width}, and a file of samples has all of "
+            "them: raise it, or take them out of the prompts"
+        )
     converse = policy.converse(prompts.rows)
     return policy, Questions(prompts.rows, prompts.encoded, _judge_nothing, converse=converse)
 

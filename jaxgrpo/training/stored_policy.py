@@ -183,8 +183,6 @@ def find_policy(
     chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
-    if prompts.dropped and process.is_main():
-        console.print(dropped_line(prompts, rollout.max_prompt_tokens), soft_wrap=True)
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
@@ -192,6 +190,12 @@ def find_policy(
         pretrained, settings, config.mesh, rollout, config.train.seed, has_base
     )
     return dataclasses.replace(policy, world=world), prompts
+
+
+def say_dropped(console: Console, prompts: PromptData, max_prompt_tokens: int) -> None:
+    """Says how many prompts were left out, where some were."""
+    if prompts.dropped and process.is_main():
+        console.print(dropped_line(prompts, max_prompt_tokens), soft_wrap=True)
 
 
 class Answerer(NamedTuple):
@@ -214,7 +218,7 @@ def find_answerer(
     The tools, the environments and the rows of its config are not read, and nothing interrupts a
     sample or ends it early.
 
-    Args: as of `config_for`; and `temperature`, instead of the config's; None: that one.
+    Args: as in `config_for`; and `temperature`, instead of the config's; None: that one.
     Raises: InputError where there is no such model, or it cannot be sampled.
     """
     config = config_for(target, changes, overrides)
@@ -280,7 +284,7 @@ def resolve_judge(
     """What judges the answers: a function from Python, or what the config names.
 
     Args:
-      use, keys, max_completion_tokens: as of `resolve_scorer`.
+      use, keys, max_completion_tokens: as in `resolve_scorer`.
       scorer: None, or a name: as the config says.
       world: whose environments judge where the config names no reward.
     """
@@ -361,7 +365,7 @@ def policy_for_run(run: Setup) -> StoredPolicy:
 
 
 def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
-    """The evaluation that a run's config asks for; `share` as of `setup`."""
+    """The evaluation that a run's config asks for; `share` as in `setup`."""
 
     def make() -> Evaluate:
         config, inputs = run.config, run.inputs

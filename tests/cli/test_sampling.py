@@ -128,8 +128,9 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_p
     code, output = sample("--temperature", "inf")
     assert (code, "--temperature inf: give 1e-06 to 1e+06, or 0 for greedy" in output) == (2, True)
     code, output = sample("--set", "data.too_long=drop", prompts=[*PROMPTS, "1" * 9])
-    assert (code, "1 of 11 prompts left out: longer than roll" in output) == (2, True)
+    assert (code, "1 of 11 prompts are longer than rollout.max" in output) == (2, True)
     assert "raise it, or take them out of the prompts" in output
+    assert "left out" not in output
     code, output = sample("--top-p", 1.5)
     assert (code, "rollout.top_p = 1.5" in output) == (2, True)
     code, output = sample(out="none/s.jsonl")

@@ -35,6 +35,7 @@ from jaxgrpo.training.stored_policy import (
     find_policy,
     judge_name,
     resolve_judge,
+    say_dropped,
     seed_key,
 )
 
@@ -63,7 +64,7 @@ def probe(
       level: of the intervals.
       methods: two or more, as "sign", "dr_grpo+loss.reduction=constant": how alike the updates are
         that they would make of the samples of one step, and nothing else.
-      overrides: tables of the config, rollout={"temperature": 0.5}, as of `train`.
+      overrides: tables of the config, rollout={"temperature": 0.5}, as in `train`.
 
     Returns: the numbers, in the structure that docs/probe.md describes, "advice" last.
     Raises: InputError before anything is sampled, if an argument cannot be used.
@@ -93,7 +94,7 @@ def main(
 ) -> int | Document:
     """The command: prints what was found, and writes a page where asked. Returns the exit code.
 
-    Args: as of `probe`, with methods as one text, and
+    Args: as in `probe`, with methods as one text, and
       overrides: keys of the config, also of its table `eval`, which is ignored otherwise.
 
     Raises: InputError before anything is sampled, if an argument cannot be used.
@@ -147,6 +148,7 @@ def _probe(
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     policy, held_out = find_policy(console, config, rows)
+    say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     longest, world = config.rollout.max_completion_tokens, policy.world
     judge = resolve_judge(config.eval.scorer, config.rewards, longest, reward, world)
     converse = policy.converse(held_out.rows[: config.eval.prompts])
