@@ -69,15 +69,14 @@ def rescore(
     """Judges the saved samples of a run again, by other rewards, without a model.
 
     Rewards get what they get in training: completions, as conversations where samples have turns
-    and prompts are messages, token ids, the columns of the run's data and its progress. Labels are
-    not flipped.
+    and prompts are messages, token ids, columns of data and progress. Labels are not flipped.
 
     Args:
       rewards: names of the run's own rewards, with their options and weights; of built-in ones; or
         own code, "file.py:function". The others have the weight 1.
       step: that has a file of samples; None: all of them.
       out: a file for a line of JSON per sample.
-      overrides: as of the config, such as "data.path=moved.jsonl".
+      overrides: of keys of the config, such as "data.path=moved.jsonl".
 
     Returns: the exit code, or the numbers of the table.
     Raises: InputError where the run has no samples or other data than when it saved them, a reward
@@ -85,8 +84,9 @@ def rescore(
     """
     folder, config = read_run(run)
     config = configs.from_dict(configs.to_tables(config), overrides, source=config.source)
-    check_writable(out, inputs=[config.data.path])
     steps = find_steps(folder, step)
+    names = ["config.toml", *(f"samples/step_{number}.jsonl" for number in steps)]
+    check_writable(out, inputs=[*config.data.paths, *(str(folder / name) for name in names)])
     process.start("cpu")  # no device computes anything
     data = (
         load_run_rows(config.data, config.model, config.rollout, config.tools, config.environments)

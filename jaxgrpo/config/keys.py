@@ -65,7 +65,7 @@ class ModelKeys:
     config: Mapping[str, Any] = key({})  # the fields of its config.json, for plans where it is not
     family: str | None = key(None)  # one's own, "path/file.py:family"; None: that of config.json
     ignore: tuple[str, ...] = key(())  # fields of its config.json that change nothing it computes
-    text_only: bool = key(False)  # the text part alone of a model that has others, as of images
+    text_only: bool = key(False)  # the text part alone of a model that has others, such as images
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
     float32_head: bool = key(False)  # last norm, output head and logits, in sampling too
@@ -126,6 +126,13 @@ class DataKeys:
     # it as they are, or the conversation as the template writes it again with each reply
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
     completion: str | None = key(None)  # column of texts that are trained on; None: it samples
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What `path` names: no source, one or several."""
+        if isinstance(self.path, tuple):
+            return tuple(part.path for part in self.path)
+        return () if self.path is None else (self.path,)
 
     @property
     def forks(self) -> bool:

@@ -70,7 +70,7 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a warm start, from that of a run; its folder ends with "-sft".
 
     Args:
-      overrides: as of `config.files.load`; a run.dir in them is taken as it is.
+      overrides: as in `config.files.load`; a run.dir in them is taken as it is.
 
     Raises: ConfigError with all problems.
     """
@@ -83,6 +83,8 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
         tables.pop(name, None)
     for name in UNREAD_OF_DATA:
         tables["data"].pop(name, None)
+    if not any(path.endswith(".csv") for path in run_config.data.paths):
+        tables["data"].pop("delimiter", None)  # it was for eval.data
     tables["checkpoint"].pop("keep_best", None)
     tables |= {
         "train": {name: value for name, value in tables["train"].items() if name in STEPS},
@@ -149,7 +151,10 @@ def _write(
     ends: Mapping[str, Any],
     summary: Mapping[str, Any],
 ) -> None:
-    """Writes the model, with the fields of config.json that say where texts end, and a summary."""
+    """Writes the model and a summary.
+
+    Args: ends: fields of generation_config.json that say where texts end.
+    """
     pretrained.save(learner, folder.path, ends)
     folder.write_summary(summary)
     folder.publish()

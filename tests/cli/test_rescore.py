@@ -54,6 +54,9 @@ def looks(completions, environments):
 '''
 
 
+MIXTURE = ("--set", 'data.path=[{path="RUN/../rows.jsonl"}]')
+
+
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("own") / "mine.py"
@@ -140,6 +143,9 @@ def test_several_rewards_have_a_sum_by_the_weights_of_the_run(run, tmp_path, cap
         ("MINE:none", (), "has no 'none'"),
         ("right", ("--step", "3"), "--step 3: "),
         ("right", ("--out", "RUN/none/out.jsonl"), "there is no folder "),
+        ("right", ("--out", "RUN/samples/step_4.jsonl"), "the command reads this file"),
+        ("right", ("--out", "RUN/config.toml"), "the command reads this file"),
+        ("right", (*MIXTURE, "--out", "RUN/../rows.jsonl"), "the command reads this file"),
         ("right", ("--set", "data.path=task:arithmetic:test"), "its data has another prompt in"),
     ],
 )

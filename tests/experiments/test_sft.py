@@ -159,3 +159,12 @@ def test_the_config_of_a_warm_start_reads_no_method_of_the_run(tmp_path):
     shared = {"experience": {"share": 0.5}, "train.routing": "fresh", "data.completion": "answer"}
     assert sft.config_for(write(tmp_path, **shared)) == read
     assert configs.from_dict(configs.to_tables(read)) == read
+
+
+def test_the_delimiter_of_an_evaluation_is_not_read(tmp_path):
+    (tmp_path / "e.csv").write_text("prompt;answer\n1;2\n")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    for name, delimiter in (("t.jsonl", ","), ("e.csv", ";")):
+        paths = {"data.path": str(tmp_path / name), "eval.data": str(tmp_path / "e.csv")}
+        file = write(tmp_path, **paths, **{"data.delimiter": ";"})
+        assert sft.config_for(file).data.delimiter == delimiter
