@@ -179,14 +179,14 @@ def distill(
 
     On the policy's own samples, gamma 0 has per state the gradient of -KL(policy || teacher), and
     gamma 1 that of the whole sequences' KL, with more noise. D is exactly 0 where both give all
-    tokens the same log-prob, and where the teacher has no prompt for a sample (NaN in the field);
-    with share = 1, which leaves nothing of rewards, such a sample is masked.
+    tokens the same log-prob, and where the teacher has no prompt for a sample (NaN in the field).
 
     Args:
       share, gamma: of D, and per token; in [0, 1], a number or a function of the step.
       teacher: whose log-probs are read, from the field `{teacher}_logp` of `[[scores]]`.
 
-    Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens, or cut.
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens; with
+    share = 1 without samples that have no teacher.
     Metrics: kl, the mean of -d, estimates KL(policy || teacher); shares scored, log_ratio_clamped.
     Source: on-policy distillation, GKD, arXiv 2306.13649, and MiniLLM, arXiv 2306.08543; as an
     advantage in Tinker's cookbook, NeMo-RL and verl.

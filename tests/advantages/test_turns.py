@@ -147,7 +147,8 @@ def test_turns_earn_as_much_as_the_sum_gives_the_environment(weight):
 
 
 def test_an_environment_without_a_weight_is_refused():
-    with pytest.raises(InputError, match="unknown reward 'gane': did you mean 'game'"):
+    message = "gigpo: environment = 'gane': no reward is called so: did you mean 'game'"
+    with pytest.raises(InputError, match=message):
         build("gigpo", {"weights": {"game": 1.0, "format": 0.2}, "environment": "gane"})
 
 

@@ -41,9 +41,9 @@ def rlpr(
     Use it when there is a reference answer to each prompt, of a few words, and no verifier.
 
     Args:
-      share, decay: as of the part `mask_below_running_deviation`.
-      scorer: as of the part `answer_probability`.
-      eps, ddof: as of `grpo`.
+      share, decay: as in the part `mask_below_running_deviation`.
+      scorer: as in the part `answer_probability`.
+      eps, ddof: as in `grpo`.
 
     `weights` knows the reward as "answer_probability", with weight 1 where they do not name it.
     Fields: answer_logp, masked_answer_logp and answer_mask, from the data's answers in training.
@@ -82,14 +82,15 @@ def verifree(
     Use it when answers are so short and fixed that exact match would do.
 
     Args:
-      scorer: as of the part `answer_probability`.
-      answer: weight of the answers' tokens, as of the part `train_on_answers`.
+      scorer: as in the part `answer_probability`.
+      answer: weight of the answers' tokens, as in the part `train_on_answers`.
 
     `weights` knows the reward as "answer_probability", with weight 1 where they do not name it.
     Fields: answer_logp, answer_mask and answered, from the data's answers in training.
     Source: VeriFree, arXiv 2505.21493. The paper adds both terms of all tokens up: `sequence_sum`.
     The authors' code pays 0 for a sample that never reaches the answer. Here all of it is its
-    thought and is paid as any other: `rubric_gate` or `mask_truncated` in a chain leave it out.
+    thought and is paid as any other: `rubric_gate(mode="rollout")` or `mask_truncated` in a chain
+    leave it out.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"answer_logp": [[[0.0], [-30.0]]], "answer_mask": [[True]]}
@@ -121,13 +122,14 @@ def nover(
     Use it when answers are long and free: places do not depend on how likely the answer is at all.
 
     Args:
-      efficiency, scorer: as of the part `perplexity_rank`.
-      eps, ddof: as of `grpo`.
+      efficiency, scorer: as in the part `perplexity_rank`.
+      eps, ddof: as in `grpo`.
 
     `weights` knows the reward as "perplexity_rank", with weight 1 where they do not name it.
     Fields: answer_logp, answer_mask, thought_tokens, from the data's answers in training.
     Source: NOVER, arXiv 2505.16022. There a badly formatted sample has 0 and no place; here one
-    that never reaches the answer is ranked too; `rubric_gate` in a chain leaves it out behind that.
+    that never reaches the answer is ranked too. In a chain `rubric_gate(mode="rollout")` behind the
+    rank leaves it out, after it has been ranked.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
@@ -156,7 +158,7 @@ def intuitor(
     look at an evaluation.
 
     Args:
-      eps, ddof: as of `grpo`.
+      eps, ddof: as in `grpo`.
 
     `weights` knows the reward as "self_certainty", with weight 1 where they do not name it; the
     paper's method has no other: give the run's rewards weight 0, and they are only logged.
@@ -190,7 +192,7 @@ def top_entropy(
 
     Args:
       share: of the batch's tokens that are trained.
-      eps, ddof: as of `grpo`.
+      eps, ddof: as in `grpo`.
 
     Fields: token_entropy [P, G, T], a pass of the trained policy.
     Source: Beyond the 80/20 rule, arXiv 2506.01939, whose loss is DAPO's.

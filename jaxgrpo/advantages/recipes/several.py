@@ -19,7 +19,7 @@ from jaxgrpo.advantages.reflection import add_information_gain, reasoning_reflec
 from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
-from jaxgrpo.core.errors import find
+from jaxgrpo.core.errors import InputError, suggest
 
 
 def gdpo(
@@ -134,7 +134,7 @@ def hicra(
     Needs the planning tokens: bool [P, G, T] in a field, "planning" unless named, or the token
     ids of the grams that mark them. Flat groups stay without signal.
 
-    Args: as of the part `hicra`.
+    Args: as in the part `hicra`.
 
     Source: arXiv 2509.03646.
 
@@ -154,7 +154,7 @@ def darling(
 
     Use it when right answers grow alike: it pays the rare ones more.
 
-    Args: as of the part `darling`; without `field`, equal completions are one class.
+    Args: as in the part `darling`; without `field`, equal completions are one class.
 
     Source: arXiv 2509.02534, without a division by the standard deviation.
 
@@ -178,7 +178,7 @@ def tree_grpo(
     Needs the field `tree`, the ids of the trees [P, G]: in a run set `tree.branch`.
 
     Args:
-      eps, ddof: as of the part `tree_normalise`.
+      eps, ddof: as in the part `tree_normalise`.
 
     Source: arXiv 2509.21240.
 
@@ -207,7 +207,7 @@ def gigpo(
     `environment` or `tools`.
 
     Args:
-      gamma, weight, std, eps: as of the part `turn_normalise`.
+      gamma, weight, std, eps: as in the part `turn_normalise`.
       environment: the reward that `turn_reward` adds up to; its weight is the turns' too. None:
         the only one of `weights`, or one of weight 1.
 
@@ -224,7 +224,12 @@ def gigpo(
     weights = weights or {}
     if environment is None and len(weights) == 1:
         (environment,) = weights
-    scale = find("reward", environment, weights) if environment and weights else 1.0
+    if environment and weights and environment not in weights:
+        raise InputError(
+            f"gigpo: environment = {environment!r}: no reward is called so: "
+            f"{suggest(environment, weights)}"
+        )
+    scale = weights.get(environment, 1.0) if environment else 1.0
     return sum_then("gigpo", weights, turns.turn_normalise(gamma, weight, std, eps, scale=scale))
 
 
@@ -236,7 +241,7 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
     Needs the fields `ancestors` [P, G, D] and `token_depth` [P, G, T]: in a run set `tree.branch`.
 
     Args:
-      leaf_power: as of the part `tree_process`.
+      leaf_power: as in the part `tree_process`.
 
     Source: TreeRL, arXiv 2506.11902.
 
@@ -259,7 +264,7 @@ def tree_po(weighting: str = "average", weights: Weights | None = None) -> Advan
     not say.
 
     Args:
-      weighting: as of the part `tree_subgroup`.
+      weighting: as in the part `tree_subgroup`.
 
     Source: TreePO, arXiv 2508.17445.
 
@@ -353,8 +358,8 @@ def l2t(
     for each sample.
 
     Args:
-      alpha, beta, clip, scorer: as of the part `add_information_gain`.
-      eps, ddof: as of `grpo`.
+      alpha, beta, clip, scorer: as in the part `add_information_gain`.
+      eps, ddof: as in `grpo`.
 
     Fields: cut_answer_logp, thought_tokens: in training from the data's `data.answer`.
     Source: L2T, arXiv 2505.10425, with the length where it has a bound on parameters.
