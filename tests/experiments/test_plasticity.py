@@ -140,7 +140,10 @@ def test_what_cannot_be_compared_is_refused_before_a_run(setting, tmp_path, caps
         ([str(unfinished), str(task)], "the run has no model yet"),
         ([str(task.parent / "model"), str(task)], "is the base itself"),
         ([str(tokens), str(task)], "its tokenizer is another than that of its base"),
-        ([str(model), str(task), "--seeds", "0"], "--seeds 0: expected 1 or more"),
+        (
+            [str(model), str(task), "--seeds", "0"],
+            "--seeds 0: expected a number of seeds, 1 to 1000",
+        ),
         ([str(model), str(tmp_path / "no.toml")], "there is no such file"),
         ([str(model), str(unevaluated)], "eval.data: missing"),
         ([str(adapted), str(task)], "began from the adapters"),
