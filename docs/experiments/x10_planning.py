@@ -78,7 +78,7 @@ def advantage(size: int, alpha: float, raised: tuple[bool, ...]) -> tuple[np.nda
 def update(actor: Policy, size: int, alpha: float, raised: tuple[bool, ...]) -> np.ndarray:
     """E[(1/G) sum_i A_it grad log pi(y_it)] through each token, over every group; [T, S, V].
 
-    Args: as of `advantage`.
+    Args: as in `advantage`.
     """
     groups, value = advantage(size, alpha, raised)
     weight = actor.chance[groups].prod(1)[:, None, None] * value / size

@@ -113,7 +113,7 @@ def whiten_batch(
 class _Moments(NamedTuple):
     """Of all unmasked values of the batch, or of those in groups that are not flat."""
 
-    near: Array  # [], as of `stats.Summary`
+    near: Array  # [], as in `stats.Summary`
     above: Array  # [], the mean less `near`
     variance: Array  # []
     flat: Array  # [] bool, all that count are equal, or fewer than two do

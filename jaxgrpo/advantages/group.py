@@ -213,7 +213,7 @@ def normalise_with_virtual_rewards(
     Args:
       count: K, the virtual rewards of a flat group.
       top: the highest reward that there is.
-      eps, ddof: as of `divide_by_group_std`.
+      eps, ddof: as in `divide_by_group_std`.
 
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: collapsed, the share of groups that are flat (the paper's advantage collapse rate).

@@ -148,7 +148,7 @@ def add_information_gain(
       alpha: 0 or more, in units of advantage per nat; a number or a function of the step.
       beta: 0 or more, what a part as long as the longest completion T loses, in nats.
       clip: nats, above 0.
-      scorer: "trainer", "base" or "reference", as of `reasoning_reflection`.
+      scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
 
     Fields: cut_answer_logp [P, G, K + 1], thought_tokens [P, G].
     Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens.
@@ -186,7 +186,7 @@ def answer_probability(
     Args:
       over: "mean" or "product".
       masked_thought: whether what the answer has without a thought is taken off.
-      scorer: "trainer", "base" or "reference", as of `reasoning_reflection`.
+      scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
 
     Fields: answer_logp [P, G, J], answer_mask and with masked_thought masked_answer_logp [P, J].
     Streams: [P, G] each -> and "answer_probability".  Raises: InputError on unknown options.
@@ -236,7 +236,7 @@ def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> Adv
 
     Args:
       efficiency: weight of e, which pays short thoughts that help; a number or schedule.
-      scorer: "trainer", "base" or "reference", as of `reasoning_reflection`.
+      scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
 
     Fields: answer_logp [P, G, J], answer_mask [P, J], thought_tokens [P, G].
     Streams: [P, G] each -> and "perplexity_rank".

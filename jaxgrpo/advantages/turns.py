@@ -96,7 +96,7 @@ def turn_normalise(
         a[t] = (r - mean_group r) / (std_group r + eps)
              + weight (R[k] - mean_same R[k]) / (std_same R[k] + eps),   k the turn of token t
 
-    R as of `turn_returns`; "same" are the turns of all samples of the group, of any number, before
+    R as in `turn_returns`; "same" are the turns of all samples of the group, of any number, before
     which the model had read the same (equal `state`). A part is exactly 0 where all are equal
     or there are fewer than two. Without turns that meet it is GRPO.
 
@@ -107,7 +107,7 @@ def turn_normalise(
       eps: added to the standard deviations, in units of reward; a number or a function of the step.
       ddof: 0 divides the variances by n, 1 by n - 1.
       turn, turn_reward, state: names of the fields.
-      scale: as of `turn_returns`.
+      scale: as in `turn_returns`.
 
     Signal: [P, G], rewards -> [P, G, T], mask = that of the sample on its token_mask.
     Raises: InputError on values that are already [P, G, T].

@@ -49,8 +49,8 @@ def serve(
     Args:
       host, port: to listen at.
       name: of the model in queries; None: that of its folder.
-      temperature: of all samples; a query may ask for the likeliest tokens instead.
-      temperature, top_k, top_p, max_tokens: by default as the run or config says.
+      temperature, top_k, top_p, max_tokens: of all samples, by default as the run or config says;
+        a query may ask for the likeliest tokens instead.
 
     Raises: InputError before anything is loaded, where an argument cannot be used.
     """

@@ -33,7 +33,7 @@ def make_atlases(
     """The atlases of a run and of `atlas.methods`; None without any.
 
     Args:
-      preparer: of the run; names: `atlas.methods`; the rest as of `make_contenders`.
+      preparer: of the run; names: `atlas.methods`; the rest as in `make_contenders`.
 
     Raises: InputError where a method cannot be built, or reads what the run does not make.
     """

@@ -94,7 +94,7 @@ class World(NamedTuple):
     chat: Chat
     stop_tokens: tuple[int, ...]
     bounds: Turns
-    forks: bool = False  # as of `Conversations`
+    forks: bool = False  # as in `Conversations`
     processes: Processes | None = None  # of tools and environments; None: they run in threads
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ def make_world(
       tools: own code, by name or as it is, or names of built-in ones.
       environments: name -> what makes it; "" is the name of a single one.
       stop_tokens: of the model.
-      forks: as of `Conversations`.
+      forks: as in `Conversations`.
 
     Raises: InputError where own code is no tool or no environment, or the chat template cannot go
       on behind a turn.

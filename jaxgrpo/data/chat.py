@@ -165,7 +165,7 @@ def write(
     is_limited: bool = True,
 ) -> str:
     """One prompt as text, with the special tokens that the template writes; `is_opened` and
-    `is_limited` as of `render`.
+    `is_limited` as in `render`.
 
     Raises: InputError if the template fails, leaves out the text of a message or white space of one
       that the model continues, or there is no template for a conversation. Thoughts of earlier

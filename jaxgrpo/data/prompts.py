@@ -98,7 +98,7 @@ def load_rows(
 
 
 def join(parts: Mapping[str, list[Row]]) -> list[Row]:
-    """The rows of several sources, name -> rows as of `load_rows`, one source after the other. All
+    """The rows of several sources, name -> rows as in `load_rows`, one source after the other. All
     have the same columns; what a row lacks is None.
 
     Raises: InputError if prompts or answers are of several kinds.

@@ -46,7 +46,7 @@ def load(options: bytes) -> Callable[[str], list[Any]]:
             return ["broken", str(error)]
         except Exception as error:
             return ["raised", type(error).__name__, str(error)]
-        except BaseException as error:  # as of threads
+        except BaseException as error:  # as in threads
             return ["raised", "RuntimeError", f"{type(error).__name__}: {one_line(error)}"]
 
     return answer

@@ -293,7 +293,7 @@ def make_asker(
 ) -> Ask:
     """The function that samples answers to every question and has them judged.
 
-    Args: as of `make_batches`.
+    Args: as in `make_batches`.
     """
     size, ask_batch = make_batches(policy, questions, samples, rescore, **options)
 
@@ -326,7 +326,7 @@ def make_batches(
     Args:
       samples: per question.
       rounds: samples of a batch per slot.
-      purpose, greedy: as of `rollout.batch.draw`.
+      purpose, greedy: as in `rollout.batch.draw`.
     """
     mesh, engine, count = policy.mesh, policy.engine, len(questions.rows)
     slots = engine.slots_for(_round_to_bins(mesh, count), samples)

@@ -56,7 +56,7 @@ def main(
       seeds: how many, from 0.
       metric: of metrics.jsonl.
       folder: for the runs; None: B's run.dir with -plasticity behind it.
-      overrides: of B, as of `config.files.load`.
+      overrides: of B, as in `config.files.load`.
 
     Returns: the exit code, or with `as_json` the numbers.
     Raises: InputError where there is no such run, model or metric, or tokenizers differ.

@@ -83,7 +83,7 @@ def dynamic_clip(low: float = 0.16, high: float = 0.2, cap: float = 10.0) -> Sur
       low, high: how far the ratio may fall and rise, times the token's probability.
       cap: the largest ratio that counts; above 1 + high.
 
-    Metrics: as of `clip` with delta.
+    Metrics: as in `clip` with delta.
     Raises: InputError unless 0 <= low <= 1, high >= 0 and cap > 1 + high.
     Source: Dynamic Clipping Policy Optimization (DCPO), Yang et al. 2025, arXiv 2509.02333, with
     its numbers. Its advantages are the recipe `dcpo_smooth`; its loss is a sum over sequences of

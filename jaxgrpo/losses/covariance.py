@@ -65,13 +65,13 @@ def clip_cov(
     Without the tokens that lower the entropy most it falls more slowly.
 
     Args:
-      low, high: as of `clip`.
+      low, high: as in `clip`.
       share: of the update's tokens that are left out, at most; at least one is, if any qualifies.
       least, most: between which c qualifies.
 
     Needs: clip_cov_tokens, which the update makes; token_draw, a number in [0, 1) per token: those
     with the highest are chosen.
-    Metrics: as of `clip`; clip_ratio/covariance_mean, the share of tokens that are left out.
+    Metrics: as in `clip`; clip_ratio/covariance_mean, the share of tokens that are left out.
     Raises: InputError unless 0 < share <= 1 and least < most; on bounds as `clip`.
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2, with verl's numbers. verl chooses in
     each micro-batch.

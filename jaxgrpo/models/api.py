@@ -317,7 +317,7 @@ Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 class Spread(Protocol):
     """Runs a function of tokens and weights on each device that holds a part of them.
 
-    Each argument comes with its logical axes, as of `Constrain`. The function computes each token
+    Each argument comes with its logical axes, as in `Constrain`. The function computes each token
     by itself, and its results, laid out as the first one, are summed over what divides weights.
     """
 

@@ -268,7 +268,7 @@ class Pieces(NamedTuple):
 def slot_chunk(pieces: Pieces, length: Array, clock: Array) -> Attend:
     """A chunk of each of some slots' own tokens: reads prompt, what the slot holds, and itself.
 
-    Memory per layer as of `decode` or `decode_lines`, into which the chunk is written. In rings the
+    Memory per layer as in `decode` or `decode_lines`, into which the chunk is written. In rings the
     tokens before it end `left` columns before the clock's, and its own follow them.
 
     Args:
@@ -360,7 +360,7 @@ def decode_lines(index: Array, length: Array, sharing: Sharing, kernel: Decoding
 
     A slot writes each token at a column of its own, the number of those before it.
 
-    Args: as of `decode`.
+    Args: as in `decode`.
     """
     from jaxgrpo.models.kernels import pallas_decoding
 

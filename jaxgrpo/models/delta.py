@@ -85,7 +85,7 @@ class GatedDelta(nnx.Module):
 def sequences(real: Array) -> Recur:
     """Each sequence by itself; the memory it returns is its state.
 
-    Shapes: real [*B, Q], as of `recurrence.over_sequences`.
+    Shapes: real [*B, Q], as in `recurrence.over_sequences`.
     """
 
     def recur(inputs: DeltaInputs, memory: Any, kind: DeltaKind) -> tuple[Array, DeltaState]:
@@ -169,7 +169,7 @@ def _advanced(
 
 
 def decode(is_paused: Array | None) -> Recur:
-    """One decoding step of every slot. Memory per layer: as of `slot_chunk`.
+    """One decoding step of every slot. Memory per layer: as in `slot_chunk`.
 
     Args:
       is_paused: [D, N] bool, slots that keep their state; None: none does.

@@ -84,7 +84,7 @@ def likeliest(
       unembed: hidden [D, n, E] -> logits [D, n, V].
       count: of the tokens, below V; K = count + 1.
       ids: so many tokens to take instead, in this order.
-      temperature, logits_per_chunk: as of `shortened`.
+      temperature, logits_per_chunk: as in `shortened`.
 
     Returns: [..., 0, :], token ids, the likeliest first, and -1 for all others; [..., 1, :], their
     log-probs. One array: floats hold ids up to 2^24. No gradient.

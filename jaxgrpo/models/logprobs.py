@@ -133,7 +133,7 @@ def loss_of_tokens(
       sums: None, or a tree as the weights, each leaf [D, ...] in at least float32, to which a pass
         that is differentiated adds the gradient of each bin, for a cotangent of 1 of the loss. Then
         the weights get none: over several calls bins are added up once, by `Head.as_held`.
-      support: as of `token_logprobs`.
+      support: as in `token_logprobs`.
 
     Returns: (loss, logp, entropy, sums); only the loss carries gradient, to hidden and weights.
     """
@@ -427,7 +427,7 @@ def chunk_and_vocab(
 
 
 def chunk_tokens(vocab: int, tokens: int, logits_per_chunk: int | None = None) -> int:
-    """How many of a bin's tokens are held at a time; `logits_per_chunk` as of `token_logprobs`."""
+    """How many of a bin's tokens are held at a time; `logits_per_chunk` as in `token_logprobs`."""
     if logits_per_chunk is None:
         return min(max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // vocab), tokens)
     return min(max(1, logits_per_chunk // vocab), tokens)

@@ -102,7 +102,7 @@ class Search(NamedTuple):
         """All meshes, fastest first by formula: those that fit, each compiled, until `most` do.
 
         Args:
-          telling: as of `plan.plan`.
+          telling: as in `plan.plan`.
         """
         candidates = (self._build_candidate(changes) for changes in self._meshes(True))
         fitting = [

@@ -221,7 +221,7 @@ def collectives(
 
     Args:
       axes: the mesh, name of an axis -> its size, in the order of its devices.
-      unknown: as of `places`.
+      unknown: as in `places`.
     """
     bodies, entry = computations(text)
     placed = places(bodies, entry, unknown)

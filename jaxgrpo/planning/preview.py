@@ -206,7 +206,7 @@ def _find_earlier_run(config: Config) -> _EarlierRun | None:
 
 
 def _start(console: Console, sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
-    """Takes the devices, which it prints. Returns: a mesh as of `planned_mesh`."""
+    """Takes the devices, which it prints. Returns: a mesh as in `planned_mesh`."""
     # What is planned for other devices need not be of the platform that is here.
     console.print(process.start("cpu" if sizes.platform == "cpu" else "auto"), soft_wrap=True)
     mesh = planned_mesh(sizes, keys)

@@ -47,7 +47,7 @@ def read_traffic(
     all branches count, so that decoding reads all of its caches.
 
     Args:
-      unknown: trips of the loops whose end is computed, as of `hlo.places`.
+      unknown: trips of the loops whose end is computed, as in `hlo.places`.
       shares: name of a Pallas kernel -> the share that it reads of what it is given. Of what it
         overwrites, it writes a small part, which is not counted.
     """

@@ -82,7 +82,7 @@ def brier(
 
     Its expectation is highest at q = the chance of being right.
 
-    Args: as of `accuracy`.
+    Args: as in `accuracy`.
     Source: Damani et al. 2025, arXiv 2507.16806.
 
     >>> texts = ["#### 4<confidence>0.5</confidence>", "#### 5<confidence>0</confidence>", "4"]

@@ -408,7 +408,7 @@ def draw(
 ) -> Drawing:
     """Completions of every prompt, `group_size` of each.
 
-    Args: as of `Batch` and `Batch.requests`; `grown` is its `trees`, and `converse` gives its
+    Args: as in `Batch` and `Batch.requests`; `grown` is its `trees`, and `converse` gives its
       dialogue.
     """
     seed = *(int(word) for word in np.asarray(key).ravel()), purpose

@@ -121,7 +121,7 @@ def record_shapes(
     """What is recorded of each token that a model draws, by the names of `core.records`.
 
     Args:
-      support: as of `SamplingSettings`.
+      support: as in `SamplingSettings`.
       replays_experts: whether experts are among what is asked for.
     """
     experts = routing.recorded(kinds) if replays_experts else None

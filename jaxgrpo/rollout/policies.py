@@ -69,7 +69,7 @@ def difficulty_band(
 
     Args:
       low, high: the band, 0 <= low <= high <= 1.
-      decay, reward, success, weights, mixture: as of `no_positive_resampling`.
+      decay, reward, success, weights, mixture: as in `no_positive_resampling`.
     """
     if not 0 <= low <= high <= 1:
         raise InputError(
@@ -104,7 +104,7 @@ def spo_priority(
       decay: v <- decay v + (1 - decay) (rate of the group), from 0.5. 0.875 remembers some eight
         groups, as SPO's tracker at its shortest.
       floor: keeps rows of certain outcome in the stream; above 0.
-      reward, success, weights, mixture: as of `no_positive_resampling`.
+      reward, success, weights, mixture: as in `no_positive_resampling`.
 
     Source: SPO, arXiv 2509.13232, which draws each batch from the weights without epochs.
     """

@@ -57,7 +57,7 @@ def call_on_texts(
 
     Args:
       columns: name -> N entries, those of the data set beside the prompt, and others.
-      policy: `on_error`, `timeout` and `living` as of `call_rewards`.
+      policy: `on_error`, `timeout` and `living` as in `call_rewards`.
 
     Returns: as `call_rewards`. Raises: RewardError as it does.
     """

@@ -177,7 +177,7 @@ def fields(
 def count_drawn(ancestors: np.ndarray, depth: np.ndarray, mask: np.ndarray) -> int:
     """Tokens that were drawn: those of a node once, however many leaves have them.
 
-    Shapes: as of the fields, [P, G, D] and [P, G, T]; mask [P, G, T], of the leaves' tokens.
+    Shapes: those of the fields, [P, G, D] and [P, G, T]; mask [P, G, T], of the leaves' tokens.
     """
     node = np.where(mask, np.take_along_axis(ancestors, depth, axis=-1), -1)
     return int((np.diff(np.sort(node, axis=1), axis=1, prepend=-1) > 0).sum())

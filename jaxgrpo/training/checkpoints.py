@@ -199,7 +199,7 @@ class Checkpoints(Closing):
         Args:
           abstract: the tree to fill: jax arrays or `jax.ShapeDtypeStruct` with a sharding for what
             lives on devices, numpy arrays for what lives on the host.
-          step: as of `choose`.
+          step: as in `choose`.
           partial: the tree may leave out what was saved; nothing else is read.
         Returns: (state, meta).
         Raises: InputError where there is no such step, its files are damaged, or its tree, shapes

@@ -11,20 +11,8 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxgrpo.config.files import Config, flat, to_tables
-from jaxgrpo.config.keys import (
-    DataKeys,
-    EvalKeys,
-    ModelKeys,
-    PartKeys,
-    RolloutKeys,
-)
-from jaxgrpo.config.world import (
-    Environment,
-    Factories,
-    World,
-    make_world,
-    named_factories,
-)
+from jaxgrpo.config.keys import DataKeys, EvalKeys, ModelKeys, PartKeys, RolloutKeys
+from jaxgrpo.config.world import Environment, Factories, World, make_world, named_factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
@@ -40,7 +28,6 @@ from jaxgrpo.training.pretrained import Pretrained, check_length, find_config, f
 from jaxgrpo.training.processes import process
 from jaxgrpo.update.answers import CUT
 
-SHOWN = 80  # characters of an answer
 TASK_COLUMNS = ("prompt", "answer")  # of built-in tasks
 
 

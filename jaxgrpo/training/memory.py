@@ -166,7 +166,7 @@ def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, in
     """Bytes of the parameters that are trained, and of the optimizer's state.
 
     Args:
-      optimizer: as of `make_optimizer`.
+      optimizer: as in `make_optimizer`.
     """
     dtype = jnp.dtype(held_dtype(model))
     shapes, axes = (trained(model, tree) for tree in (model.shapes, model.axes))
@@ -190,7 +190,7 @@ def fitting_passes(
 
     Args:
       setting: `train.remat`.
-      persistent: as of `fitting_geometry`.
+      persistent: as in `fitting_geometry`.
 
     Returns: (`logits_per_chunk` of `logprobs.token_logprobs`, remat)
     """
@@ -410,7 +410,7 @@ def sampler_weight_bytes(
     Args:
       mesh, trained_dtype: where the parameters given to the sampler lie, and their dtype.
       sampling_mesh: None: `mesh`.
-      weight_dtype: as of `SamplingSettings`.
+      weight_dtype: as in `SamplingSettings`.
     """
     target_mesh = mesh if sampling_mesh is None else sampling_mesh
     layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype

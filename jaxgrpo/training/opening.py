@@ -69,7 +69,7 @@ def open_run(
     Args:
       stack: closes what was opened.
       setup_options: of `setup` beside the config.
-      resume, devices_line, shown: as of `loop.take`.
+      resume, devices_line, shown: as in `loop.take`.
     """
     fingerprints.refuse_unless_alike(lambda: fingerprints.config_facts(config))
     folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))

@@ -37,7 +37,7 @@ def model_config_for_run(
     """The stored model as a config asks for it: dtype, head, adapters.
 
     Args:
-      without_text: as of ModelConfig, where the tokenizer is known.
+      without_text: as in ModelConfig, where the tokenizer is known.
 
     Raises: InputError if there are no such adapters.
     """

@@ -116,7 +116,7 @@ def find_model(
 
     Args:
       keys, lora_keys, rollout, remat: `model`, `lora`, `rollout` and `train.remat` of the config.
-      fetch_weights: as of `find_config`.
+      fetch_weights: as in `find_config`.
 
     Raises: InputError where there is no such model, a file of it cannot be read, or it has no
     positions for prompt and completion.

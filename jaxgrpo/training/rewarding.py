@@ -11,13 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import (
-    RewardKeys,
-)
-from jaxgrpo.config.world import (
-    COLUMNS,
-    World,
-)
+from jaxgrpo.config.keys import RewardKeys
+from jaxgrpo.config.world import COLUMNS, World
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import (

@@ -158,7 +158,7 @@ def setup(
         is one that `jaxgrpo.train` takes, read by the config's data keys.
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
-      tools, environment: as of `jaxgrpo.train`.
+      tools, environment: as in `jaxgrpo.train`.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
       check: gets what is read from disk, before weights are, and may raise.
       mesh, make_learner: of a run that is planned, on devices that need not be here; no weights

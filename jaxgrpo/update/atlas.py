@@ -140,7 +140,7 @@ class Atlases:
 
 
 def without_pass(objective: Objective) -> Objective:
-    """The objective without penalties that are no functions of log-probs, as of the entropy."""
+    """The objective without penalties that are no functions of log-probs, such as the entropy's."""
     penalties = (part for part in objective.penalties if not part.needs & OF_PASS.keys())
     return objective._replace(penalties=tuple(penalties))
 

@@ -46,7 +46,7 @@ def loss_tokens(
     advantage: Array,
     mask: Array,
 ) -> Tokens:
-    """What the loss reads, a row for each sample. Args: as of `batch_loss`."""
+    """What the loss reads, a row for each sample. Args: as in `batch_loss`."""
     shape = mask.shape
     now = rollouts.policy_version == rollouts.step
     available = {"sampled_now": now, **rollouts.rewards, **rollouts.fields}

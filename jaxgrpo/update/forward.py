@@ -64,7 +64,7 @@ class Blueprint(NamedTuple):
     teachers: Mapping[str, Teacher] = {}  # path -> a model that scores read
     answer_cuts: int = 4  # parts of a thought behind which a reference answer is scored
     ema_decay: float = 0.99  # of the policy "ema", where something reads it
-    logits_per_chunk: int | None = None  # of the update's passes, as of `logprobs.token_logprobs`
+    logits_per_chunk: int | None = None  # of the update's passes, as in `logprobs.token_logprobs`
     remat: Remat = "full"  # that the model is built with
     balance: Balance = Balance()  # of experts
 
@@ -289,8 +289,8 @@ def loss_of_tokens(
     For an objective whose loss of a token depends on no other token.
 
     Args:
-      fullest: as of `forward`.
-      sums: as of `logprobs.loss_of_tokens`.
+      fullest: as in `forward`.
+      sums: as in `logprobs.loss_of_tokens`.
     """
     model, mesh, size, temperature, kernel, logits_per_chunk, replays = settings
     flat = flatten(micro, size)

@@ -153,7 +153,7 @@ def make_geometry(
 
     Args:
       room: the tokens of a micro-batch that fit into memory; None: any number.
-      has_forks: as of `Geometry`.
+      has_forks: as in `Geometry`.
     """
     bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
     update_sizes = (prompts // minibatches, samples, width, steps)

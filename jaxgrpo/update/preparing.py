@@ -358,7 +358,7 @@ class Preparer:
         geometry: packing.Geometry,
         policy: str,
     ) -> dict[str, Array]:
-        """The named scores, of one pass, as of `score_batch`."""
+        """The named scores, of one pass, as in `score_batch`."""
         scores = {name: self.blueprint.scores[name] for name in names}
         settings = self.blueprint.score_pass(scores[names[0]], policy)
         return score_batch(settings._replace(tokens=geometry.tokens), params, batch, scores)

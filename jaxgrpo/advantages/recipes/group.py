@@ -69,7 +69,7 @@ def avspo(
 
     Use it when most groups are flat and their samples should teach, but less than a mixed group's.
 
-    Args: as of the part `normalise_with_virtual_rewards`.
+    Args: as in the part `normalise_with_virtual_rewards`.
 
     Source: AVSPO, arXiv 2605.21125, by a secondary note; count is ours.
 
@@ -97,8 +97,8 @@ def rank_learning(
     three strides for all that is measured.
 
     Args:
-      kappa, scale: as of the part `shape_by_effective_rank`.
-      eps, ddof: as of `grpo`.
+      kappa, scale: as in the part `shape_by_effective_rank`.
+      eps, ddof: as in `grpo`.
 
     Source: VERL (Velocity-Exploiting Rank-Learning), arXiv 2509.23808.
 
@@ -131,7 +131,7 @@ def ttrl(
     Args:
       count: samples of a group that are trained on; rollout.group_size is how many vote. None:
         half of them.
-      eps, ddof: as of `grpo`.
+      eps, ddof: as in `grpo`.
 
     Source: TTRL, Zuo et al. 2025, arXiv 2504.16084: 64 votes, 32 samples trained on.
 

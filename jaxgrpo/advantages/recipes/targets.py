@@ -27,7 +27,7 @@ def opd(
     (OPSD) can do what the policy is to learn. Its surrogate is `reinforce`, or, over several
     updates, one with a ratio; a text's tokens take the same recipe (`data.completion`).
 
-    Args: as of the part `distill`.
+    Args: as in the part `distill`.
 
     Fields: {teacher}_logp [P, G, T], an entry of `[[scores]]`, and trainer_logp.
     Source: MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649; several teachers: MOPD, arXiv
@@ -64,7 +64,7 @@ def sdpo(
     the parameters of the moment, here of those before the step's updates.
 
     Args:
-      share, teacher: as of the part `distill`.
+      share, teacher: as in the part `distill`.
       eps, ddof: of the standard deviation.
 
     Fields: {teacher}_logp [P, G, T], an entry of `[[scores]]`, and trainer_logp.

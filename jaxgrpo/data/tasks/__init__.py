@@ -93,7 +93,7 @@ def load(spec: str, count: int | None = None, seed: int | None = None) -> list[d
     """The rows of a task: dicts with the columns prompt and answer, and more.
 
     Args:
-      spec: as of `parse`.
+      spec: as in `parse`.
       count: rows; None takes what the name says, or the task's own number for the split.
       seed: which rows, and their order; None takes what the name says, or 0.
 

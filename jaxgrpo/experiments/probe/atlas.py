@@ -39,7 +39,7 @@ def probe_atlas(
 
     Args:
       methods: recipes by name, and changes of the loss, as "dr_grpo+loss.reduction=constant".
-      overrides: of the command line; `tables`: of Python, nested or dotted. The rest as of `probe`.
+      overrides: of the command line; `tables`: of Python, nested or dotted. The rest as in `probe`.
 
     Returns: "model", "methods" [M], "cosines" [M][M] and "norms" [M], lengths beside that of the
     first; None where an update of 0 leaves them undefined.

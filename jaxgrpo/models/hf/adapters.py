@@ -158,7 +158,7 @@ def save(
     Args:
       adapters: the first of `lora.split`, in the dtype that they are stored in.
       base: path of the base, or its name on the hub, which PEFT looks up.
-      card: text of the folder's README.md, the card, as of `folders.save_model`.
+      card: text of the folder's README.md, the card, as in `folders.save_model`.
       revision: of a base on the hub: a branch, tag or commit.
 
     Raises: InputError if `path` holds anything but an adapter of ours, or PEFT has no such adapter.
@@ -182,7 +182,7 @@ def save(
 
 
 def refuse_unless_ours(path: Place, bases: Iterable[str | Path] = ()) -> None:
-    """Raises: InputError where an adapter may not be written, as of a model."""
+    """Raises: InputError where an adapter may not be written, as for a model."""
     replacing.refuse_unless_ours(path, CONTENTS, bases)
 
 

@@ -230,7 +230,7 @@ def read_adapted(
 
     Args:
       dtype: of the adapters; None: what the model computes in, as the weights are.
-      shardings: as of `read_params`.
+      shardings: as in `read_params`.
 
     Raises: InputError as `read_params` and `adapters.read_params`.
     """
@@ -307,7 +307,7 @@ def save_model(
       base: the model that this one was trained from, whose tokenizer, generation_config.json and
         config.json are copied as they are, where nothing in them changed. Of a model that was read
         with text_only it is needed: its other tensors are copied too.
-      revision: of a base on the hub, as of `load_model`.
+      revision: of a base on the hub, as in `load_model`.
 
     Raises: InputError if config.json cannot say what the model is, or `path` is another's.
     """

@@ -320,7 +320,7 @@ def _tensor(
 
     Args:
       shapes: those of one layer, and of one expert, by whole path.
-      fused: experts are as of `fused_experts`.
+      fused: experts are as in `fused_experts`.
       turned: dimensions of a head that stand in pairs.
     """
     module, _, leaf = path.rpartition("/")

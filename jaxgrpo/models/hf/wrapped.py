@@ -1,4 +1,4 @@
-"""Models whose text part is one of several, as of Gemma 3, Mistral Small 3 and Qwen3.5.
+"""Models whose text part is one of several, as in Gemma 3, Mistral Small 3 and Qwen3.5.
 
 Their config.json has the fields of the text model under `text_config`, and the files have its
 tensors beside those of images, under names that begin with a prefix. `model.text_only` trains that
@@ -109,7 +109,7 @@ class Stored(NamedTuple):
     """The tensors of a folder: those of each leaf, by their names in the files, and the others."""
 
     entries: list[list[Entry]]
-    tied_head: tuple[str, str]  # as of a family
+    tied_head: tuple[str, str]  # as in a family
     carried: tuple[str, ...] = ()  # read by nothing, and kept in an export
 
 

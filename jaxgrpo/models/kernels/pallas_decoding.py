@@ -149,7 +149,7 @@ def over_slots(
       token: key and value of the new token.
       index: tokens of each slot before it.
       place: of each slot in its bin: the reader and row that it is, row * readers + reader.
-      interpret: as of `over_prompts`.
+      interpret: as in `over_prompts`.
 
     Shapes: slots [D * N, kv_heads, columns, head_dim]; token [D * N, kv_heads, 2, head_dim]; index,
     place [D, N]. Returns the output [D * N, kv_heads, shared, head_dim], and the slots' keys and

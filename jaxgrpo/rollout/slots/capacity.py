@@ -182,7 +182,7 @@ def fitting_slots(
 
     At least one per bin, whether it fits or not, and at most `SLOTS_OF_CPU` per bin on a CPU.
 
-    Args: prompts, group, width: as of `capacity`.
+    Args: prompts, group, width: as in `capacity`.
     """
     bins = sharding.num_bins(mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"

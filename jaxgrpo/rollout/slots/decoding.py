@@ -189,7 +189,7 @@ def admit(
 ) -> DecodeState:
     """Lets samples whose rows have been filled begin.
 
-    Args: place, row, reader, ready: as of `Queue`.
+    Args: place, row, reader, ready: as in `Queue`.
     """
     queue = dataclasses.replace(state.queue, place=place, row=row, reader=reader, ready=ready)
     return _refilled(dataclasses.replace(state, queue=queue, row_length=row_length))

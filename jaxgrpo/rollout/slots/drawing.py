@@ -122,7 +122,7 @@ def named_support(
     Args:
       distribution: of a temperature above 0.
       most: at most as many as there are tokens.
-      shards: as of `draw`.
+      shards: as in `draw`.
 
     Returns: its logits [*B, V], which `draw` takes at temperature 1, and the ids [*B, most] of what
     is left, the likeliest first, -1 behind the last.

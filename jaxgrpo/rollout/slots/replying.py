@@ -125,7 +125,7 @@ def give(
 ) -> DecodeState:
     """Computes a chunk of the tokens that are given to each of some samples, which go on behind it.
 
-    Shapes: place [D, R], the samples' places, M: none; size and left [D, R], as of `Pieces`.
+    Shapes: place [D, R], the samples' places, M: none; size and left [D, R], as in `Pieces`.
     """
     samples, total = state.samples, state.samples.length.shape[1]
     at_slots = state.live[:, None] & (state.sample[:, None] == place[..., None])  # [D, R, N]

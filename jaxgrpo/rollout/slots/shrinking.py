@@ -156,7 +156,7 @@ class Shrinking:
     def decode(
         self, params: Params, state: DecodeState, enough: np.int32
     ) -> tuple[DecodeState, Counters]:
-        """A segment with the slots that there are; arguments as of `decoding.segment`."""
+        """A segment with the slots that there are; arguments as in `decoding.segment`."""
         if self.size in self._smaller:
             return self._smaller[self.size].result()(params, state, enough)
         return self.programs.decode(self.size.aligned, params, state, enough)

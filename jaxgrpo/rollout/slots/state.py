@@ -140,14 +140,14 @@ class Entries(NamedTuple):
 
     is_new: np.ndarray  # [D, M] bool
     keys: np.ndarray  # [D, M, 2] uint32
-    opening: np.ndarray  # [D, M] int32, as of `Samples`
-    threshold: np.ndarray  # [D, M] float32, as of `Samples`, which may have none
-    start: np.ndarray | None  # [D, M] int32, as of `Samples`
-    limit: np.ndarray | None  # [D, M] int32, as of `Samples`
-    greedy: np.ndarray | None  # [D, M] bool, as of `Samples`
+    opening: np.ndarray  # [D, M] int32, as in `Samples`
+    threshold: np.ndarray  # [D, M] float32, as in `Samples`, which may have none
+    start: np.ndarray | None  # [D, M] int32, as in `Samples`
+    limit: np.ndarray | None  # [D, M] int32, as in `Samples`
+    greedy: np.ndarray | None  # [D, M] bool, as in `Samples`
     prefix: np.ndarray | None
     """[D, M, F] int32, the tokens that are given, -1 behind the last; None: none is"""
-    state: Any = None  # leaves [D, M, ...], as of `Plays`
+    state: Any = None  # leaves [D, M, ...], as in `Plays`
 
 
 class Replies(NamedTuple):
@@ -158,7 +158,7 @@ class Replies(NamedTuple):
     start: np.ndarray  # [D, M] int32, where the turn began that has ended
     tokens: np.ndarray  # [D, M, F] int32, from there on, -1 behind the last: the turn, its reply
     chunked: np.ndarray  # [D, M] int32, tokens of the reply that will be computed in chunks
-    limit: np.ndarray  # [D, M] int32, as of `Samples`, where it goes on
+    limit: np.ndarray  # [D, M] int32, as in `Samples`, where it goes on
 
 
 class Counters(NamedTuple):

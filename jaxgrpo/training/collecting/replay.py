@@ -72,7 +72,7 @@ def replay_config(
 
     Args:
       config: a TOML file or a shipped config's name; None: that of the run that wrote the files.
-      overrides: as of `config.files.load`; they go before what is said above.
+      overrides: as in `config.files.load`; they go before what is said above.
 
     Raises: InputError where `config` is None and the files are not those of one run.
     """

@@ -98,7 +98,7 @@ def load(
       vocab_size: of the model; None: token ids need only be 0 or more.
       end_tokens: of the model; where the file says nothing about `truncated`, a sample that
         ends at the last position with one of them is not truncated.
-      without_text: as of ModelConfig; such a token may be read, but not chosen by the policy.
+      without_text: as in ModelConfig; such a token may be read, but not chosen by the policy.
 
     Raises: InputError naming the file, each wrong array, what it holds and what is expected.
     """

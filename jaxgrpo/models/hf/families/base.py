@@ -220,7 +220,7 @@ def with_feeds(config: dict[str, Any], feeds: Sequence[DenseKind | ExpertsKind])
     """A model whose layer i has the feed-forward part feeds[i], of which the first may be others.
 
     Args:
-      config: as of `uniform` or `layered`, whose layers are dense.
+      config: as in `uniform` or `layered`, whose layers are dense.
     """
     pattern = config["pattern"]
     kinds = [pattern[i % len(pattern)]._replace(feed=feed) for i, feed in enumerate(feeds)]

@@ -26,7 +26,7 @@ _MODULES = {name: module for name, module in MODULES.items() if name != "attenti
 def read_olmo(
     fields: Fields, eps: float = 1e-5, positions: int = 2048, pad: int = 1
 ) -> dict[str, Any]:
-    """Queries and keys are normed over all heads at once. Args: as of `sizes`."""
+    """Queries and keys are normed over all heads at once. Args: as in `sizes`."""
     return {
         **sizes(fields, eps=eps, positions=positions, as_many_kv=True, pad=pad),
         **attention_bias(fields),

@@ -386,7 +386,7 @@ def _stack(axes: Axes, panel: Panel, curves: dict[str, Curve]) -> None:
 
 
 def _end_above_the_usual(axes: Axes, heights: np.ndarray) -> None:
-    """Leaves the top of single high values out, as of a first step that compiles."""
+    """Leaves the top of single high values out, such as that of a first step that compiles."""
     usual = float(np.quantile(heights, 0.9))
     if heights.max() > 3 * usual > 0:
         axes.set_ylim(0, 1.5 * usual)
