@@ -65,14 +65,13 @@ def make_rescorer(
         return None
     model = decoder.to_sample(model, mesh)
     anchor = None if base is None else _build_base(model.config, base.model.config, mesh)
+    models = [model] if anchor is None else [model, anchor]
     # Greedy sampling has no distribution: its confidence is that of the model itself.
     look = functools.partial(_look, model, anchor, temperature or 1.0, confidence, logp, rank)
-    program = jax.jit(
-        functools.partial(_in_micro_batches, look, model.config, sharding.constrain(mesh)),
-        static_argnums=4,
-    )
+    constrain = sharding.constrain(mesh)
+    program = functools.partial(_in_micro_batches, look, model.config, constrain)
+    program = jax.jit(program, static_argnums=4)
     measure = jax.jit(packing.measure_lengths)
-    models = [model, *(() if base is None else (base.model,))]
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         sharding.give_back(mesh)  # what sampling took
