@@ -49,15 +49,19 @@ class Reading(NamedTuple):
 
 
 Parser = Callable[..., Reading]
-"""(text of a turn, text before it = of a first turn's prompt) -> what it says"""
+"""(text of a turn, text before it; by default the prompt of a first turn) -> what it says"""
 
 UNREADABLE = "a tool call that cannot be read: {}"
 
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>")
+# No group crosses a tag: many tags that nothing closes would take the cube of their number.
+_PARAMETER = re.compile(
+    r"<parameter=([^<>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL
+)
 _NAME = re.compile(r"\A([^\s<>{}]+)\s*(?=<arg_key>|\Z)")
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_WORDS = r"((?:(?!</?arg_(?:key|value)>).)*+)"
+_PAIR = re.compile(rf"<arg_key>{_WORDS}</arg_key>\s*<arg_value>{_WORDS}</arg_value>", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 
 
@@ -69,7 +73,7 @@ def hermes(text: str) -> Reading:
     >>> hermes('<tool_call>{"name": "add"').calls[0].problem[:34]
     'a tool call that cannot be read: J'
     """
-    calls = [_from_json(part) for part in _TAGGED.findall(text)]
+    calls = [_from_json(part.strip()) for part in _TAGGED.findall(text)]
     return Reading(_TAGGED.sub("", text).strip(), calls)
 
 
@@ -95,7 +99,7 @@ def _tagged_texts(
     text: str, name: re.Pattern[str], argument: re.Pattern[str], problem: str
 ) -> Reading:
     calls = []
-    for part in _TAGGED.findall(text):
+    for part in map(str.strip, _TAGGED.findall(text)):
         if match := name.search(part):
             arguments = dict(argument.findall(part, match.end()))
             calls.append(Call(match.group(1).strip(), arguments, is_text=True))
@@ -129,8 +133,8 @@ def llama3(text: str) -> Reading:
 
 FORMATS: dict[str, Parser] = {"hermes": hermes, "qwen_xml": qwen_xml, "glm": glm, "llama3": llama3}
 
-_TYPES = {"text": "string", "number": "integer", "flag": "boolean", TURN: "string"}
-EXAMPLE = Call(TOOL, {"text": "7", "number": 7, "flag": False, TURN: TURN})
+_TYPES = {"text": "string", "number": "integer", "flag": "boolean", "turn": "string"}
+EXAMPLE = Call(TOOL, {"text": "7", "number": 7, "flag": False, "turn": TURN})
 """A call whose values tell what a format makes of their types."""
 _PROPERTIES = {name: {"type": kind, "description": name} for name, kind in _TYPES.items()}
 _PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [*_TYPES]}

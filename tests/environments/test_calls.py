@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import chatting
@@ -84,6 +85,31 @@ def test_what_is_no_call_is_said(parse, text):
     assert reading.calls == []
     assert reading.content == text
     assert "tool_calls" not in reading.as_message()
+
+
+TAGS = (
+    *("<tool_call>", "<function=f", "<parameter=a", "<parameter=a>\n", "\n", " x"),
+    *("<arg_key>x</arg_key><arg_value>1", "<arg_key>x", "</arg_key><arg_value>", '{"name": "f"} '),
+)
+
+
+@pytest.mark.parametrize("parse", FORMATS.values(), ids=FORMATS)
+def test_tags_that_nothing_closes_are_read_in_time_that_grows_with_their_number(parse):
+    for opening in ("", "<tool_call><function=f>", "<tool_call>f<arg_key>a</arg_key>", "f"):
+        for tag in TAGS:
+            began = time.monotonic()
+            parse(f"{opening}{tag * 5000}.")
+            assert time.monotonic() - began < 1, (opening, tag)
+
+
+def test_spaces_around_a_call_are_no_part_of_it_and_an_open_argument_takes_no_other_with_it():
+    assert glm("<tool_call>\n f\n</tool_call>").calls == [Call("f", {}, is_text=True)]
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value> <arg_x>"
+    (call,) = glm(f"{text}</arg_value></tool_call>").calls
+    assert call.arguments == {"b": " <arg_x>"}
+    text = "<tool_call><function=f><parameter=a>1<parameter=b>\n\n2\n\n</parameter></tool_call>"
+    (call,) = qwen_xml(text).calls
+    assert call.arguments == {"b": "\n2\n"}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +228,8 @@ def test_a_format_that_is_not_there_or_not_shown_is_refused():
         choose("hermess", history(None))
     with pytest.raises(InputError, match=r'"auto": the chat template shows none of hermes'):
         choose("auto", history(chatting.TEMPLATES["deaf"]))
+    with pytest.raises(InputError, match=r"it writes ''\)"):
+        choose("auto", history("{{ tools | tojson }}" + chatting.TEMPLATES["deaf"]))
     pythonic = "[{{ c.function.name }}(" + VALUES + "{{ k }}={{ v }},{% endfor %})]"
     with pytest.raises(InputError, match=r"it writes '\[jaxgrpo_tool\(text=7,.*mine.py:parse"):
         choose("auto", history(styled(pythonic)))
