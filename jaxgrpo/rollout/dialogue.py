@@ -194,13 +194,13 @@ class ThreadedDialogue:
         width, common, begin = prompts.prompt_tokens.shape[1], {}, {}
         for ordinal in places:
             group = [by_key[ordinal, sample] for sample in range(group_size)]
-            number, longest = _common(group), max(map(len, group))
+            number = _common(group)
             where = f"row {places[ordinal][2]}: with what its environment says the prompt has"
-            if longest > width:
+            if number > width:
                 raise InputError(
-                    f"{where} {longest} tokens: set rollout.max_prompt_tokens to as many"
+                    f"{where} {number} tokens: set rollout.max_prompt_tokens to as many"
                 )
-            if (count := longest - number) >= self.longest:
+            if (count := max(map(len, group)) - number) >= self.longest:
                 raise InputError(
                     f"{where} {count} tokens that differ between samples, which count in "
                     f"rollout.max_completion_tokens = {self.longest}: raise it, or let `reset` "

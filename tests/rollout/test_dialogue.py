@@ -320,22 +320,16 @@ def test_a_prompt_that_an_environment_makes_too_long_is_refused():
         talk(Wordy, ())
 
 
-def test_what_is_said_to_each_sample_alone_counts_in_both_limits_and_is_refused_at_once():
+def test_what_is_said_to_each_sample_alone_counts_as_its_completion_and_leaves_room_to_draw():
     class Apart(Random):
-        more = 0
-
         def reset(self, seed, **row):
-            return f"{seed:0>10}"[::-1] + "x" * self.more
+            return f"{seed:0>10}"[::-1] + "x" * WIDTH
 
-    class Long(Apart):
-        more = WIDTH
-
-    class Full(Apart):
-        more = 10
-
-    with pytest.raises(InputError, match=r"has 35 tokens: set rollout.max_prompt_tokens"):
-        talk(Long, ())
+    rollouts, dialogue, _ = talk(Apart, ())
+    assert not rollouts.token_mask[:, :, :34].any()
+    assert rollouts.token_mask.any(-1).all()
+    assert len(dialogue.spoken([0], GROUP)[0].prompt) == 35
     with pytest.raises(
-        InputError, match=r"row 0: .* 20 tokens that differ .*tokens = 20: raise it"
+        InputError, match=r"row 0: .* 34 tokens that differ .*tokens = 34: raise it"
     ):
-        talk(Full, (), steps=20)
+        talk(Apart, (), steps=34)
