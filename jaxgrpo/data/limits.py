@@ -103,16 +103,21 @@ class Caller:
         self._name = name
         self._tasks: queue.SimpleQueue[Any] | None = None
 
-    def call(self, seconds: float | None, function: Callable[[], T]) -> T:
-        """Its result. Args: seconds: that it may take; None: any."""
+    def begin(self) -> queue.SimpleQueue[Any]:
+        """What its thread runs. Raises: RuntimeError where no thread can be started."""
         if self._tasks is None:
-            self._tasks = queue.SimpleQueue()
-            self._end = weakref.finalize(self, self._tasks.put, None)
-            arguments = {"target": _run_all, "args": (self._tasks,), "name": self._name}
+            tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            arguments = {"target": _run_all, "args": (tasks,), "name": self._name}
             self._thread = threading.Thread(**arguments, daemon=True)
             self._thread.start()
+            self._tasks, self._end = tasks, weakref.finalize(self, tasks.put, None)
+        return self._tasks
+
+    def call(self, seconds: float | None, function: Callable[[], T]) -> T:
+        """Its result. Args: seconds: that it may take; None: any."""
+        tasks = self.begin()
         outcome: Future[T] = Future()
-        self._tasks.put((function, outcome))
+        tasks.put((function, outcome))
         if outcome not in wait([outcome], seconds).done:
             end = ctypes.pythonapi.PyThreadState_SetAsyncExc
             end(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit))
@@ -120,9 +125,12 @@ class Caller:
             self._tasks = None
             raise TimedOut
         error = outcome.exception()
-        if error is None or isinstance(error, Exception):
-            return outcome.result()
-        raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
+        try:
+            if error is None or isinstance(error, Exception):
+                return outcome.result()
+            raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
+        finally:
+            del error, outcome  # an error that its own frame holds keeps this object
 
 
 def _run_all(tasks: queue.SimpleQueue[Any]) -> None:

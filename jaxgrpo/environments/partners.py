@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -249,7 +250,10 @@ def _typed(parse: Parser, tools: Sequence[Tool]) -> Parser:
 
 
 def _begin(factory: Callable[[], Any], where: str, in_thread: bool) -> tuple[Any, Caller | None]:
-    """An environment, and the thread in which it is made and called."""
+    """An environment, and the thread in which it is made and called.
+
+    Raises: InputError where no thread can be started, or the factory fails.
+    """
 
     def make() -> Any:
         with explaining_own_code(where):
@@ -258,6 +262,13 @@ def _begin(factory: Callable[[], Any], where: str, in_thread: bool) -> tuple[Any
     if not in_thread:
         return make(), None
     caller = Caller("jaxgrpo-environment")
+    try:
+        caller.begin()
+    except RuntimeError as error:
+        raise InputError(
+            f"{where}: each environment has a thread, and beside {threading.active_count()} there "
+            f"is none for another ({error}): take fewer samples, or raise the limit on threads"
+        ) from error
     return caller.call(None, make), caller
 
 

@@ -161,6 +161,19 @@ def test_a_caller_has_one_thread_until_a_call_takes_too_long():
         assert not thread.is_alive()
 
 
+def test_a_caller_that_found_no_thread_begins_one_with_the_next_call(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    caller = limits.Caller("test-refused")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                caller.call(9, int)
+    assert caller.call(9, int) == 0
+
+
 def test_thousands_of_callers_leave_no_thread_behind():
     for _ in range(3000):
         limits.Caller("test-many").call(9, int)

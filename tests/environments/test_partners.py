@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sqlite3
 import threading
@@ -154,14 +155,38 @@ def test_what_belongs_to_a_thread_serves_all_calls_of_an_environment():
 
 
 def test_the_threads_of_environments_end_with_them():
-    shop = kind(Shop)
-    partners = [shop.make() for _ in range(200)]
-    threads = [t for t in threading.enumerate() if t.name == "jaxgrpo-environment"]
-    assert len(threads) >= len(partners)
-    del partners
-    for thread in threads:
-        thread.join(9)
-    assert not any(thread.is_alive() for thread in threads)
+    threads = []
+
+    class Noted(Counter):
+        def __init__(self):
+            threads.append(threading.current_thread())
+
+    counter = kind(Noted)
+    examples = len(threads)
+    partners = [counter.make() for _ in range(200)]
+    assert len({*threads[examples:]}) == len(partners)
+    assert all(thread.is_alive() for thread in threads[examples:])
+    gc.disable()
+    try:
+        assert partners[0].answer("up").error  # it has not begun
+        partners.clear()
+        deadline = time.monotonic() + 9
+        for thread in threads:
+            thread.join(max(0, deadline - time.monotonic()))
+        assert [thread for thread in threads if thread.is_alive()] == []
+    finally:
+        gc.enable()
+
+
+def test_an_environment_without_a_thread_is_refused(monkeypatch):
+    counter = kind(Counter)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(InputError, match=r"beside \d+ there is none .*new thread\): take fewer"):
+        counter.make()
 
 
 def test_the_first_error_of_a_batch_is_remembered():
