@@ -19,7 +19,7 @@ from jaxgrpo.evaluation import agreement
 from jaxgrpo.evaluation.agreement import Agreement
 from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
 from jaxgrpo.rewards.protocol import Reward, check, reads_any
-from jaxgrpo.rollout.judging import step_progress
+from jaxgrpo.rollout.judging import merge_logs, step_progress
 from jaxgrpo.rollout.texts import Texts, call_on_texts
 from jaxgrpo.training.inputs import load_run_rows
 from jaxgrpo.training.processes import process
@@ -169,7 +169,7 @@ def judge_step(
     max_steps: int,
     where: str,
 ) -> StepScores:
-    """Calls rewards once on the samples of a step.
+    """Calls rewards once on the samples of a step, but those whose environment broke: NaN.
 
     Args:
       rows: of the step's file of samples.
@@ -180,14 +180,16 @@ def judge_step(
     for row in rows if data else ():
         _check_same(row, data, where)
     ordinals = list(dict.fromkeys(row["ordinal"] for row in rows))
+    places = np.flatnonzero([not row.get("problem") for row in rows])
+    sound = [rows[place] for place in places.tolist()]
     texts = Texts(
-        [row["prompt"] for row in rows],
-        [row["completion"] for row in rows],
-        [row["completion_ids"] for row in rows],
-        [ordinals.index(row["ordinal"]) for row in rows],
-        [row["messages"] for row in rows if "messages" in row],
+        [row["prompt"] for row in sound],
+        [row["completion"] for row in sound],
+        [row["completion_ids"] for row in sound],
+        [ordinals.index(row["ordinal"]) for row in sound],
+        [row["messages"] for row in sound if "messages" in row],
     )
-    columns = {name: [data[row["row"]][name] for row in rows] for name in _columns(data)}
+    columns = {name: [data[row["row"]][name] for row in sound] for name in _columns(data)}
     progress = TrainerState(global_step=rows[0]["step"] - 1, max_steps=max_steps)
     if data:
         progress = step_progress(
@@ -199,9 +201,10 @@ def judge_step(
     }
     functions = {judge.name: judge.function for judge in judges}
     scores, log = call_on_texts(functions, texts, columns, progress, **policy)
-    broken = np.array([bool(row.get("problem")) for row in rows])
-    scores = {name: np.where(broken, np.nan, values) for name, values in scores.items()}
-    return StepScores(rows, scores, log)
+    table = {name: np.full(len(rows), np.nan, np.float32) for name in scores}
+    for name, values in scores.items():
+        table[name][places] = values
+    return StepScores(rows, table, merge_logs([log], [places], len(rows), 1))
 
 
 def compare_step(

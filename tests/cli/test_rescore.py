@@ -177,7 +177,7 @@ def test_rows_from_python_give_no_columns(run, mine, tmp_path, capsys):
     assert "the run got its rows from Python" in capsys.readouterr().err
 
 
-def test_conversations_that_were_not_saved_are_left_out(run, mine, capsys):
+def test_conversations_that_were_not_saved_are_left_out(run, mine, tmp_path, capsys):
     rows = read_samples(run)
     turn = {"text": "a", "tokens": 1, "reply": "", "reply_tokens": 0, "reward": 0.0}
     for row in rows:
@@ -186,9 +186,13 @@ def test_conversations_that_were_not_saved_are_left_out(run, mine, capsys):
     rows[5] |= {"messages": [{"role": "assistant", "content": "d"}], "problem": "step raised"}
     file = run / "samples" / "step_4.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    document = rescored(capsys, run, "--rewards", "right")
+    out = tmp_path / "out.jsonl"
+    document = rescored(capsys, run, "--rewards", f"{mine}:letters", "--out", out)
     assert document["left_out"] == 4
     assert (document["rows"][0]["samples"], document["rows"][0]["unscored"]) == (1, 1)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["rewards"]["letters"] for line in lines] == [3, None]
+    assert [line["extra"]["length"] for line in lines] == [3, None], "a reward never sees it"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:4]))
     assert main(["rescore", str(run), "--rewards", "right"]) == 2
     assert "no conversation was saved" in capsys.readouterr().err
