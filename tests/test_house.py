@@ -277,7 +277,7 @@ LINES = {
     "data": 2372,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8079,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2382,  # with two sandboxes, what runs in one of them, and forks for calls
-    "environments": 2433,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
+    "environments": 2437,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4491,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 2437,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2305,  # with tools and environments, other methods by name, scores of several models

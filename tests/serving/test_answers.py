@@ -14,6 +14,7 @@ import served
 
 import jaxgrpo as jg
 from jaxgrpo.cli import serve
+from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.serving.dialect import Prompted, _events, read_conversation
 from jaxgrpo.environments.serving.fields import Completion, Wish
 
@@ -263,7 +264,7 @@ def test_texts_and_tokens_of_a_query_end_its_samples(server):
     assert document["choices"][0]["stop_reason"] == tokens[5]
 
 
-def test_calls_of_tools_are_read_and_one_that_cannot_be_read_stays_text(server):
+def test_calls_of_tools_are_read_and_one_that_cannot_be_read_stays_text(server, monkeypatch):
     dialect = serve.make_dialect(server.answerer, "tiny")
     assert served.END in server.policy.engine.settings.stop_tokens
 
@@ -282,6 +283,9 @@ def test_calls_of_tools_are_read_and_one_that_cannot_be_read_stays_text(server):
     broken = message('<tool_call>{"name": "add", </tool_call>')
     assert broken["tool_calls"] == []
     assert broken["content"] == '<tool_call>{"name": "add", </tool_call>'
+    thinks = lambda text, before: Reading("", [Call("add", {})], {"thinking": text})  # noqa: E731
+    monkeypatch.setattr(dialect, "_parse", lambda: thinks)
+    assert message("So.")["thinking"] == "So."
 
 
 @pytest.mark.full

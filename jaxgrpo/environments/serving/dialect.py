@@ -238,7 +238,8 @@ class Dialect:
             identity = f"call_{secrets.token_hex(8)}"
             calls.append({"id": identity, "type": "function", "function": function})
         content = reading.content if reading.content or not calls else None
-        return {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
+        message = {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
+        return {**reading.more, **message}
 
     def _chat_with(self, fields: Fields) -> Chat:
         """The template with the tools and variables of a query."""
@@ -382,8 +383,11 @@ def _is_opened(fields: Fields, messages: Sequence[Message]) -> bool:
     """Whether the answer is a turn of its own, and does not continue the last message."""
     opens, continues = (fields.flag(name, name == OPENS[0]) for name in OPENS)
     if opens == continues or (continues and messages[-1]["role"] != "assistant"):
-        words = f"{OPENS[1]} = {continues} with {OPENS[0]} = {opens}: true with false continues a"
-        raise Refusal(400, f"{words} last message of the assistant, false with true none", OPENS[1])
+        problem = (
+            f"{OPENS[1]} = {continues} with {OPENS[0]} = {opens}: set {OPENS[0]} = false to "
+            "continue the assistant's last message, or leave both out to begin a new turn"
+        )
+        raise Refusal(400, problem, OPENS[1])
     return opens
 
 
