@@ -24,13 +24,7 @@ from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.environments.conversations import Conversation
 from jaxgrpo.models import sharding
-from jaxgrpo.rewards.calling import (
-    SPOKEN,
-    RewardLog,
-    flipped,
-    merge_metrics,
-    storable,
-)
+from jaxgrpo.rewards.calling import SPOKEN, RewardLog, flipped, merge_metrics, storable
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
@@ -41,12 +35,7 @@ from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.goals import Goals
 from jaxgrpo.rollout.prefixes import Prefixes
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
-from jaxgrpo.rollout.texts import (
-    Texts,
-    call_on_texts,
-    completion_ids,
-    decode_texts,
-)
+from jaxgrpo.rollout.texts import Texts, call_on_texts, completion_ids, decode_texts
 
 Select = Callable[..., tuple[Stream, Prompts]]
 """(stream, finished steps, number=None) -> (stream, prompts of the next step as host arrays), as

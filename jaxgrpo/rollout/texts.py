@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.data.chat import Message, for_rewards
-from jaxgrpo.rewards.calling import (
-    RewardLog,
-    call_rewards,
-)
+from jaxgrpo.rewards.calling import RewardLog, call_rewards
 from jaxgrpo.rewards.protocol import RewardFunction, TrainerState
 
 

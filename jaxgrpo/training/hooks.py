@@ -39,8 +39,8 @@ OnStep = Callable[[int, dict[str, float]], object]
 NOTES = {
     "environment": "an environment broke: its sample is not scored "
     "(environment/broken counts them)",
-    "tools": "nearly all calls of tools raise, this one first (tools/raised_frequency); they run "
-    "in threads: what needs the main thread of a process wants rollout.call_workers",
+    "tools": "nearly all calls of tools raise, this one first (tools/raised_frequency); in "
+    "threads, what needs the main thread of a process needs rollout.call_workers",
 }
 """What is said of messages that are not of a reward."""
 UNSCORED = 'left unscored, as on_error = "unscored" says'
