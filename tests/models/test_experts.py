@@ -107,14 +107,14 @@ def test_a_tpu_divides_experts_where_parameters_are_gathered_and_their_number_ca
     chips = functools.partial(sharding.make_mesh, devices=topology("v5p:2x2x1").devices)
     kinds = LayerKind(feed=FEED), LayerKind()
     odd = (LayerKind(feed=FEED._replace(number=7)),)
-    here = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    cpus = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     divided = sharding.sampling_rules(chips(fsdp=2, tensor=2), kinds)
     assert divided == {**sharding.SAMPLING, "experts": "tensor"}
     assert sharding.sampling_rules(chips(fsdp=2, tensor=2), odd) is sharding.SAMPLING
     assert sharding.sampling_rules(chips(fsdp=2, tensor=2), kinds[1:]) is sharding.SAMPLING
     assert sharding.sampling_rules(chips(data=2, tensor=2), kinds) is sharding.SAMPLING
     assert sharding.sampling_rules(chips(fsdp=4), kinds) is sharding.SAMPLING
-    assert sharding.sampling_rules(here, kinds) is sharding.SAMPLING
+    assert sharding.sampling_rules(cpus, kinds) is sharding.SAMPLING
 
 
 def test_no_array_has_all_tokens_at_all_experts():
