@@ -275,7 +275,7 @@ LINES = {
     "losses": 1308,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 628,  # with what launches and short collectives take
     "data": 2372,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8079,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
+    "models": 8087,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2382,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2437,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4491,  # with turns, samples that keep their slots, and experts that are recorded

@@ -248,6 +248,22 @@ def test_files_that_are_none_or_end_early_are_refused(tmp_path):
         import_gguf(tmp_path / "none.gguf", tmp_path / "out")
 
 
+def test_a_list_longer_than_its_file_is_refused_at_once(tmp_path):
+    """gguf's own reader makes an entry for each of the 2^40, until no memory is left."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_array("general.tags", [1] * 77)
+    for part in (writer.write_header_to_file, writer.write_kv_data_to_file):
+        part()
+    writer.close()
+    content = path.read_bytes()
+    count = (77).to_bytes(8, "little")
+    assert content.count(count) == 1
+    path.write_bytes(content.replace(count, (2**40).to_bytes(8, "little")))
+    with pytest.raises(InputError, match=r"no GGUF file .* bytes, and announces \d+ or more"):
+        files.read(path)
+
+
 def test_other_architectures_and_tokenizers_are_refused_by_name(tmp_path):
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "mamba")

@@ -78,8 +78,6 @@ def read(path: str | os.PathLike[str]) -> Gguf:
         raise InputError(
             f"{path}: GGUF is read by a package that is not installed: pip install 'jaxgrpo[gguf]'"
         )
-    from gguf import GGUFReader
-
     parts = _parts(Path(path))
     metadata: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -87,13 +85,31 @@ def read(path: str | os.PathLike[str]) -> Gguf:
         with refusing(
             f"{part} is no GGUF file that can be read ({{kind}}: {{reason}}): fetch it again"
         ):
-            reader = GGUFReader(part)
+            reader = _open(part)
             part_metadata = {key: _value(field) for key, field in reader.fields.items()}
         if reader.byte_order != "I":
             raise InputError(f"{part} is in the byte order of other machines: take another file")
         metadata = {**part_metadata, **metadata}  # what the first part says counts
         tensors |= {stored.name: _tensor(part, stored) for stored in reader.tensors}
     return Gguf(parts[0], metadata, tensors)
+
+
+def _open(path: Path) -> Any:
+    """gguf's reader of a file. Raises: ValueError where the file ends before what it announces.
+
+    The reader itself takes what lies behind the end for nothing: it would make an array of 2^40
+    entries out of a flipped bit, one by one (gguf 0.19).
+    """
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **orders: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"it has {len(self.data)} bytes, and announces {end} or more")
+            return super()._get(offset, dtype, count, *order, **orders)
+
+    return Reader(path)
 
 
 def _parts(path: Path) -> list[Path]:
