@@ -82,7 +82,7 @@ def test_a_name_alone_is_described_with_its_options(capsys):
 
 def test_a_part_that_shares_its_name_with_a_recipe_is_described_behind_it(capsys):
     recipe, _, part = output(capsys, "darling").partition("The part darling: ")
-    assert "as of the part `darling`" in recipe
+    assert "as in the part `darling`" in recipe
     assert "max((n - |class of g|) / (n - 1), floor)" in part
     assert shown(capsys, "darling")["part"]["description"] in part
 
