@@ -20,7 +20,7 @@ from jaxgrpo.evaluation.agreement import Agreement
 from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
 from jaxgrpo.rewards.protocol import Reward, check, reads_any
 from jaxgrpo.rollout.judging import merge_logs, step_progress
-from jaxgrpo.rollout.texts import Texts, call_on_texts
+from jaxgrpo.rollout.texts import Texts, among_all, call_on_texts
 from jaxgrpo.training.inputs import load_run_rows
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, facts, show_whole, terminal_table
@@ -201,9 +201,7 @@ def judge_step(
     }
     functions = {judge.name: judge.function for judge in judges}
     scores, log = call_on_texts(functions, texts, columns, progress, **policy)
-    table = {name: np.full(len(rows), np.nan, np.float32) for name in scores}
-    for name, values in scores.items():
-        table[name][places] = values
+    table = among_all(scores, places, len(rows))
     return StepScores(rows, table, merge_logs([log], [places], len(rows), 1))
 
 

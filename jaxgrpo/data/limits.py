@@ -107,10 +107,10 @@ class Caller:
         """What its thread runs. Raises: RuntimeError where no thread can be started."""
         if self._tasks is None:
             tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            arguments = {"target": _run_all, "args": (tasks,), "name": self._name}
-            self._thread = threading.Thread(**arguments, daemon=True)
-            self._thread.start()
-            self._tasks, self._end = tasks, weakref.finalize(self, tasks.put, None)
+            thread = threading.Thread(target=_run_all, args=(tasks,), name=self._name, daemon=True)
+            thread.start()
+            self._thread, self._tasks = thread, tasks
+            self._end = weakref.finalize(self, tasks.put, None)
         return self._tasks
 
     def call(self, seconds: float | None, function: Callable[[], T]) -> T:

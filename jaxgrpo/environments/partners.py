@@ -171,8 +171,8 @@ class GymPartner:
         self.total = 0.0
         reset = self.environment.reset
         arguments = _reset_arguments(reset, row, seed, is_gym=True)
-        parts = arguments, self._seconds, read_observation
-        return _run("reset", _within(self._caller, reset), *parts)
+        begin = _within(self._caller, reset)
+        return _run("reset", begin, arguments, self._seconds, read_observation)
 
     def take(self, completion: Completion | None, is_last: bool) -> None:
         """Nothing but the text is read."""

@@ -35,7 +35,7 @@ from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.goals import Goals
 from jaxgrpo.rollout.prefixes import Prefixes
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
-from jaxgrpo.rollout.texts import Texts, call_on_texts, completion_ids, decode_texts
+from jaxgrpo.rollout.texts import Texts, among_all, call_on_texts, completion_ids, decode_texts
 
 Select = Callable[..., tuple[Stream, Prompts]]
 """(stream, finished steps, number=None) -> (stream, prompts of the next step as host arrays), as
@@ -191,9 +191,7 @@ class Judge(NamedTuple):
         if talks:
             log = merge_logs([log], [numbers], count, 1)
             log = log._replace(columns={**log.columns, SPOKEN: _spoken(talks)})
-        table = {name: np.full(count, np.nan, np.float32) for name in scores}
-        for name, values in scores.items():
-            table[name][numbers] = values
+        table = among_all(scores, numbers, count)
         return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in table.items()}, log)
 
     def rollouts(

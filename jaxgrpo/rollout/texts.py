@@ -63,3 +63,13 @@ def call_on_texts(
         completions = list(texts.messages)
     options = {"group_ids": texts.groups, "trainer_state": state, **policy}
     return call_rewards(functions, prompts, completions, texts.ids, columns, **options)
+
+
+def among_all(
+    scores: Mapping[str, np.ndarray], places: np.ndarray, count: int
+) -> dict[str, np.ndarray]:
+    """Scores of some of `count` samples, at their places among all; NaN: not scored."""
+    table = {name: np.full(count, np.nan, np.float32) for name in scores}
+    for name, values in scores.items():
+        table[name][places] = values
+    return table
