@@ -160,7 +160,7 @@ def read_field(
     raise NotGiven(field, f"{name} needs the field {field!r}: {suggest(field, readable_names)}")
 
 
-def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> Any:
+def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> float | Array:
     """The number that a scheduled argument has at the step of these rollouts."""
     return jnp.asarray(value(rollouts.step), dtype) if callable(value) else value
 

@@ -252,7 +252,7 @@ def _returns(
     return jnp.stack(returns[::-1], axis=-1), valid
 
 
-def _among_samples(signal: Signal, std: bool, eps: Array, ddof: int) -> Array:
+def _among_samples(signal: Signal, std: bool, eps: float | Array, ddof: int) -> Array:
     """[P, G]: a sample normalised among its group."""
     value = stats.widen(signal.value)
     group = stats.summary(value, signal.mask)
@@ -261,7 +261,7 @@ def _among_samples(signal: Signal, std: bool, eps: Array, ddof: int) -> Array:
 
 
 def _among_states(
-    returns: Array, valid: Array, states: Array, std: bool, eps: Array, ddof: int
+    returns: Array, valid: Array, states: Array, std: bool, eps: float | Array, ddof: int
 ) -> tuple[Array, Array]:
     """[P, G, K]: a turn normalised among the turns in its state, and whether it is alone there."""
     steps, members, ids = (array.reshape(len(returns), -1) for array in (returns, valid, states))
@@ -271,7 +271,9 @@ def _among_states(
     return part.reshape(returns.shape), (same.count < 2).reshape(returns.shape)
 
 
-def _divided(group: stats.Summary, value: Array, variance: Array, std: bool, eps: Array) -> Array:
+def _divided(
+    group: stats.Summary, value: Array, variance: Array, std: bool, eps: float | Array
+) -> Array:
     """What a value is above the mean of its group, over the deviation; 0 in a flat group."""
     part = group.centred(value)
     if std:
