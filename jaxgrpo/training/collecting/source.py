@@ -132,7 +132,7 @@ def _needs(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """(fields that rollouts come with, fields of reference answers, which the chain alone reads: no
     token of theirs is one of the loss's samples')."""
-    scored = chain_needs & OF_ANSWERS.keys()
+    scored = chain_needs.intersection(OF_ANSWERS)  # & with keys is a set
     return (chain_needs - scored) | (update_needs - OF_BATCH.keys()), scored
 
 
