@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import small_run
 import tiny
+from quick import all_but
 
 import jaxgrpo as jg
 
@@ -100,7 +101,7 @@ LONG = {"evaluate", "probe", "train"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "word",
-    [pytest.param(word, marks=pytest.mark.full if word in LONG else ()) for word in WORDS],
+    all_but(LONG, WORDS),
 )
 def test_every_public_word_can_be_called_twice(word, tmp_path):
     call = calls(tmp_path)[word]

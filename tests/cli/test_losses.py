@@ -7,6 +7,7 @@ import math
 
 import pytest
 from printed import printed
+from quick import full_but
 
 from jaxgrpo.losses import registry
 
@@ -112,12 +113,7 @@ def test_loss_and_gradient_of_clip_are_those_of_the_paper(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=() if name in ("clip", "gspo", "gvpo", "topr") else pytest.mark.full
-        )
-        for name in sorted(registry.surrogates.keys() - {"by_sample"})
-    ],
+    full_but(("clip", "gspo", "gvpo", "topr"), sorted(registry.surrogates.keys() - {"by_sample"})),
 )
 def test_a_built_in_surrogate_has_no_problem(capsys, name):
     options = ("--option", "threshold=0.1") if name == "off_policy_mask" else ()

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from quick import all_but
 
 from jaxgrpo.cli import init
 
@@ -54,7 +55,7 @@ def run(code: str, names: dict) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.full if page in SLOW else ()) for page in CHECKED],
+    all_but(SLOW, CHECKED),
 )
 def test_the_python_of_a_page_runs_and_gives_what_it_says(repository, page):
     names: dict = {}

@@ -15,6 +15,7 @@ import chatting
 import jax
 import pytest
 import tomli_w
+from quick import every_third
 
 import jaxgrpo
 from jaxgrpo.cli.main import main
@@ -201,10 +202,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if number % 3 else ())
-        for number, name in enumerate(REFUSED)
-    ],  # a third of them in `make test`
+    every_third(REFUSED),  # a third of them in `make test`
 )
 def test_it_is_refused_in_one_line_before_the_run(name, folder, tmp_path, capfd):
     changes, *parts = REFUSED[name]

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import called
 import psutil
 import pytest
+from quick import all_but
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call, Reading
@@ -25,10 +26,7 @@ PARTS |= {"Refuses": called.Refuses, "str": str}
 
 BAD = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in ("spin", "sleep") else ())
-        for name in called.BAD
-    ],
+    all_but(("spin", "sleep"), called.BAD),
 )
 
 

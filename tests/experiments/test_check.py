@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import full_but
 
 from docs import make_checks
 from docs.make_losses import OF_OTHERS
@@ -113,10 +114,7 @@ def enumerate_update(game, logits, reference, reward, samples, formula):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("grpo", "maxrl", "alpha_dpg") else pytest.mark.full)
-        for name in FORMULAS
-    ],
+    full_but(("grpo", "maxrl", "alpha_dpg"), FORMULAS),
 )
 def test_the_expected_update_is_that_of_the_papers_formula(name):
     for game in GAMES.values():
@@ -147,15 +145,7 @@ MISTAKEN = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=()
-            if name in ("batch_deviation", "mask_after_mean", "sees_its_batch", "without_ratio")
-            else pytest.mark.full,
-        )
-        for name in MISTAKEN
-    ],
+    full_but(("batch_deviation", "mask_after_mean", "sees_its_batch", "without_ratio"), MISTAKEN),
 )
 def test_a_mistake_is_found_by_the_law_that_it_breaks(name):
     with jax.enable_x64(True):

@@ -8,6 +8,7 @@ import checkpoints
 import jax
 import numpy as np
 import pytest
+from quick import full_but
 
 import jaxgrpo
 from jaxgrpo.core.types import Params
@@ -53,10 +54,7 @@ def test_logits_are_those_of_transformers_whichever_side_is_padded(case):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(family, marks=() if family in ("llama", "gemma2") else pytest.mark.full)
-        for family in sorted(FAMILIES)
-    ],
+    full_but(("llama", "gemma2"), sorted(FAMILIES)),
     indirect=True,
 )
 def test_log_probs_are_those_of_the_logits(case):
@@ -71,10 +69,7 @@ def test_log_probs_are_those_of_the_logits(case):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(family, marks=() if family in EXPORTED else pytest.mark.full)
-        for family in sorted(FAMILIES)
-    ],
+    full_but(EXPORTED, sorted(FAMILIES)),
     indirect=True,
 )
 def test_an_export_is_the_checkpoint_bit_for_bit(case, tmp_path):

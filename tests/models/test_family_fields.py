@@ -13,6 +13,7 @@ import checkpoints
 import jax
 import numpy as np
 import pytest
+from quick import full_but
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
@@ -156,10 +157,7 @@ DIFFERENT = ("cohere2", "ernie4_5", "exaone4", "gemma2", "olmo3", "phi3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, marks=() if family in ("gemma2", "phi3") else pytest.mark.full)
-        for family in DIFFERENT
-    ],
+    full_but(("gemma2", "phi3"), DIFFERENT),
 )
 def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
     assert {"equal", "refused"} & check(family, 72, tmp_path).keys()

@@ -10,6 +10,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import CONFIGS, SIZES, arrays, plain_tokenizer, random_model
+from quick import full_but
 
 import jaxgrpo as jg
 from jaxgrpo.cli.main import main
@@ -24,10 +25,7 @@ IDS = torch.tensor([[5, 300, 17, 2, 9, 31, 250, 8, 77, 120, 3, 66], [1, 2, 3, 4]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("llama", "gemma3") else pytest.mark.full)
-        for name in CONFIGS
-    ],
+    full_but(("llama", "gemma3"), CONFIGS),
 )
 def test_a_model_comes_back_bit_for_bit_and_computes_the_same(name, tmp_path):
     config = CONFIGS[name]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attended import ALONE, SEVERAL
+from quick import full_but
 
 from jaxgrpo.core.types import TrainBatch
 from jaxgrpo.models import decoder
@@ -152,15 +153,7 @@ def test_a_family_by_a_kernel_has_the_log_probs_of_whole_sequences(family, name,
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(
-            family,
-            marks=()
-            if family in ("llama", "deepseek_v3", *SOFT_CAPPED, *WITH_SINKS)
-            else pytest.mark.full,
-        )
-        for family in sorted(FAMILIES)
-    ],
+    full_but(("llama", "deepseek_v3", *SOFT_CAPPED, *WITH_SINKS), sorted(FAMILIES)),
 )
 def test_soft_caps_sinks_and_latents_alone_keep_a_family_from_a_kernel(family):
     config = dataclasses.replace(family_runs.read(family)[0].config, dtype="bfloat16")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import small_run
 from checkpoints import FULL, SLIDING
+from quick import full_but
 from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
@@ -80,13 +81,7 @@ CASES += [("ministral3", False), *((kind, False) for kind in QWEN)]
 
 FEW = pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            marks=() if case in (("gemma3", True), ("qwen3_5_moe", False)) else pytest.mark.full,
-        )
-        for case in CASES
-    ],
+    full_but((("gemma3", True), ("qwen3_5_moe", False)), CASES),
     ids=str,
     indirect=True,
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import faulty_runs
 import pytest
 import wrong_inputs
+from quick import every_third
 
 from jaxgrpo.cli.main import main
 
@@ -38,10 +39,7 @@ def files(home: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if number % 3 else ())
-        for number, name in enumerate(wrong_inputs.WRONG)
-    ],  # a third of them in `make test`
+    every_third(wrong_inputs.WRONG),  # a third of them in `make test`
 )
 def test_it_is_refused_in_words_and_nothing_is_written(name, home, capfd, monkeypatch):
     wrong = wrong_inputs.WRONG[name]

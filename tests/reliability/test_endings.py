@@ -11,6 +11,7 @@ import sys
 import jax
 import pytest
 import small_run
+from quick import full_but
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.training import loop
@@ -61,7 +62,7 @@ SOON = {"raises"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in SOON else pytest.mark.full) for name in ENDINGS],
+    full_but(SOON, ENDINGS),
 )
 def test_a_run_that_ends_early_says_why_in_a_few_lines(name, tmp_path, capfd, space):
     harm, code, reason = ENDINGS[name]

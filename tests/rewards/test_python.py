@@ -10,6 +10,7 @@ from typing import Any
 import hostile
 import psutil
 import pytest
+from quick import all_but
 
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
@@ -88,10 +89,7 @@ def running_programs():
 @pytest.mark.parametrize("name", SANDBOXES)
 @pytest.mark.parametrize(
     "attack",
-    [
-        pytest.param(attack, marks=pytest.mark.full if attack in WAITED_FOR else ())
-        for attack in hostile.PROGRAMS
-    ],
+    all_but(WAITED_FOR, hostile.PROGRAMS),
 )
 def test_a_hostile_program_earns_nothing_and_leaves_nothing(attack, name, attacked):
     program = hostile.PROGRAMS[attack]

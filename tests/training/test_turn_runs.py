@@ -10,6 +10,7 @@ import psutil
 import pytest
 import small_run
 import tomli_w
+from quick import full_but
 from resuming import died_and_resumed
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -132,9 +133,7 @@ WAYS = {
     "trl": {"environment": "{mine}:Count"},
     "gym": {"environment": "{mine}:Longer", "rollout.call_format": "auto"},
 }
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "trl" else pytest.mark.full) for name in WAYS]
-)
+EACH = pytest.mark.parametrize("name", full_but(["trl"], WAYS))
 
 
 def way(name, mine):

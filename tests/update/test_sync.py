@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from quick import full_but
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import Learner
@@ -58,12 +59,7 @@ def synced(changes: dict[str, Any], fsdp: int = 1, sampling_tensor: int = 0) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case, marks=() if case in ("float32", "adapters", "fsdp 2") else pytest.mark.full
-        )
-        for case in CASES
-    ],
+    full_but(("float32", "adapters", "fsdp 2"), CASES),
 )
 def test_parameters_outlive_their_learner(case):
     changes, axes = CASES[case]
