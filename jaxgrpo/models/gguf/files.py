@@ -103,11 +103,18 @@ def _open(path: Path) -> Any:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **orders: Any) -> Any:
+        def _get(
+            self,
+            offset: int | np.integer,
+            dtype: Any,
+            count: int | np.integer = 1,
+            *order: Any,
+            **orders: Any,
+        ) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
                 raise ValueError(f"it has {len(self.data)} bytes, and announces {end} or more")
-            return super()._get(offset, dtype, count, *order, **orders)
+            return super()._get(int(offset), dtype, int(count), *order, **orders)
 
     return Reader(path)
 
