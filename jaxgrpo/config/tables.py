@@ -16,7 +16,7 @@ WeightDtype = Literal["auto", "int8", "fp8"]
 Kernel = Literal["auto", "xla", "splash", "cudnn"]
 Remat = Literal["auto", "none", "attention", "dots", "full"]
 Quantity = Literal[
-    "logp", "entropy", "confidence", "certainty", "collision", "rank", "effective_rank"
+    "logp", "entropy", "confidence", "certainty", "collision", "rank", "effective_rank", "likeliest"
 ]
 Branching = Literal["uniform", "surprise", "segment"]
 Schedule = Literal["constant", "linear", "cosine"]

@@ -65,6 +65,11 @@ def test_an_entry_of_a_mixture_has_the_keys_of_the_config():
     assert typing.get_type_hints(tables.SourceTable) == type_keys(PartKeys)
 
 
+def test_an_entry_of_scores_has_the_keys_of_the_config():
+    models = {"policies": Mapping[str, str]}  # where reading says which entry is no text
+    assert typing.get_type_hints(tables.ScoreTable) == {**type_keys(keys.ScoreKeys), **models}
+
+
 @pytest.mark.parametrize(("function", "overrides"), OVERRIDES)
 def test_a_call_takes_every_table_once(function, overrides):
     hints = typing.get_type_hints(overrides)
