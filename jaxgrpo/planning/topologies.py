@@ -83,7 +83,7 @@ def topology(name: str, slices: int = 1) -> Topology:
     except Exception as error:  # RuntimeError, ValueError, and what plugins raise
         raise InputError(
             f"--topology {name}: cannot be compiled for ({one_line(error)}); examples: "
-            f"{_EXAMPLES}. The compilers come with jaxgrpo[plan]"
+            f"{_EXAMPLES}. The compilers come with jaxgrpo[plan]; --formula needs none"
         ) from None
     return Topology(name, CHIPS[kind], slices, tuple(devices))
 
