@@ -2,8 +2,13 @@
 
 import re
 import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+import jaxgrpo
+from jaxgrpo.config import files
 
 BLOCK = re.compile(
     r"tests/docs/test_readme_training\.py runs it -->\n```python\n(.*?)```", re.DOTALL
@@ -31,3 +36,24 @@ def test_the_lines_of_the_page_train_a_model(tmp_path, python, environment, repo
         assert process.returncode == 0, process.stderr
     before, trained = map(float, process.stdout.split()[-2:])
     assert trained > max(least, before)
+
+
+def test_the_lines_for_a_model_and_data_of_ones_own_are_a_config_and_a_reward(
+    repository, monkeypatch, tmp_path
+):
+    """Nothing is trained: the config is read, and the reward judges."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").touch()
+    trained = {}
+
+    def train(config, rewards):
+        trained.update(config=files.make_config(config, {}, rewards), rewards=rewards)
+        return SimpleNamespace(export=lambda out: Path(out))
+
+    monkeypatch.setattr(jaxgrpo, "train", train)
+    page = (repository / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"reads its config -->\n```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    assert trained["config"].data.path.endswith("train.jsonl")
+    (reward,) = trained["rewards"]
+    assert reward(["It is 72", "72 is it", ""], answer=[72, "72", "72"]) == [1.0, 0.0, 0.0]
