@@ -61,8 +61,8 @@ JSON = switch("--json", "print one JSON document instead; notes go to stderr", d
 
 DRAWING = (
     argument("--top-k", "K", "draw from the K likeliest tokens, as rollout.top_k", type=int),
-    argument("--top-p", "P", "draw from tokens of probability P, as rollout.top_p", type=float),
-    argument("--max-tokens", "N", "at most, as rollout.max_completion_tokens", type=int),
+    argument("--top-p", "P", "draw from a nucleus of probability P, as rollout.top_p", type=float),
+    argument("--max-tokens", "N", "of a completion, as rollout.max_completion_tokens", type=int),
 )
 """How a model is drawn from."""
 
@@ -71,7 +71,7 @@ SHELLS = ["bash", "zsh", "fish"]
 RESUME = argument(
     "--resume",
     None,
-    "go on where the run stopped, or start it; without it a run that is there is refused",
+    "go on where the run stopped, or start it; without this a run folder that exists is refused",
     choices=["auto"],
 )
 
@@ -79,9 +79,9 @@ JOINING = ("train", "replay", "sft", "probe", "eval", "sample", "compare", "doct
 """Commands of which several processes may run as one."""
 
 JOIN = {
-    "--coordinator": ("JAX_COORDINATOR_ADDRESS", "HOST:PORT", "where process 0 is met by all"),
-    "--num-processes": ("JAX_NUM_PROCESSES", "N", "of the run; each on its own machine as a rule"),
-    "--process-id": ("JAX_PROCESS_ID", "I", "of this process, from 0"),
+    "--coordinator": ("JAX_COORDINATOR_ADDRESS", "HOST:PORT", "where process 0 listens"),
+    "--num-processes": ("JAX_NUM_PROCESSES", "N", "how many the run has"),
+    "--process-id": ("JAX_PROCESS_ID", "I", "the number of this process, from 0"),
 }
 """Option -> the variable that it stands for, its value and what it says."""
 
@@ -89,9 +89,25 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "quickstart": (
         "make a small base model, train it with GRPO, evaluate both",
         "jaxgrpo.cli.start:quickstart",
-        argument("--family", "NAME", "of the model, as llama: in folders of its own"),
+        argument("--family", "NAME", "of the model, as llama; its base and run have own folders"),
         JSON,
         SET,
+    ),
+    "init": (
+        "write a run.toml, a reward.py and all else that training takes, to begin with",
+        "jaxgrpo.cli.init:init",
+        argument("folder", "DIR", "the folder to write into, . by default", nargs="?"),
+        argument("--model", "MODEL", "a folder or owner/name; by default a small new base"),
+    ),
+    "make-base": (
+        "make a small base model for a built-in task",
+        "jaxgrpo.cli.start:make_base",
+        argument("task", "TASK", "the task, as arithmetic"),
+        argument("out", "OUT", "the folder to write"),
+        argument("--family", "NAME", "of the model, as gemma3_text; qwen3 by default"),
+        argument("--seed", "N", "of weights and draws, 0 by default", type=int),
+        argument("--steps", "N", "of the warm start; 800 by default, 1600 for llama", type=int),
+        argument("--hidden-size", "N", "64 by default", type=int),
     ),
     "train": (
         "train as a config says",
@@ -103,7 +119,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         SET,
     ),
     "plan": (
-        "whether a config compiles and fits on chips that are not here, and how fast it can be",
+        "whether a config fits on chips that are not here, and how fast it can be",
         "jaxgrpo.planning.command:main",
         argument("config", "CONFIG", "a TOML file, or a shipped config's name"),
         argument(
@@ -170,7 +186,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "jaxgrpo.cli.inference:print_evaluation",
         TARGET,
         argument("--data", None, "as data.path; of a run: its eval.data by default"),
-        argument("--scorer", None, "a reward that judges success; of a run: its own"),
+        argument("--scorer", None, "a reward that judges success; else that of the run or config"),
         samples("by default eval.samples of the run or config, 16 of a model folder"),
         PROMPTS,
         argument("--base", "MODEL", "measure the KL to this model; of a run: as eval.kl_to_base"),
@@ -187,7 +203,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "jaxgrpo.cli.sampling:write_samples",
         TARGET,
         argument("--prompts", "FILE", "as data.path, or .txt", required=True),
-        argument("--out", "OUT.jsonl", required=True),
+        argument("--out", "OUT.jsonl", "a line for each sample", required=True),
         samples("1 by default"),
         argument(
             "--temperature", None, "as rollout.temperature; 0: the likeliest token", type=float
@@ -270,7 +286,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         JSON,
     ),
     "fit": (
-        "fit a run's curve over its compute, and foretell its second half",
+        "fit a run's curve over its compute, and predict its second half",
         "jaxgrpo.experiments.fit:main",
         argument("runs", "RUN", "run folders", nargs="+"),
         argument("--metric", "NAME", "of metrics.jsonl; eval/accuracy by default"),
@@ -294,7 +310,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         switch("--overwrite", "replace a model there that jaxgrpo did not write"),
     ),
     "compare": (
-        "settle which arm is better: arms x learning rates x seeds from one base",
+        "which method is better: arms x learning rates x seeds from one base",
         "jaxgrpo.experiments.compare:compare",
         argument("path", "EXPERIMENT", "a TOML file, or a shipped experiment's name"),
         switch("--dry-run", "check the file, configs and own losses, and show the plan"),
@@ -356,22 +372,6 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             nargs="?",
             const=True,
         ),
-    ),
-    "init": (
-        "write a run.toml, a reward.py and all else that training takes, to begin with",
-        "jaxgrpo.cli.init:init",
-        argument("folder", "DIR", "the folder to write into, . by default", nargs="?"),
-        argument("--model", "MODEL", "a folder or owner/name; by default a small new base"),
-    ),
-    "make-base": (
-        "make a small base model for a built-in task",
-        "jaxgrpo.cli.start:make_base",
-        argument("task", "TASK", "the task, as arithmetic"),
-        argument("out", "OUT", "the folder to write"),
-        argument("--family", "NAME", "of the model, as gemma3_text; qwen3 by default"),
-        argument("--seed", "N", "of weights and draws, 0 by default", type=int),
-        argument("--steps", "N", "of the warm start; 800 by default, 1600 for llama", type=int),
-        argument("--hidden-size", "N", "64 by default", type=int),
     ),
     "completion": (
         "print a script that makes a shell complete commands, options and keys",

@@ -63,9 +63,10 @@ def evaluate(
     Args:
       target: a model folder, a run folder, or a config file whose model is meant.
       data: as data.path, or rows; of a run its eval.data by default.
-      scorer: the name of a reward or a function that judges success, above 0.5; of a run its own.
+      scorer: the name of a reward or a function that judges success, above 0.5; by
+        default that of the run or config.
       samples: per prompt; of a run or config its eval.samples by default, else 16.
-      prompts: the first so many; all by default.
+      prompts: how many, from the start of the data; all by default.
       base: a model folder or a name on the hub that the KL is measured from.
       overrides: tables of the config, rollout={"temperature": 0.5}, as in `train`.
 
