@@ -2,7 +2,7 @@
 
 python -m docs.experiments.x3b_headline
 
-Does the runs of four comparisons in runs/x3b, derived from x3b_headline.toml: about 70 minutes
+Does the runs of four comparisons in runs/x3b, derived from x3b_headline.toml: an hour and a half
 of processor time; finished runs are not repeated. The simulation beside them takes a minute.
 """
 

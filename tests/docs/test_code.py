@@ -81,13 +81,17 @@ def test_a_wrong_comment_is_found():
 
 
 def test_the_names_in_the_pages_exist(repository):
-    """`jaxgrpo.x.y`, and paths below jaxgrpo/, tests/, docs/, examples/ and configs/."""
+    """`jaxgrpo.x.y`, paths below jaxgrpo/, tests/, docs/, examples/ and configs/, and files of
+    Python by paths that begin in jaxgrpo/ or at the root."""
     for page, text in pages(repository).items():
         for name in re.findall(r"`(jaxgrpo(?:\.\w+)+)", text):
             assert exists(name), f"{page}: {name}"
         places = r"`((?:jaxgrpo|tests|docs|examples|configs)/[\w/.]+)`"
         for path in re.findall(places, text):
             assert (repository / path).exists(), f"{page}: {path}"
+        for path in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+            homes = (repository, repository / "jaxgrpo")
+            assert any((home / path).exists() for home in homes), f"{page}: {path}"
 
 
 def exists(name: str) -> bool:
@@ -115,7 +119,7 @@ def test_names_that_do_not_exist_are_found():
 def test_the_packages_and_files_of_the_design_exist(repository):
     """Names as `advantages/` and `config/keys.py`, which begin at jaxgrpo/."""
     text = (repository / "docs" / "design.md").read_text()
-    built = text[: text.index("## Rooms to come")] + text[text.index("## Departures") :]
+    built = text[: text.index("## Rooms to come")] + text[text.index("## Decisions") :]
     named = re.findall(r"`([a-z]+/(?:[\w/]+\.py)?)`", built)
     assert len(named) > 20
     for path in named:
