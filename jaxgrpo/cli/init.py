@@ -38,7 +38,7 @@ import re
 def correct(completions, answer, **columns):
     """1 where the last number is the answer; None would mean "could not be scored"."""
     last = [re.findall(r"-?\\d+", completion)[-1:] for completion in completions]
-    return [float(found == [right]) for found, right in zip(last, answer, strict=True)]
+    return [float(found == [str(right)]) for found, right in zip(last, answer, strict=True)]
 '''
 
 EXPERIMENT = """\
@@ -117,8 +117,9 @@ def init(folder: str = ".", model: str | None = None) -> int:
         for name in names:
             os.rename(work_folder / name, home / name)
     where = "" if folder == "." else f"cd {shlex.quote(folder)} && "
+    rows = "" if model is None else "rows:    sums; put yours into data.jsonl and test.jsonl\n"
     console.print(
-        f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml",
+        f"written: {', '.join(names)}\n{rows}train:   {where}jaxgrpo train run.toml",
         markup=False,
         soft_wrap=True,
     )

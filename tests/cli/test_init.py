@@ -38,7 +38,9 @@ def test_a_project_for_a_model_is_a_right_config_and_makes_no_base(
     monkeypatch.chdir(chat_model.parent)
     folder = tmp_path / "first run"
     assert main(["init", str(folder), "--model", "chat"]) == 0
-    assert f"train:   cd {shlex.quote(str(folder))} && jaxgrpo train" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"train:   cd {shlex.quote(str(folder))} && jaxgrpo train" in printed
+    assert "rows:    sums; put yours into data.jsonl and test.jsonl" in printed
     assert {path.name for path in folder.iterdir()} == set(init.file_texts(init.SMALL))
     config = files.load(folder / "run.toml")
     assert config.model.path == str(chat_model)
@@ -77,6 +79,7 @@ def test_the_reward_reads_the_last_number_in_every_form_of_text(tmp_path):
     correct = load(f"{tmp_path}/reward.py:correct")
     texts = ["46", "12+34 is 46.", "46 or 47", "-46", "none", ""]
     assert correct(texts, ["46"] * 6) == [1, 1, 0, 0, 0, 0]
+    assert correct(["46"], [46]) == [1], "as JSON may have it"
 
 
 def test_no_model_is_refused_before_anything_is_written(tmp_path, capsys):
