@@ -19,7 +19,7 @@ from jaxgrpo.config.files import make_config
 from jaxgrpo.core.chips import CHIPS
 from jaxgrpo.planning import costs, programs, topologies
 
-UPDATE_BYTES = {"h100:1": 8.0e12, "v5e:2x4": 703e9, "h200:1": 8.0e12}
+UPDATE_BYTES = {"h100:1": 8.0e12, "v5e:2x4": 681e9, "h200:1": 8.0e12}
 """That an update of Qwen3-0.6B moves on each chip (docs/performance.md, on chips not here)."""
 SECONDS = {"h200:1": {"decode": 6.6e-3, "update": 4.49}, "cpu": {"decode": 0.179, "update": 25.3}}
 """Measured: of a step of decoding, and of an update (benchmarks/results/2026-11-27-h200.md and
@@ -91,12 +91,14 @@ def draw_panel(panel: Any, title: str, platform: str) -> None:
         roof = min(peak, bandwidth * place)
         panel.plot(place, roof / 1e12, "o", mfc="white", color=COLOURS[name])
         text = f"{name}: {shown(load.flops / roof)} at least"
-        if (seconds := SECONDS.get(platform, {}).get(name)) is not None:
+        seconds = SECONDS.get(platform, {}).get(name)
+        if seconds is not None:
             rate = load.flops / seconds
             panel.plot(place, rate / 1e12, "o", color=COLOURS[name])
             panel.vlines(place, rate / 1e12, roof / 1e12, color=COLOURS[name], lw=1, ls=":")
             text += f"; took {shown(seconds)} (filled), {rate / roof:.0%} of the roof"
-        panel.plot([], [], "o", color=COLOURS[name], label=text)
+        filled = "white" if seconds is None else COLOURS[name]
+        panel.plot([], [], "o", mfc=filled, color=COLOURS[name], label=text)
     panel.set_title(title, size=10)
     panel.set_xlabel("operations per byte")
     panel.legend(loc="lower right", fontsize=7.5, frameon=False)
