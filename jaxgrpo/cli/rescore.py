@@ -195,12 +195,7 @@ def judge_step(
         progress = step_progress(
             progress.global_step, min(ordinals), len(ordinals), len(data), max_steps
         )
-    policy = {
-        "on_error": {judge.name: judge.on_error for judge in judges},
-        "timeout": {judge.name: judge.timeout for judge in judges},
-    }
-    functions = {judge.name: judge.function for judge in judges}
-    scores, log = call_on_texts(functions, texts, columns, progress, **policy)
+    scores, log = call_on_texts(judges, texts, columns, progress)
     table = among_all(scores, places, len(rows))
     return StepScores(rows, table, merge_logs([log], [places], len(rows), 1))
 

@@ -31,6 +31,7 @@ from jaxgrpo.evaluation.evaluate import (
     make_asker,
     make_batches,
 )
+from jaxgrpo.rewards import Reward
 from jaxgrpo.training import inputs
 from jaxgrpo.training.fingerprints import config_facts, describe_rows
 from jaxgrpo.training.processes import process
@@ -153,7 +154,8 @@ def _unjudged(
             "them: raise it, or take them out of the prompts"
         )
     converse = policy.converse(prompts.rows)
-    return policy, Questions(prompts.rows, prompts.encoded, _judge_nothing, converse=converse)
+    scorer = Reward("scorer", _judge_nothing)
+    return policy, Questions(prompts.rows, prompts.encoded, scorer, converse=converse)
 
 
 class SampleFile(Closing):

@@ -152,7 +152,7 @@ class World(NamedTuple):
         names = dict.fromkeys(kind.name for kind in self.kinds.values() if kind.has_reward)
         if self.answering is not None:
             names = [self.answering.rules.name]
-        return [Reward(name, _environment_reward(name), 1.0) for name in names]
+        return [Reward(name, _environment_reward(name)) for name in names]
 
 
 def make_world(

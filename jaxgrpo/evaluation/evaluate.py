@@ -23,8 +23,7 @@ from jaxgrpo.evaluation.intervals import bootstrap
 from jaxgrpo.evaluation.rescoring import Base, Rescore, make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.rewards import RewardFunction, TrainerState, answers, check_rows
-from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rewards import Reward, RewardFunction, TrainerState, answers, check_rows
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.judging import Judge, put_prompts
@@ -56,12 +55,10 @@ class Questions(NamedTuple):
 
     rows: Sequence[Mapping[str, Any]]
     encoded: Sequence[np.ndarray]  # token ids of each row's prompt
-    scorer: RewardFunction
+    scorer: Reward
     extract: Callable[[str], Hashable] | None = None  # completion -> the answer that is voted on
     formats: Mapping[str, str] = NOTHING  # name -> regular expression
     weighing: voting.Weighing = voting.Weighing()
-    on_error: str = "raise"  # or "unscored": what happens if the scorer raises
-    timeout: float | None = None  # seconds of the scorer for one batch
     converse: Converse | None = None  # what answers samples, as `draw` takes it
 
 
@@ -134,12 +131,10 @@ def make_questions(
     return Questions(
         rows,
         held_out.encoded[: keys.prompts],
-        scorer.function,
+        scorer._replace(name="scorer"),
         find_extractor(use, scorer.function),
         keys.formats,
         voting.Weighing(keys.confidence_window, keys.confidence_kept),
-        scorer.on_error,
-        scorer.timeout,
         converse,
     )
 
@@ -332,7 +327,7 @@ def make_batches(
     slots = engine.slots_for(_round_to_bins(mesh, count), samples)
     size = _round_to_bins(mesh, min(count, max(1, rounds * slots // samples)))
     engine.expect(samples, math.ceil(count / size))
-    judge = _make_judge(policy.tokenizer, questions)
+    judge = Judge(policy.tokenizer, [questions.scorer], questions.rows)
     draw_samples = functools.partial(
         draw, engine, purpose=purpose, greedy=greedy, converse=questions.converse
     )
@@ -352,22 +347,13 @@ def make_batches(
         scores, _ = judge.rollouts(rows, host[0], host[1], state, dialogue=drawing.dialogue)
         again = {} if rescore is None else rescore(params, put_prompts(mesh, batch))
         rescored = sharding.to_host(again)
-        arrays = jax.tree.map(lambda x: x[: count - begin], (*host, scores["scorer"], rescored))
+        arrays = *host, scores[questions.scorer.name], rescored
+        arrays = jax.tree.map(lambda x: x[: count - begin], arrays)
         tokens, mask, logp, truncated, scored, rescored = arrays
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
         return Answers(tokens, mask, logp, truncated, scored, texts, rescored)
 
     return Batches(size, ask)
-
-
-def _make_judge(tokenizer: Any, questions: Questions) -> Judge:
-    return Judge(
-        tokenizer,
-        {"scorer": questions.scorer},
-        questions.rows,
-        on_error={"scorer": questions.on_error},
-        timeout={"scorer": questions.timeout},
-    )
 
 
 def _round_to_bins(mesh: Mesh, prompts: int) -> int:

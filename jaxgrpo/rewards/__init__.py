@@ -10,6 +10,7 @@ from jaxgrpo.rewards.builtin import (
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped
 from jaxgrpo.rewards.mathematics import math_answer
 from jaxgrpo.rewards.protocol import (
+    Reward,
     RewardError,
     RewardFunction,
     Rewards,
@@ -32,6 +33,7 @@ from jaxgrpo.rewards.registry import (
 
 __all__ = [
     "Preview",
+    "Reward",
     "RewardError",
     "RewardFunction",
     "RewardLog",

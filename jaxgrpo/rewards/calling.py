@@ -22,8 +22,8 @@ from jaxgrpo.rewards.limits import SLACK, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
     BY_NAME,
     LISTS,
+    Reward,
     RewardError,
-    RewardFunction,
     TrainerState,
     accepted,
     check,
@@ -67,7 +67,7 @@ class RewardLog(NamedTuple):
 
 
 def call_rewards(
-    rewards: Mapping[str, RewardFunction],
+    rewards: Sequence[Reward],
     prompts: Sequence[Any],
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]],
@@ -75,19 +75,16 @@ def call_rewards(
     *,
     group_ids: Sequence[int] | None = None,
     trainer_state: TrainerState | None = None,
-    on_error: Mapping[str, str] | None = None,
-    timeout: Mapping[str, float | None] | None = None,
     living: Mapping[str, Sequence[Any]] = {},
 ) -> tuple[dict[str, np.ndarray], RewardLog]:
     """Calls each reward once on N completions; those that are async run at the same time.
 
     Args:
-      rewards: name -> function; the names appear in the result and in messages.
+      rewards: their names appear in the result and in messages. What one that raises does:
+        `on_error`. To call sys.exit, or to take more than `timeout` for the N completions, is to
+        raise.
       columns: name -> N entries, the data set's columns beside the prompt.
       group_ids: which prompt each is a sample of; None: each of another one.
-      on_error: name -> what a reward that raises does: "raise" (the default) ends the run,
-        "unscored" leaves its scores NaN. To call sys.exit or to time out is to raise.
-      timeout: name -> seconds that it may take for the N completions; None: no limit.
       living: what answered the samples, as columns, whose entries are not copied.
 
     Returns: name -> float32 [N], NaN = could not be scored; and what the rewards logged.
@@ -101,13 +98,10 @@ def call_rewards(
     trainer_lists = zip(LISTS, (prompts, completions, completion_ids, groups), strict=True)
     lists = {**dict(trainer_lists), **columns, **living}
     _refuse_other_lengths(lists, count)
-    for name, function in rewards.items():
-        check(name, function, [*columns, *living])
-    modes, limits, state = on_error or {}, timeout or {}, trainer_state or TrainerState()
-    calls = [
-        _Call(name, f, lists, count, state, modes.get(name) == "unscored", limits.get(name), living)
-        for name, f in rewards.items()
-    ]
+    for reward in rewards:
+        check(reward.name, reward.function, [*columns, *living])
+    state = trainer_state or TrainerState()
+    calls = [_Call(reward, lists, count, state, living) for reward in rewards]
     _run(calls if count else ())
     scores = {call.name: numbers(call.name, call.outcome, count) for call in calls}
     return scores, RewardLog(
@@ -149,19 +143,29 @@ class _Raised(NamedTuple):
 class _Call:
     """The call of one reward on one batch: what it returns, logs or raises."""
 
-    name: str
-    function: RewardFunction
+    reward: Reward
     lists: Mapping[str, Sequence[Any]]
     count: int  # of completions
     state: TrainerState
-    unscored: bool  # if it raises, instead of ending the run
-    timeout: float | None  # seconds
     living: Collection[str]  # names of lists whose entries are not copied
     outcome: Any = ()  # its values, or an awaitable of them
     message: str = ""  # what it raised
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     metrics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     threads: set[threading.Thread] = dataclasses.field(default_factory=set)  # before it began
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+    @property
+    def unscored(self) -> bool:
+        """Whether its scores are NaN if it raises, instead of the run's end."""
+        return self.reward.on_error == "unscored"
+
+    @property
+    def timeout(self) -> float | None:
+        return self.reward.timeout
 
     def start(self) -> None:
         self.threads.update(threading.enumerate())
@@ -247,7 +251,7 @@ class _Call:
         }
         try:
             with during(self.name, self.timeout):
-                return call_within(self.timeout, lambda: self.function(**private_arguments))
+                return call_within(self.timeout, lambda: self.reward.function(**private_arguments))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and _is_ctrl_c():
                 raise
@@ -256,7 +260,7 @@ class _Call:
     def _accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What it is called with. Of what answered the samples TRL passes environments alone."""
         by_name = {*BY_NAME, *self.living} - {"environments"}
-        return accepted(self.function, arguments, by_name)
+        return accepted(self.reward.function, arguments, by_name)
 
     def _copied(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         """A list of its own: what it changes in place reaches no other reward and not the data.
@@ -377,7 +381,7 @@ def _shorten(value: Any) -> str:
 def flipped(
     scores: Mapping[str, np.ndarray],
     log: RewardLog,
-    noise: Mapping[str, float],
+    rewards: Sequence[Reward],
     seed: int,
     step: int,
     ordinal: np.ndarray,
@@ -392,13 +396,13 @@ def flipped(
 
     Args:
       scores: name -> [P, G], NaN = not scored.
-      noise: name -> flip, the probability, for the rewards that have one.
+      rewards: with the probability `flip` of each.
       ordinal: [P], places in the prompt stream.
 
     Raises: RewardError if such a reward gives anything but 0 and 1.
     """
     noisy, metrics = dict(scores), dict(log.metrics)
-    for name, flip in noise.items():
+    for name, flip in ((reward.name, reward.flip) for reward in rewards if reward.flip):
         value = scores[name]
         scored = np.isfinite(value)
         odd = value[scored & (value != 0) & (value != 1)]

@@ -228,7 +228,7 @@ class Reward(NamedTuple):
 
     name: str
     function: RewardFunction
-    weight: float
+    weight: float = 1.0
     on_error: str = "raise"  # if it raises: end the run, or leave the scores NaN ("unscored")
     flip: float = 0.0  # label noise: the share of 0/1 rewards flipped in training
     timeout: float | None = None  # seconds for one call; what follows is that of raising

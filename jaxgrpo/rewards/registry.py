@@ -14,6 +14,7 @@ from jaxgrpo.rewards import builtin, confidence, consensus, mathematics, python,
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import (
     BuiltIn,
+    Reward,
     RewardError,
     RewardFunction,
     TrainerState,
@@ -123,14 +124,12 @@ class Preview(NamedTuple):
 
 
 def preview(
-    functions: Mapping[str, RewardFunction],
+    rewards: Sequence[Reward],
     row: Mapping[str, Any],
     encode: Callable[[str], list[int]],
     decode: Callable[[list[list[int]]], list[str]],
     *,
     trainer_state: TrainerState | None = None,
-    on_error: Mapping[str, str] | None = None,
-    timeout: Mapping[str, float | None] | None = None,
 ) -> dict[str, Preview]:
     """Calls every reward once on two completions: the row's gold answer, and "".
 
@@ -145,21 +144,19 @@ def preview(
     ids = [encode(text) for text in ("" if answer is None else text_of_value(answer), "")]
     prompts, completions = for_rewards([row["prompt"]] * 2, decode(ids))
     scores, log = call_rewards(
-        functions,
+        rewards,
         prompts,
         completions,
         ids,
         {name: [value] * 2 for name, value in row.items() if name != "prompt"},
         trainer_state=trainer_state,
-        on_error=on_error,
-        timeout=timeout,
     )
 
     previews = {}
-    for name, values in scores.items():
-        gold, empty = (None if np.isnan(value) else float(value) for value in values)
+    for name, function, *_ in rewards:
+        gold, empty = (None if np.isnan(value) else float(value) for value in scores[name])
         problem = log.messages.get(name)
-        reading = None if answer is None else _describe_reading(functions[name], answer)
+        reading = None if answer is None else _describe_reading(function, answer)
         previews[name] = Preview(None if answer is None else gold, empty, problem, reading)
     return previews
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from jaxgrpo.data.sources import Mixture
 from jaxgrpo.environments.conversations import Conversation
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import SPOKEN, RewardLog, flipped, merge_metrics, storable
-from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
+from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.batch import Drawing, Groups, in_background
@@ -139,16 +138,17 @@ class Judge(NamedTuple):
     """Rewards with all that they are called with beside the completions."""
 
     tokenizer: Any
-    functions: Mapping[str, RewardFunction]
+    rewards: Sequence[Reward]
     rows: Sequence[Mapping[str, Any]]  # of the data set
-    on_error: Mapping[str, str] | None = None
-    timeout: Mapping[str, float | None] | None = None
-    per_sample: Collection[str] = ()  # rewards that may judge groups before all have ended
-    flip: Mapping[str, float] = {}  # reward -> the share of its judgements that training flips
+
+    @property
+    def per_sample(self) -> list[Reward]:
+        """The rewards that may judge groups before all have ended."""
+        return [reward for reward in self.rewards if is_per_sample(reward.function)]
 
     def groups(
         self,
-        rewards: Collection[str],
+        rewards: Sequence[Reward],
         places: np.ndarray,
         row: np.ndarray,
         tokens: np.ndarray,
@@ -161,7 +161,7 @@ class Judge(NamedTuple):
         Samples whose environment broke are left out of the calls, and have NaN.
 
         Args:
-          rewards: the names of those to call.
+          rewards: those to call.
           talks: of the n x G samples, where they were answered.
         """
         _, samples, steps = tokens.shape
@@ -180,14 +180,11 @@ class Judge(NamedTuple):
         )
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [entry[name] for entry in repeated_rows] for name in names}
-        call = functools.partial(call_on_texts, on_error=self.on_error, timeout=self.timeout)
+        living: dict[str, list[Any]] = {}
         if talks:
             environments = [talk.environment for talk in sound]
-            call = functools.partial(
-                call, living={"conversations": sound, "environments": environments}
-            )
-        functions = {name: self.functions[name] for name in self.functions if name in rewards}
-        scores, log = call(functions, texts, columns, state)
+            living = {"conversations": sound, "environments": environments}
+        scores, log = call_on_texts(rewards, texts, columns, state, living)
         if talks:
             log = merge_logs([log], [numbers], count, 1)
             log = log._replace(columns={**log.columns, SPOKEN: _spoken(talks)})
@@ -218,25 +215,26 @@ class Judge(NamedTuple):
         """
         groups, samples = tokens.shape[:2]
         share = np.flatnonzero(is_own(np.arange(groups)))
-        calls = [([*self.functions], share)]
+        calls = [(self.rewards, share)]
         if early:
             unjudged = np.setdiff1d(share, np.concatenate([part.places for part in early]))
-            calls = [(self.per_sample, unjudged), (self.functions.keys() - self.per_sample, share)]
+            late = [reward for reward in self.rewards if not is_per_sample(reward.function)]
+            calls = [(self.per_sample, unjudged), (late, share)]
 
         def call() -> list[Judged]:
             parts = list(early)
-            for names, places in calls:
-                if names and (places.size or not early):
+            for rewards, places in calls:
+                if rewards and (places.size or not early):
                     talks = [] if dialogue is None else dialogue.spoken(places, samples)
                     parts.append(
                         self.groups(
-                            names, places, row[places], tokens[places], mask[places], state, talks
+                            rewards, places, row[places], tokens[places], mask[places], state, talks
                         )
                     )
             return parts
 
         parts = _gather_judged(call)
-        scores = {name: np.empty((groups, samples), np.float32) for name in self.functions}
+        scores = {name: np.empty((groups, samples), np.float32) for name, *_ in self.rewards}
         for part in parts:
             for name, values in part.scores.items():
                 scores[name][part.places] = values
@@ -353,21 +351,6 @@ def merge_logs(
     return RewardLog(merged, merge_metrics(log.metrics for log in logs), failed, messages)
 
 
-def make_judge(
-    tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]
-) -> Judge:
-    """The rewards of a run, ready to judge."""
-    return Judge(
-        tokenizer,
-        {entry.name: entry.function for entry in rewards},
-        rows,
-        on_error={entry.name: entry.on_error for entry in rewards},
-        timeout={entry.name: entry.timeout for entry in rewards},
-        per_sample={entry.name for entry in rewards if is_per_sample(entry.function)},
-        flip={entry.name: entry.flip for entry in rewards if entry.flip},
-    )
-
-
 AddFields = Callable[..., dict[str, np.ndarray]]
 """(row [P] of each group in the data, tokens of the P x G completions, rewards: name -> [P, G]) ->
 fields"""
@@ -408,7 +391,7 @@ def make_rewarder(
         progress = rollout_progress(rollouts, len(judge.rows), steps)
         scores, log = judge.rollouts(row, tokens, mask, progress, early, dialogue)
         ordinal = np.asarray(rollouts.ordinal)
-        scores, log = flipped(scores, log, judge.flip, seed, progress.global_step, ordinal)
+        scores, log = flipped(scores, log, judge.rewards, seed, progress.global_step, ordinal)
         fields: Any = rollouts.fields | {name: column[row] for name, column in columns.items()}
         if policy.bring is not None:
             fields |= policy.bring(stream.prompt_policy_state, params, rollouts)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxgrpo.data.chat import Message, for_rewards
 from jaxgrpo.rewards.calling import RewardLog, call_rewards
-from jaxgrpo.rewards.protocol import RewardFunction, TrainerState
+from jaxgrpo.rewards.protocol import Reward, TrainerState
 
 
 def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -44,25 +44,33 @@ class Texts(NamedTuple):
 
 
 def call_on_texts(
-    functions: Mapping[str, RewardFunction],
+    rewards: Sequence[Reward],
     texts: Texts,
     columns: Mapping[str, Sequence[Any]],
     state: TrainerState | None,
-    **policy: Any,
+    living: Mapping[str, Sequence[Any]] = {},
 ) -> tuple[dict[str, np.ndarray], RewardLog]:
     """Calls rewards on samples.
 
     Args:
       columns: name -> N entries, those of the data set beside the prompt, and others.
-      policy: `on_error`, `timeout` and `living` as in `call_rewards`.
+      living: as in `call_rewards`.
 
     Returns: as `call_rewards`. Raises: RewardError as it does.
     """
     prompts, completions = for_rewards(texts.prompts, texts.completions)
     if texts.messages and not isinstance(prompts[0], str):
         completions = list(texts.messages)
-    options = {"group_ids": texts.groups, "trainer_state": state, **policy}
-    return call_rewards(functions, prompts, completions, texts.ids, columns, **options)
+    return call_rewards(
+        rewards,
+        prompts,
+        completions,
+        texts.ids,
+        columns,
+        group_ids=texts.groups,
+        trainer_state=state,
+        living=living,
+    )
 
 
 def among_all(

@@ -104,7 +104,7 @@ def resolve_scorer(
     if use is None:
         rewards = rewards or resolve_rewards(keys[:1], max_completion_tokens)
         return rewards[0]._replace(flip=0.0)
-    return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens), 1.0)
+    return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens))
 
 
 def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:
@@ -140,13 +140,11 @@ def try_rewards(
     """
     end = answer_end_tokens(tokenizer, stop_tokens)
     return preview(
-        {reward.name: reward.function for reward in rewards},
+        rewards,
         row,
         lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], *end],
         functools.partial(decode_texts, tokenizer),
         trainer_state=state,
-        on_error={reward.name: reward.on_error for reward in rewards},
-        timeout={reward.name: reward.timeout for reward in rewards},
     )
 
 

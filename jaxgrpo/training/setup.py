@@ -28,7 +28,7 @@ from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.batch import Drawing, draw
 from jaxgrpo.rollout.engine import record_shapes
-from jaxgrpo.rollout.judging import RolloutSource, make_judge, step_progress
+from jaxgrpo.rollout.judging import Judge, RolloutSource, step_progress
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.trees import Trees
 from jaxgrpo.training import inputs, memory, parameters, rewarding, teachers
@@ -274,7 +274,7 @@ def _make_collector(
     """What collects the rollouts of a run of `steps` steps; where it waits, no reward judges a
     group before all have ended."""
     rows, refilling = run_inputs.prompts.rows, rollout.refill
-    judge = make_judge(run_inputs.pretrained.tokenizer, rewards, rows)
+    judge = Judge(run_inputs.pretrained.tokenizer, rewards, rows)
     judges_early = rollout.overlap_rewards and judge.per_sample and not waits
     blueprint, interruption = method.blueprint, method.engine.settings.interruption
     return Collector(

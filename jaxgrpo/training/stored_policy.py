@@ -289,7 +289,7 @@ def resolve_judge(
       world: whose environments judge where the config names no reward.
     """
     if callable(scorer):
-        judge = Reward(callable_name(scorer), scorer, 1.0)
+        judge = Reward(callable_name(scorer), scorer)
     else:
         rewards = [] if keys or world is None else world.rewards()
         judge = resolve_scorer(use, keys, max_completion_tokens, rewards)

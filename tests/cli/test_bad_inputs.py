@@ -31,7 +31,7 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.rewards.calling import call_rewards
-from jaxgrpo.rewards.protocol import numbers
+from jaxgrpo.rewards.protocol import Reward, numbers
 from jaxgrpo.rollout.judging import make_selector
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training import pretrained
@@ -346,7 +346,7 @@ CASES: dict[str, Case] = {
     "a reward of 400 digits": reward(10**400, "returned 10+….*: give a number from"),
     "a reward of 5000 digits": reward(10**5000, "returned a number of thousands of digits"),
     "a logged number of 400 digits": (
-        lambda saved, home: call_rewards({"own": log_much}, ["a"], ["b"], [[1]], {}),
+        lambda saved, home: call_rewards([Reward("own", log_much)], ["a"], ["b"], [[1]], {}),
         "log_metric.'size', 10+",
     ),
     # Own parts

@@ -5,6 +5,7 @@ import pytest
 
 from jaxgrpo.evaluation.evaluate import Answers, Questions, summarise
 from jaxgrpo.evaluation.intervals import bootstrap
+from jaxgrpo.rewards import Reward
 
 
 def answers(scores, texts=None):
@@ -18,7 +19,8 @@ def answers(scores, texts=None):
 
 def questions(count, extract=None, **columns):
     rows = [{"prompt": "p", **{k: v[i] for k, v in columns.items()}} for i in range(count)]
-    return Questions(rows, [], lambda completions: [0.0] * len(completions), extract)
+    scorer = Reward("scorer", lambda completions: [0.0] * len(completions))
+    return Questions(rows, [], scorer, extract)
 
 
 def test_accuracy_is_greedy_and_split_by_level_and_source():

@@ -16,7 +16,7 @@ import pytest
 import small_run
 
 from benchmarks.programs import compilations
-from jaxgrpo.rewards import RewardError, call_rewards
+from jaxgrpo.rewards import Reward, RewardError, call_rewards
 from jaxgrpo.training import loop
 
 STEPS, WARM_UP = 500, 100
@@ -97,12 +97,12 @@ def test_of_100000_rewards_none_is_lost_though_many_hang_raise_or_are_texts(trie
             raise ValueError("no grader")
         return ["1.0"] if kind == "a text" else [float(number[0] % 7)]
 
-    options = {"on_error": {"r": "unscored"}, "timeout": {"r": LIMIT}}
+    rewards = [Reward("r", reward, on_error="unscored", timeout=LIMIT)]
     longest, outcomes = 0.0, Counter[str]()
     for number[0] in range(CALLS):
         began = time.monotonic()
         try:
-            scores, _ = call_rewards({"r": reward}, ["p"], ["c"], [[1]], {}, **options)
+            scores, _ = call_rewards(rewards, ["p"], ["c"], [[1]], {})
             score = float(scores["r"][0])
             kind = kinds[number[0]]
             assert (score == number[0] % 7) if kind == "right" else (np.isnan(score), kind)

@@ -28,7 +28,7 @@ RUN = """
 import re, signal, sys, time
 import jax, numpy as np
 from jax.experimental import multihost_utils
-from jaxgrpo.rewards import call_rewards
+from jaxgrpo.rewards import Reward, call_rewards
 from jaxgrpo.training.processes import process, watchdog
 
 def judge(completions):
@@ -48,7 +48,7 @@ def command():
             for step in (1, 2):
                 watch.phase(f"step {step}: reward")
                 if step == 2 and "waits" not in sys.argv:
-                    call_rewards({"judge": judge}, ["p"], ["c"], [[1]], {})
+                    call_rewards([Reward("judge", judge)], ["p"], ["c"], [[1]], {})
                 if step == 2:
                     print("waits", flush=True)
                 multihost_utils.process_allgather(np.float32(step))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxgrpo.rewards import RewardError, TrainerState, bind, call_rewards, callable_name
+from jaxgrpo.rewards import Reward, RewardError, TrainerState, bind, call_rewards, callable_name
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
 COMPLETIONS = ["2", "3", "5"]
@@ -22,9 +22,12 @@ STATE = TrainerState(global_step=30, max_steps=120, epoch=0.5, num_train_epochs=
 
 
 def call(on_error=None, **functions):
-    return call_rewards(
-        functions, PROMPTS, COMPLETIONS, IDS, {}, trainer_state=STATE, on_error=on_error
-    )
+    modes = on_error or {}
+    rewards = [
+        Reward(name, function, on_error=modes.get(name, "raise"))
+        for name, function in functions.items()
+    ]
+    return call_rewards(rewards, PROMPTS, COMPLETIONS, IDS, {}, trainer_state=STATE)
 
 
 def test_a_reward_may_change_with_the_step():
@@ -249,12 +252,12 @@ def test_the_search_for_the_sample_ends_in_time(monkeypatch):
         raise OSError("no grader")
 
     with pytest.raises(RewardError, match=r"on completions 0 to \d+ together"):
-        call_rewards({"mine": mine}, ["p"] * 64, ["c"] * 64, [[1]] * 64, {})
+        call_rewards([Reward("mine", mine)], ["p"] * 64, ["c"] * 64, [[1]] * 64, {})
 
 
 def test_no_completions_leave_no_errors():
     never: Any = len
-    _, log = call_rewards({"mine": never}, [], [], [], {}, on_error={"mine": "unscored"})
+    _, log = call_rewards([Reward("mine", never, on_error="unscored")], [], [], [], {})
     assert log.numbers() == {"rewards/mine/errors": 0}
 
 
@@ -293,7 +296,8 @@ def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_not_the_data
         received.update({key: keywords[key] for key in columns_before})
         return [0.0] * 3
 
-    call_rewards({"changes": changes, "looks": looks}, PROMPTS, COMPLETIONS, IDS, columns)
+    rewards = [Reward("changes", changes), Reward("looks", looks)]
+    call_rewards(rewards, PROMPTS, COMPLETIONS, IDS, columns)
     assert received == before
     assert columns_before == before
 
@@ -310,7 +314,6 @@ def test_a_failure_is_found_although_the_reward_empties_its_lists():
 
 
 def test_a_column_without_a_copy_is_refused():
+    mine = Reward("mine", lambda completions, judge: [0.0])
     with pytest.raises(RewardError, match=r"'judge' holds a value that cannot be copied .*lock"):
-        call_rewards(
-            {"mine": lambda completions, judge: [0.0]}, ["p"], ["c"], [[1]], {"judge": [Lock()]}
-        )
+        call_rewards([mine], ["p"], ["c"], [[1]], {"judge": [Lock()]})

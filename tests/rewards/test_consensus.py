@@ -10,14 +10,14 @@ import pytest
 import small_run
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import RewardError, build, call_rewards
+from jaxgrpo.rewards import Reward, RewardError, build, call_rewards
 from jaxgrpo.rewards.consensus import AGREEMENT
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.loop import train
 
 
 def called(texts, groups, extract="gsm8k_answer"):
-    rewards = {"consensus": build("consensus", extract=extract)}
+    rewards = [Reward("consensus", build("consensus", extract=extract))]
     count = len(texts)
     scores, log = call_rewards(rewards, [""] * count, texts, [[1]] * count, {}, group_ids=groups)
     return scores["consensus"].tolist(), log.numbers()

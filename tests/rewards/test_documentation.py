@@ -22,9 +22,8 @@ def test_the_functions_shown_take_the_protocol(text):
         exec(block, names)
     for name in ("short_and_right", "judged"):
         rewards.check(name, names[name], ["answer"])
-    scores, _ = rewards.call_rewards(
-        {"short": names["short_and_right"]}, ["p"], ["so 72"], [[1]], {"answer": ["72"]}
-    )
+    short = rewards.Reward("short", names["short_and_right"])
+    scores, _ = rewards.call_rewards([short], ["p"], ["so 72"], [[1]], {"answer": ["72"]})
     np.testing.assert_array_equal(scores["short"], [1])
 
 

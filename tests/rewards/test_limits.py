@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jaxgrpo.rewards import RewardError, call_rewards, calling, limits
+from jaxgrpo.rewards import Reward, RewardError, call_rewards, calling, limits
 
 pytestmark = pytest.mark.fault(17)
 
@@ -18,16 +18,12 @@ ENDLESS = re.compile("(a+)+$")
 
 
 def call(timeout=None, on_error=None, **functions):
-    count = 3
-    return call_rewards(
-        functions,
-        ["p"] * count,
-        ["a", "b", "c"],
-        [[1]] * count,
-        {},
-        on_error=on_error,
-        timeout=timeout,
-    )
+    modes, limits = on_error or {}, timeout or {}
+    rewards = [
+        Reward(name, function, on_error=modes.get(name, "raise"), timeout=limits.get(name))
+        for name, function in functions.items()
+    ]
+    return call_rewards(rewards, ["p"] * 3, ["a", "b", "c"], [[1]] * 3, {})
 
 
 def sleeps(completions):

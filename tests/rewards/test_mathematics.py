@@ -14,6 +14,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import (
+    Reward,
     RewardError,
     build,
     call_rewards,
@@ -201,7 +202,7 @@ def test_the_program_of_the_grader_loads_nothing_of_jax_or_of_this_package(pytho
 def test_a_batch_gets_its_shares_as_metrics():
     if THERE:
         scores, log = call_rewards(
-            {"math": build("math")}, ["p"], [r"\boxed{6}"], [[1]], {"answer": ["6"]}
+            [Reward("math", build("math"))], ["p"], [r"\boxed{6}"], [[1]], {"answer": ["6"]}
         )
         assert scores["math"].tolist() == [1]
         assert log.numbers() == {"math/timed_out": 0, "math/crashed": 0, "math/unread": 0}
@@ -338,7 +339,8 @@ def test_a_gold_answer_that_is_read_in_part_is_not_scored_and_named(monkeypatch)
 
 def test_a_preview_shows_how_gold_answers_are_read(monkeypatch):
     monkeypatch.setattr(mathematics, "_named", set())
-    rewards = {"right": build("gsm8k_answer")} | ({"math": build("math")} if THERE else {})
+    rewards = [Reward("right", build("gsm8k_answer"))]
+    rewards += [Reward("math", build("math"))] if THERE else []
     for gold, expected in {"3 1/2": "7/2", "2√3": "2*sqrt(3)", "3)": "nothing"}.items():
         is_unread = THERE and expected == "nothing"
         unread = pytest.warns(UserWarning, match=r"the gold answer '3\)' cannot be read as a whole")

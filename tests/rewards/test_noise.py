@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxgrpo.rewards import RewardError, RewardLog, flipped
+from jaxgrpo.rewards import Reward, RewardError, RewardLog, flipped
 
 LOG = RewardLog({}, {"own": (3.0, 2)}, {}, {})
 
 
 def turn(value, flip=0.07, seed=0, step=0, ordinal=None, name="right"):
     ordinal = np.arange(len(value)) if ordinal is None else ordinal
-    scores, log = flipped({name: value}, LOG, {name: flip}, seed, step, ordinal)
+    scores, log = flipped({name: value}, LOG, [Reward(name, len, flip=flip)], seed, step, ordinal)
     return scores[name], log
 
 
@@ -44,7 +44,8 @@ def test_a_sample_meets_the_same_noise_whatever_stands_beside_it():
 
 def test_what_is_unscored_stays_so_and_other_rewards_are_left_alone():
     value = np.array([[np.nan, 1.0, np.nan, 0.0]], np.float32)
-    scores, log = flipped({"a": value, "b": value}, LOG, {"a": 0.5}, 0, 0, np.arange(1))
+    rewards = [Reward("a", len, flip=0.5), Reward("b", len)]
+    scores, log = flipped({"a": value, "b": value}, LOG, rewards, 0, 0, np.arange(1))
     np.testing.assert_array_equal(np.isnan(scores["a"]), np.isnan(value))
     assert scores["b"] is value
     assert "rewards/b/flipped" not in log.metrics

@@ -7,7 +7,7 @@ import pytest
 
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import RewardError, TrainerState, bind, build, call_rewards, check
+from jaxgrpo.rewards import Reward, RewardError, TrainerState, bind, build, call_rewards, check
 from jaxgrpo.rewards.registry import is_per_sample
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
@@ -17,7 +17,8 @@ COLUMNS = {"answer": ["2", "2", "5"], "level": [1, 1, 2]}
 
 
 def call(**functions) -> dict[str, np.ndarray]:
-    return call_rewards(functions, PROMPTS, COMPLETIONS, IDS, COLUMNS)[0]
+    rewards = [Reward(*pair) for pair in functions.items()]
+    return call_rewards(rewards, PROMPTS, COMPLETIONS, IDS, COLUMNS)[0]
 
 
 def returning(values):
@@ -34,13 +35,14 @@ def test_what_answered_samples_is_no_column_of_the_data():
     def names_it(completions, conversations):
         return [float(talk is entry) for talk, entry in zip(conversations, talks, strict=True)]
 
-    rewards, talks = {"takes_all": takes_all}, [object(), object()]
+    rewards, talks = [Reward("takes_all", takes_all)], [object(), object()]
     columns = {"conversations": [["a"], ["b"]], "environments": ["x", "y"]}
     arguments = PROMPTS[:2], COMPLETIONS[:2], IDS[:2]
     call_rewards(rewards, *arguments, columns)
     assert {name: received[0][name] for name in columns} == columns
     living = {"conversations": talks, "environments": talks}
-    scores, _ = call_rewards(rewards | {"names_it": names_it}, *arguments, {}, living=living)
+    rewards.append(Reward("names_it", names_it))
+    scores, _ = call_rewards(rewards, *arguments, {}, living=living)
     assert "conversations" not in received[1]
     assert received[1]["environments"] is talks
     assert scores["names_it"].tolist() == [1.0, 1.0]
@@ -101,11 +103,11 @@ def test_a_reward_that_names_groups_gets_them():
 
     assert call(grouped=grouped)["grouped"].tolist() == [0, 1, 2]
     with pytest.raises(RewardError, match="column 'group_ids' has a name that rewards get"):
-        call_rewards({"grouped": grouped}, ["p"], ["c"], [[1]], {"group_ids": [7]})
+        call_rewards([Reward("grouped", grouped)], ["p"], ["c"], [[1]], {"group_ids": [7]})
 
 
 def test_no_completions_give_no_scores_and_no_call():
-    scores, _ = call_rewards({"never": lambda completions: [1 / 0]}, [], [], [], {})
+    scores, _ = call_rewards([Reward("never", lambda completions: [1 / 0])], [], [], [], {})
     assert scores["never"].shape == (0,)
 
 
@@ -154,12 +156,12 @@ def test_an_exception_that_no_single_completion_causes_says_so():
         return [0.0]
 
     with pytest.raises(RewardError, match=r"raised OSError on completions 1 to 2 together"):
-        call_rewards({"mine": mine}, PROMPTS, COMPLETIONS, IDS, {})
+        call_rewards([Reward("mine", mine)], PROMPTS, COMPLETIONS, IDS, {})
 
 
 def test_a_long_text_is_cut_in_a_message():
     with pytest.raises(RewardError) as failure:
-        call_rewards({"mine": lambda completions: [1 / 0]}, ["p"], ["x" * 9000], [[1]], {})
+        call_rewards([Reward("mine", lambda completions: [1 / 0])], ["p"], ["x" * 9000], [[1]], {})
     assert len(str(failure.value)) < 1000
     assert "(9002 characters)" in str(failure.value)
 
@@ -181,7 +183,7 @@ def test_something_that_cannot_be_called_is_refused():
 
 def test_columns_of_another_length_are_refused():
     with pytest.raises(ValueError, match="3 completions but 1 entries of 'answer'"):
-        call_rewards({}, PROMPTS, COMPLETIONS, IDS, {"answer": ["2"]})
+        call_rewards([], PROMPTS, COMPLETIONS, IDS, {"answer": ["2"]})
 
 
 def test_options_are_fixed_and_no_column_replaces_them():

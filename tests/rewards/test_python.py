@@ -245,12 +245,12 @@ def test_equal_programs_are_run_once_and_others_side_by_side(name, monkeypatch):
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_an_interrupted_call_leaves_nothing_behind(name):
     completions = [f"while True: x = {number}" for number in range(20)]
+    function = rewards.build("python", sandbox=name, time_limit=1.0)
+    python = rewards.Reward("python", function, on_error="unscored", timeout=0.5)
     began, before = time.monotonic(), threading.active_count()
     values, log = rewards.call_rewards(
-        {"python": rewards.build("python", sandbox=name, time_limit=1.0)},
+        [python],
         *(["p"] * 20, completions, [[1]] * 20, repeated(MBPP, 20)),
-        on_error={"python": "unscored"},
-        timeout={"python": 0.5},
     )
     assert all(value != value for value in values["python"])
     assert "python" in log.messages

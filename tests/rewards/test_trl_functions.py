@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.config import own_code
-from jaxgrpo.rewards import RewardError, build, call_rewards, callable_name, check
+from jaxgrpo.rewards import Reward, RewardError, build, call_rewards, callable_name, check
 from jaxgrpo.rewards.protocol import option_names
 
 PACKAGES = ["trl_like", *(["trl"] if importlib.util.find_spec("trl") else [])]
@@ -85,7 +85,8 @@ def load(request, tmp_path, monkeypatch):
 
 
 def call(**functions):
-    return call_rewards(functions, PROMPTS, COMPLETIONS, IDS, COLUMNS)
+    rewards = [Reward(*pair) for pair in functions.items()]
+    return call_rewards(rewards, PROMPTS, COMPLETIONS, IDS, COLUMNS)
 
 
 def test_a_function_on_messages_is_called_as_trl_calls_it(load):

@@ -20,6 +20,7 @@ from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.conversations import Conversation, Conversations
 from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.models import decoder
+from jaxgrpo.rewards import Reward
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -296,16 +297,17 @@ def test_rewards_never_see_a_sample_whose_environment_broke():
         question = [{"role": "user", "content": "hi"}]
         return Conversation("Game", game, lambda: None, question, [{}] * number, problem)
 
-    judge = Judge(chatting.tokenizer(), {"second": second}, [{"prompt": "hi"}])
+    rewards = [Reward("second", second)]
+    judge = Judge(chatting.tokenizer(), rewards, [{"prompt": "hi"}])
     tokens = np.full((3, 2, 1), 5)
     rows, talks = np.zeros(3, int), [talked(number) for number in range(6)]
-    judged = judge.groups({"second"}, np.arange(3), rows, tokens, tokens > 0, None, talks)
+    judged = judge.groups(rewards, np.arange(3), rows, tokens, tokens > 0, None, talks)
     np.testing.assert_array_equal(judged.scores["second"], [[0, np.nan], [np.nan] * 2, [4, 5]])
     assert seconds == [[0, 2, 2]]
     assert judged.log.columns["second"] == {"length": [0, None, None, None, 4, 5]}
     assert [bool(problem) for problem in judged.log.columns[""]["problem"]] == [0, 1, 1, 1, 0, 0]
     broken = judge.groups(
-        {"second"}, np.arange(1), rows[:1], tokens[:1], tokens[:1] > 0, None, talks[1:3]
+        rewards, np.arange(1), rows[:1], tokens[:1], tokens[:1] > 0, None, talks[1:3]
     )
     assert np.isnan(broken.scores["second"]).all()
     assert len(seconds) == 1

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from jaxgrpo.rewards import TrainerState
+from jaxgrpo.rewards import Reward, TrainerState
 from jaxgrpo.rollout import judging
 from jaxgrpo.training.processes import process
 
@@ -38,9 +38,11 @@ def main(mode: str) -> None:
     tokens = np.arange(24).reshape(4, 2, 3) % 7
     judge = judging.Judge(
         Letters(),
-        {"lengths": lengths, "breaks": breaks},
+        [
+            Reward("lengths", lengths),
+            Reward("breaks", breaks, on_error="unscored" if mode == "unscored" else "raise"),
+        ],
         [{"prompt": f"p{row}"} for row in range(4)],
-        on_error={"breaks": "unscored"} if mode == "unscored" else {},
     )
     state = TrainerState(is_world_process_zero=mine == 0)
     scores, log = judge.rollouts(np.arange(4), tokens, tokens > 0, state)

@@ -10,7 +10,7 @@ import small_run
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
-from jaxgrpo.rewards import RewardError, RewardLog
+from jaxgrpo.rewards import Reward, RewardError, RewardLog
 from jaxgrpo.rollout import judging
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
@@ -235,7 +235,7 @@ def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
     talk = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": talk, "name": "talk"}, {"prompt": "hi", "name": "text"}]
     tokens = np.array([[[1, 2], [1, 0]], [[3, 4], [5, 0]]])
-    judge = judging.Judge(Letters(), {"mine": mine}, rows)
+    judge = judging.Judge(Letters(), [Reward("mine", mine)], rows)
     scores, _ = judge.rollouts(np.array([1, 0]), tokens, tokens > 0)
     np.testing.assert_array_equal(scores["mine"], [[1, 2], [3, 4]])
     message = [[{"role": "assistant", "content": text}] for text in ("cd", "e")]

@@ -37,9 +37,9 @@ from jaxgrpo.rollout.drift import DRIFT, Drift
 from jaxgrpo.rollout.experience import Rank
 from jaxgrpo.rollout.goals import Goals, with_goals
 from jaxgrpo.rollout.judging import (
+    Judge,
     RolloutSource,
     Select,
-    make_judge,
     make_rewarder,
     make_selector,
     put_prompts,
@@ -119,7 +119,7 @@ def make_rollout_source(
     trace({**columns, **brought})
     goals = run_goals(rollout, pretrained.tokenizer, train.seed)
     select = _make_select(policy, run_inputs.prompts, goals, geometry, train.seed, prefixes)
-    judge = make_judge(pretrained.tokenizer, rewards, rows)
+    judge = Judge(pretrained.tokenizer, rewards, rows)
     fields = [entry.fields for entry in ([answers] if answers else []) + functions]
     reward = make_rewarder(policy, judge, columns, fields, score_answers, train.steps, train.seed)
     room = columns | {entry.field: entry.no_prompts for entry in functions} | dict(brought)

@@ -11,6 +11,7 @@ import pytest
 from jaxgrpo.evaluation.evaluate import Answers, Questions
 from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.experiments.probe.measure import measure
+from jaxgrpo.rewards import Reward
 
 NAN = np.nan
 
@@ -36,7 +37,7 @@ def answers(scores, texts=None, lengths=None, truncated=None, apart: Any = 0.0) 
 
 
 def questions(extract=None, **formats: str) -> Questions:
-    return Questions([], [], lambda **_: [], extract, formats)
+    return Questions([], [], Reward("scorer", lambda **_: []), extract, formats)
 
 
 def test_samples_that_are_not_scored_are_left_out_of_every_count():
