@@ -20,7 +20,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
 from jaxgrpo.core.errors import InputError, NotGiven, explaining_own_code, own_line
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
 from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, SCORES
-from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal, rollout_arrays
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
 """The steps of a chain under their unique names."""
@@ -177,37 +177,27 @@ def _rollout_shapes(
     spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, Any]
 ) -> Rollouts:
     """The shapes of the rollouts of a step, with the fields that a chain needs."""
-    prompts, samples, width, length = spec[:4]
+    prompts, samples, _, length = spec[:4]
 
     def array(kind: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((prompts, *shape), kind)
 
-    real, whole_number, tokens = jnp.float32, jnp.int32, (samples, length)
+    real, tokens = jnp.float32, (samples, length)
     answers = {
         name: array(real, *((samples, length) if "G" in field.shape else (length,)))
         for name, field in OF_ANSWERS.items()
     }
     answers["answer_mask"] = array(jnp.bool_, length)
-    answers["thought_tokens"] = array(whole_number, samples)
+    answers["thought_tokens"] = array(jnp.int32, samples)
     answers[ANSWERED] = array(jnp.bool_, *tokens)
     model_fields: dict[str, Any] = {name: array(real, *tokens) for name in SCORES} | answers
     data_fields: dict[str, Any] = {
         name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])
         for name, value in fields.items()
     }
-    step: Any = jax.ShapeDtypeStruct((), whole_number)
     return Rollouts(
-        prompt_tokens=array(whole_number, width),
-        prompt_mask=array(jnp.bool_, width),
-        ordinal=array(whole_number),
-        row=array(whole_number),
-        step=step,
-        completion_tokens=array(whole_number, *tokens),
-        token_mask=array(jnp.bool_, *tokens),
-        behavior_logp=array(real, *tokens),
+        **rollout_arrays(jax.ShapeDtypeStruct, *spec[:4]),
         rewards={name: array(real, samples) for name in spec.rewards},
-        truncated=array(jnp.bool_, samples),
-        policy_version=array(whole_number, samples),
         fields={name: model_fields[name] for name in needs & model_fields.keys()} | data_fields,
     )
 

@@ -12,21 +12,9 @@ from jax import Array, ensure_compile_time_eval, numpy_dtype_promotion
 from jax.core import Tracer
 
 from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.core.types import ARRAYS
 
 UNSCORED = "None = not scored"
-SHAPES = {
-    "prompt_tokens": "PS",
-    "prompt_mask": "PS",
-    "ordinal": "P",
-    "row": "P",
-    "step": "",
-    "completion_tokens": "PGT",
-    "token_mask": "PGT",
-    "behavior_logp": "PGT",
-    "truncated": "PG",
-    "policy_version": "PG",
-}
-"""The axes of the arrays of `core.types.Rollouts`, by the letters used there."""
 
 
 def as_array(name: str, value: Any, none: bool = False) -> Array:
@@ -87,16 +75,16 @@ def check_shapes(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> None:
     """Refuses an array of the rollouts whose axes do not fit the rewards, or one another.
 
     Args:
-      arrays: by name; those without an entry in SHAPES are not looked at.
+      arrays: by name; those that not all rollouts have are not looked at.
       sizes: letter of an axis -> its size: P and G, those of the rewards.
 
     Raises: InputError with the array's name, its shape and the expected one.
     """
     axis_sizes = dict(sizes)
     for name, array in arrays.items():
-        if name not in SHAPES:
+        if name not in ARRAYS:
             continue
-        letters = SHAPES[name]
+        letters, _ = ARRAYS[name]
         fits = len(letters) == array.ndim and all(
             axis_sizes.setdefault(letter, size) == size
             for letter, size in zip(letters, array.shape, strict=True)

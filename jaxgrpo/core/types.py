@@ -8,6 +8,8 @@ and micro-batch, Q positions per row.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -56,6 +58,55 @@ class Rollouts(Prompts):
     truncated: Array  # [P, G] bool, stopped by the length limit
     policy_version: Array  # [P, G] int32, the step whose parameters sampled it
     fields: dict[str, Array]  # name -> [P, ...] or [P, G, ...]: what a method brings
+
+
+ARRAYS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "prompt_tokens": ("PS", np.int32),
+        "prompt_mask": ("PS", np.bool_),
+        "ordinal": ("P", np.int32),
+        "row": ("P", np.int32),
+        "step": ("", np.int32),
+        "completion_tokens": ("PGT", np.int32),
+        "token_mask": ("PGT", np.bool_),
+        "behavior_logp": ("PGT", np.float32),
+        "truncated": ("PG", np.bool_),
+        "policy_version": ("PG", np.int32),
+    }
+)
+"""The arrays that all `Rollouts` have -> the letters of their axes, and their dtypes."""
+PROMPT_ARRAYS = tuple(name for name, (axes, _) in ARRAYS.items() if axes in ("P", "PS"))
+SAMPLE_ARRAYS = tuple(name for name, (axes, _) in ARRAYS.items() if axes.startswith("PG"))
+TOKEN_ARRAYS = tuple(name for name, (axes, _) in ARRAYS.items() if axes == "PGT")
+"""Those of them with an entry for each prompt, for each sample, and for each of its tokens."""
+
+
+def rollout_arrays(make: Callable[..., Any], *sizes: int) -> dict[str, Any]:
+    """`make(shape, dtype)` of each of `ARRAYS`, by name, for sizes P, G, S and T."""
+    size = dict(zip("PGST", sizes, strict=True))
+    return {
+        name: make(tuple(size[letter] for letter in axes), dtype)
+        for name, (axes, dtype) in ARRAYS.items()
+    }
+
+
+def only_tokens(prompts: Prompts, tokens: Any, mask: Any) -> Rollouts:
+    """Samples [P, G, T] of prompts, of which nothing is known but their tokens.
+
+    Log-probs are 0, no policy of the run drew them (version -1), and there are no rewards. The new
+    arrays are NumPy's or JAX's, as the mask is.
+    """
+    namespace, per_sample = mask.__array_namespace__(), mask.shape[:2]
+    return Rollouts(
+        **{name: getattr(prompts, name) for name in Prompts.__dataclass_fields__},
+        completion_tokens=tokens,
+        token_mask=mask,
+        behavior_logp=namespace.zeros(mask.shape, np.float32),
+        rewards={},
+        truncated=namespace.zeros(per_sample, bool),
+        policy_version=namespace.full(per_sample, -1, np.int32),
+        fields={},
+    )
 
 
 class RolloutSpec(NamedTuple):

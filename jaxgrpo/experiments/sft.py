@@ -8,6 +8,7 @@ are those of the config; its rewards, method and evaluation are not read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Learner, Rollouts
+from jaxgrpo.core.types import Learner, Rollouts, only_tokens
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.models.sequences import token_is_likeliest
@@ -189,16 +190,9 @@ def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
         for place, row in enumerate(rows):
             tokens[place, 0, : len(answers[row])] = answers[row]
             mask[place, 0, : len(answers[row])] = True
-        completions: dict[str, Any] = {
-            "completion_tokens": tokens,
-            "token_mask": mask,
-            "behavior_logp": np.zeros(tokens.shape, np.float32),
-            "rewards": {REWARD: np.ones((count, 1), np.float32)},
-            "truncated": np.zeros((count, 1), bool),
-            "policy_version": np.full((count, 1), -1, np.int32),  # no policy of this run
-            "fields": {},
-        }
-        return put_prompts(pretrained.mesh, Rollouts(**vars(prompts), **completions))
+        rewards: Any = {REWARD: np.ones((count, 1), np.float32)}
+        rollouts = dataclasses.replace(only_tokens(prompts, tokens, mask), rewards=rewards)
+        return put_prompts(pretrained.mesh, rollouts)
 
     return batch
 

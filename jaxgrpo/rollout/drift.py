@@ -10,12 +10,11 @@ Source: SPO, arXiv 2509.13232, as in the authors' recipe for verl.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.types import Params, Rollouts
+from jaxgrpo.core.types import Params, Rollouts, only_tokens
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.experience import Rank
 from jaxgrpo.rollout.selection import PromptPolicy, with_memory
@@ -49,17 +48,8 @@ class Drift(NamedTuple):
     def bring(self, state: dict[str, Any], params: Params, rollouts: Rollouts) -> dict[str, Any]:
         row = np.asarray(rollouts.row)
         then = state["last_logp"][row]
-        mask, samples = np.isfinite(then), np.zeros((len(row), 1), np.int32)
-        last: Any = dataclasses.replace(
-            rollouts,
-            completion_tokens=state["last_tokens"][row][:, None],
-            token_mask=mask[:, None],
-            behavior_logp=np.zeros((len(row), 1, self.tokens), np.float32),
-            truncated=samples.astype(bool),
-            policy_version=samples,
-            rewards={},
-            fields={},
-        )
+        mask = np.isfinite(then)
+        last = only_tokens(rollouts, state["last_tokens"][row][:, None], mask[:, None])
         now = np.asarray(self.rank(params, last))[:, 0]
         change = np.where(mask, np.abs(now - then), 0).sum(-1)
         number = mask.sum(-1)

@@ -26,7 +26,16 @@ import numpy as np
 
 from jaxgrpo.core import records
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Experience, Params, Prompts, Rollouts, Stream
+from jaxgrpo.core.types import (
+    PROMPT_ARRAYS,
+    SAMPLE_ARRAYS,
+    Experience,
+    Params,
+    Prompts,
+    Rollouts,
+    Stream,
+    only_tokens,
+)
 from jaxgrpo.rollout.policies import SuccessJudge
 from jaxgrpo.rollout.selection import pad_prompts
 
@@ -161,7 +170,7 @@ class Experiencer(NamedTuple):
         again = pad_prompts([self.encoded[row] for row in rows], width, ordinal, rows, step)
         arrays = {
             name: np.concatenate([getattr(prompts, name), getattr(again, name)])
-            for name in ("prompt_tokens", "prompt_mask", "ordinal", "row")
+            for name in PROMPT_ARRAYS
         }
         count = np.asarray(experience.count + len(rows), np.int32)
         stream = _with(stream, experience._replace(count=count))
@@ -172,8 +181,7 @@ class Experiencer(NamedTuple):
         experience = _experience(stream)
         replayed = np.zeros(np.shape(rollouts.truncated), bool)
         places = np.flatnonzero(np.asarray(rollouts.ordinal) >= FIRST_ORDINAL)
-        names = ("completion_tokens", "token_mask", "behavior_logp", "truncated", "policy_version")
-        arrays: dict[str, Any] = {name: np.array(getattr(rollouts, name)) for name in names}
+        arrays: dict[str, Any] = {n: np.array(getattr(rollouts, n)) for n in SAMPLE_ARRAYS}
         slots = self._likeliest(params, experience, rollouts, places) if len(places) else []
         for place, slot in zip(places.tolist(), slots, strict=True):
             last, steps = (place, -1), np.arange(arrays["token_mask"].shape[-1])
@@ -218,17 +226,8 @@ class Experiencer(NamedTuple):
         is_slot, sources = slots >= 0, np.maximum(slots, 0)
         length = np.where(is_slot, experience.length[sources], 0)
         mask = np.arange(steps) < length[..., None]
-        zeros = np.zeros(slots.shape, np.int32)
-        candidates: Any = dataclasses.replace(
-            rollouts,
-            completion_tokens=np.where(mask, experience.tokens[sources], 0),
-            token_mask=mask,
-            behavior_logp=np.zeros(mask.shape, np.float32),
-            truncated=zeros.astype(bool),
-            policy_version=zeros,
-            rewards={},
-            fields={},
-        )
+        tokens = np.where(mask, experience.tokens[sources], 0)
+        candidates = only_tokens(rollouts, tokens, mask)
         logp = np.asarray(self.rank(params, candidates)).sum(-1) / np.maximum(length, 1)
         best = np.where(is_slot, logp, -np.inf).argmax(1)
         return [int(slots[place, best[place]]) for place in places]

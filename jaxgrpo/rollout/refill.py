@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Rollouts, Stream
+from jaxgrpo.core.types import Rollouts, Stream, rollout_arrays
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.answers import Answers
@@ -134,7 +134,7 @@ def no_groups(
       answers: of the rows, where rollouts have their fields.
       prefix: tokens of the longest goal; None: samples have none.
     """
-    prompts, samples, width, tokens = geometry[:4]
+    prompts, samples = geometry[:2]
     fields: Any = {
         name: np.zeros((prompts, *column.shape[1:]), jax.dtypes.canonicalize_dtype(column.dtype))
         for name, column in columns.items()
@@ -143,18 +143,10 @@ def no_groups(
         answer_fields = answers.fields(np.zeros(prompts, int), [[]] * (prompts * samples))
         fields |= jax.tree.map(np.zeros_like, answer_fields)
     zeros: Any = np.zeros
+    arrays = rollout_arrays(zeros, *geometry[:4])
     return Rollouts(
-        prompt_tokens=zeros((prompts, width), np.int32),
-        prompt_mask=zeros((prompts, width), bool),
-        ordinal=zeros(prompts, np.int32) - 1,
-        row=zeros(prompts, np.int32),
-        step=zeros((), np.int32),
-        completion_tokens=zeros((prompts, samples, tokens), np.int32),
-        token_mask=zeros((prompts, samples, tokens), bool),
-        behavior_logp=zeros((prompts, samples, tokens), np.float32),
+        **arrays | {"ordinal": arrays["ordinal"] - 1},
         rewards={name: zeros((prompts, samples), np.float32) for name in rewards},
-        truncated=zeros((prompts, samples), bool),
-        policy_version=zeros((prompts, samples), np.int32),
         fields=fields,
         forced_prefix=None if prefix is None else zeros((prompts, samples, prefix), np.int32),
     )

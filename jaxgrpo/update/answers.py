@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.advantages.reflection import part_ends
 from jaxgrpo.core.scores import ANSWERED
-from jaxgrpo.core.types import Rollouts
+from jaxgrpo.core.types import Rollouts, only_tokens
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.update.packing import Geometry
@@ -75,16 +75,7 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry, cuts: int = 1) -> Ro
     answer_tokens = jnp.take_along_axis(forced[:, None], forced_index, axis=2)
     real = offset < (forced >= 0).sum(-1, dtype=jnp.int32)[:, None, None]
     tokens = jnp.where(offset < 0, completions, answer_tokens)
-    return dataclasses.replace(
-        rollouts,
-        completion_tokens=jnp.where(real, tokens, 0),
-        token_mask=real,
-        behavior_logp=jnp.zeros(real.shape, rollouts.behavior_logp.dtype),
-        rewards={},
-        truncated=jnp.zeros(real.shape[:2], bool),
-        policy_version=jnp.zeros(real.shape[:2], jnp.int32),
-        fields={},
-    )
+    return only_tokens(rollouts, jnp.where(real, tokens, 0), real)
 
 
 def pick_answer_logp(logp: Array, rollouts: Rollouts, cuts: int = 1) -> dict[str, Array]:

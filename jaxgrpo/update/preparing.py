@@ -34,7 +34,7 @@ from jaxgrpo.core.scores import (
     passes,
     prompt_field,
 )
-from jaxgrpo.core.types import Learner, Params, Rollouts, Signal, TrainBatch
+from jaxgrpo.core.types import TOKEN_ARRAYS, Learner, Params, Rollouts, Signal, TrainBatch
 from jaxgrpo.losses import Reduction
 from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Constrain
@@ -390,8 +390,7 @@ def _behind_prompt(names: Collection[str], rollouts: Rollouts, column: str) -> R
     fields = {name: rollouts.fields[name] for name in rollouts.fields.keys() & names}
     arrays: Any = {"fields": fields}
     if tokens.ndim == 3:
-        names = "completion_tokens", "token_mask", "behavior_logp"
-        arrays |= {name: getattr(rollouts, name) for name in names}
+        arrays |= {name: getattr(rollouts, name) for name in TOKEN_ARRAYS}
         arrays = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), arrays)
         tokens = tokens.reshape(-1, tokens.shape[-1])
     real = tokens >= 0

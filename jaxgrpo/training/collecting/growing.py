@@ -12,7 +12,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.core.types import Params, Prompts, only_tokens
 from jaxgrpo.data.prompts import check_tokens, name_row, token_ids
 from jaxgrpo.losses import Objective
 from jaxgrpo.rollout import dialogue, trees
@@ -201,11 +201,7 @@ def make_writer(
             for sample in range(samples):
                 ids = encoded[row * samples + sample]
                 tokens[place, sample, : len(ids)], mask[place, sample, : len(ids)] = ids, True
-        arrays: dict[str, Any] = {"completion_tokens": tokens, "token_mask": mask}
-        arrays |= {"behavior_logp": np.zeros(mask.shape, np.float32), "rewards": {}, "fields": {}}
-        version = np.full(shape, -1, np.int32)
-        arrays |= {"truncated": np.zeros(shape, bool), "policy_version": version}
-        rollouts = Rollouts(**vars(prompts), **arrays)
+        rollouts = only_tokens(prompts, tokens, mask)
         return Drawing((_ for _ in ()), lambda: rollouts)
 
     return draw

@@ -23,7 +23,15 @@ from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.records import SUPPORT
-from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream, Waiting
+from jaxgrpo.core.types import (
+    ARRAYS,
+    SAMPLE_ARRAYS,
+    Params,
+    Prompts,
+    Rollouts,
+    Stream,
+    Waiting,
+)
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
 from jaxgrpo.models.api import ModelConfig
@@ -230,7 +238,7 @@ def _check_sizes(rollout: RolloutKeys, path: Path, rollouts: Rollouts) -> None:
 def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Rows) -> Rollouts:
     """The rollouts in the sizes of the config, with the rows of the replay."""
     _check_sizes(rollout, path, rollouts)
-    width, steps = rollout.max_prompt_tokens, rollout.max_completion_tokens
+    steps = rollout.max_completion_tokens
     keys = [key for key, _ in _prompts(path, rollouts)]
     if not numbers.keys() >= set(keys):
         raise InputError(f"{path}: other prompts than when the run began: put the file back")
@@ -239,9 +247,12 @@ def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Row
         pairs = [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])]
         return np.pad(array, pairs)
 
-    tokens = ("completion_tokens", "token_mask", "behavior_logp")
-    padded_arrays = {name: pad(getattr(rollouts, name), steps) for name in tokens}
-    padded_arrays |= {n: pad(getattr(rollouts, n), width) for n in ("prompt_tokens", "prompt_mask")}
+    lengths = {"S": rollout.max_prompt_tokens, "T": steps}
+    padded_arrays = {
+        name: pad(getattr(rollouts, name), lengths[axes[-1]])
+        for name, (axes, _) in ARRAYS.items()
+        if axes.endswith(tuple(lengths))
+    }
     shape = rollouts.token_mask.shape
     fields = {
         name: pad(value, steps) if value.shape == shape else value
@@ -342,9 +353,8 @@ def rollout_source_from_files(
         return stream, Prompts(**arrays, step=np.asarray(step, np.int32))  # pyright: ignore[reportArgumentType]
 
     def draw(params: Params, prompts: Prompts, key: np.ndarray) -> Drawing:
-        names = ("completion_tokens", "token_mask", "behavior_logp", "truncated", "policy_version")
         saved = load_step(int(prompts.step))
-        arrays: dict[str, Any] = {name: getattr(saved, name) for name in names}
+        arrays: dict[str, Any] = {name: getattr(saved, name) for name in SAMPLE_ARRAYS}
         rollouts = Rollouts(**vars(prompts), **arrays, rewards={}, fields={})
         return Drawing((_ for _ in ()), lambda: rollouts)
 

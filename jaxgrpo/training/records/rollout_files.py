@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors import numpy as safetensors
 
+from jaxgrpo.core import types
 from jaxgrpo.core.errors import InputError, refuse_all, refusing, suggest
 from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.core.types import Rollouts
@@ -22,17 +23,7 @@ from jaxgrpo.training.records.folder import write_atomically
 
 FORMAT, VERSION = "jaxgrpo-rollouts", "1"
 
-ARRAYS: dict[str, tuple[str, Any]] = {
-    "prompt_tokens": ("PS", np.int32),
-    "prompt_mask": ("PS", np.bool_),
-    "completion_tokens": ("PGT", np.int32),
-    "token_mask": ("PGT", np.bool_),
-    "behavior_logp": ("PGT", np.float32),
-    "truncated": ("PG", np.bool_),
-    "row": ("P", np.int32),
-    "ordinal": ("P", np.int32),
-    "policy_version": ("PG", np.int32),
-}
+ARRAYS = {name: form for name, form in types.ARRAYS.items() if name != "step"}
 """Name in a file and of a field of `Rollouts` -> the letters of its shape, and its dtype."""
 
 OPTIONAL = ("truncated", "row", "ordinal", "policy_version")
