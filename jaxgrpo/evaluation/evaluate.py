@@ -170,7 +170,7 @@ def make_evaluator(
         policy.model,
         policy.mesh,
         temperature=policy.engine.settings.temperature,
-        confidence=keys.confidence,
+        quantities={"confidence"} if keys.confidence else set(),
         base=base,
         tokens=tokens,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import Constrain, Model, ModelConfig, stacked_params
+from jaxgrpo.models.api import Model, ModelConfig, stacked_params
 from jaxgrpo.models.distributions import full_kl
-from jaxgrpo.models.logprobs import LIKELIEST, token_confidence, token_logprobs, token_rank
 from jaxgrpo.update import packing
 from jaxgrpo.update.flat import flatten, hidden_states, in_rows
-from jaxgrpo.update.forward import micro_batch
+from jaxgrpo.update.forward import Pass, in_micro_batches, token_values
 
 Rescore = Callable[[Params, Rollouts], dict[str, Array]]
 """(parameters that sampled, rollouts) -> name -> [P, G, T], 0 where the token mask is False"""
@@ -39,37 +39,35 @@ def make_rescorer(
     mesh: Mesh,
     *,
     temperature: float,
-    confidence: bool = False,
-    logp: bool = False,
-    rank: bool = False,
+    quantities: Set[str] = frozenset(),
     base: Base | None = None,
     tokens: int | None = None,
 ) -> Rescore | None:
-    """The function that runs what is asked for, in the micro-batches of training's scoring.
+    """The function that gives what is asked for, in the micro-batches of training's scoring: the
+    quantities, and where there is a base
 
-        confidence    of each token, as `token_confidence`
-        logp          log-prob of each token, as training computes it again
-        rank          of each token, as `token_rank`
         kl, clamped   KL(policy || base) of each next token over the whole vocabulary, as `full_kl`
         logp_gap      log-prob of each token less that under the base
 
     No array holds the logits of more than a chunk of tokens. None if nothing is asked for.
 
     Args:
+      quantities: of `core.scores.QUANTITIES`, as training scores them: logp, confidence, rank. What
+        tokens were drawn among plays no part.
+      base: what kl, clamped and logp_gap are measured from; None: they are left out.
       temperature: of the sampling distribution before top-k and top-p, for both policies.
       tokens: per bin and micro-batch, as in training. None: see `update.packing.default_tokens`.
 
     Raises: InputError if the base has another vocabulary.
     """
-    if not (confidence or logp or rank or base is not None):
+    if not quantities and base is None:
         return None
     model = decoder.to_sample(model, mesh)
     anchor = None if base is None else _build_base(model.config, base.model.config, mesh)
     models = [model] if anchor is None else [model, anchor]
     # Greedy sampling has no distribution: its confidence is that of the model itself.
-    look = functools.partial(_look, model, anchor, temperature or 1.0, confidence, logp, rank)
-    constrain = sharding.constrain(mesh)
-    program = functools.partial(_in_micro_batches, look, model.config, constrain)
+    settings = Pass(model, mesh, 0, temperature or 1.0)
+    program = functools.partial(_rescore, settings, anchor, quantities)
     program = jax.jit(program, static_argnums=4)
     measure = jax.jit(packing.measure_lengths)
 
@@ -102,71 +100,56 @@ def refuse_other_vocabulary(policy: ModelConfig, base: ModelConfig) -> None:
         )
 
 
-def _look(
-    model: Model,
+def _rescore(
+    settings: Pass,
     anchor: Model | None,
-    temperature: float,
-    confidence: bool,
-    logp: bool,
-    rank: bool,
-    params: Params,
-    base_params: Params,
-    micro: TrainBatch,
-    tokens: int,
-) -> dict[str, Array]:
-    """What is asked for of one micro-batch, [D, R, Q] each."""
-    flat = flatten(micro, tokens)
-    hidden, _ = hidden_states(model, params, micro, flat)
-    unembed = functools.partial(model.unembed, params)
-
-    def log_probs(unembed: Callable[[Array], Array], hidden: Array) -> Array:
-        return token_logprobs(
-            unembed, hidden, flat.targets, temperature=temperature, count=flat.count
-        )[0]
-
-    values: dict[str, Array] = {}
-    if confidence:
-        number = min(LIKELIEST, model.config.num_drawable)
-        values["confidence"] = token_confidence(unembed, hidden, k=number, temperature=temperature)
-    if logp:
-        values["logp"] = log_probs(unembed, hidden)
-    if rank:
-        values["rank"] = token_rank(unembed, hidden, flat.targets)
-    if anchor is not None:
-        policy_pass = (unembed, hidden)
-        base_unembed = functools.partial(anchor.unembed, base_params)
-        base_pass = (base_unembed, hidden_states(anchor, base_params, micro, flat)[0])
-        values["kl"], values["clamped"] = full_kl(*policy_pass, *base_pass, temperature=temperature)
-        values["logp_gap"] = log_probs(*policy_pass) - log_probs(*base_pass)
-    return {name: in_rows(micro, flat, value) for name, value in values.items()}
-
-
-def _in_micro_batches(
-    look: Callable[..., dict[str, Array]],
-    config: ModelConfig,
-    constrain: Constrain,
+    quantities: Set[str],
     params: Params,
     base_params: Params,
     rollouts: Rollouts,
     plan: packing.Plan,
     tokens: int,
 ) -> dict[str, Array]:
-    """`look` at every sample, in the loop and layout of training's scoring."""
-    mask, params = rollouts.token_mask, stacked_params(config, params)
+    """What is asked for of every sample, in the loop and layout of training's scoring."""
+    settings = settings._replace(tokens=tokens)
+    params = stacked_params(settings.model.config, params)
+    # Evaluations and ranks are of all tokens and of the model's own experts.
+    rollouts = dataclasses.replace(rollouts, fields=records.without(rollouts.fields, ()))
+    mask, constrain = rollouts.token_mask, sharding.constrain(settings.mesh)
     zero = jnp.zeros(mask.shape, jnp.float32)
     batch = packing.gather(rollouts, plan, zero, zero, mask, {}, constrain)
-
-    def rescore(micro: TrainBatch) -> dict[str, Array]:
-        return look(params, base_params, micro, tokens)
-
-    def body(index: Array, buffers: dict[str, Array]) -> dict[str, Array]:
-        values = rescore(micro_batch(batch, index))
-        return {name: buffers[name].at[index].set(values[name]) for name in buffers}
-
-    shapes = jax.eval_shape(rescore, jax.eval_shape(micro_batch, batch, 0))
-    start = {name: jnp.zeros(batch.tokens.shape, leaf.dtype) for name, leaf in shapes.items()}
-    values = jax.lax.fori_loop(0, batch.num_live, body, start)
+    look = functools.partial(_look, settings, anchor, quantities, params, base_params)
     return {
         name: jnp.where(mask, packing.scatter(value, plan, mask), 0)
-        for name, value in values.items()
+        for name, value in in_micro_batches(look, batch).items()
     }
+
+
+def _look(
+    settings: Pass,
+    anchor: Model | None,
+    quantities: Set[str],
+    params: Params,
+    base_params: Params,
+    micro: TrainBatch,
+) -> dict[str, Array]:
+    """What is asked for of one micro-batch, [D, R, Q] each."""
+    flat, names = flatten(micro, settings.tokens), {*quantities}
+
+    def look(model: Model, params: Params, names: Set[str]) -> Any:
+        unembed = functools.partial(model.unembed, params)
+        hidden, _ = hidden_states(model, params, micro, flat)
+        model_pass = settings._replace(model=model)
+        values = token_values(model_pass, unembed, unembed, hidden, micro, flat, names)
+        return (unembed, hidden), values
+
+    if anchor is None:
+        _, values = look(settings.model, params, names)
+    else:
+        policy, values = look(settings.model, params, names | {"logp"})
+        base, base_values = look(anchor, base_params, {"logp"})
+        kl = full_kl(*policy, *base, temperature=settings.temperature)
+        values["kl"], values["clamped"] = kl
+        values["logp_gap"] = values["logp"] - base_values["logp"]
+        names |= {"kl", "clamped", "logp_gap"}
+    return {name: in_rows(micro, flat, values[name]) for name in sorted(names)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -137,6 +137,10 @@ class Teacher(NamedTuple):
     kernel: Kernel = XLA
 
 
+Unembed = Callable[[Array], Array]
+"""hidden -> logits"""
+
+
 class Pass(NamedTuple):
     """What a pass over micro-batches is computed with."""
 
@@ -213,34 +217,9 @@ def score(
     flat = flatten(micro, size)
     hidden, _ = hidden_states(model, params, micro, flat, kernel, replays)
     quantities = {score.quantity for score in scores.values()}
-    head, values = output_head(model, mesh, params), {}
-    if quantities & {"logp", "entropy"}:
-        values["logp"], values["entropy"] = token_logprobs(
-            head,
-            hidden,
-            flat.targets,
-            temperature=temperature,
-            entropy="value" if "entropy" in quantities else "none",
-            logits_per_chunk=logits_per_chunk,
-            count=flat.count,
-            support=recorded_support(micro, flat),
-        )
+    head = output_head(model, mesh, params)
     unembed = functools.partial(head.unembed, head.as_read(head.weights))
-    if "rank" in quantities:
-        values["rank"] = logprobs.token_rank(unembed, hidden, flat.targets)
-    if "collision" in quantities:
-        # With f(x) = logsumexp(z / x) the sum of squares is exp(f(x / 2) - 2 f(x)), and z goes.
-        warm, cold = (
-            token_logprobs(head, hidden, flat.targets, temperature=x, count=flat.count)[0]
-            for x in (temperature, temperature / 2)
-        )
-        values["collision"] = jnp.exp(jnp.minimum(2 * warm - cold, 0))
-    few = min(logprobs.LIKELIEST, model.config.num_drawable)
-    numbers = {"confidence": few, "certainty": model.config.vocab_size}
-    for quantity in sorted(quantities & numbers.keys()):
-        values[quantity] = logprobs.token_confidence(
-            unembed, hidden, k=numbers[quantity], temperature=temperature
-        )
+    values = token_values(settings, head, unembed, hidden, micro, flat, quantities)
     rows, fields = functools.partial(in_rows, micro, flat), {}
     for name, entry in scores.items():
         if entry.quantity == "effective_rank":
@@ -255,16 +234,70 @@ def score(
     return fields
 
 
+def token_values(
+    settings: Pass,
+    head: Head | Unembed,
+    unembed: Unembed,
+    hidden: Array,
+    micro: TrainBatch,
+    flat: Flat,
+    quantities: Set[str],
+) -> dict[str, Array]:
+    """Those of some `scores.QUANTITIES` that are a number for each target, [D, N]; no gradient.
+
+    Args:
+      head: what gives log-probs, as `logprobs.token_logprobs` takes it.
+      unembed: what gives the others.
+    """
+    temperature, logits_per_chunk = settings.temperature, settings.logits_per_chunk
+    values: dict[str, Any] = {}
+    if quantities & {"logp", "entropy"}:
+        values["logp"], values["entropy"] = token_logprobs(
+            head,
+            hidden,
+            flat.targets,
+            temperature=temperature,
+            entropy="value" if "entropy" in quantities else "none",
+            logits_per_chunk=logits_per_chunk,
+            count=flat.count,
+            support=recorded_support(micro, flat),
+        )
+    if "rank" in quantities:
+        values["rank"] = logprobs.token_rank(unembed, hidden, flat.targets)
+    if "collision" in quantities:
+        # With f(x) = logsumexp(z / x) the sum of squares is exp(f(x / 2) - 2 f(x)), and z goes.
+        warm, cold = (
+            token_logprobs(head, hidden, flat.targets, temperature=x, count=flat.count)[0]
+            for x in (temperature, temperature / 2)
+        )
+        values["collision"] = jnp.exp(jnp.minimum(2 * warm - cold, 0))
+    config = settings.model.config
+    few = min(logprobs.LIKELIEST, config.num_drawable)
+    numbers = {"confidence": few, "certainty": config.vocab_size}
+    for quantity in sorted(quantities & numbers.keys()):
+        values[quantity] = logprobs.token_confidence(
+            unembed, hidden, k=numbers[quantity], temperature=temperature
+        )
+    return values
+
+
 def score_batch(
     settings: Pass, params: Params, batch: TrainBatch, scores: Mapping[str, Score]
 ) -> dict[str, Array]:
     """The scores of a batch by one pass, [K, D, R, Q, ...]; 0 in micro-batches not live."""
+    return in_micro_batches(lambda micro: score(settings, params, micro, scores), batch)
+
+
+def in_micro_batches(
+    function: Callable[[TrainBatch], dict[str, Array]], batch: TrainBatch
+) -> dict[str, Array]:
+    """What a function gives for each micro-batch, side by side; 0 for those that are not live."""
     first = jnp.int32(0)
 
     # Jitted so that it is traced once, for its shapes and for the loop.
     @functools.partial(jax.jit, inline=True)
     def values(index: Array) -> dict[str, Array]:
-        return score(settings, params, micro_batch(batch, index), scores)
+        return function(micro_batch(batch, index))
 
     def body(index: Array, carry: Any) -> Any:
         return {name: carry[name].at[index].set(value) for name, value in values(index).items()}

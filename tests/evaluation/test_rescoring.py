@@ -42,9 +42,7 @@ def rescored(case, mesh=None, **options):
         model,
         mesh,
         temperature=TEMPERATURE,
-        confidence=True,
-        logp=True,
-        rank=True,
+        quantities={"confidence", "logp", "rank"},
         base=Base(model, lambda: bases),
         **options,
     )
@@ -107,10 +105,10 @@ def test_only_what_is_asked_for_is_run(case):
     rollouts, ours, _, _ = case
     model, mesh = tiny.model(), one_device()
     assert make_rescorer(model, mesh, temperature=1.0) is None
-    run = make_rescorer(model, mesh, temperature=1.0, confidence=True)
+    run = make_rescorer(model, mesh, temperature=1.0, quantities={"confidence"})
     assert run is not None
     assert set(run(ours, rollouts)) == {"confidence"}
-    run = make_rescorer(model, mesh, temperature=1.0, logp=True)
+    run = make_rescorer(model, mesh, temperature=1.0, quantities={"logp"})
     assert run is not None
     assert set(run(ours, rollouts)) == {"logp"}
 

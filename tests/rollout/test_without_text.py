@@ -126,7 +126,9 @@ def test_an_evaluation_measures_over_tokens_with_text():
     # A base whose tokenizer has text for all tokens is compared on those of the policy.
     base = Base(tiny.model(), tiny.params)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    rescore = make_rescorer(tiny.model(few), mesh, temperature=1.0, confidence=True, base=base)
+    rescore = make_rescorer(
+        tiny.model(few), mesh, temperature=1.0, quantities={"confidence"}, base=base
+    )
     assert rescore is not None
     measured = jax.tree.map(np.asarray, rescore(tiny.params(), rollouts))
     table = np.asarray(tiny.whole_tables(tiny.UNIFORM, tiny.params(), rollouts), np.float64)

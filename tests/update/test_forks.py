@@ -178,7 +178,7 @@ def test_the_batch_is_the_one_that_is_planned_for():
 def test_an_evaluation_scores_each_rewritten_conversation():
     rollouts, mesh = forked(), sharding.make_mesh(devices=jax.devices()[:1])
     model = tiny.model()
-    rescore = make_rescorer(model, mesh, temperature=1.0, logp=True, tokens=60)
+    rescore = make_rescorer(model, mesh, temperature=1.0, quantities={"logp"}, tokens=60)
     assert rescore is not None
     expected = plain_logp(model, tiny.params(), rollouts)
     values = rescore(params_per_layer(model.config, tiny.params()), rollouts)["logp"]

@@ -241,7 +241,7 @@ def draw(
         policy.model,
         policy.mesh,
         temperature=policy.engine.settings.temperature,
-        logp=True,
+        quantities={"logp"},
         tokens=tokens,
     )
     ask = make_asker(policy, questions, samples, rescore, purpose=PURPOSE)

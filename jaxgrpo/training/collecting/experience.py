@@ -90,7 +90,7 @@ def make_rank(model: Model, mesh: Mesh, temperature: float) -> Rank:
     Args:
       model, mesh: that sample.
     """
-    rescore = make_rescorer(model, mesh, temperature=temperature, logp=True)
+    rescore = make_rescorer(model, mesh, temperature=temperature, quantities={"logp"})
     assert rescore is not None
 
     def rank(params: Params, rollouts: Rollouts) -> Any:

@@ -209,14 +209,12 @@ def make_answer_scorer(
             f"need {expected} alone"
         )
     scores = {name: OF_ANSWERS[name] for name in sorted(policy.needs) if OF_ANSWERS[name].policy}
-    quantities = {score.quantity for score in scores.values()}
     longer = answer_geometry(geometry, longest, 1, False, mesh)
     rescore = make_rescorer(
         model,
         mesh,
         temperature=temperature,
-        logp="logp" in quantities,
-        rank="rank" in quantities,
+        quantities={score.quantity for score in scores.values()},
         tokens=longer.tokens,
     )
     if rescore is None:
