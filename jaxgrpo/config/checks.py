@@ -377,12 +377,11 @@ def _data(values: Values) -> Iterator[str]:
         if (file := named_file(values.get(where) or "")) and not os.path.isfile(file):
             yield f"{where}: there is no file {file}, named by {values[where]!r}"
     delimiter = values.get("data.delimiter", ",")
-    paths = [part.path for part in parts] if isinstance(parts, tuple) else [parts]
-    is_csv = (str(path).endswith(".csv") for path in (*paths, values.get("eval.data")))
+    paths = (*keys.source_paths(parts), values.get("eval.data") or "")
     if len(delimiter) != 1 or delimiter in '"\r\n':
         problem = 'expected one character, as ; or a tab, written "\\t"'
         yield f"data.delimiter = {show(delimiter)}: {problem}"
-    elif delimiter != "," and not any(is_csv):
+    elif delimiter != "," and not any(path.endswith(".csv") for path in paths):
         yield f"data.delimiter = {show(delimiter)}: no .csv file is read; leave it out"
     yield from _prompt_template(values.get("data.prompt", ""))
 

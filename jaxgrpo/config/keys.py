@@ -104,6 +104,13 @@ class PartKeys:
         return self.name or Path(self.path).stem
 
 
+def source_paths(path: str | tuple[PartKeys, ...] | None) -> tuple[str, ...]:
+    """What data.path names: no source, one or several."""
+    if isinstance(path, tuple):
+        return tuple(part.path for part in path)
+    return () if path is None else (path,)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataKeys:
     path: str | tuple[PartKeys, ...] | None = key(None, holds="path", entries=PartKeys)  # a file,
@@ -130,9 +137,7 @@ class DataKeys:
     @property
     def paths(self) -> tuple[str, ...]:
         """What `path` names: no source, one or several."""
-        if isinstance(self.path, tuple):
-            return tuple(part.path for part in self.path)
-        return () if self.path is None else (self.path,)
+        return source_paths(self.path)
 
     @property
     def forks(self) -> bool:

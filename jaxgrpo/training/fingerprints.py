@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import INPUTS, EvalKeys, RunKeys
+from jaxgrpo.config.keys import INPUTS, EvalKeys, RunKeys, source_paths
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
@@ -154,8 +154,9 @@ def _change(
     """What changed, for a message."""
     old, new = old_inputs[kind], new_inputs[kind]
     if kind == "rows":
-        path = f"data.path = {_joined(paths['data.path'])}, unless given from Python"
-        return f"{old} -> {new}, in their order ({path})"
+        path = ", ".join(source_paths(paths["data.path"])) or None
+        where = f"data.path = {path}, unless given from Python"
+        return f"{old} -> {new}, in their order ({where})"
     if kind == "prompts":
         return (
             "other tokens for the same rows, template and tokenizer: another version of "
@@ -164,11 +165,6 @@ def _change(
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     where = f" in model.path = {paths['model.path']}" if kind in ("tokenizer", "base") else ""
     return f"{', '.join(names)}{where}"
-
-
-def _joined(path: Any) -> str:
-    """data.path in words."""
-    return ", ".join(part.path for part in path) if isinstance(path, tuple) else str(path)
 
 
 def describe_rows(

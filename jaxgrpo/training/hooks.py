@@ -27,6 +27,7 @@ from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting.collector import Collected
 from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
@@ -40,7 +41,7 @@ NOTES = {
     "environment": "an environment broke: its sample is not scored "
     "(environment/broken counts them)",
     "tools": "nearly all calls of tools raise, this one first (tools/raised_frequency); in "
-    "threads, what needs the main thread of a process needs rollout.call_workers",
+    f"threads, {alarms.NEEDS_WORKERS}",
 }
 """What is said of messages that are not of a reward."""
 UNSCORED = 'left unscored, as on_error = "unscored" says'

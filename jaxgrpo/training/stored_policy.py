@@ -184,8 +184,7 @@ def find_policy(
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
-    if temperature is not None:
-        settings = settings._replace(temperature=temperature)
+    settings = _at_temperature(settings, temperature)
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, rollout, config.train.seed, has_base
     )
@@ -226,13 +225,16 @@ def find_answerer(
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     settings = sampling_settings(config.rollout, pretrained)
     settings = settings._replace(max_turns=2, own_rows=True, interruption=None, early_stop=None)
-    if temperature is not None:
-        settings = settings._replace(temperature=temperature)
+    settings = _at_temperature(settings, temperature)
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, config.rollout, config.train.seed
     )
     parser = functools.partial(find_parser, config.rollout.call_format, chat, settings.stop_tokens)
     return Answerer(policy, chat, parser)
+
+
+def _at_temperature(settings: SamplingSettings, temperature: float | None) -> SamplingSettings:
+    return settings if temperature is None else settings._replace(temperature=temperature)
 
 
 def _find_model(

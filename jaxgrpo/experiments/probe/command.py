@@ -221,8 +221,7 @@ def _eval_keys(keys: EvalKeys, data: DataKeys, user_keys: Collection[str]) -> Ev
     if "eval.data" in user_keys:
         values |= {"subset": default.subset, "split": default.split}
     elif isinstance(data.path, tuple):
-        paths = ", ".join(part.path for part in data.path)
-        raise InputError(f"data.path mixes {paths}: give --data, one of them")
+        raise InputError(f"data.path mixes {', '.join(data.paths)}: give --data, one of them")
     elif data.path is not None:
         values |= {"data": data.path, "subset": data.subset, "split": data.split}
     values = {name: value for name, value in values.items() if f"eval.{name}" not in user_keys}

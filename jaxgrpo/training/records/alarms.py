@@ -58,6 +58,7 @@ WRONG_PROGRAM = (
     "attention, look there first; else please report it with the config. Until then "
     'loss.proximal = "trainer" keeps it out of the ratio'
 )
+NEEDS_WORKERS = "what needs the main thread of a process, as signals do, needs rollout.call_workers"
 KL = Rule(
     "kl",
     "kl > 1",
@@ -120,8 +121,7 @@ RULES = (
         "calls raise",
         "tools/raised_frequency > 0.9",
         "{value:.0%} of the calls of tools raise an error, which the model reads as the answer",
-        "read what they answer in samples/ and mend the tools; what needs the main thread of a "
-        "process, as signals do, wants rollout.call_workers",
+        f"read what they answer in samples/ and mend the tools; {NEEDS_WORKERS}",
     ),
     Rule(
         "refused",
