@@ -89,7 +89,7 @@ def open_run(
     say_start(run, display, devices_line, problems, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
     progress, limit = Progress.from_meta(meta), config.train.stop_after_not_finite
-    sources = replay_and_adapters(run, meta)
+    sources = replay_and_adapters(run.inputs, meta)
     keeper = Keeper(config.source, limit, folder, checkpoints, display, progress, facts, *sources)
     grace, stuck_after = config.run.stop_grace, config.run.stuck_after
     watch = Watchdog(display.under_way, keeper.saved_line, grace, stuck_after)
@@ -214,12 +214,14 @@ def record(run: Setup, folder: RunFolder) -> None:
     folder.copy_code(run.config.own_files)
 
 
-def replay_and_adapters(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
-    """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
+def replay_and_adapters(
+    inputs: Inputs, meta: Mapping[str, Any]
+) -> tuple[bool, dict[str, Any] | None]:
+    """Whether a run replays saved rollouts, and what its checkpoints hold about adapters: what they
     held before, if there are any, as `set_up` has compared."""
-    pretrained = run.inputs.pretrained
+    pretrained = inputs.pretrained
     adapters = meta.get("lora") or parameters.adapter_identity(pretrained.folder, pretrained.model)
-    return bool(run.inputs.replay), adapters
+    return bool(inputs.replay), adapters
 
 
 def restore(run: Setup, checkpoints: Checkpoints, step: int) -> tuple[Learner, Stream]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxgrpo.advantages import chains
+from jaxgrpo.advantages import AdvantageTransform, chains
 from jaxgrpo.core.metrics import Mean, Metric
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.core.types import Rollouts, RolloutSpec
@@ -123,7 +123,7 @@ def update(
       tables: [P, S, V] each.  reward: [N].  index: [P, G], which samples of the game were drawn.
     """
     rollouts = draw(method, game, tables, reward, index)
-    advantage, mask, metrics = judge(method, rollouts, state)
+    advantage, mask, metrics = judge(method.chain, rollouts, state)
 
     def loss(logits: Array) -> Array:
         current = quantities(game, logits, tables.reference, index)
@@ -133,10 +133,10 @@ def update(
 
 
 def judge(
-    method: Method, rollouts: Rollouts, state: Any
+    chain: AdvantageTransform, rollouts: Rollouts, state: Any
 ) -> tuple[Array, Array, Mapping[str, Metric]]:
-    """(advantage [P, G, T], mask, metrics) of the method's chain."""
-    signal, _, metrics = method.chain.update(chains.start(rollouts), state, rollouts)
+    """(advantage [P, G, T], mask, metrics) of a method's chain."""
+    signal, _, metrics = chain.update(chains.start(rollouts), state, rollouts)
     return *chains.at_tokens(signal, rollouts.token_mask), metrics
 
 

@@ -119,7 +119,7 @@ def _current(rollouts: Rollouts, logp: Array) -> dict[str, Array]:
 
 
 def _pull(method: Method, rollouts: Rollouts, state: Any) -> tuple[Array, Array, Array, Any]:
-    advantage, mask, metrics = judge(method, rollouts, state)
+    advantage, mask, metrics = judge(method.chain, rollouts, state)
 
     def loss(logp: Array) -> Array:
         current = _current(rollouts, logp)

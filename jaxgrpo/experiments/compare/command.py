@@ -86,7 +86,7 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
     outcomes = results.read_all(finished_cases)
     sections = _finish(experiment, outcomes, differing)
     if not as_json:
-        return _show_result(console, experiment, sections)
+        return _show_result(console, experiment.dir, sections)
     best = report.best_runs(experiment, outcomes)
     result = numbers.describe_result(experiment, outcomes, best)
     return Document({**plan, "finished": len(finished_cases), **result})
@@ -98,7 +98,7 @@ def find_finished(console: Console, experiment: Experiment, cases: Sequence[Case
     Raises: InputError if a folder holds a run with another config.
     """
     finished = [case for case in cases if is_finished(case)]
-    _warn_of_code(console, experiment, finished)
+    _warn_of_code(console, experiment.number_of_runs, finished)
     return {case.path for case in finished}
 
 
@@ -182,9 +182,9 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
         raise ConfigError(str(experiment.source or "experiment"), problems)
 
 
-def _warn_of_code(console: Console, experiment: Experiment, finished: Sequence[Case]) -> None:
+def _warn_of_code(console: Console, number_of_runs: int, finished: Sequence[Case]) -> None:
     """Warns before further runs if own files have changed since the finished ones were taken."""
-    is_unfinished = len(finished) < experiment.number_of_runs
+    is_unfinished = len(finished) < number_of_runs
     outdated = [case for case in finished if is_unfinished and results.has_other_code(case)]
     if outdated:
         console.print(
@@ -209,7 +209,7 @@ def _finish(experiment: Experiment, outcomes: Outcomes, differing: Section) -> l
     """Writes the files. Returns: the sections of the report."""
     folder = Path(experiment.dir)
     write_atomically(folder / "results.csv", results.csv_text(experiment, outcomes))
-    results.check_complete(experiment, outcomes)
+    results.check_complete(experiment.metric, outcomes)
     sections = report.sections(experiment, outcomes)
     page = report.render(experiment, outcomes, sections, differing)
     write_atomically(folder / "tables.md", report.markdown(sections))
@@ -217,11 +217,11 @@ def _finish(experiment: Experiment, outcomes: Outcomes, differing: Section) -> l
     return sections
 
 
-def _show_result(console: Console, experiment: Experiment, sections: Sequence[Section]) -> int:
+def _show_result(console: Console, folder: str, sections: Sequence[Section]) -> int:
     for section in sections:
         if not section.title.startswith("At learning rate"):  # those are in the files only
             section.show(console)
-    files = f"{experiment.dir}: report.html, tables.md, results.csv"
+    files = f"{folder}: report.html, tables.md, results.csv"
     console.print(files, markup=False, soft_wrap=True)
     return 0
 
@@ -331,7 +331,7 @@ def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case
 
 def _best_rates(experiment: Experiment, tuning: Sequence[Case]) -> dict[str, float]:
     outcomes = results.read_all(tuning)
-    results.check_complete(experiment, outcomes)
+    results.check_complete(experiment.metric, outcomes)
     return results.best_rates(experiment, outcomes)
 
 

@@ -160,6 +160,11 @@ class Experiment:
         return tuple(self.own_rates.get(arm, self.learning_rates))
 
     @property
+    def direction(self) -> float:
+        """1 if higher values of the metric are better, else -1."""
+        return 1.0 if self.better == "higher" else -1.0
+
+    @property
     def number_of_runs(self) -> int:
         rates = sum(len(self.rates(arm)) for arm in self.arms)
         runs_per_seed = len(self.arms) if self.judge_rates == "best" else rates

@@ -65,7 +65,7 @@ def describe_result(
         "tuning": tuning(experiment, outcomes),
         "by_learning_rate": [row for table in tables.values() for row in _rows(experiment, table)],
         "mixtures": results.mixtures(outcomes),
-        "pass_at": passes(experiment, runs_by_arm),
+        "pass_at": passes(runs_by_arm, experiment.level),
         "groups": groups(runs_by_arm),
         "warnings": warnings(outcomes),
         "distance": distances(experiment, runs_by_arm),
@@ -83,9 +83,10 @@ def tuning(experiment: Experiment, outcomes: Outcomes) -> dict[str, dict[float, 
     return means
 
 
-def passes(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, dict[str, Any]]:
+def passes(runs_by_arm: RunsByArm, level: float) -> dict[str, dict[str, Any]]:
     """arm -> pass@1, pass@2, ... of the base and the trained model, means over seeds, and the
-    smallest k from which the trained model is shown to be below the base (None: it is not)."""
+    smallest k from which the trained model is shown at a level to be below the base (None: it is
+    not)."""
     samples = min(len(run.base_pass) for runs in runs_by_arm.values() for run in runs)
     numbers = {}
     for arm, runs in runs_by_arm.items():
@@ -94,7 +95,7 @@ def passes(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, dict[str
         numbers[arm] = {
             "base": base.mean(0),
             "trained": trained.mean(0),
-            "below_the_base_from": results.crossing(base, trained, experiment.level),
+            "below_the_base_from": results.crossing(base, trained, level),
         }
     return numbers
 
@@ -133,7 +134,7 @@ def distances(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, np.nd
     points = {}
     for arm, runs in runs_by_arm.items():
         rows = np.array([[run.numbers.get(name, np.nan) for name in names] for run in runs]).T
-        points[arm] = np.array([rows[0], results.direction(experiment) * (rows[1] - rows[2])])
+        points[arm] = np.array([rows[0], experiment.direction * (rows[1] - rows[2])])
     return points if np.isfinite([*points.values()]).all() else {}
 
 

@@ -74,7 +74,7 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
         *(Section(f"At learning rate {rate:g}", rows=rows) for rate, rows in rows_by_rate.items()),
         _pass_section(experiment, runs_by_arm),
         _groups_section(runs_by_arm),
-        *_distance_section(experiment, numbers.distances(experiment, runs_by_arm)),
+        *_distance_section(experiment.metric, numbers.distances(experiment, runs_by_arm)),
         *_warnings(outcomes),
         _cost_section(runs_by_arm),
     ]
@@ -199,7 +199,7 @@ def _seeds_apart(experiment: Experiment) -> str:
 
 def _pass_section(experiment: Experiment, runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
     """pass@k before and after, and where the trained model falls below the base."""
-    passes_by_arm = numbers.passes(experiment, runs_by_arm)
+    passes_by_arm = numbers.passes(runs_by_arm, experiment.level)
     samples = len(next(iter(passes_by_arm.values()))["base"])
     sizes = powers(4, samples)
     rows = [["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k"]]
@@ -229,12 +229,12 @@ def _groups_section(runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
 
 
-def _distance_section(experiment: Experiment, points: Mapping[str, np.ndarray]) -> list[Section]:
+def _distance_section(metric: str, points: Mapping[str, np.ndarray]) -> list[Section]:
     """What each arm gained for the distance it went from the base, if that is measured."""
-    gained = f"gain of {experiment.metric}"
+    gained = f"gain of {metric}"
     rows = [["arm", gained, "95% interval", numbers.DISTANCE, "95% interval", "gain per nat"]]
     for arm, (distances, gains) in points.items():
-        gain = results.estimate_difference(gains, experiment.metric)
+        gain = results.estimate_difference(gains, metric)
         distance = results.estimate(distances, numbers.DISTANCE)
         per_nat = f"{gain.value / distance.value:.3f}" if distance.value > 0 else "–"
         rows.append([arm, *_pair(gain, "+.3f"), *_pair(distance, ".3f"), per_nat])

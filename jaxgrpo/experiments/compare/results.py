@@ -105,24 +105,24 @@ def check_metric(experiment: Experiment, case: Case) -> None:
     """Refuses a metric that a finished run does not have, before the others are taken."""
     outcome = read(case)
     if experiment.metric in read_metrics(case.path)[-1]:
-        check_complete(experiment, {(case.arm, case.rate): {case.seed: outcome}})
+        check_complete(experiment.metric, {(case.arm, case.rate): {case.seed: outcome}})
     elif experiment.metric not in outcome.numbers:
         hint = suggest(experiment.metric, outcome.numbers)
         raise InputError(f"metric = {experiment.metric!r}: no such number; {hint}")
 
 
-def check_complete(experiment: Experiment, outcomes: Outcomes) -> None:
+def check_complete(metric: str, outcomes: Outcomes) -> None:
     """Refuses a metric that has no value in some runs, and so cannot be compared."""
     lacking = [
         f"arm {arm}, learning rate {rate:g}, seed {seed}"
         for (arm, rate), by_seed in outcomes.items()
         for seed, outcome in by_seed.items()
-        if experiment.metric not in outcome.numbers
+        if metric not in outcome.numbers
     ]
     if lacking:
         more = f"\n  and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
         raise InputError(
-            f"metric = {experiment.metric!r}: it has no value (null in metrics.jsonl) in\n  "
+            f"metric = {metric!r}: it has no value (null in metrics.jsonl) in\n  "
             + "\n  ".join(lacking[:SHOWN])
             + f"{more}\nname another metric, one that results.csv has for every run; finished runs "
             "are kept, no run is taken twice"
@@ -263,7 +263,7 @@ def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
 def best_rates(experiment: Experiment, outcomes: Outcomes) -> dict[str, float]:
     """arm -> its rate with the best mean over the tuning seeds, or over all seeds if none are."""
     seeds = experiment.tuning_seeds or experiment.seeds
-    sign, metric = direction(experiment), experiment.metric
+    sign, metric = experiment.direction, experiment.metric
     means = {
         arm: sign * arm_values(experiment, outcomes, arm, metric, seeds) for arm in experiment.arms
     }
@@ -299,7 +299,7 @@ def standing(experiment: Experiment, row: Row) -> str:
     value, low, high = row.difference
     if row.corrected > experiment.level or not (low > 0 or high < 0):
         return "no difference shown"
-    return "better" if value * direction(experiment) > 0 else "worse"
+    return "better" if value * experiment.direction > 0 else "worse"
 
 
 def detectable(experiment: Experiment) -> tuple[float, float, int]:
@@ -411,7 +411,7 @@ def _table(
     repeats_choice: bool = False,
 ) -> Table:
     """Rows of the arms in `rate_indices`, each at that place of its rates; p of those `tested`."""
-    control, sign, metric = experiment.control, direction(experiment), experiment.metric
+    control, sign, metric = experiment.control, experiment.direction, experiment.metric
     rates = {arm: experiment.rates(arm)[place] for arm, place in rate_indices.items()}
     values = {
         arm: np.array([outcomes[arm, rate][seed].numbers[metric] for seed in experiment.seeds])
@@ -436,11 +436,6 @@ def _table(
         rows.append(row)
     corrected = holm(p)
     return [row._replace(p=p.get(row.arm), corrected=corrected.get(row.arm)) for row in rows]
-
-
-def direction(experiment: Experiment) -> float:
-    """1 if higher values of the metric are better, else -1."""
-    return 1.0 if experiment.better == "higher" else -1.0
 
 
 def _share_as_large(statistic: Callable[[np.ndarray], np.ndarray], seeds: int) -> np.ndarray:

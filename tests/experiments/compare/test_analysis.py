@@ -193,14 +193,14 @@ def test_gain_is_set_against_the_distance_from_the_base(better, sign):
 
 def test_the_table_of_distances_has_the_gain_per_nat_and_intervals():
     experiment, runs = with_distance("higher")
-    (section,) = report._distance_section(experiment, numbers.distances(experiment, runs))
+    (section,) = report._distance_section(experiment.metric, numbers.distances(experiment, runs))
     gain = 0.2 + NOISE
     half = 2.446912 * gain.std(ddof=1) / 7**0.5  # Student's t with 6 degrees of freedom
     interval = f"{0.2 - half:+.3f} to {0.2 + half:+.3f}"
     distance = ("0.250", "0.250 to 0.250")
     assert section.rows[1] == ["control", "+0.200", interval, *distance, "0.800"]
     assert section.rows[2][-1] == "0.400"
-    assert report._distance_section(experiment, {}) == []
+    assert report._distance_section(experiment.metric, {}) == []
 
 
 @pytest.mark.parametrize("name", ["eval/kl_to_base", "base/ece"])
