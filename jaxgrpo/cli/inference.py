@@ -179,7 +179,7 @@ def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
 def _all_rows(evaluation: Evaluation, questions: Questions, name: str) -> Iterator[dict[str, Any]]:
     """The rows of each prompt's greedy answer, and of its samples."""
     for greedy, answers in ((True, evaluation.greedy), (False, evaluation.sampled)):
-        for row in answer_rows(answers, questions, 0, name):
+        for row in answer_rows(answers, questions, name):
             yield {"greedy": greedy, **row}
 
 

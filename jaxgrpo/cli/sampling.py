@@ -84,7 +84,7 @@ def sample(
     ask = make_asker(policy, questions, samples, rounds=ROUNDS)
     with telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
-    return [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
+    return [{**row, "rewards": {}} for row in answer_rows(answers, questions, "none")]
 
 
 def write_samples(
@@ -322,7 +322,7 @@ def _ask(
             seconds.append(time.perf_counter() - started)
             tokens.append(int(answers.mask.sum()))
             if process.is_main():
-                rows = answer_rows(answers, questions, 0, "none", begin)
+                rows = answer_rows(answers, questions, "none", begin)
                 file.append({**row, "rewards": {}} for row in rows)
             rate_text = f"{tokens[-1] / seconds[-1]:,.0f} tokens/s"
             bar.update(task, advance=len(answers.texts) * samples, pace=rate_text)

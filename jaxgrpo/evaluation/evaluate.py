@@ -253,9 +253,9 @@ def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:
 
 
 def answer_rows(
-    answers: Answers, questions: Questions, step: int, name: str, begin: int = 0
+    answers: Answers, questions: Questions, name: str, begin: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The samples of an evaluation as sample rows, like those of training.
+    """The samples of an evaluation as sample rows, like those of training, of step 0.
 
     Args:
       begin: the question that the first answers belong to.
@@ -265,7 +265,7 @@ def answer_rows(
         spans = completion_spans(answers.mask[place])
         for sample_, text in enumerate(texts):
             yield {
-                "step": step,
+                "step": 0,
                 "ordinal": begin + place,
                 "row": begin + place,
                 "sample": sample_,

@@ -68,9 +68,9 @@ class Recurrence(NamedTuple):
     numbers: float  # of a chunk's arrays and states, for each of its tokens
 
 
-def count_recurrence(kind: DeltaKind, chunk: int = CHUNK) -> Recurrence:
-    """The rule in chunks of so many tokens; 1: step by step."""
-    keys, values, state = kind.key_dim, kind.value_dim, kind.key_dim * kind.value_dim
+def count_recurrence(kind: DeltaKind) -> Recurrence:
+    """The rule in chunks of CHUNK tokens."""
+    chunk, keys, values, state = CHUNK, kind.key_dim, kind.value_dim, kind.key_dim * kind.value_dim
     head = 2 * chunk * (keys + 2 * values) + chunk**2 / 3 + 6 * state
     numbers = 4 * chunk + 4 * keys + 3 * values + state / chunk
     shared = kind.key_heads * 4 * chunk * keys

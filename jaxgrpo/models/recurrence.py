@@ -133,21 +133,6 @@ def over_sequences(
     return out.astype(inputs.value.dtype), DeltaState(matrix, tail)
 
 
-def token_by_token(inputs: DeltaInputs, real: Array, start: DeltaState) -> tuple[Array, DeltaState]:
-    """`over_sequences` of one segment each as a loop of `step`."""
-
-    def body(state: DeltaState, xs: tuple[Array, ...]) -> tuple[DeltaState, Array]:
-        *leaves, is_real = xs
-        out, new = step(inputs.with_tokens(leaves), state)
-        mask = lambda leaf: is_real.reshape(*is_real.shape, *[1] * (leaf.ndim - axis))  # noqa: E731
-        return jax.tree.map(lambda new, old: jnp.where(mask(new), new, old), new, state), out
-
-    axis = real.ndim - 1
-    tokens = tuple(jnp.moveaxis(leaf, axis, 0) for leaf in (*inputs[:5], real))
-    state, out = jax.lax.scan(body, start, tokens)
-    return jnp.moveaxis(out, 0, axis), state
-
-
 def step(token: DeltaInputs, state: DeltaState) -> tuple[Array, DeltaState]:
     """One token of each sequence: (output [*B, value_heads, value_dim], the state behind it).
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrent
 
 from jaxgrpo.models import recurrence
 from jaxgrpo.models.recurrence import CHUNK, DeltaInputs, DeltaState
@@ -64,7 +65,7 @@ def test_chunks_are_tokens_one_by_one_with_their_gradients(dtype):
         real = jnp.arange(max(LENGTHS)) < jnp.asarray(LENGTHS)[:, None]
         arguments = example, real, some_state(example)
         chunks = with_gradients(recurrence.over_sequences, *arguments)
-        tokens = with_gradients(recurrence.token_by_token, *arguments)
+        tokens = with_gradients(recurrent.token_by_token, *arguments)
         assert chunks[1][0].dtype == dtype
         assert furthest(chunks, tokens) < EXACT[dtype]
 
@@ -83,7 +84,7 @@ def test_gradients_of_rows_of_chunks_are_computed_at_the_size_of_real_heads():
     example = DeltaInputs(query, key, value, -jnp.abs(decay), jax.nn.sigmoid(rate), filters)
     real, start = jnp.ones((1, 2, 2 * CHUNK), bool), recurrence.first_state(example)
     gradient, (out, _) = with_gradients(recurrence.over_sequences, example, real, start)
-    expected, _ = jax.jit(recurrence.token_by_token)(example, real, start)
+    expected, _ = jax.jit(recurrent.token_by_token)(example, real, start)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
@@ -124,7 +125,7 @@ def test_segments_of_a_row_know_nothing_of_one_another(number):
     for k, (begin, length) in enumerate(zip(begins[:-1] * CHUNK, lengths, strict=True)):
         piece = slice(begin, begin + length)
         alone = example.with_tokens(leaf[:, piece] for leaf in example[:5])
-        expected, _ = recurrence.token_by_token(alone, jnp.ones((1, length), bool), start)
+        expected, _ = recurrent.token_by_token(alone, jnp.ones((1, length), bool), start)
         assert furthest(out[:, piece], expected) < 1e-5
         is_equal = bool((out[:, piece] == moved[:, piece]).all())
         assert is_equal == (k > 0), "only the first segment was changed"
@@ -148,7 +149,7 @@ def test_keys_that_repeat_lose_no_digits():
         rate=jnp.ones_like(example.rate),
     )
     arguments = example, jnp.ones((1, 4 * CHUNK), bool), recurrence.first_state(example)
-    chunks, tokens = recurrence.over_sequences(*arguments), recurrence.token_by_token(*arguments)
+    chunks, tokens = recurrence.over_sequences(*arguments), recurrent.token_by_token(*arguments)
     assert furthest(chunks, tokens) < 1e-5
 
 
@@ -186,7 +187,7 @@ def test_the_rule_is_that_of_transformers():
 @full
 def test_states_are_float32_where_the_model_computes_in_bfloat16():
     example = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), inputs(1, 70))
-    for form in (recurrence.over_sequences, recurrence.token_by_token):
+    for form in (recurrence.over_sequences, recurrent.token_by_token):
         out, state = form(example, jnp.ones((1, 70), bool), recurrence.first_state(example))
         assert out.dtype == jnp.bfloat16
         assert state.matrix.dtype == jnp.float32

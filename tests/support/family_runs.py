@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import recurrent
 import tiny
 from engines import draw_all, make_engine
 from jax import Array
@@ -209,7 +210,7 @@ def by_formula(model: Model, params: Params, tokens: np.ndarray, mask: np.ndarra
 
     def recur(inputs: DeltaInputs, memory: None, kind: DeltaKind):
         real, start = jnp.ones(tokens.shape, bool), recurrence.first_state(inputs)
-        return recurrence.token_by_token(inputs, real, start)[0], memory
+        return recurrent.token_by_token(inputs, real, start)[0], memory
 
     caller = Caller(attend, recur=recur)
     hidden, _ = model.apply(params, jnp.asarray(tokens), jnp.asarray(position), caller, None)

@@ -92,6 +92,6 @@ def render(numbers: Mapping[str, Any]) -> str:
     """The atlas as an HTML page."""
     cosines = np.array(numbers["cosines"], float)
     norms = np.array([np.nan if norm is None else norm for norm in numbers["norms"]])
-    svg = draw_map("Updates of methods", Map(numbers["methods"], cosines, norms))
+    svg = draw_map(Map(numbers["methods"], cosines, norms))
     body = f"<h1>Atlas</h1>\n{blocks.figure('Updates of methods', svg, NOTE.format(step=1))}"
     return blocks.document(f"atlas of {numbers['model']}", body)

@@ -342,9 +342,9 @@ def _end(text: str, length: int = 60) -> str:
     return flat if len(flat) <= length else f"…{flat[-length:]}"
 
 
-def _few(text: str, width: int = 100) -> list[str]:
-    """It in lines of at most `width` characters: the first two and the last, if there are more."""
-    lines = [piece for line in text.split("\n") for piece in textwrap.wrap(line, width)]
+def _few(text: str) -> list[str]:
+    """It in lines of at most 100 characters: the first two and the last, if there are more."""
+    lines = [piece for line in text.split("\n") for piece in textwrap.wrap(line, 100)]
     if len(lines) <= 4:
         return lines or ["(empty)"]
     return [*lines[:2], f"… {len(lines) - 3} lines …", lines[-1]]

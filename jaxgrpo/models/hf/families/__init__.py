@@ -173,7 +173,7 @@ def unread(config: ModelConfig) -> str:
     return "; ".join(words)
 
 
-def config_fields(config: ModelConfig, dtype: str, family: Family | None = None) -> dict[str, Any]:
+def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The fields of config.json for a model whose weights are stored in `dtype`.
 
     Those that the config was read from; for one that was built by hand, its sizes and whatever else
@@ -182,7 +182,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
 
     Raises: InputError naming every field of the config that the family's config.json cannot say.
     """
-    family = family or find_family(config.family, "ModelConfig.family")
+    family = find_family(config.family, "ModelConfig.family")
     config_json = json.loads(config.source) if config.source else plain_fields(config)
     names = [name for name in ("dtype", "torch_dtype") if config_json.get(name) is not None]
     if names or dtype != "float32":  # which a config.json without it means

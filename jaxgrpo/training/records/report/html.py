@@ -195,7 +195,7 @@ def _charts(record: Record) -> str:
     figures = [figure(panel.title, svg, panel.note) for panel, svg in charts.draw(record)]
     if (atlas := maps.latest(record)) is not None:
         step, atlas_map = atlas
-        svg = maps.draw_map("Updates of methods", atlas_map)
+        svg = maps.draw_map(atlas_map)
         figures.append(figure("Updates of methods", svg, maps.NOTE.format(step=step)))
     if not figures:
         return section("Charts", nothing("No step is finished yet."))

@@ -51,10 +51,10 @@ def from_metrics(metrics: Mapping[str, float]) -> Map:
     return Map(names, cosines, np.array([metrics[f"{NORM}{name}"] for name in names]))
 
 
-def draw_map(title: str, atlas: Map) -> str:
+def draw_map(atlas: Map) -> str:
     """The map as SVG: a cell for each pair, blue where updates agree and red where they oppose."""
     with mpl.rc_context({**charts.STYLE, "axes.grid": False}):
-        figure, axes = charts.blank(title)
+        figure, axes = charts.blank("Updates of methods")
         size = 1.4 + 0.42 * len(atlas.names)
         figure.set_size_inches(max(4.2, size + 1.4), size)
         figure.subplots_adjust(left=0.34, bottom=0.9 / size)
