@@ -135,8 +135,7 @@ def _measure(
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     keys, longest = config.eval, config.rollout.max_completion_tokens
     judge = resolve_judge(keys.scorer, config.rewards, longest, scorer, policy.world)
-    converse = policy.converse(held_out.rows[: keys.prompts])
-    questions = make_questions(keys, held_out, judge, config.scorer_name, converse)
+    questions = make_questions(keys, held_out, judge, config.scorer_name, policy.converse)
     anchor, train = None, config.train
     if base_keys is not None:
         pretrained = find_model(*base_keys, config.rollout, train.remat, policy.mesh)

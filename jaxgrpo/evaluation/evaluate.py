@@ -116,13 +116,13 @@ def make_questions(
     held_out: PromptData,
     scorer: Reward,
     use: str,
-    converse: Converse | None = None,
+    answering: Callable[[Sequence[Mapping[str, Any]]], Converse | None] | None = None,
 ) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers.
 
     Args:
       use: the name of the scorer in the config.
-      converse: what answers samples of these prompts.
+      answering: rows -> what answers their samples; None: nothing.
 
     Raises: InputError with the first row that the scorer cannot judge.
     """
@@ -135,7 +135,7 @@ def make_questions(
         find_extractor(use, scorer.function),
         keys.formats,
         voting.Weighing(keys.confidence_window, keys.confidence_kept),
-        converse,
+        None if answering is None else answering(rows),
     )
 
 

@@ -377,9 +377,8 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
             held_out = load_prompts(config.data, rollout.max_prompt_tokens, inputs.chat, source)
         longest = rollout.max_completion_tokens
         scorer = resolve_scorer(keys.scorer, config.rewards, longest, run.rewards)
-        world = inputs.world
-        converse = None if world is None else world.converse(held_out.rows[: keys.prompts])
-        questions = make_questions(keys, held_out, scorer, config.scorer_name, converse)
+        answering = None if inputs.world is None else inputs.world.converse
+        questions = make_questions(keys, held_out, scorer, config.scorer_name, answering)
         base = find_base(run) if config.measures_kl_to_base else None
         tokens = config.train.tokens_per_micro_batch
         if base is None:

@@ -151,8 +151,7 @@ def _probe(
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     longest, world = config.rollout.max_completion_tokens, policy.world
     judge = resolve_judge(config.eval.scorer, config.rewards, longest, reward, world)
-    converse = policy.converse(held_out.rows[: config.eval.prompts])
-    questions = make_questions(config.eval, held_out, judge, config.scorer_name, converse)
+    questions = make_questions(config.eval, held_out, judge, config.scorer_name, policy.converse)
     if process.is_main():
         first, ends = questions.rows[0], policy.engine.settings.stop_tokens
         tried = [] if reads_any(judge.function, COLUMNS) else [judge]
