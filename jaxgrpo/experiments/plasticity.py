@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,9 @@ def area(lines: Sequence[Mapping[str, Any]], metric: str, where: str = "") -> fl
     return float((np.diff(step) * (value[1:] + value[:-1])).sum() / 2 / (step[-1] - step[0]))
 
 
-def run_area(case: Case, metric: str) -> float:
+def run_area(run: Path, metric: str) -> float:
     """`area` of a finished run."""
-    return area(read_metrics(case.path), metric, str(case.path))
+    return area(read_metrics(run), metric, str(run))
 
 
 def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
@@ -179,7 +180,7 @@ def describe(experiment: Experiment, cases: Sequence[Case]) -> dict[str, Any]:
     areas: dict[str, np.ndarray] = {}
     for arm in ARMS:
         runs = [case for case in cases if case.arm == arm]
-        areas[arm] = np.array([run_area(run, experiment.metric) for run in runs])
+        areas[arm] = np.array([run_area(run.path, experiment.metric) for run in runs])
     trained, base = (areas[arm] for arm in ARMS)
     if not base.mean() > 0:
         raise InputError(

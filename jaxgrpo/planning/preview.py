@@ -18,7 +18,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import CheckpointKeys, MeshKeys, PlanKeys, RolloutKeys, TrainKeys
 from jaxgrpo.core.types import WEIGHTS, Learner, Stream
 from jaxgrpo.data import chat, storage
-from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.sources import Mixture
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families
@@ -74,7 +74,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * config.rollout.prompts_per_step}",
             "too long": inputs.dropped_line(prompts, config.rollout.max_prompt_tokens),
-            **_mixture(prompts) | _evaluation(run) | _answers(run.collector.source.answers),
+            **_mixture(prompts.mixture) | _evaluation(run) | _answers(run.collector.source.answers),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             "chat template": f"{run.inputs.chat.name}{_time(run.inputs)}",
             "first prompt": _first_prompt(run),
@@ -263,9 +263,8 @@ def _time(run_inputs: Inputs) -> str:
     return f"; it writes the date or time, now {run_inputs.chat.time}: {first}"
 
 
-def _mixture(prompts: PromptData) -> dict[str, str]:
+def _mixture(mixture: Mixture | None) -> dict[str, str]:
     """The share and the rows of each source, where data.path names several."""
-    mixture = prompts.mixture
     if mixture is None:
         return {}
     total = sum(mixture.weights)

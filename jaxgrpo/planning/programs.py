@@ -110,7 +110,7 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
         path, mesh, Path(path), None, built, config.lora.path, config.model.attention
     )
     sampling = make_sampling_settings(config.rollout, (0,), 0)
-    support = support_size(config.rollout, config.train.support, model.vocab_size)
+    support = support_size(config.rollout.top_k, config.train.support, model.vocab_size)
     sampling = sampling._replace(attention=config.model.attention, support=support)
     if config.has_turns:
         sampling = plan_sampling(sampling, config.rollout, config.environments, config.data.history)

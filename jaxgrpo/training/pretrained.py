@@ -222,7 +222,7 @@ def sampling_settings(
     settings = settings._replace(
         interruption=interruption,
         attention=pretrained.attention,
-        support=support_size(rollout, support, size),
+        support=support_size(rollout.top_k, support, size),
     )
     settings = settings if world is None else world.sampling(settings)
     return with_segments(settings, rollout.segment_tokens)
@@ -234,10 +234,10 @@ def with_segments(settings: SamplingSettings, tokens: int | None) -> SamplingSet
     return settings._replace(segment_tokens=tokens or default)
 
 
-def support_size(rollout: RolloutKeys, support: str, vocab_size: int) -> int:
+def support_size(top_k: int, support: str, vocab_size: int) -> int:
     """`SamplingSettings.support`: the most tokens that one is drawn among, where `train.support`
     says that updates take them again; else 0."""
-    return min(rollout.top_k, vocab_size) if support == "replay" else 0
+    return min(top_k, vocab_size) if support == "replay" else 0
 
 
 def run_goals(rollout: RolloutKeys, tokenizer: Any, seed: int) -> Goals | None:

@@ -198,7 +198,7 @@ def _assemble(
     blueprint, pretrained, rows = method.blueprint, run_inputs.pretrained, run_inputs.prompts.rows
     memory.refuse_too_large(method.memory, pretrained.mesh)
     data, rollout, train = config.data, config.rollout, config.train
-    grown = make_trees(config.tree, rollout, config.experience)
+    grown = make_trees(config.tree, rollout, config.experience.share)
     lacking = blueprint.chain.needs.difference(*rows[:1])
     share, has_turns, forks = config.experience.share, config.has_turns, data.forks
     recorded = record_shapes(blueprint.model.config.kinds, blueprint.sampling.support)

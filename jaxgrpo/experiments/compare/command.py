@@ -161,7 +161,7 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             chain = methods.make_chain(loss, recipe)
             reward_names = {reward.name for reward in rewards}
             scores = make_scores(config.scores)
-            grown = make_trees(config.tree, rollout, config.experience)
+            grown = make_trees(config.tree, rollout, config.experience.share)
             brought = brought_fields(
                 grown, rollout, config.experience.share, config.has_turns, chain.needs
             )

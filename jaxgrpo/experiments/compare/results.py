@@ -96,7 +96,7 @@ def read(case: Case) -> Outcome:
     numbers |= {name: float(np.nanmean(c)) for name, c in curves.items() if np.isfinite(c).any()}
     numbers["tokens"] = float(np.nansum(_column(steps, "num_tokens")))
     numbers["time/seconds"] = float(np.nansum(_column(steps, "time/step")))
-    base_pass, trained_pass = (_pass_at(case, step) for step in (0, case.config.train.steps))
+    base_pass, trained_pass = (_pass_at(case.path, step) for step in (0, case.config.train.steps))
     summary = read_object(case.path / "summary.json", "warnings")
     return Outcome(case, numbers, curves, base_pass, trained_pass, summary["warnings"])
 
@@ -150,7 +150,7 @@ def mixtures(outcomes: Outcomes) -> list[str]:
             signs.append(f"Seed {seed}: runs begin at different bases ({', '.join(names)} differ).")
     copies: dict[tuple[Path, ...], set[frozenset[bytes]]] = {}
     for run in runs:
-        copies.setdefault(run.case.config.own_files, set()).add(_read_code(run.case))
+        copies.setdefault(run.case.config.own_files, set()).add(_read_code(run.case.path))
     for files, states in copies.items():
         if len(states) > 1:
             signs.append(f"Runs with {len(states)} states of {', '.join(map(str, files))}.")
@@ -161,7 +161,7 @@ def has_other_code(case: Case) -> bool:
     """Whether a run was taken with own files that have changed since."""
     files = case.config.own_files
     present = {file.read_bytes() for file in files if file.is_file()}
-    return bool(files) and present != _read_code(case)
+    return bool(files) and present != _read_code(case.path)
 
 
 def arm_values(
@@ -463,9 +463,9 @@ def _exchanges(seeds: int) -> Iterator[np.ndarray]:
         yield random.random((1000, seeds)) < 0.5
 
 
-def _read_code(case: Case) -> frozenset[bytes]:
+def _read_code(run: Path) -> frozenset[bytes]:
     """The contents of the own files that a run was taken with."""
-    return frozenset(file.read_bytes() for file in (case.path / "code").glob("*"))
+    return frozenset(file.read_bytes() for file in (run / "code").glob("*"))
 
 
 def _base_numbers(run: Outcome) -> dict[str, float]:
@@ -477,9 +477,9 @@ def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     return np.array([np.nan if line.get(name) is None else line[name] for line in lines], float)
 
 
-def _pass_at(case: Case, step: int) -> np.ndarray:
+def _pass_at(run: Path, step: int) -> np.ndarray:
     """Unbiased pass@1 ... pass@n, means over prompts, [n]."""
-    file = case.path / "successes" / f"step_{step}.json"
+    file = run / "successes" / f"step_{step}.json"
     counts = read_object(file, "samples", "correct")
     return _pass_table(counts["samples"])[counts["correct"]].mean(0)
 

@@ -80,7 +80,7 @@ def refuse_unread(keys: TreeKeys | ExperienceKeys, switch: str, example: str) ->
             )
 
 
-def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys) -> Trees | None:
+def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience_share: float) -> Trees | None:
     """How the samples of a run grow; None: each by itself.
 
     Raises: InputError where they would not be as many as a group has, and for keys that act on no
@@ -94,7 +94,7 @@ def make_trees(keys: TreeKeys, rollout: RolloutKeys, experience: ExperienceKeys)
             "tree.branch: chains are the first samples of a prompt, so that "
             "rollout.early_stop.percentile can choose none; set rollout.early_stop.confidence"
         )
-    if experience.share:
+    if experience_share:
         raise InputError("tree.branch: a sample of experience is no leaf; leave one of the two out")
     longest = rollout.max_completion_tokens
     grown = Trees(**vars(keys), group_size=rollout.group_size, longest=longest)
