@@ -150,6 +150,20 @@ GROUPED = jax.__version_info__ >= (0, 11, 1)
 they begin by the heads of queries, and other keys are read (jax-ml/jax, pull request 39521)."""
 
 
+class _NoFunction(NamedTuple):
+    """How cuDNN's backward pass is told that nothing changes its scores."""
+
+    options: dict[str, Any]  # beside those of all releases of JAX
+    values: tuple[Any, ...]  # among those that the forward pass leaves
+
+
+NO_FUNCTION = (
+    _NoFunction({"score_mod": None, "cudnn_version": 0}, ((),))
+    if jax.__version_info__ >= (0, 12)
+    else _NoFunction({"is_training": True}, ())
+)
+
+
 def _a_key_each(query: Array, pair: Sequence[Array], spans: Samples | Array) -> list[Array]:
     """Keys and values with a head for each of the queries', where JAX needs that."""
     if GROUPED or not isinstance(spans, Samples):
@@ -201,9 +215,20 @@ def _cudnn_backward(query, key, value, spans: Samples | Array, out, sums, slope)
     absent = jnp.zeros(0, query.dtype)
     lengths = (*lengths, *[absent] * (4 - len(lengths)))
     pair = _a_key_each(query, (key, value), spans)
-    residuals = (query, *pair, absent, *lengths, absent, absent, sums, out)
     rule: Any = fused._dot_product_attention_bwd_rule
-    grads = rule(1.0, 42, 0.0, (False, False), mask, 0, None, True, False, residuals, slope)
+    grads = rule(
+        scale=1.0,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=mask,
+        layout=0,
+        sliding_window_length=None,
+        return_residual=False,
+        res=(query, *pair, absent, *lengths, absent, absent, *NO_FUNCTION.values, sums, out),
+        grad_output=slope,
+        **NO_FUNCTION.options,
+    )
     shape = (*key.shape[:3], -1, key.shape[3])
     return grads[0], *(
         grad.reshape(shape).sum(3, dtype=jnp.float32).astype(key.dtype) for grad in grads[1:3]
