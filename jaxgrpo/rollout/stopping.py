@@ -34,10 +34,10 @@ class StopStrings:
 
         Args:
           num_searched: of the tokens, those that an earlier call has looked at and found no end in.
-          fewest: tokens that a sample has at least.
+          fewest: tokens that a sample has at least. A string that is complete before ends it there.
         """
-        begin = max(0, num_searched - self.bytes - MARGIN)
-        if not self._is_in(tokens[begin:]):
+        begin = max(0, num_searched - self.bytes - MARGIN) if num_searched >= fewest else 0
+        if len(tokens) < fewest or not self._is_in(tokens[begin:]):
             return None
         for count in range(max(num_searched + 1, fewest), len(tokens) + 1):
             if self._is_in(tokens[begin:count]):

@@ -64,20 +64,22 @@ def test_the_end_is_the_token_that_completes_the_first_string():
     assert stop.end(tokens, 0, fewest=len(tokens)) == len(tokens)
 
 
-def test_looking_piece_by_piece_finds_the_same_end():
+@pytest.mark.parametrize("fewest", [0, 50])
+def test_looking_piece_by_piece_finds_the_same_end(fewest):
     tokenizer, random = byte_tokenizer(), np.random.default_rng(0)
     stop = StopStrings(tokenizer, ["aé", "</x"])
     pieces = tokenizer("aéb</x>é")["input_ids"]
     ends = 0
     for _ in range(60):
         tokens = random.choice(pieces, 200)
-        prefixes = (n for n in range(1, 201) if stop.end(tokens[:n], n - 1) == n)
-        texts = (n for n in range(1, 201) if stop._is_in(tokens[:n]))
+        sizes = range(max(1, fewest), 201)
+        prefixes = (n for n in sizes if stop.end(tokens[:n], n - 1, fewest) == n)
+        texts = (n for n in sizes if stop._is_in(tokens[:n]))
         want, searched, end = next(texts, None), 0, None
         assert next(prefixes, None) == want
         while end is None and searched < len(tokens):
             upto = searched + int(random.integers(1, 40))
-            end, searched = stop.end(tokens[:upto], searched), upto
+            end, searched = stop.end(tokens[:upto], searched, fewest), upto
         assert end == want
         ends += want is not None
     assert 10 < ends < 60

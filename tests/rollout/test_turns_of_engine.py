@@ -15,8 +15,9 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.sequences import call_alone
 from jaxgrpo.rollout.batch import Batch
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.engine import Request, SamplingSettings
 from jaxgrpo.rollout.slots import decoding, driver, replying, table
+from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.stopping import StopStrings
 
@@ -227,3 +228,15 @@ def test_tokens_in_chunks_are_refused_where_the_settings_have_none(changes, reas
     tokens = np.append(request.tokens, np.int32(5))
     with pytest.raises(InputError, match=reason):
         engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])
+
+
+def test_the_fewest_tokens_count_those_that_a_row_holds():
+    strings = StopStrings(Letters(), ["FG"])
+    sampling = settings(stop_strings=strings, own_rows=True, min_completion_tokens=6)
+    request = Request(0, 0, np.arange(8, dtype=np.int32), 5, LIMIT, KEY, chunked=True)
+    samples = table.Table(Sizes.for_prompts(1, 1, 1, 1, WIDTH, STEPS), sampling, "cpu")
+    samples.add(table.group_requests([request]))
+    samples.enter(0)
+    drawn = np.full((1, 1, STEPS), -1, np.int32)
+    drawn[..., :3] = 5, 6, 7
+    assert samples.stops(drawn, 0).tolist() == [[2]]

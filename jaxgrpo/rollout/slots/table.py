@@ -100,6 +100,7 @@ class Table:
         self._searched = np.zeros(places, int)  # drawn tokens that were searched for stop strings
         self._is_cut = np.zeros(places, bool)
         self._begin = np.zeros(places, int)  # the first token of its turn, at its place
+        self._start = np.zeros(places, int)  # `Samples.start`
         self.length: np.ndarray = np.zeros(places, int)  # tokens when its turn had ended
         self._paused: dict[tuple[int, int], Paused] = {}  # by ordinal and sample
         self._replies: list[tuple[Paused, Request]] = []
@@ -218,6 +219,7 @@ class Table:
         for place, (group, request) in new.items():
             self._since[place], self._searched[place], self._is_cut[place] = segment, 0, False
             self._begin[place] = len(request.tokens) - len(group.prompt)
+            self._start[place] = request.offset - self._begin[place]
         return self._entries(new) if new else None
 
     def fill(self, rows: Rows) -> list[list[Filling]] | None:
@@ -282,7 +284,7 @@ class Table:
             place = int(bin_), int(sample)
             begin = int((drawn[place] >= 0).argmax())  # behind the tokens that were given
             tokens = drawn[place][begin : begin + number[place]]
-            fewest = self.settings.min_completion_tokens - begin
+            fewest = self.settings.min_completion_tokens - int(self._start[place]) - begin
             end = strings.end(tokens, int(self._searched[place]), fewest)
             self._searched[place] = number[place] if end is None else drawn.shape[-1]
             length[place] = -1 if end is None else begin + end
@@ -300,8 +302,7 @@ class Table:
             is_new[at], opening[at], keys[at] = True, group.prompt[-1], request.key
             greedy[at], threshold[at] = request.is_greedy, request.threshold
             fed[at] = request.tokens[len(group.prompt) :]
-            number = len(fed[at])
-            limit[at], start[at] = number + request.limit, request.offset - number
+            limit[at], start[at] = len(fed[at]) + request.limit, self._start[at]
         has_turns = self.settings.max_turns > 1
         has_limit = has_turns or (limit[is_new] != longest).any()
         return Entries(
