@@ -175,8 +175,7 @@ class Experience(NamedTuple):
     row: np.ndarray  # [n] int32, of the data; -1: the place is empty
     step: np.ndarray  # [n] int32, in which it was drawn
     tokens: np.ndarray  # [n, T] int32
-    logp: np.ndarray  # [n, T] float32, of the distribution drawn from
-    length: np.ndarray  # [n] int32, tokens
+    logp: np.ndarray  # [n, T] float32, of the distribution drawn from; NaN: not drawn
     version: np.ndarray  # [n] int32, as policy_version
     successes: np.ndarray  # [rows] int32, right samples of the row's latest group; -1: none yet
     started: np.ndarray  # [] bool, whether steps take any

@@ -55,8 +55,7 @@ def no_experience(size: int, tokens: int, num_rows: int) -> Experience:
         row=np.full(size, -1, np.int32),
         step=np.zeros(size, np.int32),
         tokens=np.zeros((size, tokens), np.int32),
-        logp=np.zeros((size, tokens), np.float32),
-        length=np.zeros(size, np.int32),
+        logp=np.full((size, tokens), np.nan, np.float32),
         version=np.zeros(size, np.int32),
         successes=np.full(num_rows, -1, np.int32),
         started=np.zeros((), bool),
@@ -117,12 +116,10 @@ def keep(
             slot = _slot(arrays["row"], arrays["step"], row, per_row)
             mask = np.asarray(rollouts.token_mask)[place, sample]
             arrays["row"][slot], arrays["step"][slot] = row, int(rollouts.step)
-            arrays["length"][slot] = int(mask.sum())
             arrays["version"][slot] = rollouts.policy_version[place, sample]
-            tokens = np.asarray(rollouts.completion_tokens)[place, sample]
-            arrays["tokens"][slot] = np.where(mask, tokens, 0)
+            arrays["tokens"][slot] = np.asarray(rollouts.completion_tokens)[place, sample]
             logp = np.asarray(rollouts.behavior_logp)[place, sample]
-            arrays["logp"][slot] = np.where(mask, logp, 0)
+            arrays["logp"][slot] = np.where(mask, logp, np.nan)
     return Experience(**arrays)
 
 
@@ -184,10 +181,10 @@ class Experiencer(NamedTuple):
         arrays: dict[str, Any] = {n: np.array(getattr(rollouts, n)) for n in SAMPLE_ARRAYS}
         slots = self._likeliest(params, experience, rollouts, places) if len(places) else []
         for place, slot in zip(places.tolist(), slots, strict=True):
-            last, steps = (place, -1), np.arange(arrays["token_mask"].shape[-1])
+            last, logp = (place, -1), experience.logp[slot]
             arrays["completion_tokens"][last] = experience.tokens[slot]
-            arrays["token_mask"][last] = steps < experience.length[slot]
-            arrays["behavior_logp"][last] = experience.logp[slot]
+            arrays["token_mask"][last] = mask = ~np.isnan(logp)
+            arrays["behavior_logp"][last] = np.where(mask, logp, 0)
             arrays["truncated"][last] = False
             arrays["policy_version"][last] = experience.version[slot]
             replayed[last] = True
@@ -218,18 +215,15 @@ class Experiencer(NamedTuple):
         self, params: Params, experience: Experience, rollouts: Rollouts, places: np.ndarray
     ) -> list[int]:
         """For each of these groups the kept sample of its row that is now the likeliest."""
-        groups, steps = len(rollouts.row), rollouts.token_mask.shape[-1]
-        slots = np.full((groups, self.per_row), -1)
+        slots = np.full((len(rollouts.row), self.per_row), -1)
         for place in places.tolist():
             same_row = np.flatnonzero(experience.row == rollouts.row[place])
             slots[place, : len(same_row)] = same_row
         is_slot, sources = slots >= 0, np.maximum(slots, 0)
-        length = np.where(is_slot, experience.length[sources], 0)
-        mask = np.arange(steps) < length[..., None]
-        tokens = np.where(mask, experience.tokens[sources], 0)
-        candidates = only_tokens(rollouts, tokens, mask)
-        logp = np.asarray(self.rank(params, candidates)).sum(-1) / np.maximum(length, 1)
-        best = np.where(is_slot, logp, -np.inf).argmax(1)
+        mask = is_slot[..., None] & ~np.isnan(experience.logp[sources])
+        candidates = only_tokens(rollouts, experience.tokens[sources], mask)
+        logp = np.where(mask, self.rank(params, candidates), 0).sum(-1)
+        best = np.where(is_slot, logp / np.maximum(mask.sum(-1), 1), -np.inf).argmax(1)
         return [int(slots[place, best[place]]) for place in places]
 
 

@@ -83,7 +83,7 @@ def test_right_samples_are_kept_with_what_they_were_drawn_by_and_solved_rows_lea
     assert experience.successes[[4, 5, 6, 7]].tolist() == [2, 0, 4, -1]
     for slot, sample in enumerate((0, 2)):
         mask = np.asarray(first.token_mask)[0, sample]
-        assert experience.length[slot] == mask.sum()
+        assert ((~np.isnan(experience.logp[slot])) == mask).all()
         tokens, logp = first.completion_tokens[0, sample], first.behavior_logp[0, sample]
         np.testing.assert_array_equal(experience.tokens[slot][mask], np.asarray(tokens)[mask])
         np.testing.assert_array_equal(experience.logp[slot][mask], np.asarray(logp)[mask])
@@ -172,14 +172,43 @@ def test_the_likeliest_kept_sample_is_the_last_of_its_group():
         same_row = np.flatnonzero(experience.row == prompts.row[place])
         best = same_row[np.argmin(experience.tokens[same_row, 0])]
         mask = np.asarray(mixed.token_mask)[place, -1]
-        assert mask.sum() == experience.length[best]
+        np.testing.assert_array_equal(mask, ~np.isnan(experience.logp[best]))
         np.testing.assert_array_equal(mixed.completion_tokens[place, -1], experience.tokens[best])
-        np.testing.assert_array_equal(mixed.behavior_logp[place, -1], experience.logp[best])
+        logp = np.asarray(mixed.behavior_logp)[place, -1]
+        np.testing.assert_array_equal(logp, np.where(mask, experience.logp[best], 0))
     for name in ("completion_tokens", "token_mask", "behavior_logp"):
         np.testing.assert_array_equal(getattr(mixed, name)[:2], getattr(drawn, name)[:2])
         np.testing.assert_array_equal(getattr(mixed, name)[2:, :3], getattr(drawn, name)[2:, :3])
     _, prompts = again.select(fresh, stream, 2)
     assert prompts.ordinal.tolist()[2:] == [FIRST_ORDINAL + 2, FIRST_ORDINAL + 3]
+
+
+def test_text_that_was_forced_into_a_sample_comes_again_and_is_not_trained_on():
+    rollouts_before = judged([[1, 0, 1, 0]], [9])
+    mask = np.array([True, True, False, True, False])  # one token forced, one behind the end
+    tokens, logp = np.arange(2, 2 + STEPS, dtype=np.int32), np.full(STEPS, -0.5, np.float32)
+    forced = {"token_mask": mask, "completion_tokens": tokens, "behavior_logp": logp * mask}
+    arrays = {name: np.array(getattr(rollouts_before, name)) for name in forced}
+    for name, value in forced.items():
+        arrays[name][0, 2] = value
+    experience = after(
+        no_experience(6, STEPS, ROWS), dataclasses.replace(rollouts_before, **arrays)
+    )
+    places = []
+
+    def rank(params, rollouts):  # what a token costs that nobody drew does not count
+        places.append(np.asarray(rollouts.token_mask)[0])
+        return np.where(rollouts.completion_tokens == tokens, np.where(mask, -0.1, -99), -5)
+
+    again = experiencer(rank)
+    drawn = tiny.rollouts(np.zeros((1, 4)), STEPS, seed=3)
+    drawn = dataclasses.replace(
+        drawn, ordinal=np.array([FIRST_ORDINAL]), row=np.array([9]), rewards={}
+    )
+    mixed = again.mix({}, make_stream(experience), drawn)
+    assert mask.tolist() in places[0].tolist()
+    for name, value in forced.items():
+        np.testing.assert_array_equal(getattr(mixed, name)[0, -1], value)
 
 
 def test_without_experience_a_step_is_that_of_the_stream():
