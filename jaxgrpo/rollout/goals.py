@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Prompts, Rollouts, Stream
+from jaxgrpo.core.types import Prompts, Stream
 from jaxgrpo.rewards.calling import sample_draws
 
 WHERE = "rollout.goals"
@@ -101,7 +101,11 @@ def with_goals(select: Select, goals: Goals, group_size: int) -> Select:
 
 
 def goal_metrics(
-    goals: Goals, rollouts: Rollouts, advantage: np.ndarray, weights: Mapping[str, float]
+    goals: Goals,
+    ordinal: np.ndarray,
+    rewards: Mapping[str, np.ndarray],
+    advantage: np.ndarray,
+    weights: Mapping[str, float],
 ) -> dict[str, float]:
     """Of each goal its share of the samples, their mean reward and their mean advantage.
 
@@ -109,12 +113,11 @@ def goal_metrics(
     need not be 0.
 
     Args:
-      rollouts: host arrays.
-      advantage: [P, G].
       weights: of the rewards.
+
+    Shapes: ordinal [P]; rewards and advantage [P, G].
     """
-    drawn = goals.draw(rollouts.ordinal, advantage.shape[1])
-    rewards = {name: np.asarray(value) for name, value in rollouts.rewards.items()}
+    drawn = goals.draw(ordinal, advantage.shape[1])
     total = np.add.reduce([weights[name] * value for name, value in rewards.items()])
     metrics: dict[str, float] = {}
     for number, name in enumerate(goals.names):

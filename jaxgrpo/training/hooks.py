@@ -146,8 +146,9 @@ def compare_goals(goals: Goals, weights: Mapping[str, float]) -> Hook:
     """Measures the samples of each goal. Args: weights: of the rewards."""
 
     def hook(step: StepEnd) -> StepEnd:
-        rollouts, advantage = sharding.to_host((step.collected.rollouts, step.advantage))
-        return step.with_values(goal_metrics(goals, rollouts, advantage, weights))
+        rollouts = step.collected.rollouts
+        arrays = sharding.to_host((rollouts.ordinal, dict(rollouts.rewards), step.advantage))
+        return step.with_values(goal_metrics(goals, *arrays, weights))
 
     return hook
 
