@@ -21,7 +21,7 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -41,6 +41,9 @@ from jaxgrpo.training.records.folder import Closing, write_atomically
 from jaxgrpo.training.records.reading import is_step
 
 FORMAT = 1  # of the files of a step
+GATHERED = 1 << 30
+"""Bytes of a parameter that are brought together at a time: with several processes each device then
+holds them, and the stacked matrices of a large model's experts are more than a device has."""
 logger: logging.Logger = logging.getLogger(__name__)
 
 
@@ -449,12 +452,21 @@ def _refuse_unless_equal(
 def parameter_hash(params: Params) -> str:
     """sha256 over name, dtype, shape and bytes of every leaf, in the order of the names.
 
-    The same on every process and for every sharding; arrays are gathered one at a time. Called by
-    all processes.
+    The same on every process and for every sharding. Called by all processes.
     """
     digest = hashlib.sha256()
     for name, leaf in sorted(_named_leaves(params).items()):
-        array = sharding.to_host(leaf)
-        digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
-        digest.update(array.tobytes())
+        digest.update(f"{name}|{leaf.dtype}|{leaf.shape}|".encode())
+        for part in _parts(leaf):
+            digest.update(sharding.to_host(part).tobytes())
     return digest.hexdigest()
+
+
+def _parts(leaf: Any) -> Iterator[Any]:
+    """An array in parts of some GATHERED bytes, by its first axis."""
+    if leaf.nbytes <= GATHERED:
+        yield leaf
+        return
+    rows = max(1, len(leaf) * GATHERED // leaf.nbytes)
+    for begin in range(0, len(leaf), rows):
+        yield leaf[begin : begin + rows]

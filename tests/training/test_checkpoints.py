@@ -294,11 +294,14 @@ def test_the_parameter_hash_is_the_sha256_of_names_types_shapes_and_bytes():
     assert parameter_hash(params) == digest.hexdigest()
 
 
-def test_the_parameter_hash_sees_every_change_and_no_sharding():
+def test_the_parameter_hash_sees_every_change_and_neither_sharding_nor_parts(monkeypatch):
     weight = np.arange(8, dtype=np.float32)
     original = parameter_hash({"w": jnp.asarray(weight)})
     assert parameter_hash({"w": jax.device_put(weight, over_four("fsdp"))}) == original
     assert parameter_hash({"w": weight}) == original
+    monkeypatch.setattr("jaxgrpo.training.checkpoints.GATHERED", 3 * weight.itemsize)
+    assert parameter_hash({"w": weight}) == original
+    assert parameter_hash({"w": jax.device_put(weight, over_four("fsdp"))}) == original
     variants = [
         {"v": weight},
         {"w": weight.reshape(2, 4)},
