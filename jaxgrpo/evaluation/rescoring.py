@@ -116,7 +116,7 @@ def _rescore(
     # Evaluations and ranks are of all tokens and of the model's own experts.
     rollouts = dataclasses.replace(rollouts, fields=records.without(rollouts.fields, ()))
     mask, constrain = rollouts.token_mask, sharding.constrain(settings.mesh)
-    zero = jnp.zeros(mask.shape, jnp.float32)
+    zero = jnp.float32(0)
     batch = packing.gather(rollouts, plan, zero, zero, mask, {}, constrain)
     look = functools.partial(_look, settings, anchor, quantities, params, base_params)
     return {

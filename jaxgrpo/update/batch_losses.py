@@ -72,7 +72,7 @@ def loss_tokens(
 
 
 def per_token(value: Array, rollouts: Rollouts) -> Array:
-    """A field [P], [P, G] or [P, G, T, ...] at every token of the samples, [P, G, T, ...]."""
+    """A field [], [P], [P, G] or [P, G, T, ...] at every token of the samples, [P, G, T, ...]."""
     value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
     return jnp.broadcast_to(value, (*rollouts.token_mask.shape, *value.shape[3:]))
 

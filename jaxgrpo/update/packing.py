@@ -28,6 +28,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.recurrence import chunk_size
 from jaxgrpo.rollout.dialogue import FORK
+from jaxgrpo.update.batch_losses import per_token
 
 ROUND = 32
 """The tokens of a micro-batch are a multiple of this, so that meshes divide them."""
@@ -183,13 +184,20 @@ def default_tokens(sizes: tuple[int, int, int, int], bins: int, room: int) -> in
 
 
 def check_geometry(geometry: Geometry) -> None:
-    """Raises: InputError if the longest sample does not fit a micro-batch."""
+    """Raises: InputError if the longest sample does not fit a micro-batch, or all are too many."""
     if geometry.tokens < geometry.widest:
         raise InputError(
             f"train.tokens_per_micro_batch = {geometry.tokens}: a completion of "
             f"rollout.max_completion_tokens = {geometry.max_completion_tokens} beside a prompt of "
             f"rollout.max_prompt_tokens = {geometry.max_prompt_tokens} takes {geometry.widest}; "
             "give at least that"
+        )
+    prompts, samples, _, steps = geometry[:4]
+    rows = max(prompts * samples, geometry.micro_batches * geometry.bins * geometry.rows)
+    if rows * steps > np.iinfo(np.int32).max:
+        raise InputError(
+            f"rollout.prompts_per_step = {prompts}: with {samples} samples of {steps} tokens that "
+            f"is {rows * steps} places, and int32 tells 2147483647 apart; take fewer"
         )
 
 
@@ -296,7 +304,7 @@ def _deal(
             if not takes_any.any() or not piece:
                 return None
             slots[slot].append((prompt, piece))
-            tokens[slot] -= _size(prompts[prompt], piece)
+            tokens[slot] -= prompts[prompt] + sum(row.tokens for row in piece)
             rows[slot] -= len(piece)
             open_prompts[slot] -= 1
             placed = {sample for row in piece for sample in row.samples}
@@ -308,15 +316,10 @@ def _rounded_up(size: Any, align: int) -> Any:
     return -(-size // align) * align
 
 
-def _size(prompt: int, rows: list[_Row]) -> int:
-    """Tokens of a prompt and rows of its samples."""
-    return prompt + sum(row.tokens for row in rows)
-
-
 def _written(slots: list[_Slot], lengths: Lengths, num_live: int, geometry: Geometry) -> Plan:
     """The plan of slots, the fullest first: no bin has two of them while another has none."""
     prompts = lengths.prompt.tolist()
-    sizes = [sum(_size(prompts[p], rows) for p, rows in slot) for slot in slots]
+    sizes = [sum(prompts[p] + sum(row.tokens for row in r) for p, r in slot) for slot in slots]
     shape = (geometry.micro_batches, geometry.bins)
     row = np.full((geometry.num_prompts, geometry.group_size), -1, np.int32)
     start, segment = np.zeros_like(row), np.zeros_like(row)
@@ -372,24 +375,23 @@ def gather(
     """Moves samples into the rows that the plan gives them. Pure; jitted by the caller. `constrain`
     lays an array out on the caller's mesh by logical axis names: D over the bins.
 
-    Shapes: advantage, weight, mask [P, G, T], fields [P, G, T, ...]; the rest as in the types.
+    Shapes: advantage, weight, mask and fields [], [P], [P, G] or [P, G, T, ...].
     """
-    groups, samples, steps = rollouts.completion_tokens.shape
     position, real = _positions(rollouts)
     source = _sources(plan, real)
 
     def move(value: Array) -> Array:
-        trailing = value.shape[3:]
-        wide = jnp.broadcast_to(value, (groups, samples, steps, *trailing)).reshape(-1, *trailing)
+        wide = per_token(value, rollouts)
+        trailing = wide.shape[3:]
         is_real = jnp.expand_dims(source >= 0, [*range(4, 4 + len(trailing))])
-        return jnp.where(is_real, wide[source], jnp.asarray(0, value.dtype))
+        return jnp.where(is_real, wide.reshape(-1, *trailing)[source], jnp.asarray(0, wide.dtype))
 
     length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
     last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)
-    first = jnp.broadcast_to(last[..., None], (groups, samples, 1))
+    first = per_token(last, rollouts)[..., :1]
     tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
-    forks = {name: value for name, value in rollouts.fields.items() if name == FORK}
+    forks = {FORK: rollouts.fields[FORK]} if FORK in rollouts.fields else {}
     recorded = records.in_rows(rollouts.fields, source)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
@@ -398,7 +400,7 @@ def gather(
         prompt_length=prompt_length,
         tokens=move(tokens),
         targets=move(rollouts.completion_tokens),
-        segment=move(jnp.asarray(plan.segment)[..., None]),
+        segment=move(jnp.asarray(plan.segment)),
         position=move(position),
         advantage=move(advantage),
         weight=move(weight),

@@ -40,7 +40,7 @@ from jaxgrpo.models import routing, sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
-from jaxgrpo.update.batch_losses import per_token, token_draw
+from jaxgrpo.update.batch_losses import token_draw
 from jaxgrpo.update.forward import Blueprint, params_of, score_batch
 
 
@@ -276,7 +276,7 @@ class Preparer:
         if not names:
             return {}
         mask, plans, scored = rollouts.token_mask, [], []
-        zero = jnp.zeros(mask.shape, jnp.float32)
+        zero = jnp.float32(0)
         live = np.ones(mask.shape[:2], bool) if live is None else live
         read = self.blueprint.naming(names) & rollouts.fields.keys()
         tokens = {name: rollouts.fields[name] for name in read}
@@ -311,12 +311,9 @@ class Preparer:
         weight = self.weigh(counted, mask, prompts)
         # As for the parts of a chain, a need may be the name of a reward.
         available_fields = {**rollouts.rewards, **rollouts.fields}
-        fields = {
-            name: per_token(available_fields[name], rollouts)
-            for name in needs & available_fields.keys()
-        }
+        fields = {name: available_fields[name] for name in needs & available_fields.keys()}
         fields["behavior_logp"] = rollouts.behavior_logp
-        fields["sampled_now"] = per_token(rollouts.policy_version == learner.step, rollouts)
+        fields["sampled_now"] = rollouts.policy_version == learner.step
         if TOKEN_DRAW in needs:
             fields[TOKEN_DRAW] = self.draw(rollouts)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
@@ -479,14 +476,12 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
 
     Only the first update is of the parameters that sampled.
     """
-
+    if len(batches) * num_iterations == 1:
+        return tuple(batches)
     flags = batches[0].fields["sampled_now"]
     all_false = sharding.put(np.zeros(flags.shape, bool), flags.sharding)
-
-    def later(batch: TrainBatch) -> TrainBatch:
-        return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": all_false})
-
-    first, *later_batches = batches
-    later_batches = [later(batch) for batch in later_batches]
-    further_iteration = (later(first), *later_batches) if num_iterations > 1 else ()
-    return (first, *later_batches, *further_iteration * (num_iterations - 1))
+    later_batches = [
+        dataclasses.replace(batch, fields={**batch.fields, "sampled_now": all_false})
+        for batch in batches
+    ]
+    return (batches[0], *later_batches[1:], *later_batches * (num_iterations - 1))

@@ -63,7 +63,7 @@ def make_sketch(settings: Pass) -> Sketch:
     def sketch(learner: Learner, rollouts: Rollouts, weights: np.ndarray) -> np.ndarray:
         live = (weights != 0).any(-1)
         plan = plan_apart(live, mesh.shape["data"], mesh.shape["fsdp"])
-        zero, weight = jnp.zeros(weights.shape, jnp.float32), jnp.asarray(weights, jnp.float32)
+        zero, weight = jnp.float32(0), jnp.asarray(weights, jnp.float32)
         batch = gather(rollouts, plan, zero, weight, rollouts.token_mask, {})
         frozen = read_by_update(learner, ())
         by_place = sharding.to_host(program(learner.trainable, frozen, batch))

@@ -172,6 +172,12 @@ def test_a_micro_batch_too_small_for_one_sample_is_refused():
         check_geometry(Geometry(4, 4, 6, 5, 1, 9))
 
 
+def test_a_step_of_more_tokens_than_int32_tells_apart_is_refused():
+    check_geometry(make_geometry((512, 64, 1024, 32_768), 64, 65_536))
+    with pytest.raises(InputError, match=r"prompts_per_step = 1024: .* 2147483648 places"):
+        check_geometry(make_geometry((1024, 64, 1024, 32_768), 64, 65_536))
+
+
 SIZES = [(4, 4, 1, 100), (4, 4, 2, 50), (4, 4, 2, 25), (4, 4, 2, 10), (6, 4, 2, 50), (4, 3, 4, 12)]
 
 
@@ -186,9 +192,12 @@ def test_gather_then_scatter_gives_back_every_token(size):
     everyone = plan(measured(rollouts), np.ones(size[:2], bool), shape)
     mask = rollouts.token_mask
     value = jnp.asarray(np.random.default_rng(2).normal(size=(*size[:2], 5)), jnp.float32)
-    batch = gather(rollouts, everyone, value, value, mask, {"own": value})
-    back = scatter(batch.fields["own"], everyone, mask)
-    np.testing.assert_array_equal(back, value * mask)
+    fields = {"token": value, "sample": value[..., 0], "group": value[:, 0, 0]}
+    batch = gather(rollouts, everyone, value, jnp.float32(2), mask, fields)
+    for name, want in {**fields, "weight": jnp.full(groups, 2.0)}.items():
+        back = scatter({**batch.fields, "weight": batch.weight}[name], everyone, mask)
+        wide = np.expand_dims(want, [*range(want.ndim, 3)])
+        np.testing.assert_array_equal(back, wide * mask)
     targets = scatter(batch.targets, everyone, mask)
     np.testing.assert_array_equal(targets, rollouts.completion_tokens * mask)
 
