@@ -67,6 +67,7 @@ def fields(success: np.ndarray = SUCCESS) -> dict[str, np.ndarray]:
         "answer_mask": np.ones((prompts, 2), bool),
         "cut_answer_logp": np.stack([np.full_like(success, -1.7), answer.sum(-1)], -1),
         "thought_tokens": np.full(success.shape, TOKENS),
+        "answer_reached": np.ones_like(success, bool),
         "answered": token.astype(bool) & (np.arange(TOKENS) == TOKENS - 1),
         "masked_answer_logp": np.full((prompts, 2), -1.0, np.float32),
         "turn": np.zeros(token.shape, np.int32),

@@ -19,7 +19,7 @@ from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
 from jaxgrpo.core.errors import InputError, NotGiven, explaining_own_code, own_line
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
-from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, SCORES
+from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, REACHED, SCORES
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal, rollout_arrays
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
@@ -189,7 +189,7 @@ def _rollout_shapes(
     }
     answers["answer_mask"] = array(jnp.bool_, length)
     answers["thought_tokens"] = array(jnp.int32, samples)
-    answers[ANSWERED] = array(jnp.bool_, *tokens)
+    answers[REACHED], answers[ANSWERED] = (array(jnp.bool_, *size) for size in ((samples,), tokens))
     model_fields: dict[str, Any] = {name: array(real, *tokens) for name in SCORES} | answers
     data_fields: dict[str, Any] = {
         name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])

@@ -16,7 +16,7 @@ from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.ranking import top_share
-from jaxgrpo.core.scores import SCORERS, answer_field
+from jaxgrpo.core.scores import REACHED, SCORERS, answer_field
 from jaxgrpo.core.types import Rollouts, Signal
 
 LOWEST_LOGP = -30.0
@@ -172,13 +172,17 @@ def add_information_gain(
 
 
 def answer_probability(
-    over: str = "mean", masked_thought: bool = False, scorer: str = "trainer"
+    over: str = "mean",
+    masked_thought: bool = False,
+    scorer: str = "trainer",
+    must_reach: bool = False,
 ) -> AdvantageTransform:
     """Adds the stream "answer_probability": how probable a known answer is after each thought.
 
         mean:     r[p, g] = mean_j exp(l[p, g, j])       over the answer's tokens
         product:  r[p, g] = exp(sum_j l[p, g, j])        of the whole answer
         masked_thought:  clip(r[p, g] - r[p] without a thought, 0, 1)
+        must_reach:      0 where the sample never came to an answer of its own
 
     A mean of probabilities, not of logs: one unlikely token costs 1 / J and no more. The product is
     the reward of a verifier that accepts the known answer alone, in expectation over answers.
@@ -187,11 +191,12 @@ def answer_probability(
       over: "mean" or "product".
       masked_thought: whether what the answer has without a thought is taken off.
       scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
+      must_reach: whether samples without an answer of their own, and those cut, have 0.
 
-    Fields: answer_logp [P, G, J], answer_mask and with masked_thought masked_answer_logp [P, J].
+    Fields: answer_logp [P, G, J], answer_mask [P, J]; masked_answer_logp [P, J], answer_reached.
     Streams: [P, G] each -> and "answer_probability".  Raises: InputError on unknown options.
     Metrics: without_thought, what was taken off, over prompts; with masked_thought alone.
-    Source: mean, RLPR, arXiv 2506.18254; product, VeriFree, arXiv 2505.21493.
+    Source: mean, RLPR, arXiv 2506.18254; product with must_reach, VeriFree, arXiv 2505.21493.
 
     >>> from jaxgrpo.advantages import evaluate, sum_rewards
     >>> fields = {"answer_logp": [[[0.0, -30.0], [0.0, 0.0]]], "answer_mask": [[True, True]]}
@@ -218,9 +223,12 @@ def answer_probability(
             prior = probability(without, tokens)[:, None]
             value = jnp.clip(value - prior, 0, 1)
             metrics = {"without_thought": mean(prior, scored.any(-1, keepdims=True))}
+        if must_reach:
+            value = jnp.where(_reached(name, rollouts, value.shape), value, 0)
         return Signal(value=value.astype(_dtype(streams)), mask=scored), metrics
 
-    return add_stream(name, name, make, base.needed_fields("answer_mask", field, masked))
+    reached = REACHED if must_reach else None
+    return add_stream(name, name, make, base.needed_fields("answer_mask", field, masked, reached))
 
 
 def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> AdvantageTransform:
@@ -232,21 +240,22 @@ def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> Adv
         e[p, g] = (others with a higher q and a longer thought) / (N - 1)
 
     The best of N samples has 1, the worst 1 / N; equal ones share the mean of their places. Places
-    do not depend on how likely the answer is at all, which perplexities of long answers do.
+    do not depend on how likely the answer is at all, which perplexities of long answers do. Samples
+    that never came to an answer of their own, or were cut, have 0 and no place: none of the N.
 
     Args:
       efficiency: weight of e, which pays short thoughts that help; a number or schedule.
       scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
 
-    Fields: answer_logp [P, G, J], answer_mask [P, J], thought_tokens [P, G].
+    Fields: answer_logp [P, G, J], answer_mask [P, J], thought_tokens and answer_reached [P, G].
     Streams: [P, G] each -> and "perplexity_rank".
-    Metrics: perplexity, the mean of exp(-mean_j l).
-    Source: NOVER, arXiv 2505.16022, as in its code; its scorer is a copy that follows the policy
-    (`scorer = "reference"` with `reference.reset_every`), its gate on the format is `rubric_gate`.
+    Metrics: perplexity, the mean of exp(-mean_j l) over samples with a place.
+    Source: NOVER, arXiv 2505.16022, as in its code, where all that lack its format have 0; its
+    scorer follows the policy (`scorer = "reference"` with `reference.reset_every`).
 
     >>> from jaxgrpo.advantages import evaluate, sum_rewards
     >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
-    >>> fields["thought_tokens"] = [[1, 1]]
+    >>> fields |= {"thought_tokens": [[1, 1]], "answer_reached": [[True, True]]}
     >>> evaluate([perplexity_rank(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
     [[1.0, 0.5]]
     """
@@ -258,21 +267,23 @@ def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> Adv
         logp, _, tokens, scored = _read(streams, rollouts, field, None, name)
         scored = scored & tokens.any(-1, keepdims=True)
         cost = -stats.mean(logp, jnp.broadcast_to(tokens[:, None], logp.shape), axis=-1)[..., 0]
+        placed = scored & _reached(name, rollouts, scored.shape)
         length = base.read_field(name, "thought_tokens", rollouts, scored.shape, "[P, G]")
-        length = jnp.where(scored, length, 0).astype(cost.dtype)
+        length = jnp.where(placed, length, 0).astype(cost.dtype)
         score = cost / jnp.maximum(1 + jnp.log10(jnp.maximum(length, 1)), 1)
-        pairs = scored[:, :, None] & scored[:, None, :]
+        pairs = placed[:, :, None] & placed[:, None, :]
         count = lambda flags: (pairs & flags).sum(-1).astype(cost.dtype)  # noqa: E731
         row, column = score[:, :, None], score[:, None, :]
-        number = stats.count(scored).astype(cost.dtype)
+        number = stats.count(placed).astype(cost.dtype)
         place = count(column < row) + (count(column == row) - 1) / 2
         helps = count((column > row) & (length[:, None, :] > length[:, :, None]))
         weight = base.at_step(efficiency, rollouts, cost.dtype)
         value = 1 - place / jnp.maximum(number, 1) + weight * helps / jnp.maximum(number - 1, 1)
-        value = jnp.where(scored, value, 0).astype(_dtype(streams))
-        return Signal(value=value, mask=scored), {"perplexity": mean(jnp.exp(cost), scored)}
+        value = jnp.where(placed, value, 0).astype(_dtype(streams))
+        return Signal(value=value, mask=scored), {"perplexity": mean(jnp.exp(cost), placed)}
 
-    return add_stream(name, name, make, frozenset({"answer_mask", "thought_tokens", field}))
+    needs = base.needed_fields("answer_mask", "thought_tokens", field, REACHED)
+    return add_stream(name, name, make, needs)
 
 
 class _Gain(NamedTuple):
@@ -455,6 +466,11 @@ def _read(
     baseline = jnp.maximum(jnp.where(has_baseline & tokens, baseline, 0), LOWEST_LOGP)
     logp = jnp.maximum(jnp.where(has_logp & tokens[:, None], logp, 0), LOWEST_LOGP)
     return _Answers(logp, baseline, tokens, scored)
+
+
+def _reached(name: str, rollouts: Rollouts, shape: tuple[int, ...]) -> Array:
+    """Which samples came to an answer of their own, [P, G]."""
+    return base.read_field(name, REACHED, rollouts, shape, "[P, G]").astype(bool)
 
 
 def _normalise(weights: Array, tokens: Array) -> Array:

@@ -229,11 +229,12 @@ def train_on_answers(weight: Scheduled = 1.0) -> AdvantageTransform:
 
     With the product of `answer_probability` as reward, the two are the whole gradient of the
     expected probability of the answer, by the thought and by the answer. The ratio of an answer's
-    tokens begins at 1; one for which `rollout.max_completion_tokens` leaves no room is left out.
+    tokens begins at 1; one for which `rollout.max_completion_tokens` leaves no room is left out. A
+    sample that never came to an answer of its own gets none, and stays as it was drawn.
 
     Fields: answered [P, G, T], answer_logp [P, G, J], answer_mask [P, J].
     Signal: [P, G] or [P, G, T] -> [P, G, T], answers in its mask where the sample is.
-    Metrics: room, the share of samples that the answer had room in.
+    Metrics: room, the share of samples behind whose thought the answer stands.
     Source: VeriFree, arXiv 2505.21493, its second term.
 
     >>> from jaxgrpo.advantages import evaluate

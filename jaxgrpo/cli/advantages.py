@@ -66,6 +66,7 @@ FIELDS: dict[str, Field] = {
     "turn_truncated": Field("[P, G, K]", bool, "whether its limit stopped each turn"),
     "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
     "thought_tokens": Field("[P, G]", int, "tokens of each sample that are its thought"),
+    "answer_reached": Field("[P, G]", bool, "whether the sample came to an answer by itself"),
     "answered": Field(PER_TOKEN, bool, "whether the token is one of the known answer's"),
     **{
         name: Field(score.shape, float, f"{_answer_text(name)}, by the {score.policy} policy")

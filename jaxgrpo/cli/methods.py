@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxgrpo.advantages.registry import parts, recipes
+from jaxgrpo.cli.advantages import FIELDS
 from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
 from jaxgrpo.losses.registry import entropies, penalties, reductions, surrogates
 from jaxgrpo.rewards.registry import rewards
@@ -86,8 +87,7 @@ def methods() -> Iterator[Method]:
         summary = f"{score_text(field)}, {field.shape}"
         yield Method(name, SCORE, summary, (), (), "advantages.md", "tests/update/test_scores.py")
     for name, field in OF_ANSWERS.items():
-        scorer = f" by the {field.policy} policy" if field.policy else ""
-        summary = f"{field.quantity} of the reference answer's tokens{scorer}, {field.shape}"
+        summary = f"{FIELDS[name].meaning}, {field.shape}"
         about = (), (), "data.md#reference-answers", "tests/update/test_answers.py"
         yield Method(name, SCORE, summary, *about)
 

@@ -181,11 +181,13 @@ def answer_field(name: str, policy: str) -> str:
 
 
 ANSWERED = "answered"
+REACHED = "answer_reached"
 
 OF_ANSWERS: dict[str, Score] = {
     ANSWERED: Score("[P, G, T]", "", "places"),
     "answer_mask": Score("[P, J]", "", "tokens"),
     "thought_tokens": Score("[P, G]", "", "tokens"),
+    REACHED: Score("[P, G]", "", "samples"),
     **{
         answer_field(name, policy): Score(shape, policy, "logp")
         for name, shape in {
@@ -199,9 +201,10 @@ OF_ANSWERS: dict[str, Score] = {
 }
 """Fields of the data's reference answers, for chains: a policy scores the tokens of each answer
 behind the thoughts of its prompt's samples, ("masked") without a thought, and ("cut") all of them
-together behind 0, 1, ..., all of the `data.answer_cuts` parts of each thought, K one more. A chain
-that reads `ANSWERED` trains the answers: they take the place of what follows each thought. See
-`rollout.answers` and `update.answers`.
+together behind 0, 1, ..., all of the `data.answer_cuts` parts of each thought, K one more.
+`REACHED` says which samples came to an answer by themselves. A chain that reads `ANSWERED` trains
+the answers: they take the place of what follows each thought. See `rollout.answers` and
+`update.answers`.
 """
 
 ANSWERS_OF_POLICIES = frozenset(("answer_mask", "thought_tokens", "answer_logp", "answer_rank"))

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.scores import REACHED
+from jaxgrpo.core.types import Rollouts
 from jaxgrpo.data.prompts import name_row, token_ids
 from jaxgrpo.data.written import text_of_value
 
@@ -50,28 +52,36 @@ class Answers(NamedTuple):
         """L, the tokens of the longest prefix and answer."""
         return max(map(len, self.forced))
 
-    def fields(
-        self, row: np.ndarray, ids: Sequence[Sequence[int]], rewards: Any = None
-    ) -> dict[str, np.ndarray]:
-        """FORCED, THOUGHT and MASK of samples, whatever their rewards.
+    def fields(self, rollouts: Rollouts, ids: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+        """FORCED, THOUGHT and MASK of samples, and REACHED [P, G]: whether one wrote the prefix, if
+        there is one, and ended by itself.
 
         Args:
-          row: [P], of each group in the data.
+          rollouts: host arrays, of which row and truncated are read.
           ids: tokens of the P x G completions.
         """
+        row, truncated = map(np.asarray, (rollouts.row, rollouts.truncated))
         forced = np.full((len(row), self.longest), -1, np.int32)
         for place, index in enumerate(row):
             forced[place, : len(self.forced[index])] = self.forced[index]
-        thoughts = np.array([self.thought(tokens) for tokens in ids], np.int32)
+        thoughts, texts = (
+            np.array([count(tokens) for tokens in ids], np.int32).reshape(truncated.shape)
+            for count in (self.thought, self.text_tokens)
+        )
         is_token = np.arange(self.counts.max()) < self.counts[row][:, None]
-        return {FORCED: forced, THOUGHT: thoughts.reshape(len(row), -1), MASK: is_token}
+        reached = ((thoughts < texts) | (not self.prefix)) & ~truncated
+        return {FORCED: forced, THOUGHT: thoughts, MASK: is_token, REACHED: reached}
+
+    def text_tokens(self, ids: Sequence[int]) -> int:
+        """The number of tokens of a completion without the one that ended it."""
+        return len(ids) - (len(ids) > 0 and ids[-1] in self.ends)
 
     def thought(self, ids: Sequence[int]) -> int:
         """The number of tokens of a completion that are its thought.
 
         About 2 + log2(tokens) texts are written for a completion that holds the prefix.
         """
-        length = len(ids) - (len(ids) > 0 and ids[-1] in self.ends)
+        length = self.text_tokens(ids)
         if not self.prefix or self.prefix not in self._text(ids[:length]):
             return length
 

@@ -351,9 +351,8 @@ def merge_logs(
     return RewardLog(merged, merge_metrics(log.metrics for log in logs), failed, messages)
 
 
-AddFields = Callable[..., dict[str, np.ndarray]]
-"""(row [P] of each group in the data, tokens of the P x G completions, rewards: name -> [P, G]) ->
-fields"""
+AddFields = Callable[[Rollouts, Sequence[Sequence[int]]], dict[str, np.ndarray]]
+"""(rollouts that are judged, tokens of the P x G completions) -> fields"""
 
 
 def make_rewarder(
@@ -397,10 +396,11 @@ def make_rewarder(
             fields |= policy.bring(stream.prompt_policy_state, params, rollouts)
         length = tokens.shape[-1]
         ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
-        for add in add_fields:
-            fields |= add(row, ids, scores)
         rewards: Any = scores
-        judged = dataclasses.replace(rollouts, rewards=rewards, fields=fields)
+        judged = dataclasses.replace(rollouts, rewards=rewards)
+        for add in add_fields:
+            fields |= add(judged, ids)
+        judged = dataclasses.replace(judged, fields=fields)
         observed = dataclasses.replace(judged, fields=fields | score_answers(params, judged))
         policy_state = policy.observe(stream.prompt_policy_state, observed)
         return dataclasses.replace(stream, prompt_policy_state=policy_state), judged, log

@@ -139,17 +139,18 @@ def no_groups(
         name: np.zeros((prompts, *column.shape[1:]), jax.dtypes.canonicalize_dtype(column.dtype))
         for name, column in columns.items()
     }
-    if answers is not None:
-        answer_fields = answers.fields(np.zeros(prompts, int), [[]] * (prompts * samples))
-        fields |= jax.tree.map(np.zeros_like, answer_fields)
     zeros: Any = np.zeros
     arrays = rollout_arrays(zeros, *geometry[:4])
-    return Rollouts(
+    room = Rollouts(
         **arrays | {"ordinal": arrays["ordinal"] - 1},
         rewards={name: zeros((prompts, samples), np.float32) for name in rewards},
         fields=fields,
         forced_prefix=None if prefix is None else zeros((prompts, samples, prefix), np.int32),
     )
+    if answers is None:
+        return room
+    answer_fields: Any = answers.fields(room, [[]] * (prompts * samples))
+    return dataclasses.replace(room, fields=fields | jax.tree.map(np.zeros_like, answer_fields))
 
 
 def _stored(groups: Rollouts, size: int) -> Rollouts:

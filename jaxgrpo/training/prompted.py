@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import RolloutKeys, ScoreKeys
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.scores import prompt_field
+from jaxgrpo.core.types import Rollouts
 from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import Chat, show_answer
 from jaxgrpo.data.sources import Row
@@ -43,9 +44,7 @@ class PromptFunction(NamedTuple):
         """The field of no group."""
         return np.empty((0, *[self.samples] * self.by_sample, self.width), np.int32)
 
-    def fields(
-        self, row: np.ndarray, ids: Sequence[Sequence[int]], rewards: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
+    def fields(self, rollouts: Rollouts, ids: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
         """The tokens of the prompts, int32 [P, S'] or [P, G, S'], -1 behind the last:
         `judging.AddFields`.
 
@@ -53,8 +52,9 @@ class PromptFunction(NamedTuple):
         """
         texts, count = decode_texts(self.chat.tokenizer, ids), self.samples
         encoded: list[np.ndarray] = []
+        row = np.asarray(rollouts.row)
         for place, index in enumerate(row.tolist()):
-            scores = {name: values[place].tolist() for name, values in rewards.items()}
+            scores = {name: values[place].tolist() for name, values in rollouts.rewards.items()}
             encoded += self.encode(index, texts[place * count : (place + 1) * count], scores)
         return {
             self.field: _padded(encoded, self.width).reshape(len(row), *self.no_prompts.shape[1:])

@@ -26,7 +26,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages.reflection import part_ends
-from jaxgrpo.core.scores import ANSWERED
+from jaxgrpo.core.scores import ANSWERED, REACHED
 from jaxgrpo.core.types import Rollouts, only_tokens
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
@@ -114,7 +114,8 @@ def with_answers(rollouts: Rollouts, answer_logp: Array) -> Rollouts:
     The policy chose the thought's tokens, and is to learn the answer's: the mask is True at both
     and False at the prefix. Log-probs of the answer's tokens are those of the parameters before the
     update, so that their ratio begins at 1. Where the completion has no room for all of the answer,
-    the sample ends with its thought.
+    or the limit cut it, the sample ends with its thought. One that ended without an answer stays as
+    it was drawn, with its end token.
 
     Args:
       answer_logp: [P, G, J], of the trained policy.
@@ -127,8 +128,9 @@ def with_answers(rollouts: Rollouts, answer_logp: Array) -> Rollouts:
     size, answer = counts
     place = jnp.arange(steps, dtype=jnp.int32) - thought[..., None]
     has_room = thought[..., None] + size <= steps
-    within = place < 0
-    behind = ~within & (place < size) & has_room
+    reached, truncated = rollouts.fields[REACHED][..., None], rollouts.truncated[..., None]
+    within = (place < 0) | (~reached & ~truncated)
+    behind = ~within & (place < size) & has_room & reached
     answer_place = place - (size - answer)
     answered = behind & (answer_place >= 0)
 

@@ -28,6 +28,7 @@ def fields():
         "masked_answer_logp": -random.exponential(size=(P, J)).astype(np.float32),
         "answer_mask": np.arange(J) < np.array([3, 1, 0])[:, None],
         "thought_tokens": thought,
+        "answer_reached": np.ones((P, G), bool),
         "token_mask": np.ones((P, G, T), bool),
     }
 
@@ -104,6 +105,40 @@ def test_places_by_perplexity_are_those_of_sorting(fields, efficiency):
     assert value[0, 0] == value[0, 1]
 
 
+@pytest.mark.parametrize("efficiency", [0.0, 0.7])
+def test_a_sample_without_an_answer_has_0_and_no_place(fields, efficiency):
+    fields["answer_reached"][1, [0, 2]] = fields["answer_reached"][0, 1:] = False
+    value, mask = stream(adv.perplexity_rank(efficiency), fields)
+    assert mask[:2].all()  # it counts in the group's mean
+    assert value[1, [0, 2]].tolist() == [0, 0]
+    assert value[0].tolist() == [1, 0, 0, 0]
+    names = "answer_logp", "thought_tokens", "answer_reached"
+    judged = {name: fields[name][1:2, [1, 3]] for name in names}
+    judged["answer_mask"] = fields["answer_mask"][1:2]
+    steps = [adv.perplexity_rank(efficiency), adv.sum_rewards()]
+    alone, _ = adv.evaluate(steps, np.zeros((1, 2)), **judged)
+    np.testing.assert_array_equal(value[1, [1, 3]], alone[0])
+
+
+def test_a_sample_without_an_answer_has_probability_0(fields):
+    fields["answer_reached"][0, 2] = False
+    part = adv.answer_probability("product", must_reach=True)
+    value, mask = stream(part, fields)
+    expected, _ = stream(adv.answer_probability("product"), fields)
+    assert mask[0].all()
+    np.testing.assert_array_equal(value, expected * fields["answer_reached"])
+
+
+def test_verifree_holds_a_sample_that_never_answers_against_itself():
+    """Rewards 1, 0 instead of 0.5, and 0.5: the mean of the others is taken off."""
+    logp = np.log([[[1.0], [0.5], [0.5]]])
+    names = {"answer_logp": logp, "answer_mask": [[True]], "token_mask": np.ones((1, 3, 2), bool)}
+    names |= {"answered": [[[0, 1], [0, 0], [0, 1]]], "answer_reached": [[True, False, True]]}
+    options = {"weights": {"reward": 0.0}}
+    value, _ = adv.evaluate("verifree", np.zeros((1, 3)), options=options, **names)
+    np.testing.assert_allclose(value[0], [[0.75, 1], [-0.75, -0.75], [0, 0.5]], atol=1e-6)
+
+
 def test_a_sample_that_no_answer_judges_has_no_place(fields):
     fields["answer_logp"][0, 3, 1] = NAN
     value, mask = stream(adv.perplexity_rank(), fields)
@@ -144,6 +179,7 @@ def test_both_terms_are_the_gradient_of_the_probability_of_the_answer():
         chance = thought[pair[0]] * thought[pair[1]]
         names = {"answer_logp": np.log(right)[list(pair)][None, :, None]}
         names |= {"answer_mask": [[True]], "answered": [[[False, True]] * 2]}
+        names["answer_reached"] = [[True, True]]
         names["token_mask"] = np.ones((1, 2, 2), bool)
         options = {"weights": {"reward": 0.0}}
         value, _ = adv.evaluate("verifree", [[0.0, 0.0]], options=options, **names)

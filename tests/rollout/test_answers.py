@@ -10,7 +10,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.scores import REACHED
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, read_answers
 
 MERGES = [(".", "#"), ("#", "A"), ("=", "4"), ("8", ".")]
@@ -84,9 +86,14 @@ def test_fields_hold_each_row_and_each_samples_thought():
     row_answers = answers("#A=", limit=2)
     assert row_answers.num_cut == 1
     texts = ["88#A=1", "x", "", "#A=", "4#A", "éé#A=#A="]
-    fields = row_answers.fields(np.array([2, 1]), [encode(text) for text in texts])
+    cut = [[False, False, False], [True, False, False]]
+    rollouts, _ = plain_rollouts(np.zeros((2, 3)), row=np.array([2, 1]), truncated=cut)
+    fields = row_answers.fields(rollouts, [encode(text) for text in texts])
     assert fields[THOUGHT].tolist() == [[2, 1, 0], [0, 2, 4]]
     assert fields[MASK].tolist() == [[True, True], [True, False]]
+    assert fields[REACHED].tolist() == [[True, False, False], [False, False, True]]
+    plain = answers("").fields(rollouts, [encode(text) for text in texts])
+    assert plain[REACHED].tolist() == [[True, True, True], [False, True, True]]
     expected = [encode("#A=12"), [*encode("#A=7"), -1]]
     assert fields[FORCED].tolist() == expected
 

@@ -79,6 +79,7 @@ def make_fields(random: np.random.Generator, logp: np.ndarray) -> dict[str, jax.
         "answered": np.arange(T) >= T - 2 + np.zeros((P, G, 1)),
         "cut_answer_logp": -random.exponential(size=(P, G, 4)).astype(dtype),
         "thought_tokens": random.integers(0, T + 1, (P, G)).astype(np.int32),
+        "answer_reached": np.arange(P * G).reshape(P, G) % 5 > 0,
         "masked_answer_logp": -random.exponential(size=(P, J)).astype(dtype),
         "rubric": random.integers(0, 2, (P, G)).astype(dtype),
         "classes": random.integers(0, 3, (P, G)).astype(np.int32),

@@ -15,6 +15,7 @@ import small_run
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.scores import REACHED
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.training import loop
@@ -89,6 +90,8 @@ def test_fields_are_of_the_samples_thoughts_and_the_rows_answers(tmp_path):
         ids = [*ids, run.inputs.pretrained.tokenizer.eos_token_id]
         ends = [ids.index(space)] if space in ids else []
         assert rollouts.fields[THOUGHT][p, g] == min([*ends, ids.index(ids[-1])])
+        reached = space in ids and not rollouts.truncated[p, g]
+        assert rollouts.fields[REACHED][p, g] == reached
 
 
 @pytest.mark.full
@@ -113,7 +116,7 @@ def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_pat
     assert left.any()
     _, second = by_hand.collect(run, run.learner, stream)
     after = sharding.to_host(second.rollouts)
-    for name in (FORCED, THOUGHT, MASK):
+    for name in (FORCED, THOUGHT, MASK, REACHED):
         np.testing.assert_array_equal(after.fields[name][: left.sum()], waiting.fields[name][left])
     assert (after.fields[FORCED] >= 0).any(1).all()
 

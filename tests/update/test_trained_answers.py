@@ -19,7 +19,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.scores import ANSWERED
+from jaxgrpo.core.scores import ANSWERED, REACHED
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -37,6 +37,8 @@ PREFIX, ANSWER = [2, 0, 1, 2], [2, 1, 3, 2]
 """tokens before each answer, and of it"""
 THOUGHTS = np.array([[4, 0, 2, 1], [7, 1, 8, 3], [1, 4, 2, 5], [1, 1, 2, 0]], np.int32)
 """of the second prompt the third has no room for prefix and answer, of the third the last"""
+UNREACHED, CUT = [(0, 2), (3, 0)], [(3, 2)]
+"""(prompt, sample): ended by themselves without an answer; cut by the limit"""
 WIDE = dataclasses.replace(tiny.UNIFORM, dtype="float64")
 WEIGHT = 0.7
 
@@ -55,11 +57,16 @@ def rollouts():
     forced = random.integers(2, tiny.VOCAB, (P, size.max())).astype(np.int32)
     forced = np.where(np.arange(size.max()) < size, forced, -1)
     mask = np.arange(max(ANSWER)) < np.array(ANSWER)[:, None]
-    fields = {FORCED: forced, THOUGHT: THOUGHTS, MASK: mask}
+    cut, reached = np.zeros((P, G), bool), np.ones((P, G), bool)
+    for place in CUT:
+        cut[place] = True
+    for place in [*UNREACHED, *CUT]:
+        reached[place] = False
+    fields = {FORCED: forced, THOUGHT: THOUGHTS, MASK: mask, REACHED: reached}
     result = tiny.rollouts(np.zeros((P, G)), STEPS, WIDTH, fields=fields)
     tokens = random.integers(2, tiny.VOCAB, (P, G, STEPS)).astype(np.int32)
     real = np.arange(STEPS) < np.minimum(THOUGHTS + 2, STEPS)[..., None]
-    drawn = {"completion_tokens": np.where(real, tokens, 0), "token_mask": real}
+    drawn = {"completion_tokens": np.where(real, tokens, 0), "token_mask": real, "truncated": cut}
     return jax.tree.map(jnp.asarray, dataclasses.replace(result, **drawn))
 
 
@@ -69,8 +76,12 @@ def written():
     real, answered = np.zeros((2, P, G, STEPS), bool)
     for p, g in np.ndindex(P, G):
         thought = int(THOUGHTS[p, g])
+        if (p, g) in UNREACHED:
+            thought = int(rollouts().token_mask[p, g].sum())
         tokens[p, g, :thought] = rollouts().completion_tokens[p, g, :thought]
         real[p, g, :thought] = True
+        if (p, g) in [*UNREACHED, *CUT]:
+            continue
         forced = np.asarray(rollouts().fields[FORCED][p])[: PREFIX[p] + ANSWER[p]]
         end = thought + len(forced)
         if end <= STEPS:
@@ -135,7 +146,7 @@ def slope_by_hand():
         places[p, g, end - ANSWER[p] : end] = True
     longest = {"completion_tokens": jnp.asarray(longer), "token_mask": jnp.asarray(places)}
     logp = tiny.whole_logps(WIDE, tiny.params(WIDE), dataclasses.replace(by_hand, **longest), 1.0)
-    reward = np.exp(np.where(places, logp, 0).sum(-1))
+    reward = np.exp(np.where(places, logp, 0).sum(-1)) * np.asarray(rollouts().fields[REACHED])
     advantage = reward - (reward.sum(1, keepdims=True) - reward) / (G - 1)
     weight = np.where(answered, WEIGHT * reward[..., None], advantage[..., None]) * real
 
@@ -179,12 +190,13 @@ def test_answers_stand_behind_thoughts_where_there_is_room():
     answer_logp = random.normal(size=(P, G, max(ANSWER)))
     changed = answers.with_answers(rollouts(), jnp.asarray(answer_logp))
     by_hand, answered = written()
-    assert answered.any(-1).sum() == P * G - 2
+    assert answered.any(-1).sum() == P * G - 2 - len(UNREACHED) - len(CUT)
     np.testing.assert_array_equal(changed.fields[ANSWERED], answered)
     np.testing.assert_array_equal(changed.token_mask, by_hand.token_mask)
     np.testing.assert_array_equal(changed.completion_tokens, by_hand.completion_tokens)
     for p, g in np.ndindex(P, G):
         thought, behavior = THOUGHTS[p, g], changed.behavior_logp[p, g]
+        thought += 2 * ((p, g) in UNREACHED)
         sampled = rollouts().behavior_logp[p, g, :thought]
         np.testing.assert_array_equal(behavior[:thought], sampled)
         if answered[p, g].any():

@@ -72,7 +72,7 @@ def verifree(
     """The probability of the whole known answer as one more reward, then RLOO at the thought, and
     the answer itself behind it.
 
-        r = exp(sum_j log p(answer_j | thought))
+        r = exp(sum_j log p(answer_j | thought)), 0 where the sample came to no answer of its own
         a = r - mean of the others at the thought,  answer * r at the answer's tokens
 
     In expectation it is the gradient of the reward of exact match, with less noise: what the
@@ -86,21 +86,22 @@ def verifree(
       answer: weight of the answers' tokens, as in the part `train_on_answers`.
 
     `weights` knows the reward as "answer_probability", with weight 1 where they do not name it.
-    Fields: answer_logp, answer_mask and answered, from the data's answers in training.
+    Fields: answer_logp, answer_mask, answer_reached and answered, from the data's answers in
+    training.
     Source: VeriFree, arXiv 2505.21493. The paper adds both terms of all tokens up: `sequence_sum`.
-    The authors' code pays 0 for a sample that never reaches the answer. Here all of it is its
-    thought and is paid as any other: `rubric_gate(mode="rollout")` or `mask_truncated` in a chain
-    leave it out.
+    Samples without an answer of their own, or cut, are paid 0 as in the authors' code, which pays 0
+    too where the known answer has no room.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"answer_logp": [[[0.0], [-30.0]]], "answer_mask": [[True]]}
     >>> fields |= {"answered": [[[0, 1], [0, 1]]], "token_mask": [[[1, 1], [1, 1]]]}
+    >>> fields["answer_reached"] = [[True, True]]
     >>> options = {"weights": {"reward": 0.0}}
     >>> evaluate("verifree", [[0.0, 0.0]], options=options, **fields)[0].round(3).tolist()
     [[[1.0, 1.0], [-1.0, 0.0]]]
     """
     return chain(
-        answer_probability("product", scorer=scorer),
+        answer_probability("product", scorer=scorer, must_reach=True),
         sum_rewards(**_named("answer_probability", weights)),
         subtract_leave_one_out_mean(),
         train_on_answers(answer),
@@ -126,14 +127,14 @@ def nover(
       eps, ddof: as in `grpo`.
 
     `weights` knows the reward as "perplexity_rank", with weight 1 where they do not name it.
-    Fields: answer_logp, answer_mask, thought_tokens, from the data's answers in training.
+    Fields: answer_logp, answer_mask, thought_tokens, answer_reached, from the data's answers in
+    training.
     Source: NOVER, arXiv 2505.16022. There a badly formatted sample has 0 and no place; here one
-    that never reaches the answer is ranked too. In a chain `rubric_gate(mode="rollout")` behind the
-    rank leaves it out, after it has been ranked.
+    that never came to an answer of its own, or was cut.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
-    >>> fields["thought_tokens"] = [[1, 1]]
+    >>> fields |= {"thought_tokens": [[1, 1]], "answer_reached": [[True, True]]}
     >>> options = {"eps": 0.0, "ddof": 0, "weights": {"reward": 0.0}}
     >>> evaluate("nover", [[0.0, 0.0]], options=options, **fields)[0].tolist()
     [[1.0, -1.0]]

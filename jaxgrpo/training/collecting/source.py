@@ -19,6 +19,7 @@ from jaxgrpo.core.scores import (
     ANSWERS_OF_POLICIES,
     OF_ANSWERS,
     OF_BATCH,
+    REACHED,
     Score,
     choice_field,
     prompt_field,
@@ -99,7 +100,7 @@ def make_rollout_source(
     )
     _refuse_other_tokens(scored, records.without(brought, dict(geometry.records)))
     if run_inputs.replay:
-        needs |= {FORCED, THOUGHT, MASK} if scored else set()
+        needs |= {FORCED, THOUGHT, MASK, REACHED} if scored else set()
         support, proximal = blueprint.sampling.support, blueprint.objective.proximal
         needs |= needed_support(run_inputs.replay, support > 0, proximal == "behavior")
         return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
