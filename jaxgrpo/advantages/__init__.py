@@ -39,6 +39,7 @@ from jaxgrpo.advantages.masks import (
     mask_group_difficulty,
     mask_low_variance,
     mask_truncated,
+    mask_untaught,
     mask_zero_variance,
 )
 from jaxgrpo.advantages.mismatch import (
@@ -144,6 +145,7 @@ __all__ = [
     "mask_low_variance",
     "mask_truncated",
     "mask_truncated_turns",
+    "mask_untaught",
     "mask_zero_variance",
     "masked_importance",
     "max_minus_second",

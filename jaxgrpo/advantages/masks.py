@@ -40,7 +40,8 @@ def mask_zero_variance() -> AdvantageTransform:
 
 
 def keep_samples(count: int | None = None) -> AdvantageTransform:
-    """Masks all but the first samples of each group: more are drawn, and judged, than trained on.
+    """Masks all but the first unmasked samples of each group: more are drawn, and judged, than
+    trained on.
 
     Samples are drawn alike, so that the first are as good as any. Put it behind the sum of the
     rewards: the group's statistics are then of what is trained on. Rewards that look at the whole
@@ -68,8 +69,9 @@ def keep_samples(count: int | None = None) -> AdvantageTransform:
                 f"keep_samples: count = {count}, but a group has {samples} samples: give at most "
                 "rollout.group_size"
             )
-        place = jnp.arange(samples).reshape(1, -1, *(1,) * (signal.mask.ndim - 2))
-        return dataclasses.replace(signal, mask=signal.mask & (place < limit)), {}
+        number = jnp.cumsum(_sample_mask(signal), axis=1)
+        stays = (number <= limit).reshape(*number.shape, *(1,) * (signal.mask.ndim - 2))
+        return dataclasses.replace(signal, mask=signal.mask & stays), {}
 
     return base.stateless(name, apply)
 
@@ -116,12 +118,40 @@ def mask_truncated() -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         truncated = base.read("mask_truncated", rollouts, "truncated").astype(bool)
-        widened = signal.mask.ndim == 3
-        unmasked_samples = signal.mask.any(-1) if widened else signal.mask
-        mask = signal.mask & ~(truncated[..., None] if widened else truncated)
-        return dataclasses.replace(signal, mask=mask), {"masked": mean(truncated, unmasked_samples)}
+        return _without_samples(signal, truncated)
 
     return base.stateless("mask_truncated", apply)
+
+
+def mask_untaught(score: str = "teacher_top") -> AdvantageTransform:
+    """Masks samples that a teacher has no prompt for, so that a mean is over taught samples.
+
+    Beside a loss that reads the score (`top_k_divergence`), whose means count all unmasked tokens.
+
+    Args:
+      score: an entry of `[[scores]]`; NaN, in any of a sample's numbers, says that it has none.
+
+    Fields: the score, [P, G, T] or [P, G, T, 2, k + 1].
+    Signal: [P, G] or [P, G, T], mask cut.  Metrics: masked, the share of unmasked samples.
+    Source: SDPO, arXiv 2601.20802, in its code.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> score = [[[-1.0, -2.0], [float("nan")] * 2]]
+    >>> evaluate(mask_untaught(), [[1.0, 0.0]], teacher_top=score)[1].tolist()
+    [[True, False]]
+    """
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        numbers, shape = base.read_field("mask_untaught", score, rollouts), signal.mask.shape
+        if numbers.shape[:2] != shape[:2]:
+            raise InputError(
+                f"mask_untaught: {score} has shape {numbers.shape}, expected [P, G, T] or "
+                f"[P, G, T, 2, k + 1] with [P, G] = {shape[:2]}"
+            )
+        untaught = jnp.isnan(numbers).any(tuple(range(2, numbers.ndim)))
+        return _without_samples(signal, untaught)
+
+    return base.stateless("mask_untaught", apply, needs=frozenset({score}))
 
 
 def mask_low_variance(
@@ -270,6 +300,18 @@ def mask_group_difficulty(
     return base.stateless(
         "mask_group_difficulty", apply, needs=base.needed_fields(reward), levels=(2,)
     )
+
+
+def _without_samples(signal: Signal, leaves: Array) -> tuple[Signal, Metrics]:
+    """Masks the samples that leave, [P, G]; reports their share of the unmasked ones."""
+    stays = ~leaves.reshape(*leaves.shape, *(1,) * (signal.mask.ndim - 2))
+    masked = dataclasses.replace(signal, mask=signal.mask & stays)
+    return masked, {"masked": mean(leaves, _sample_mask(signal))}
+
+
+def _sample_mask(signal: Signal) -> Array:
+    """The samples with an unmasked value, [P, G]."""
+    return signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
 
 
 def _check_low_variance(threshold, drop, field, positions, reduce) -> None:

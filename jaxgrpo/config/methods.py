@@ -122,8 +122,10 @@ def trace_chain(
         num_rows=num_rows,
     )
     shape = spec.num_prompts, spec.group_size, spec.max_completion_tokens
-    scored = jax.ShapeDtypeStruct(shape, np.float32)
-    added = dict.fromkeys(chain.needs & scores.keys() - SCORES.keys(), scored)
+    added = {
+        name: jax.ShapeDtypeStruct((*shape, *scores[name].entries), np.float32)
+        for name in chain.needs & scores.keys() - SCORES.keys()
+    }
     trace_shapes(chain, spec, {**fields, **added})
 
 

@@ -51,6 +51,11 @@ class Score(NamedTuple):
         return tuple(dict.fromkeys(self.policies)) or (self.policy,)
 
     @property
+    def entries(self) -> tuple[int, ...]:
+        """The axes behind [P, G, T]."""
+        return (2, self.count + 1) if self.quantity == "likeliest" else ()
+
+    @property
     def is_of_batch(self) -> bool:
         """Whether the rows of an update have it: the same prompts, and one policy for all rows."""
         return self.prompt is None and not self.policies

@@ -215,8 +215,8 @@ def top_k_divergence(
     weighs tokens by q, the reverse one by p: the same end of k tokens loses least. Value and
     gradient are exactly 0 where p = q. As `full_kl` it leaves out what a token does to later
     states. It acts at any tokens: the policy's samples, or texts of the data (`data.completion`).
-    Where the other model has no prompt for a sample (NaN in the field) there is none; the reduction
-    counts its tokens, while SDPO's mean is over taught samples.
+    Where the other model has no prompt for a sample (NaN in the field) there is none, and the
+    reduction counts its tokens, unless the chain has `mask_untaught`.
 
     Args:
       beta: weight against the surrogate; not negative.

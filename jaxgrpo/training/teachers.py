@@ -142,17 +142,17 @@ def method_scores(
 ) -> dict[str, Score]:
     """The scores that a method may read: those of every run, and those of a config.
 
-    Raises: InputError for one that nothing reads, and where likeliest tokens are read as something
-    else, or something else as them.
+    Raises: InputError for one that nothing reads, likeliest tokens that no loss counts, and where
+    something else is read as them.
     """
     refuse_unread(entries, read_by_chain | objective.needs)
     scores = make_scores(entries, objective.counts, objective.at_student_tokens)
     for name, score in scores.items():
         is_likeliest = score.quantity == "likeliest"
-        if is_likeliest and (name in read_by_chain or not score.count):
+        if is_likeliest and not score.count:
             raise InputError(
-                f'scores: {name} has quantity = "likeliest", which only loss.kl = {{ use = '
-                f'"top_k_divergence", score = "{name}" }} reads: name it there and nowhere else'
+                f'scores: {name} has quantity = "likeliest", and no loss says how many tokens: set '
+                f'loss.kl = {{ use = "top_k_divergence", score = "{name}", k = 20, beta = 1.0 }}'
             )
         if score.count and not is_likeliest:
             raise InputError(

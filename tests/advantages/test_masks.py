@@ -12,9 +12,11 @@ from jaxgrpo.advantages import (
     chain,
     compute,
     evaluate,
+    keep_samples,
     mask_group_difficulty,
     mask_low_variance,
     mask_truncated,
+    mask_untaught,
     mask_zero_variance,
     rubric_gate,
     subtract_group_mean,
@@ -308,6 +310,25 @@ def test_masked_groups_are_counted_among_those_with_a_sample():
     masked = metrics["mask_group_difficulty/masked_groups"]
     assert masked.result() == pytest.approx((rate > 0.99).mean())
     assert metrics["mask_group_difficulty/rate"].result() == pytest.approx(rate.mean())
+
+
+@pytest.mark.parametrize("entries", [(2,), (2, 2, 4)], ids=["logp", "likeliest"])
+def test_samples_that_a_teacher_has_no_prompt_for_are_masked(entries):
+    score = np.zeros((2, 3, *entries), np.float32)
+    score[0, 1] = score[1, :2] = NAN
+    value, mask = run(mask_untaught("top"), rewards=np.ones((2, 3)), top=score)
+    assert mask.tolist() == [[True, False, True], [False, False, True]]
+    assert value.tolist() == mask.tolist()
+    with pytest.raises(
+        InputError, match=r"mask_untaught: top has shape \(3, 2.*\[P, G\] = \(2, 3\)"
+    ):
+        run(mask_untaught("top"), rewards=np.ones((2, 3)), top=np.swapaxes(score, 0, 1))
+
+
+def test_the_first_samples_that_stay_are_those_that_could_be_scored():
+    rewards = [[NAN, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, NAN]]
+    _, mask = run(keep_samples(2), rewards=rewards)
+    assert mask.tolist() == [[False, True, True, False], [True, True, False, False]]
 
 
 @pytest.mark.parametrize(

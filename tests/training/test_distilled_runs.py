@@ -3,6 +3,7 @@ on texts of the data; and what is refused before they begin."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -196,6 +197,35 @@ def test_feedback_stands_before_each_sample_and_none_leaves_it_out(tmp_path):
     assert np.isfinite(sharding.to_host(prepared.advantage)).all()
 
 
+def test_a_mean_over_taught_samples_leaves_the_others_out(tmp_path):
+    (score,) = sibling(name="teacher_top", quantity="likeliest", policy="base")["scores"]
+    changes = divergence(top="student", alpha=0.5) | {"scores": [score]}
+    changes["advantage"] = [*NO_REWARD, {"use": "mask_untaught", "score": "teacher_top"}]
+    run = setup(small_run.config(tmp_path, **changes))
+    _, collected = by_hand.collect(run, run.learner, run.stream)
+    rollouts = collected.rollouts
+    prompts = rollouts.fields[prompt_field("successful_sibling")]
+    # No sample of the first group has a teacher, and one of the second lacks it.
+    prompts = prompts.at[0].set(-1).at[1:].set(prompts[1:].max((1, 2), keepdims=True).clip(1))
+    fields = {**rollouts.fields, prompt_field("successful_sibling"): prompts.at[1, 2].set(-1)}
+    rollouts = dataclasses.replace(rollouts, fields=fields)
+    learner, prepared = run.prepare(run.learner, rollouts)
+    taught = np.ones(rollouts.truncated.shape, bool)
+    taught[0] = taught[1, 2] = False
+    np.testing.assert_array_equal(prepared.live, taught)
+    assert float(prepared.metrics["mask_untaught/masked"].result()) == pytest.approx(
+        1 - taught.mean()
+    )
+    (batch,) = prepared.batches
+    weight = sharding.to_host(batch.weight)
+    number = sharding.to_host(rollouts.token_mask)[taught].sum()
+    np.testing.assert_allclose(weight[weight > 0], 1 / number, rtol=1e-6)
+    assert (weight > 0).sum() == number
+    _, metrics = run.update(learner, prepared.batches)
+    assert np.isfinite(float(metrics["kl"].result()))
+    assert float(metrics["grad_norm"].result()) > 0
+
+
 def texts(tmp_path, **columns):
     """A run on right answers that stand in the data."""
     return {
@@ -254,7 +284,11 @@ def test_what_cannot_teach_is_refused_before_a_run_begins(tmp_path):
     assert 'reads teacher_top, whose quantity is "logp": set it to "likeliest"' in message
     chain = [{"use": "sum_rewards"}, {"use": "score_mean", "score": "teacher_top"}]
     message = refused({**divergence(), "advantage": chain[::-1]})
-    assert 'has quantity = "likeliest", which only loss.kl' in message
+    assert "score_mean: teacher_top has shape" in message
+    assert "expected [P, G, T]" in message
+    alone = {**divergence(), "advantage": [chain[0], {"use": "mask_untaught"}]}
+    message = refused({name: value for name, value in alone.items() if name != "loss.kl"})
+    assert 'has quantity = "likeliest", and no loss says how many tokens' in message
     written = {**texts(tmp_path), "advantage": NO_REWARD}
     message = refused({**written, "loss.surrogate": {"use": "clip"}})
     assert 'set loss.proximal = "trainer"' in message

@@ -58,6 +58,10 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "keep_samples": [(adv.sum_rewards(), adv.keep_samples(3), adv.subtract_group_mean())],
         "mask_zero_variance": [(adv.sum_rewards(), adv.mask_zero_variance())],
+        "mask_untaught": [
+            (adv.sum_rewards(), adv.mask_untaught("teacher_logp")),
+            (adv.sum_rewards(), adv.to_tokens(), adv.mask_untaught("teacher_logp")),
+        ],
         "mask_truncated": [
             (adv.sum_rewards(), adv.mask_truncated()),
             (adv.sum_rewards(), adv.to_tokens(), adv.mask_truncated()),
