@@ -271,7 +271,7 @@ def test_no_package_has_the_name_of_a_public_function():
 
 
 LINES = {
-    "advantages": 4018,  # with masks, weights by turn, known answers, teachers, baselines of rows
+    "advantages": 4028,  # with masks, weights by turn, known answers, teachers, baselines of rows
     "losses": 1308,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 669,  # with what launches and short collectives take
     "data": 2372,  # with four tasks of experiments, four of several turns, and reasoning-gym's
@@ -289,7 +289,7 @@ LINES = {
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
 
-WHOLE = {"Config": 25, "Setup": 17, "Blueprint": 11, "ModelConfig": 49}
+WHOLE = {"Config": 25, "Setup": 16, "Blueprint": 11, "ModelConfig": 48}
 """Functions that may take an object of each of these types, which hold far more than one function
 uses. Build a part once, where it is checked, and hand on what was built: these numbers only fall.
 """

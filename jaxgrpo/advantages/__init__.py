@@ -49,7 +49,6 @@ from jaxgrpo.advantages.mismatch import (
     truncated_importance,
 )
 from jaxgrpo.advantages.reflection import (
-    add_information_gain,
     answer_length,
     answer_probability,
     perplexity_rank,
@@ -73,7 +72,14 @@ from jaxgrpo.advantages.streams import (
     sum_rewards,
     sum_scored,
 )
-from jaxgrpo.advantages.tokens import gae, hicra, kl_in_reward, reward_to_go, to_tokens
+from jaxgrpo.advantages.tokens import (
+    add_information_gain,
+    gae,
+    hicra,
+    kl_in_reward,
+    reward_to_go,
+    to_tokens,
+)
 from jaxgrpo.advantages.tracked import (
     divide_by_running_scale,
     ema_baseline,

@@ -12,7 +12,6 @@ from jax import Array, lax
 from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams
 from jaxgrpo.advantages.streams import add_stream, any_mask, stream
-from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.ranking import top_share
@@ -21,9 +20,6 @@ from jaxgrpo.core.types import Rollouts, Signal
 
 LOWEST_LOGP = -30.0
 """Answer log-probs are cut here, in nats: one of -inf would own all variance."""
-
-LOWEST_TOTAL = -1e4
-"""Log-probs of whole answers are cut here, in nats."""
 
 _WEIGHTS: dict[str, Callable[[Array, Array, Any], Array]] = {
     "var": lambda variance, tokens, share: variance,
@@ -39,7 +35,7 @@ _SPREADS: dict[str, Callable[[Array, Array], Array]] = {
     "max": lambda variance, weights: jnp.sqrt(variance.max(-1, initial=0)),
 }
 """Kind -> (variance, weights [P, J]) -> how much a prompt varies, [P]."""
-_NAME, _GAIN = "reasoning_reflection", "add_information_gain"
+_NAME = "reasoning_reflection"
 
 
 def reasoning_reflection(
@@ -128,49 +124,6 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
     return step._replace(name="answer_length")
 
 
-def add_information_gain(
-    alpha: Scheduled = 1.0, beta: Scheduled = 0.0, clip: float = 10.0, scorer: str = "trainer"
-) -> AdvantageTransform:
-    """Adds to the tokens of each part of a thought what it tells of a known answer.
-
-        l[k] = log pi(answer | prompt, first k of K parts of the thought)
-        u[k] = clip(l[k] - l[k - 1], -clip, clip) - beta n[k] / T,    n[k] the tokens of part k
-        a[p, g, t] + alpha (u[p, g, k(t)] - mean over the group's samples of u[p, ., k(t)])
-
-    Without clip and beta the sum over k is l[K] - l[0], what the whole thought tells: that of the
-    stream "r3" of `reasoning_reflection(kind="uniform", masked_thought=True)`, times the answer's
-    tokens. A part earns its own gain, not what later parts make of it. Groups whose rewards are all
-    equal have a signal too. Parts are equal shares of the thought's tokens, `data.answer_cuts` of
-    them; a part without a token is in no mean. Tokens behind the thought get the signal alone. A
-    sample with a NaN among its l is left as it is.
-
-    Args:
-      alpha: 0 or more, in units of advantage per nat; a number or a function of the step.
-      beta: 0 or more, what a part as long as the longest completion T loses, in nats.
-      clip: nats, above 0.
-      scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
-
-    Fields: cut_answer_logp [P, G, K + 1], thought_tokens [P, G].
-    Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens.
-    Metrics: gain, the mean of l[K] - l[0]; first, the share of it that the first part has told.
-    Source: L2T, arXiv 2505.10425, for gains by parts. Its second term, a bound on what a part has
-      changed in the parameters, is replaced by the length; equal parts and the mean are ours.
-
-    >>> from jaxgrpo.advantages import evaluate
-    >>> fields = {"cut_answer_logp": [[[-3.0, -2.0, 0.0], [-3.0, -3.0, -3.0]]]}
-    >>> fields |= {"thought_tokens": [[2, 2]], "token_mask": [[[1, 1], [1, 1]]]}
-    >>> evaluate(add_information_gain(), [[0.0, 0.0]], **fields)[0].tolist()
-    [[[0.5, 1.0], [-0.5, -1.0]]]
-    """
-    base.check_at_least(_GAIN, 0, alpha=alpha, beta=beta)
-    base.check(_GAIN, "a number of nats above 0", lambda nats: nats > 0, clip=clip)
-    base.check_choice(_GAIN, SCORERS, scorer=scorer)
-    field = answer_field("cut_answer_logp", scorer)
-    apply = _Gain(alpha, beta, clip, field).apply
-    needs = base.needed_fields(field, "thought_tokens")
-    return base.stateless(_GAIN, apply, needs=needs, relative=True)
-
-
 def answer_probability(
     over: str = "mean",
     masked_thought: bool = False,
@@ -184,8 +137,7 @@ def answer_probability(
         masked_thought:  clip(r[p, g] - r[p] without a thought, 0, 1)
         must_reach:      0 where the sample never came to an answer of its own
 
-    A mean of probabilities, not of logs: one unlikely token costs 1 / J and no more. The product is
-    the reward of a verifier that accepts the known answer alone, in expectation over answers.
+    The product is what a verifier that accepts the known answer alone pays in expectation.
 
     Args:
       over: "mean" or "product".
@@ -203,24 +155,17 @@ def answer_probability(
     >>> evaluate([answer_probability(), sum_rewards()], [[0.0, 0.0]], **fields)[0].tolist()
     [[0.5, 1.0]]
     """
-    name = "answer_probability"
+    name, field = "answer_probability", answer_field("answer_logp", scorer)
     base.check_choice(name, ("mean", "product"), over=over)
     base.check_choice(name, SCORERS, scorer=scorer)
-    field = answer_field("answer_logp", scorer)
     masked = answer_field("masked_answer_logp", scorer) if masked_thought else None
-
-    def probability(logp: Array, tokens: Array) -> Array:
-        if over == "product":
-            return jnp.exp(jnp.where(tokens, logp, 0).sum(-1))
-        return stats.mean(jnp.exp(logp), tokens, axis=-1)[..., 0]
 
     def make(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         logp, without, tokens, scored = _read(streams, rollouts, field, masked, name)
         scored = scored & tokens.any(-1, keepdims=True)
-        value = probability(logp, jnp.broadcast_to(tokens[:, None], logp.shape))
-        metrics: Metrics = {}
+        value, metrics = _probability(over, logp, tokens[:, None]), {}
         if masked is not None:
-            prior = probability(without, tokens)[:, None]
+            prior = _probability(over, without, tokens)[:, None]
             value = jnp.clip(value - prior, 0, 1)
             metrics = {"without_thought": mean(prior, scored.any(-1, keepdims=True))}
         if must_reach:
@@ -229,6 +174,14 @@ def answer_probability(
 
     reached = REACHED if must_reach else None
     return add_stream(name, name, make, base.needed_fields("answer_mask", field, masked, reached))
+
+
+def _probability(over: str, logp: Array, tokens: Array) -> Array:
+    """Of an answer with these tokens, over their last axis."""
+    tokens = jnp.broadcast_to(tokens, logp.shape)
+    if over == "product":
+        return jnp.exp(jnp.where(tokens, logp, 0).sum(-1))
+    return stats.mean(jnp.exp(logp), tokens, axis=-1)[..., 0]
 
 
 def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> AdvantageTransform:
@@ -271,14 +224,8 @@ def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> Adv
         length = base.read_field(name, "thought_tokens", rollouts, scored.shape, "[P, G]")
         length = jnp.where(placed, length, 0).astype(cost.dtype)
         score = cost / jnp.maximum(1 + jnp.log10(jnp.maximum(length, 1)), 1)
-        pairs = placed[:, :, None] & placed[:, None, :]
-        count = lambda flags: (pairs & flags).sum(-1).astype(cost.dtype)  # noqa: E731
-        row, column = score[:, :, None], score[:, None, :]
-        number = stats.count(placed).astype(cost.dtype)
-        place = count(column < row) + (count(column == row) - 1) / 2
-        helps = count((column > row) & (length[:, None, :] > length[:, :, None]))
-        weight = base.at_step(efficiency, rollouts, cost.dtype)
-        value = 1 - place / jnp.maximum(number, 1) + weight * helps / jnp.maximum(number - 1, 1)
+        place, helps = _places(score, length, placed)
+        value = 1 - place + base.at_step(efficiency, rollouts, cost.dtype) * helps
         value = jnp.where(placed, value, 0).astype(_dtype(streams))
         return Signal(value=value, mask=scored), {"perplexity": mean(jnp.exp(cost), placed)}
 
@@ -286,81 +233,19 @@ def perplexity_rank(efficiency: Scheduled = 0.0, scorer: str = "trainer") -> Adv
     return add_stream(name, name, make, needs)
 
 
-class _Gain(NamedTuple):
-    """The options of `add_information_gain`, and what it does."""
+def _places(score: Array, length: Array, placed: Array) -> tuple[Array, Array]:
+    """Of each sample [P, G] the share of its group that has a lower score, with half of the equal
+    ones, and the share of the others that have a higher one and a longer thought."""
+    pairs = placed[:, :, None] & placed[:, None, :]
+    row, column = score[:, :, None], score[:, None, :]
 
-    alpha: Scheduled
-    beta: Scheduled
-    clip: float
-    field: str
+    def count(flags: Array) -> Array:
+        return (pairs & flags).sum(-1).astype(score.dtype)
 
-    def apply(self, signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        signal = at_tokens(_GAIN, signal, rollouts)
-        alive = signal.mask.any(-1)
-        logp = stats.widen(base.read_field(_GAIN, self.field, rollouts))
-        thought = base.read_field(_GAIN, "thought_tokens", rollouts, alive.shape, "[P, G]")
-        thought = thought.astype(jnp.int32)
-        gains = _gains(logp, thought, alive, self.clip)
-        length, dtype = signal.value.shape[-1], logp.dtype
-        cost = base.at_step(self.beta, rollouts, dtype) * gains.tokens.astype(dtype) / length
-        worth = jnp.where(gains.mask, gains.value - cost, 0)
-        group = stats.summary(worth, gains.mask)
-        # Exactly 0 where all are equal, whose mean is rounded.
-        centred = jnp.where(gains.mask & ~group.flat, group.centred(worth), 0)
-        added = jnp.take_along_axis(centred, _part_indices(gains.tokens, length), axis=-1)
-        within = jnp.arange(length, dtype=thought.dtype)[None, None] < thought[..., None]
-        weight = base.at_step(self.alpha, rollouts, dtype)
-        added = jnp.where(signal.mask & within, weight * added, 0)
-        value = stats.widen(signal.value)
-        return base.with_value(signal, value + added.astype(value.dtype)), _gain_metrics(gains)
-
-
-class _Gains(NamedTuple):
-    """What each of K parts of a thought tells, [P, G, K]."""
-
-    value: Array  # clipped, in nats
-    tokens: Array  # of each part
-    mask: Array  # bool: the part has a token, and its sample is scored
-    total: Array  # [P, G], of the whole thought, not clipped
-
-
-def _gains(logp: Array, thought: Array, alive: Array, clip: float) -> _Gains:
-    """Args: logp: [P, G, K + 1]."""
-    if logp.ndim != 3 or logp.shape[:2] != alive.shape or logp.shape[2] < 2:
-        raise InputError(
-            f"{_GAIN}: cut_answer_logp has shape {logp.shape}, expected [P, G, K + 1] with [P, G] ="
-            f" {alive.shape}: the answer's log-prob behind 0, 1, ..., K parts of each thought"
-        )
-    cuts = logp.shape[2] - 1
-    ends = part_ends(thought, cuts)
-    tokens = ends[..., 1:] - ends[..., :-1]
-    scored = alive & ~jnp.isnan(logp).any(-1)
-    finite = jnp.maximum(jnp.where(scored[..., None], logp, 0), LOWEST_TOTAL)
-    change = finite[..., 1:] - finite[..., :-1]
-    mask = scored[..., None] & (tokens > 0)
-    value = jnp.where(mask, jnp.clip(change, -clip, clip), 0)
-    return _Gains(value, tokens, mask, jnp.where(mask, change, 0).sum(-1))
-
-
-def part_ends(thought: Array, cuts: int) -> Array:
-    """The tokens of the first 0, 1, ..., K parts of thoughts [P, G], [P, G, K + 1]: equal parts,
-    where that leaves a rest the earlier ones are longer."""
-    return jnp.stack([-(-thought * k // cuts) for k in range(cuts + 1)], axis=-1)
-
-
-def _part_indices(tokens: Array, length: int) -> Array:
-    """The part that each of `length` tokens is in, [P, G, T]; the last one behind the thought."""
-    ends = jnp.cumsum(tokens, -1, dtype=jnp.int32)
-    behind = jnp.arange(length, dtype=jnp.int32)[None, None, :, None] >= ends[..., None, :]
-    return jnp.minimum(behind.sum(-1, dtype=jnp.int32), tokens.shape[-1] - 1)
-
-
-def _gain_metrics(gains: _Gains) -> Metrics:
-    has_thought = gains.mask.any(-1)
-    first = jnp.where(gains.mask[..., 0], gains.value[..., 0], 0)
-    share = first / jnp.where(gains.total == 0, 1, gains.total)
-    has_gain = has_thought & (gains.total != 0)
-    return {"gain": mean(gains.total, has_thought), "first": mean(share, has_gain)}
+    number = stats.count(placed).astype(score.dtype)
+    place = count(column < row) + (count(column == row) - 1) / 2
+    helps = count((column > row) & (length[:, None, :] > length[:, :, None]))
+    return place / jnp.maximum(number, 1), helps / jnp.maximum(number - 1, 1)
 
 
 def log_propagation(logp: Array, distance: Array, gamma: float) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,15 @@ from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.scores import SCORERS, answer_field
 from jaxgrpo.core.types import Rollouts, Signal
 
 _BLOCK = 32  # tokens
 _PLACES = ("all", "last")
 _POLICIES = ("trainer", "behavior")
+_GAIN = "add_information_gain"
+LOWEST_TOTAL = -1e4
+"""Log-probs of whole answers are cut here, in nats."""
 
 
 def to_tokens(place: str = "all") -> AdvantageTransform:
@@ -113,6 +117,49 @@ def hicra(
 
     needs = base.needed_fields(None if phrases else name, "token_entropy" if entropies else None)
     return base.stateless("hicra", apply, needs=needs, levels=(3,))
+
+
+def add_information_gain(
+    alpha: Scheduled = 1.0, beta: Scheduled = 0.0, clip: float = 10.0, scorer: str = "trainer"
+) -> AdvantageTransform:
+    """Adds to the tokens of each part of a thought what it tells of a known answer.
+
+        l[k] = log pi(answer | prompt, first k of K parts of the thought)
+        u[k] = clip(l[k] - l[k - 1], -clip, clip) - beta n[k] / T,    n[k] the tokens of part k
+        a[p, g, t] + alpha (u[p, g, k(t)] - mean over the group's samples of u[p, ., k(t)])
+
+    Without clip and beta the sum over k is l[K] - l[0], what the whole thought tells: that of the
+    stream "r3" of `reasoning_reflection(kind="uniform", masked_thought=True)`, times the answer's
+    tokens. A part earns its own gain, not what later parts make of it. Groups whose rewards are all
+    equal have a signal too. Parts are equal shares of the thought's tokens, `data.answer_cuts` of
+    them; a part without a token is in no mean. Tokens behind the thought get the signal alone. A
+    sample with a NaN among its l is left as it is.
+
+    Args:
+      alpha: 0 or more, in units of advantage per nat; a number or a function of the step.
+      beta: 0 or more, what a part as long as the longest completion T loses, in nats.
+      clip: nats, above 0.
+      scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
+
+    Fields: cut_answer_logp [P, G, K + 1], thought_tokens [P, G].
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens.
+    Metrics: gain, the mean of l[K] - l[0]; first, the share of it that the first part has told.
+    Source: L2T, arXiv 2505.10425, for gains by parts. Its second term, a bound on what a part has
+      changed in the parameters, is replaced by the length; equal parts and the mean are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> fields = {"cut_answer_logp": [[[-3.0, -2.0, 0.0], [-3.0, -3.0, -3.0]]]}
+    >>> fields |= {"thought_tokens": [[2, 2]], "token_mask": [[[1, 1], [1, 1]]]}
+    >>> evaluate(add_information_gain(), [[0.0, 0.0]], **fields)[0].tolist()
+    [[[0.5, 1.0], [-0.5, -1.0]]]
+    """
+    base.check_at_least(_GAIN, 0, alpha=alpha, beta=beta)
+    base.check(_GAIN, "a number of nats above 0", lambda nats: nats > 0, clip=clip)
+    base.check_choice(_GAIN, SCORERS, scorer=scorer)
+    field = answer_field("cut_answer_logp", scorer)
+    apply = _Gain(alpha, beta, clip, field).apply
+    needs = base.needed_fields(field, "thought_tokens")
+    return base.stateless(_GAIN, apply, needs=needs, relative=True)
 
 
 def kl_in_reward(
@@ -286,6 +333,83 @@ def discounted(value: Array, mask: Array, decay: Any) -> Array:
         return earlier[0] + earlier[1] * later[0], earlier[1] * later[1]
 
     return jax.lax.associative_scan(join, (value, carry), reverse=True, axis=value.ndim - 1)[0]
+
+
+class _Gain(NamedTuple):
+    """The options of `add_information_gain`, and what it does."""
+
+    alpha: Scheduled
+    beta: Scheduled
+    clip: float
+    field: str
+
+    def apply(self, signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        signal = at_tokens(_GAIN, signal, rollouts)
+        alive = signal.mask.any(-1)
+        logp = stats.widen(base.read_field(_GAIN, self.field, rollouts))
+        thought = base.read_field(_GAIN, "thought_tokens", rollouts, alive.shape, "[P, G]")
+        thought = thought.astype(jnp.int32)
+        gains = _gains(logp, thought, alive, self.clip)
+        length, dtype = signal.value.shape[-1], logp.dtype
+        cost = base.at_step(self.beta, rollouts, dtype) * gains.tokens.astype(dtype) / length
+        worth = jnp.where(gains.mask, gains.value - cost, 0)
+        group = stats.summary(worth, gains.mask)
+        # Exactly 0 where all are equal, whose mean is rounded.
+        centred = jnp.where(gains.mask & ~group.flat, group.centred(worth), 0)
+        added = jnp.take_along_axis(centred, _part_indices(gains.tokens, length), axis=-1)
+        within = jnp.arange(length, dtype=thought.dtype)[None, None] < thought[..., None]
+        weight = base.at_step(self.alpha, rollouts, dtype)
+        added = jnp.where(signal.mask & within, weight * added, 0)
+        value = stats.widen(signal.value)
+        return base.with_value(signal, value + added.astype(value.dtype)), _gain_metrics(gains)
+
+
+class _Gains(NamedTuple):
+    """What each of K parts of a thought tells, [P, G, K]."""
+
+    value: Array  # clipped, in nats
+    tokens: Array  # of each part
+    mask: Array  # bool: the part has a token, and its sample is scored
+    total: Array  # [P, G], of the whole thought, not clipped
+
+
+def _gains(logp: Array, thought: Array, alive: Array, clip: float) -> _Gains:
+    """Args: logp: [P, G, K + 1]."""
+    if logp.ndim != 3 or logp.shape[:2] != alive.shape or logp.shape[2] < 2:
+        raise InputError(
+            f"{_GAIN}: cut_answer_logp has shape {logp.shape}, expected [P, G, K + 1] with [P, G] ="
+            f" {alive.shape}: the answer's log-prob behind 0, 1, ..., K parts of each thought"
+        )
+    cuts = logp.shape[2] - 1
+    ends = part_ends(thought, cuts)
+    tokens = ends[..., 1:] - ends[..., :-1]
+    scored = alive & ~jnp.isnan(logp).any(-1)
+    finite = jnp.maximum(jnp.where(scored[..., None], logp, 0), LOWEST_TOTAL)
+    change = finite[..., 1:] - finite[..., :-1]
+    mask = scored[..., None] & (tokens > 0)
+    value = jnp.where(mask, jnp.clip(change, -clip, clip), 0)
+    return _Gains(value, tokens, mask, jnp.where(mask, change, 0).sum(-1))
+
+
+def part_ends(thought: Array, cuts: int) -> Array:
+    """The tokens of the first 0, 1, ..., K parts of thoughts [P, G], [P, G, K + 1]: equal parts,
+    where that leaves a rest the earlier ones are longer."""
+    return jnp.stack([-(-thought * k // cuts) for k in range(cuts + 1)], axis=-1)
+
+
+def _part_indices(tokens: Array, length: int) -> Array:
+    """The part that each of `length` tokens is in, [P, G, T]; the last one behind the thought."""
+    ends = jnp.cumsum(tokens, -1, dtype=jnp.int32)
+    behind = jnp.arange(length, dtype=jnp.int32)[None, None, :, None] >= ends[..., None, :]
+    return jnp.minimum(behind.sum(-1, dtype=jnp.int32), tokens.shape[-1] - 1)
+
+
+def _gain_metrics(gains: _Gains) -> Metrics:
+    has_thought = gains.mask.any(-1)
+    first = jnp.where(gains.mask[..., 0], gains.value[..., 0], 0)
+    share = first / jnp.where(gains.total == 0, 1, gains.total)
+    has_gain = has_thought & (gains.total != 0)
+    return {"gain": mean(gains.total, has_thought), "first": mean(share, has_gain)}
 
 
 def _phrases(grams: Sequence[Any]) -> dict[int, list[tuple[int, ...]]]:

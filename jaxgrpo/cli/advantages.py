@@ -21,7 +21,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
-from jaxgrpo.core.types import ARRAYS, Rollouts, Signal
+from jaxgrpo.core.types import Rollouts, Signal
 from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document, terminal_table
 
@@ -42,20 +42,12 @@ def _answer_text(name: str) -> str:
     return f"{values} of the reference answer's tokens {behind}"
 
 
-def _arrays(**meanings: str) -> dict[str, Field]:
-    """Arrays that all rollouts have."""
-    shapes = {name: f"[{', '.join(ARRAYS[name][0])}]" for name in meanings}
-    return {n: Field(shapes[n], type(ARRAYS[n][1]().item()), meanings[n]) for n in meanings}
-
-
 PER_TOKEN = "[P, G, T]"
 FIELDS: dict[str, Field] = {
-    **_arrays(
-        truncated="whether the length limit cut the sample",
-        token_mask="whether the policy chose the token",
-        completion_tokens="the tokens",
-        behavior_logp="log-prob under the policy that sampled",
-    ),
+    "truncated": Field("[P, G]", bool, "whether the length limit cut the sample"),
+    "token_mask": Field(PER_TOKEN, bool, "whether the policy chose the token"),
+    "completion_tokens": Field(PER_TOKEN, int, "the tokens"),
+    "behavior_logp": Field(PER_TOKEN, float, "log-prob under the policy that sampled"),
     **{name: Field(score.shape, float, score_text(score)) for name, score in SCORES.items()},
     "token_value": Field(PER_TOKEN, float, "estimated return from the token on"),
     "planning": Field(PER_TOKEN, bool, "whether the token plans"),
@@ -77,11 +69,9 @@ FIELDS: dict[str, Field] = {
     "classes": Field("[P, G]", float, "id of the kind of answer"),
     "tree": Field("[P, G]", int, "id of the tree that the sample is a leaf of"),
     "ancestors": Field("[P, G, D]", int, "ids of its nodes, root first, -1 for none"),
-    **_arrays(
-        row="row of the prompt in the data set",
-        ordinal="place of the prompt in the run",
-        step="the training step",
-    ),
+    "row": Field("[P]", int, "row of the prompt in the data set"),
+    "ordinal": Field("[P]", int, "place of the prompt in the run"),
+    "step": Field("[]", int, "the training step"),
 }
 """What parts read beside rewards. Those of `types.SCORES` and `types.OF_ANSWERS` a run scores by
 itself."""

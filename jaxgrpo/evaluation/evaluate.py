@@ -346,8 +346,7 @@ def make_batches(
         state = TrainerState(global_step=step)
         scores, _ = judge.rollouts(rows, host[0], host[1], state, dialogue=drawing.dialogue)
         again = {} if rescore is None else rescore(params, put_prompts(mesh, batch))
-        rescored = sharding.to_host(again)
-        arrays = *host, scores[questions.scorer.name], rescored
+        arrays = *host, scores[questions.scorer.name], sharding.to_host(again)
         arrays = jax.tree.map(lambda x: x[: count - begin], arrays)
         tokens, mask, logp, truncated, scored, rescored = arrays
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]

@@ -396,8 +396,7 @@ def make_rewarder(
             fields |= policy.bring(stream.prompt_policy_state, params, rollouts)
         length = tokens.shape[-1]
         ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
-        rewards: Any = scores
-        judged = dataclasses.replace(rollouts, rewards=rewards)
+        judged = dataclasses.replace(rollouts, rewards={**scores})
         for add in add_fields:
             fields |= add(judged, ids)
         judged = dataclasses.replace(judged, fields=fields)

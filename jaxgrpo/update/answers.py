@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxgrpo.advantages.reflection import part_ends
+from jaxgrpo.advantages.tokens import part_ends
 from jaxgrpo.core.scores import ANSWERED, REACHED
 from jaxgrpo.core.types import Rollouts, only_tokens
 from jaxgrpo.models import sharding

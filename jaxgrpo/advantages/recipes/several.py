@@ -15,9 +15,9 @@ from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.batch import whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
-from jaxgrpo.advantages.reflection import add_information_gain, reasoning_reflection
+from jaxgrpo.advantages.reflection import reasoning_reflection
 from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_then
-from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.tokens import add_information_gain, to_tokens
 from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
 from jaxgrpo.core.errors import InputError, suggest
 

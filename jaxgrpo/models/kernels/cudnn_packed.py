@@ -151,7 +151,7 @@ they begin by the heads of queries, and other keys are read (jax-ml/jax, pull re
 
 
 class _NoFunction(NamedTuple):
-    """How cuDNN's backward pass is told that nothing changes its scores."""
+    """The arguments of cuDNN's backward pass by which nothing changes its scores."""
 
     options: dict[str, Any]  # beside those of all releases of JAX
     values: tuple[Any, ...]  # among those that the forward pass leaves
