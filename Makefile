@@ -8,7 +8,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test test-all test-reliability readme lint docs checks site experiments clean
+.PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test test-all test-long test-reliability readme lint docs checks site experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
@@ -19,7 +19,8 @@ help:
 	@echo "make test-fast   the quick tests"
 	@echo "make test-oldest the quick tests with the lowest versions that pyproject.toml allows"
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
-	@echo "make test-all    every test, with reliability, large compilations and learning"
+	@echo "make test-all    with reliability, large compilations and learning"
+	@echo "make test-long   what that tries for some, for every family, recipe and size: some two hours"
 	@echo "make test-reliability the tests of the twenty faults; writes the table of docs/reliability.md"
 	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
 	@echo "make lint        ruff and pyright"
@@ -58,7 +59,10 @@ test: lint
 	$(PYTEST) -m "not full"
 
 test-all: lint .venv/.envs .venv/.harness
-	CHECK_EVERY_MODULE=1 $(PYTEST)
+	CHECK_EVERY_MODULE=1 $(PYTEST) -m "not long"
+
+test-long: .venv/.envs
+	CHECK_EVERY_MODULE=1 $(PYTEST) -m long
 
 test-reliability: .venv/.tests
 	$(BIN)/python tests/support/reliability_table.py --jobs $(JOBS)

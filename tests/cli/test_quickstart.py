@@ -15,6 +15,7 @@ import pytest
 import quickstarts
 import small_run
 from engines import draw_all, make_engine
+from quick import long_but
 from rich.console import Console
 
 from jaxgrpo.cli import start
@@ -178,7 +179,7 @@ def test_the_line_printed_has_the_size_and_a_loss_near_its_floor(base):
     assert float(floor) < float(loss) < float(floor) + 0.005
 
 
-@pytest.mark.parametrize("name", quickstarts.VARIANTS)
+@pytest.mark.parametrize("name", long_but(["llama", "lora"], quickstarts.VARIANTS))
 def test_another_family_and_adapters_learn_as_much(shipped, name):
     summary = quickstarts.run(name, shipped[0], env=environment(), timeout=2 * LIMIT)
     assert quickstarts.judge(summary) == []

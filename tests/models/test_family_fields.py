@@ -13,7 +13,7 @@ import checkpoints
 import jax
 import numpy as np
 import pytest
-from quick import full_but
+from quick import full_but, long_but
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
@@ -163,10 +163,11 @@ def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, 
     assert {"equal", "refused"} & check(family, 72, tmp_path).keys()
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("every", long_but([8], [1, 8]))
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_field_is_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
-    by_outcome = check(family, 1, tmp_path)
+def test_every_field_is_computed_as_by_transformers_or_refused_by_name(family, every, tmp_path):
+    """One change in eight, others for each family, or all of them."""
+    by_outcome = check(family, every, tmp_path)
     # So many configs are really compared, and few are those that transformers cannot run.
-    assert len(by_outcome["equal"]) > 40
+    assert len(by_outcome["equal"]) > 40 // every
     assert len(by_outcome.get("neither", [])) < len(by_outcome["equal"])

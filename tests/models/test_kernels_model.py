@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attended import ALONE, SEVERAL
-from quick import full_but
+from quick import LONG, full_but
 
 from jaxgrpo.core.types import TrainBatch
 from jaxgrpo.models import decoder
@@ -127,13 +127,24 @@ SOFT_CAPPED, WITH_SINKS = ["gemma2"], ["gpt_oss"]
 WITH_LATENTS = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 SOON = {("gemma2", "splash"), ("gemma2", "blocks"), ("phi3", "cudnn")}
 """Compared by `make test` too, not only by `make test-all`."""
+LARGE = ("qwen3_next", "qwen3_moe", "qwen3_5_moe_text")
+"""Kinds of others together: their layers are those of qwen3_5_text, their experts gpt_oss's."""
+
+
+def marks(family: str, name: str) -> tuple[Any, ...]:
+    """Of a family by a kernel."""
+    if (family, name) in SOON:
+        return ()
+    return LONG if family in LARGE else (pytest.mark.full,)
+
+
 KERNELS = {"blocks": XLA, "splash": OF_TPU, "cudnn": OF_GPU}
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=() if (family, name) in SOON else pytest.mark.full)
+        pytest.param(family, name, marks=marks(family, name))
         for family in sorted(FAMILIES)
         for name in KERNELS
         if name == "blocks"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import checkpoints
 import numpy as np
 import pytest
+import quick
 
 import jaxgrpo
 from docs import real_model
@@ -110,7 +111,7 @@ def test_an_adapter_of_peft_computes_the_same_on_it(real, tmp_path):
     assert np.abs(expected - without)[mask].max() > 100 * CLOSE
 
 
-@pytest.mark.full
+@quick.long
 def test_ten_steps_teach_it_to_add_and_transformers_counts_the_same(
     tmp_path, python, environment, repository
 ):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import compiled_programs
 import pytest
+from quick import LONG
 
 from jaxgrpo.config import files
 from jaxgrpo.planning import plan, programs, topologies
@@ -67,9 +68,25 @@ def test_a_small_recipe_compiles_and_divides_what_it_should(tmp_path):
     assert compiled_programs.full_logits(compiled._replace(texts={"update": logits}))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("program", programs.NAMES)
-@pytest.mark.parametrize("name", [*map(recipe, RECIPES)])
+FULL = {
+    *(("qwen3_0p6b_v5e", program) for program in programs.NAMES),
+    ("llama31_8b_lora_v5p", "update"),
+    ("qwen3_30b_a3b_v5p", "decode"),
+    ("qwen3_5_9b_lora_v6e", "decode"),
+}
+"""Recipes and programs that `make test-all` compiles: all together take most of an hour."""
+
+
+def compilation(name: str, program: str):
+    """A parameter for a program of a recipe."""
+    marks = [pytest.mark.full] if (name, program) in FULL else [*LONG]
+    return pytest.param(name, program, marks=[*marks, *recipe(name).marks])
+
+
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [compilation(name, program) for name in RECIPES for program in programs.NAMES],
+)
 def test_a_recipe_compiles_and_divides_what_it_should(name, program, tmp_path):
     """One program at a time: compiling takes minutes for each."""
     compiled = compiled_programs.compiled(name, tmp_path, names=(program,))

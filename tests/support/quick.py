@@ -1,4 +1,7 @@
-"""The values of a test that `make test` tries; the rest are left to `make test-all`."""
+"""The values of a test that `make test` tries, those of `make test-all`, and the rest.
+
+`make test-long` repeats for every family, recipe and size what `make test-all` tries for some.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,29 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+LONG = (pytest.mark.full, pytest.mark.long)
+"""The marks of what only `make test-long` runs."""
+
+
+def long(test: Any) -> Any:
+    """Leaves a test to `make test-long`."""
+    for mark in LONG:
+        test = mark(test)
+    return test
+
+
+def long_but(full: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Values of one argument of a test that are all marked full, and long but for some.
+
+    Raises: ValueError where one of `full` is none of them.
+    """
+    values = list(values)
+    if unknown := [value for value in full if value not in values]:
+        raise ValueError(f"not among the values of the test: {unknown}")
+    return [
+        pytest.param(value, marks=pytest.mark.full if value in full else LONG) for value in values
+    ]
 
 
 def full_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tables
 
 import jaxgrpo
@@ -136,7 +137,7 @@ def test_kl_in_the_return_leads_to_the_tilted_base(base, tmp_path):
     assert logged == pytest.approx(distance, abs=0.02)
 
 
-@pytest.mark.full
+@quick.long
 @pytest.mark.parametrize("size", [2, 4, 16])
 @pytest.mark.parametrize("recipe", ["rloo", "dr_grpo"])
 def test_both_undivided_recipes_lead_there_whatever_the_group_size(base, tmp_path, recipe, size):
@@ -162,7 +163,7 @@ def test_a_target_validity_is_reached(base, tmp_path):
     assert last["rows_left_out"] == 0
 
 
-@pytest.mark.full
+@quick.long
 def test_a_target_validity_is_the_mean_over_prompts_under_one_beta(base, tmp_path):
     kl = {"use": "k1_in_reward", "target_validity": 0.8}
     easy, run = train(base, tmp_path, "?!", recipe="rloo", loss={"kl": kl}, train={"steps": 300})

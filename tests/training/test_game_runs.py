@@ -7,6 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import quick
 
 from jaxgrpo.data.tasks.number_guess import FEWEST
 
@@ -34,7 +35,7 @@ def play(python, environment, tmp_path_factory):
     return run
 
 
-@pytest.mark.full
+@quick.long
 def test_a_number_is_found_with_few_more_questions_than_by_halves(play):
     lines, summary = play("number_guess")
     questions = [line["turns/mean"] for line in lines]
@@ -43,7 +44,7 @@ def test_a_number_is_found_with_few_more_questions_than_by_halves(play):
     assert summary["trained"]["pass@1"] > max(0.9, summary["base"]["pass@1"])
 
 
-@pytest.mark.full
+@quick.long
 def test_sums_become_right(play):
     lines, summary = play("modular_sum")
     rewards = [line["reward"] for line in lines]

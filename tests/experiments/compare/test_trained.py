@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quick
 import tomli_w
 
 from docs.experiments import (
@@ -75,7 +76,7 @@ def test_a_smoke_fills_every_part_of_its_page_and_draws_its_figure(page, tmp_pat
     common.save(result.figure(), tmp_path / "figure.png")
 
 
-@pytest.mark.full
+@quick.long
 def test_rlcr_is_calibrated_to_a_known_chance_at_the_accuracy_of_the_answer_alone(tmp_path):
     """By one run, whose confidences may settle a step of their grid beside the right ones."""
     comparison = take(x7_calibration, tmp_path)
