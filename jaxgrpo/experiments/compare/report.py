@@ -23,6 +23,8 @@ CURVES = {
     "live_groups": ("Live groups", "The share of groups that can move the parameters."),
     "entropy_estimated": ("Entropy", "Nats per token, over all tokens that were sampled."),
 }
+MARKERS = ("o", "^", "s")
+"""Points of arms beyond the number of colours have other forms."""
 GROUPS = dict(zip(numbers.GROUPS, ("all fail", "all pass", "mixed", "live"), strict=True))
 NO_P = (
     "No p: its learning rates are not the control's, and the best of them is chosen on the seeds "
@@ -320,8 +322,7 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
         shift = 0.03 * (place - len(experiment.arms) / 2)
         axes.errorbar(
             positions + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), color=colour(place),
-            label=arm, marker="o", markersize=3, linewidth=1.2, capsize=2,
-            linestyle="-" if place < len(charts.COLOURS) else "--",
+            label=arm, marker="o", markersize=3, linewidth=1.2, capsize=2, linestyle=dashes(place),
         )  # fmt: skip
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
 
@@ -355,7 +356,7 @@ def passes(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]]) -> None:
         if place == 0:
             axes.plot(k, base, ":", color="#111827", linewidth=1.6, label="base")
         trained = np.mean([run.trained_pass for run in runs], axis=0)
-        axes.plot(k, trained, color=colour(place), linewidth=1.4, label=arm)
+        axes.plot(k, trained, dashes(place), color=colour(place), linewidth=1.4, label=arm)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
@@ -363,8 +364,8 @@ def passes(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]]) -> None:
 def distance(axes: Axes, points: Mapping[str, np.ndarray]) -> None:
     """The gain over the distance from the base, as `numbers.distances` has them: seeds, means."""
     for place, (arm, pairs) in enumerate(points.items()):
-        axes.plot(*pairs, "o", color=colour(place), alpha=0.4, markersize=3)
-        axes.plot(*pairs.mean(1, keepdims=True), "o", color=colour(place), label=arm)
+        axes.plot(*pairs, marker(place), color=colour(place), alpha=0.4, markersize=3)
+        axes.plot(*pairs.mean(1, keepdims=True), marker(place), color=colour(place), label=arm)
 
 
 def curves(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]], name: str) -> None:
@@ -378,11 +379,12 @@ def curves(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]], name: str) 
     for place, (arm, runs) in enumerate(runs_by_arm.items()):
         values = np.array([smooth(run.curves[name]) for run in runs])
         steps = np.arange(1, values.shape[1] + 1)
-        axes.plot(steps, values.mean(0), color=colour(place), linewidth=1.4, label=arm)
+        middle, tone = values.mean(0), colour(place)
+        axes.plot(steps, middle, dashes(place), color=tone, linewidth=1.4, label=arm)
         if len(values) > 1:
             few = _are_few(len(values))
             band = _ends(values) if few else np.clip(student_interval(values), *bounds)
-            axes.fill_between(steps, *band, color=colour(place), alpha=0.15, linewidth=0)
+            axes.fill_between(steps, *band, color=tone, alpha=0.15, linewidth=0)
 
 
 def _are_few(seeds: int) -> bool:
@@ -417,3 +419,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def colour(place: int) -> str:
     """Of the arm at this place."""
     return charts.COLOURS[place % len(charts.COLOURS)]
+
+
+def dashes(place: int) -> str:
+    """The line of the arm at this place: arms of one colour have different ones."""
+    return charts.DASHES[place // len(charts.COLOURS) % len(charts.DASHES)]
+
+
+def marker(place: int) -> str:
+    """The point of the arm at this place: arms of one colour have different ones."""
+    return MARKERS[place // len(charts.COLOURS) % len(MARKERS)]

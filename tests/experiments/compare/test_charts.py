@@ -69,6 +69,25 @@ def test_few_seeds_are_shown_by_their_lowest_and_highest(seeds, few):
     assert ("95%" in figures) != few
 
 
+def test_no_two_of_nine_arms_look_alike():
+    experiment, outcomes = compared(2, ("control", *(f"arm_{place}" for place in range(8))))
+    runs = report.best_runs(experiment, outcomes)
+    points = {arm: np.ones((2, 2)) for arm in runs}
+    draw = {
+        "rates": lambda axes: report.by_rate(axes, experiment, outcomes),
+        "passes": lambda axes: report.passes(axes, runs),
+        "curves": lambda axes: report.curves(axes, runs, "reward"),
+        "distance": lambda axes: report.distance(axes, points),
+    }
+    for name, chart in draw.items():
+        axes = Figure().add_subplot()
+        chart(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        lines = [getattr(handle, "lines", [handle])[0] for handle in handles]
+        looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
+        assert len(looks) == len(labels) >= 9, name
+
+
 @pytest.mark.parametrize("seeds", [2, 7])
 def test_no_interval_of_a_table_leaves_the_metrics_range(seeds):
     experiment, outcomes = compared(seeds)
