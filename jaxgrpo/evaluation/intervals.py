@@ -1,4 +1,4 @@
-"""Intervals of means over seeds, and over prompts of means and of estimates close to a mean."""
+"""Intervals of means and ratios over seeds, and over prompts of means and what is close to one."""
 
 from __future__ import annotations
 
@@ -29,25 +29,20 @@ def is_end(name: str) -> bool:
     return name.endswith(("/low", "/high"))
 
 
-def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
-    """The 95% percentile interval of the mean over the first axis: [n] -> [2], [n, m] -> [2, m].
+def bootstrap(values: np.ndarray) -> np.ndarray:
+    """The 95% percentile interval of the mean of values, [n] -> [2].
 
     The n prompts are drawn with replacement; the same for the same values. For hundreds: of 7
     normal values it misses the mean in 12% of cases, see `student_interval`.
     """
-    indices = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
-    if values.ndim == 1:
-        means = values[indices].mean(1)
-    else:  # how often each row is drawn, as its weight: all columns in one product
-        means = (indices[..., None] == np.arange(len(values))).mean(1) @ values
-    return np.percentile(means, [2.5, 97.5], axis=0)
+    indices = np.random.default_rng(0).integers(0, len(values), (1000, len(values)))
+    return np.percentile(values[indices].mean(1), [2.5, 97.5])
 
 
 def student_interval(values: np.ndarray) -> np.ndarray:
-    """Student's 95% interval of the mean of a few values over the first axis: [n] or [n, m] -> [2]
-    or [2, m].
+    """Student's 95% interval of the mean over the first axis, of few values: [n] or [n, m].
 
-        mean +- t std / sqrt(n),   t the 0.975 quantile with n - 1 degrees, std by n - 1
+        mean +- t std / sqrt(n),   t the .975 quantile with n - 1 degrees, std by n - 1
 
     Exact for normal values. It was measured to miss the mean of 7 normal values in 5% of
     cases, of uniform ones in 6%, of exponential ones in 11%; percentiles of resamples miss 12, 12
@@ -55,15 +50,45 @@ def student_interval(values: np.ndarray) -> np.ndarray:
 
     Source: Student 1908, Biometrika 6.
     """
-    from scipy.special import stdtrit  # slow to import, and only evaluation needs it
-
     values = np.asarray(values, float)
     count = len(values)
     if count < 2:
         return np.full((2, *values.shape[1:]), np.nan)
     middle = values.mean(0)
-    reach = stdtrit(count - 1, 0.975) * values.std(0, ddof=1) / np.sqrt(count)
+    reach = _student_quantile(count) * values.std(0, ddof=1) / np.sqrt(count)
     return np.stack([middle - reach, middle + reach])
+
+
+def ratio_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
+    """Fieller's 95% interval of mean(above) / mean(below), of pairs, [n] each.
+
+        {r: |mean(d)| <= t std(d) / sqrt(n)},   d = above - r below,   t as in `student_interval`
+
+    Exact for normal pairs. Percentiles of resamples were measured to miss the ratio of 2, 3, 5 and
+    7 pairs, independent and normal, in 50, 29, 16 and 14% of cases; this one in 2 to 6%.
+
+    Returns: (low, high); NaN for one pair, and infinite where mean(below) may be 0.
+    Source: Fieller 1954, J. R. Stat. Soc. B 16.
+    """
+    count = len(above)
+    if count < 2:
+        return np.nan, np.nan
+    share = _student_quantile(count) ** 2 / count
+    (above_variance, covariance), (_, below_variance) = share * np.cov(above, below)
+    top, bottom = np.mean(above), np.mean(below)
+    # The ends are the roots of square r^2 - 2 middle r + constant.
+    square, middle = bottom**2 - below_variance, top * bottom - covariance
+    if square <= 0:
+        return -np.inf, np.inf
+    reach = np.sqrt(max(0.0, middle**2 - square * (top**2 - above_variance)))
+    return float((middle - reach) / square), float((middle + reach) / square)
+
+
+def _student_quantile(count: int) -> float:
+    """What Student's 95% interval of `count` values reaches, in standard errors."""
+    from scipy.special import stdtrit  # slow to import, and only evaluation needs it
+
+    return float(stdtrit(count - 1, 0.975))
 
 
 def studentised(

@@ -154,11 +154,9 @@ def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
     return Fit(curve.start, float(best[0]), float(np.exp(best[1])), float(best[2]), undetermined)
 
 
-def bootstrap(
-    curve: Curve, fit: Fit, highest: float = 1.0, seed: int = 0
-) -> dict[str, list[float]]:
+def bootstrap(curve: Curve, fit: Fit, highest: float = 1.0) -> dict[str, list[float]]:
     """95% intervals of the fitted numbers: of fits to the curve with resampled residuals."""
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     line = fit.at(curve.compute)
     residuals = curve.value - line
     fits = []

@@ -23,6 +23,7 @@ from rich.console import Console
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.data import storage
+from jaxgrpo.evaluation.intervals import ratio_interval
 from jaxgrpo.experiments.compare import command
 from jaxgrpo.experiments.compare.experiment import MOST_SEEDS, Case, Experiment, make_cases
 from jaxgrpo.models.hf import folders
@@ -33,7 +34,6 @@ from jaxgrpo.training.stored_policy import is_run, read_run
 from jaxgrpo.training.teachers import compare_tokens
 
 SEEDS = 5
-RESAMPLES = 10_000
 ARMS = ("trained", "base")
 
 ModelName = dict[str, str]
@@ -156,20 +156,6 @@ def area(lines: Sequence[Mapping[str, Any]], metric: str, where: str = "") -> fl
 def run_area(run: Path, metric: str) -> float:
     """`area` of a finished run."""
     return area(read_metrics(run), metric, str(run))
-
-
-def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
-    """The 95% percentile interval of mean(numerator) / mean(denominator), [n] each: pairs are drawn
-    with replacement, the same for the same n. NaN for one pair."""
-    count = len(numerator)
-    if count < 2:
-        return np.nan, np.nan
-    pairs = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    top, bottom = numerator[pairs].mean(1), denominator[pairs].mean(1)
-    ratios = np.where(bottom > 0, top / np.where(bottom > 0, bottom, 1), np.inf)
-    # No interpolation, which is not a number between two infinite ones.
-    low, high = np.percentile(ratios, [2.5, 97.5], method="nearest")
-    return float(low), float(high)
 
 
 def describe(experiment: Experiment, cases: Sequence[Case]) -> dict[str, Any]:

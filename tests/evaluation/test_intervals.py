@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.intervals import bootstrap, mean_of_shares, student_interval, studentised
+from jaxgrpo.evaluation.intervals import (
+    bootstrap,
+    mean_of_shares,
+    ratio_interval,
+    student_interval,
+    studentised,
+)
 from jaxgrpo.experiments.probe.measure import gap_influence
 from jaxgrpo.update.diagnostics import jensen_gap
 
@@ -91,10 +97,39 @@ def test_the_interval_of_seven_seeds_covers_their_mean_as_often_as_is_said(draw,
     low, high = student_interval(values)
     share = ((low > mean) | (high < mean)).mean()
     assert share == pytest.approx(missed, abs=0.006)
-    ends = bootstrap(values[:, :1000])
+    ends = np.transpose([bootstrap(column) for column in values.T[:1000]])
     bootstrap_share = ((ends[0] > mean) | (ends[1] < mean)).mean()
     assert bootstrap_share > share + 0.03
     assert np.isnan(student_interval(values[:1])).all()
+
+
+@pytest.mark.parametrize("count", [3, 5, 7])
+def test_the_interval_of_a_ratio_covers_it_as_often_as_is_said(count):
+    """5%; a bootstrap of as few pairs misses more than twice as often."""
+    random = np.random.default_rng(3)
+    missed = {"ratio": 0, "bootstrap": 0}
+    for _ in range(1500):
+        above, below = random.normal((0.4, 0.5), 0.05, (count, 2)).T
+        low, high = ratio_interval(above, below)
+        missed["ratio"] += not low < 0.8 < high
+        draws = random.integers(0, count, (200, count))
+        low, high = np.percentile(above[draws].mean(1) / below[draws].mean(1), [2.5, 97.5])
+        missed["bootstrap"] += not low < 0.8 < high
+    assert missed["ratio"] / 1500 == pytest.approx(0.05, abs=0.02)
+    assert missed["bootstrap"] / 1500 > 0.1
+
+
+def test_at_the_ends_of_a_ratio_students_interval_of_the_difference_ends_at_nothing():
+    random = np.random.default_rng(4)
+    above, below = random.normal(1.0, 0.1, (2, 6))
+    low, high = ratio_interval(above, below)
+    assert student_interval(above - low * below)[0] == pytest.approx(0, abs=1e-12)
+    assert student_interval(above - high * below)[1] == pytest.approx(0, abs=1e-12)
+    # Both of a pair move together: their ratio is known.
+    assert ratio_interval(0.5 * below, below) == pytest.approx((0.5, 0.5))
+    # Nothing bounds a ratio to what may be nothing.
+    assert ratio_interval(above[:3], np.array([0.0, 0.0, 1.0])) == (-np.inf, np.inf)
+    assert np.isnan(ratio_interval(above[:1], below[:1])).all()
 
 
 def chance(count, p):
