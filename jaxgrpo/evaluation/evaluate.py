@@ -19,7 +19,7 @@ from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
-from jaxgrpo.evaluation.intervals import bootstrap
+from jaxgrpo.evaluation.intervals import bootstrap, mean_of_shares
 from jaxgrpo.evaluation.rescoring import Base, Rescore, make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
@@ -34,6 +34,7 @@ from jaxgrpo.update import diagnostics
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
 ROUNDS = 16  # samples of a batch per slot; more: fewer slots idle while a batch ends
+KL = "kl_to_base"
 SUCCESS = 0.5  # a scorer's value above it is a success
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -157,7 +158,8 @@ def make_evaluator(
                           kl_to_base_estimated from the log-probs of the sampled tokens alone
         flat_groups       expected share of groups of policy.group_size that all agree, unbiased
         accuracy/level_L, accuracy/source_S    greedy, if rows have such a column
-        NAME/low, NAME/high    95% bootstrap interval over prompts, of all above but the last two
+        NAME/low, NAME/high    95% bootstrap interval over prompts, of all above but the last two;
+                               of shares that are equal for all prompts Hoeffding's
         distinct_completions, distinct_answers    different ones per prompt, mean over prompts
 
     and the metrics of formats and confidences in `jaxgrpo.evaluation.diversity` and `.voting`.
@@ -204,12 +206,12 @@ def summarise(
             answers, success, sizes[1:], questions.weighing.voter_share, traces
         )
     if "kl" in sampled.rescored:
-        for name, field in {"kl_to_base": "kl", "kl_to_base_estimated": "logp_gap"}.items():
+        for name, field in {KL: "kl", f"{KL}_estimated": "logp_gap"}.items():
             per_prompt[name] = sampled.rescored[field].sum(-1, dtype=float).mean(-1)
     metrics: dict[str, float] = {}
     for name, values in per_prompt.items():
         metrics[name] = float(values.mean())
-        metrics[f"{name}/low"], metrics[f"{name}/high"] = bootstrap(values).tolist()
+        metrics[f"{name}/low"], metrics[f"{name}/high"] = _interval(name, values)
     if group_size <= samples:
         metrics["flat_groups"] = float(diagnostics.flat_share(successes, totals, group_size).mean())
     for column in ("level", "source"):
@@ -229,8 +231,17 @@ def summarise(
     metrics |= voting.confidence_metrics(success, sampled.scored, traces)
     if "clamped" in sampled.rescored:
         number = max(1, sampled.mask.sum())
-        metrics["kl_to_base_clamped"] = float(sampled.rescored["clamped"].sum() / number)
+        metrics[f"{KL}_clamped"] = float(sampled.rescored["clamped"].sum() / number)
     return metrics
+
+
+def _interval(name: str, values: np.ndarray) -> tuple[float, float]:
+    """The 95% interval over prompts. No resample shows how far a share that is the same for all of
+    them, as where every prompt is solved, may be from the mean of further ones."""
+    if not name.startswith(KL) and np.ptp(values) == 0:
+        return mean_of_shares(values, 0.95)
+    low, high = bootstrap(values).tolist()
+    return low, high
 
 
 def extract_answers(sampled: Answers, questions: Questions) -> voting.FinalAnswers | None:

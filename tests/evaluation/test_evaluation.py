@@ -64,6 +64,13 @@ def test_intervals_hold_the_mean_and_narrow_with_the_square_root_of_the_prompts(
     assert bootstrap(np.ones(5)).tolist() == [1, 1]
 
 
+def test_where_no_prompt_or_every_one_is_solved_the_interval_knows_how_few_they_are():
+    metrics = summarise(answers([[1]] * 20), answers([[0, 0]] * 20), questions(20), 2)
+    reach = 1 - 0.025 ** (1 / 20)  # (1 - m)^P = .025
+    assert [metrics["accuracy/low"], metrics["accuracy/high"]] == pytest.approx([1 - reach, 1])
+    assert [metrics["pass@1/low"], metrics["pass@1/high"]] == pytest.approx([0, reach])
+
+
 def test_what_a_scorer_could_not_score_is_no_success_and_is_counted():
     metrics = summarise(answers([[np.nan]]), answers([[np.nan, 1]]), questions(1), 2)
     assert metrics["accuracy"] == 0
