@@ -35,7 +35,7 @@ SHOWN = 8  # runs that a message names
 ROUNDING = 1e-6  # evaluations that differ by less differ by rounding
 EXACT = 12  # up to so many seeds every exchange of labels is counted
 DRAWN = 20_000  # exchanges that are drawn if there are more seeds
-TOLERANCE = 1e-12  # statistics that differ by less are equal
+TOLERANCE = 1e-12  # of the largest value: statistics that differ by less are equal
 FEW = 5  # with fewer seeds charts show the lowest and the highest instead of an interval
 
 BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
@@ -317,7 +317,7 @@ def smallest_p(seeds: int) -> float:
 def choose(values: np.ndarray) -> int:
     """The row of the highest mean, [L, n]; the first of equal ones."""
     means = np.asarray(values, float).mean(1)
-    return int(np.flatnonzero(means >= means.max() - TOLERANCE)[0])
+    return int(np.flatnonzero(means >= means.max() - TOLERANCE * np.abs(means).max())[0])
 
 
 def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
@@ -341,6 +341,8 @@ def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
 
     Shapes: arm, control [L, n], the same rates and seeds. Higher is better.
     """
+    values = np.array([arm, control], float)
+    arm, control = values / (np.abs(values).max() or 1.0)
 
     def statistic(swapped: np.ndarray) -> np.ndarray:
         pairs = (arm, control), (control, arm)

@@ -41,6 +41,16 @@ def test_the_exchange_test_counts_every_exchange(rates):
         assert results.exchange_test(arm, control) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("scale", [0.01, 1e6])
+def test_exchanges_that_tie_with_the_observed_one_count_whatever_the_size_of_values(scale):
+    """Such as tokens of a run: means of thirds are rounded, the more the larger they are."""
+    random = np.random.default_rng(0)
+    for _ in range(10):
+        thirds = random.integers(300, 316, (2, 2, 6))
+        expected = brute_force(*thirds.tolist())
+        assert results.exchange_test(*(thirds * scale / 3)) == pytest.approx(expected)
+
+
 def test_equal_arms_have_p_1_and_what_all_seeds_agree_on_the_smallest():
     same = np.array([[0.3, 0.5, 0.2]])
     assert results.exchange_test(same, same) == 1
