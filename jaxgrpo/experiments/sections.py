@@ -45,7 +45,8 @@ class Section(NamedTuple):
         if self.rows:
             head, *body = self.rows
             rule = ["---", *["---:"] * (len(head) - 1)]
-            lines += [f"| {' | '.join(row)} |" for row in (head, rule, *body)] + [""]
+            cells = ([cell.replace("|", r"\|") for cell in row] for row in (head, rule, *body))
+            lines += [f"| {' | '.join(row)} |" for row in cells] + [""]
         return "\n".join(lines)
 
 

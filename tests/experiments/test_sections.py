@@ -21,3 +21,9 @@ def test_no_number_and_no_head_is_cut_at_any_width(width):
     for cell in (*HEADS, *NUMBERS):
         assert any(cell in line for line in lines)
     assert any("flat" in line and "0.101" in line for line in lines) == (width < 100)
+
+
+def test_a_bar_in_a_cell_begins_no_column_in_markdown():
+    rows = [["key", "a"], ["rewards", '"^(yes|no)$"']]
+    lines = Section("differences", rows=rows).markdown().splitlines()
+    assert lines[2:5] == ["| key | a |", "| --- | ---: |", r'| rewards | "^(yes\|no)$" |']
