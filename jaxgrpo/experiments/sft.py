@@ -37,6 +37,7 @@ from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.process import StopRequested
 from jaxgrpo.training.records.console import facts, show_config
 from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
+from jaxgrpo.training.records.reading import read_metrics
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.update.forward import params_of
 from jaxgrpo.update.optimizer import current_rate
@@ -136,6 +137,8 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
                     "with the same command and --resume auto"
                 )
         checkpoints.wait()
+        # A run that was finished before has the metrics of its last step in its file.
+        line = line or process.broadcast(lambda: [{}, *read_metrics(folder.path)][-1])
         summary = {"step": last, **line, "model": str(folder.place / "model")}
         summary["parameter_hash"] = parameter_hash(learner.trainable)
         ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
