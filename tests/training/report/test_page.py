@@ -119,6 +119,14 @@ def test_an_interval_is_the_band_of_its_curve_and_no_curve_of_its_own():
     assert "/high" not in banded
 
 
+def test_the_mean_of_a_single_reward_is_drawn_beside_what_weighs_it():
+    panel = charts.PANELS[0]
+    assert [*charts._curves(panel, record())] == ["weighted sum"], "both are the same"
+    for weight, labels in ((1.0, ["weighted sum"]), (0.0, ["weighted sum", "right"])):
+        config = {"rewards": [{"use": "right", "weight": weight}]}
+        assert [*charts._curves(panel, record(config=config))] == labels
+
+
 def test_more_curves_than_colours_are_told_apart_by_their_dashes():
     run = record()
     for line in run.lines[1:]:

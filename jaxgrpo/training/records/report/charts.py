@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.training.records.report.record import Record, natural, visible
+from jaxgrpo.training.records.report.record import Record, natural, visible, weights
 
 MAX_POINTS = 300
 """Points of a curve; a longer run is shown by the means of as many stretches of steps."""
@@ -98,7 +98,7 @@ PANELS = (
     Panel(
         "Groups",
         {"groups/all_fail": "all fail", "groups/mixed": "mixed", "groups/all_pass": "all pass"},
-        "Only mixed groups teach: where all samples get the same reward the advantage is 0.",
+        "Where all samples of a group get the same reward, what is relative to the group is 0.",
         kind="stack",
         share=True,
         colours=(FAIL, MIXED, PASS),
@@ -114,7 +114,7 @@ PANELS = (
         {"entropy_estimated": "all tokens, estimated", "entropy": "live samples, exact"},
         "Nats per token; falls as the policy makes up its mind.",
     ),
-    Panel("KL", {"kl": "to the reference"}, "Nats per token, by the k3 estimator."),
+    Panel("KL", {"kl": "to the reference"}, "Nats per token, by k3; by full_kl exact."),
     Panel(
         "Distance from the base",
         {"eval/kl_to_base": "exact", "eval/kl_to_base_estimated": "estimated"},
@@ -168,7 +168,7 @@ PANELS = (
     Panel(
         "Loss",
         {"loss": "loss"},
-        "Near 0 by construction: advantages sum to 0 in a group. It is no measure of success.",
+        "No measure of success: near 0 by construction where the advantages of a group sum to 0.",
     ),
 )
 
@@ -246,8 +246,9 @@ def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
             labels[name] = _plain(
                 label.replace("*", name.removeprefix(prefix).removesuffix(suffix))
             )
-    if "reward" in labels and len(labels) == 2:
-        del labels[next(name for name in labels if name != "reward")]  # one reward, weighed by 1
+    has_weight = any(weight != 1 for weight in weights(record).values())
+    if "reward" in labels and len(labels) == 2 and not has_weight:
+        del labels[next(name for name in labels if name != "reward")]  # both are the same
     curves = {label: _curve(record, name) for name, label in labels.items()}
     return {label: curve for label, curve in curves.items() if curve.values.size}
 
