@@ -129,6 +129,24 @@ def test_a_sample_that_lacks_what_each_has_is_refused_by_its_name(name, tmp_path
         read_samples(tmp_path)
 
 
+DRAWN = {"text": "b", "tokens": 1, "reply": "", "reply_tokens": 0, "reward": None}
+
+
+@pytest.mark.parametrize("turns", [None, 3, "ab", {"a": 1}, ["ab"], *(
+    [DRAWN, {**DRAWN, name: [1]}] for name in DRAWN
+), [{}]])  # fmt: skip
+def test_a_sample_with_odd_turns_is_refused(turns, tmp_path):
+    (tmp_path / "samples").mkdir()
+    file = tmp_path / "samples" / "step_1.jsonl"
+    file.write_text(
+        json.dumps({**SAMPLE, "turns": [DRAWN, {**DRAWN, "reward": 1, "forked": True}]})
+    )
+    assert len(read_samples(tmp_path)[0]["turns"]) == 2
+    file.write_text(json.dumps({**SAMPLE, "turns": turns}))
+    with pytest.raises(InputError, match="line 1 is no sample"):
+        read_samples(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', '{"a": 1, "b": 2, "a": 3}', "{" * 2000])
 def test_a_summary_or_a_replay_that_is_no_object_is_refused_in_a_line(text, tmp_path):
     (tmp_path / "f.json").write_text('{"a": 1, "b": 2}')

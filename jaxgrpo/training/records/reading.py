@@ -34,6 +34,15 @@ SAMPLE_TYPES: dict[str, type | tuple[type, ...]] = {
 }
 """What each sample of samples/step_N.jsonl has, in this order."""
 
+TURN_TYPES: dict[str, type | tuple[type, ...]] = {
+    "text": str,
+    "tokens": int,
+    "reply": str,
+    "reply_tokens": int,
+    "reward": (int, float, type(None)),
+}
+"""What each of its `turns` has, where it has some (docs/environments.md)."""
+
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number, as a float holds it."""
@@ -81,14 +90,24 @@ def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[
 
 
 def _parse_sample(line: str) -> dict[str, Any]:
-    """Raises: ValueError where it lacks something of SAMPLE_TYPES."""
+    """Raises: ValueError where it lacks something of SAMPLE_TYPES, or a turn of TURN_TYPES."""
     row = sources.parse_json(line)
-    if not isinstance(row, dict):
-        raise ValueError("no JSON object")
-    for name, kinds in SAMPLE_TYPES.items():
-        if not isinstance(row.get(name, ...), kinds):
-            raise ValueError(f"{name} is {row.get(name, 'missing')!r:.60}")
+    _check_types(row, SAMPLE_TYPES)
+    turns = row.get("turns", [])
+    if not isinstance(turns, list):
+        raise ValueError(f"turns is {turns!r:.60}")
+    for turn in turns:
+        _check_types(turn, TURN_TYPES)
     return row
+
+
+def _check_types(entry: Any, types: Mapping[str, type | tuple[type, ...]]) -> None:
+    """Raises: ValueError where it is no JSON object, or lacks something."""
+    if not isinstance(entry, dict):
+        raise ValueError("no JSON object")
+    for name, kinds in types.items():
+        if not isinstance(entry.get(name, ...), kinds):
+            raise ValueError(f"{name} is {entry.get(name, 'missing')!r:.60}")
 
 
 def sample_steps(path: Place) -> list[int]:
