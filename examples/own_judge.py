@@ -14,6 +14,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 
 QUESTION = """Question: {prompt}
 Reference answer: {answer}
@@ -75,8 +76,8 @@ def _post(url, body, timeout, tries, pause):
         except urllib.error.HTTPError as error:
             if error.code not in TRY_AGAIN:
                 raise
-        except (OSError, ValueError, KeyError):  # no connection, too slow, no such reply
-            pass
+        except (OSError, HTTPException, ValueError, LookupError, TypeError):
+            pass  # no connection, too slow, cut off, no such reply
     return None
 
 

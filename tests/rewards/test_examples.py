@@ -28,7 +28,8 @@ def load(repository, name: str) -> Any:
 
 
 class Judge(http.server.BaseHTTPRequestHandler):
-    """Marks a completion by its own number; "busy" is refused twice, "slow" and "odd" for good."""
+    """Marks a completion by its own number; "busy" is refused twice, "slow" and "odd" for good,
+    "empty" holds no reply and "cut" ends before its end."""
 
     protocol_version = "HTTP/1.1"
 
@@ -47,8 +48,12 @@ class Judge(http.server.BaseHTTPRequestHandler):
         if "slow" in text:
             time.sleep(2)
         answer = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+        if "empty" in text:
+            answer = json.dumps({"choices": []}).encode()
+        missing = 9 if "cut" in text else 0
+        self.close_connection = bool(missing)
         self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
+        self.send_header("Content-Length", str(len(answer) + missing))
         self.end_headers()
         self.wfile.write(answer)
 
@@ -81,6 +86,7 @@ def test_the_judge_of_the_examples_asks_again_gives_up_and_tells_a_refusal(
 
     assert is_per_sample(module.judged)
     assert judged("10", "7.5", "busy 4", "odd", "99") == [1.0, 0.75, 0.4, None, 1.0]
+    assert judged("empty 4", "cut 4", "4") == [None, None, 0.4]
     assert (server.requests["busy 4"], server.requests["10"], server.keys) == (
         3,
         1,
