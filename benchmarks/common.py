@@ -72,10 +72,10 @@ class Interval(NamedTuple):
         return f"{self.low:.2f} .. {self.high:.2f}"
 
 
-def interval(values: list[float], seed: int = 0) -> Interval:
+def interval(values: list[float]) -> Interval:
     """Median with its 95% bootstrap interval."""
     array = np.asarray(values)
-    draws = np.random.default_rng(seed).integers(0, len(array), (2000, len(array)))
+    draws = np.random.default_rng(0).integers(0, len(array), (2000, len(array)))
     low, high = np.percentile(np.median(array[draws], axis=1), [2.5, 97.5])
     return Interval(float(np.median(array)), float(low), float(high))
 

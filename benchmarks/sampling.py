@@ -81,6 +81,7 @@ SAME = {"float32": 1e-3, "bfloat16": 0.5}  # nats by which the peer's log-probs 
 GROUPS = (1, 8, 32)  # samples that share a prompt; the first and the last if it must be quick
 DEPTHS = (28, 64)
 STEPS, WARM_UP = 50, 3
+REPEATS = 5  # of prompts alone
 TINY = Workload(prompts=4, samples=4, shortest=4, longest=32, completion=32, ragged=True)
 FITTING = 128  # its slots on a chip with 32 GB, beside the 6.7 GiB that training keeps
 DEEP = Workload(prompts=2, samples=4, shortest=16, longest=16, completion=32)
@@ -239,9 +240,7 @@ def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def prompt_seconds(
-    ours: Ours, groups: Sequence[int] = GROUPS, repeats: int = 5
-) -> dict[int, float]:
+def prompt_seconds(ours: Ours, groups: Sequence[int] = GROUPS) -> dict[int, float]:
     """Seconds of the prompts of a workload by the number of samples that share each.
 
     Prompts at their longest, over prompts of two tokens: both sample one token.
@@ -256,7 +255,7 @@ def prompt_seconds(
             arguments = ours.params, ours.prompts_for(work), key, group
             run = functools.partial(timed, draw_all, ours.engine_for(work), *arguments)
             run()
-            spent.append([run()[1] for _ in range(repeats)])
+            spent.append([run()[1] for _ in range(REPEATS)])
         long, short = map(np.median, spent)
         seconds[group] = float(long - short)
     return seconds

@@ -94,13 +94,12 @@ def _recipe_row(name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def surrogate_table(names: Sequence[str] | None = None) -> str:
+def surrogate_table() -> str:
     """What every surrogate climbs, in Markdown."""
-    names = sorted(losses.surrogates.keys() - OF_OTHERS.keys()) if names is None else names
     header = ("surrogate", "climbs", "times its gradient", "off by", "stale: cosine", "off by",
               "does not keep")  # fmt: skip
     rows = []
-    for name in names:
+    for name in sorted(losses.surrogates.keys() - OF_OTHERS.keys()):
         report = report_surrogate(name)
         if isinstance(report, str):
             rows.append([f"`{name}`", f"not checked: {report}", *["–"] * 5])
@@ -113,11 +112,11 @@ def surrogate_table(names: Sequence[str] | None = None) -> str:
     return markdown(header, rows)
 
 
-def reduction_table(names: Sequence[str] | None = None) -> str:
+def reduction_table() -> str:
     """What every reduction climbs, in Markdown."""
     header = ("reduction", "climbs", "times its gradient", "off by", "does not keep")
     rows = []
-    for name in sorted(losses.reductions) if names is None else names:
+    for name in sorted(losses.reductions):
         report = report_reduction(name)
         rows.append([f"`{name}`", *_climbs(report), _broken(report)])
     return markdown(header, rows)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,8 +70,9 @@ SAME = 1e-9
 """Gradients that differ by less, in every policy, are the same."""
 
 
-def surrogates(table: Mapping[str, Callable[..., Any]] = registry.surrogates) -> str:
+def surrogates() -> str:
     """The table of surrogates, in Markdown."""
+    table = registry.surrogates
     ratios = ", ".join(f"{ratio:g}" for ratio in RATIOS)
     header = ("surrogate", "per token", f"pull at ratio {ratios}: A = 1; A = -1", *SOURCES)
     rows = [

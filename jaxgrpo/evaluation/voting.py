@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float
 
 from jaxgrpo.core.metrics import accumulate_dtype
 
+BINS = 10  # of the calibration error
+
 FinalAnswers = Sequence[Sequence[Hashable]]
 """[N][n] answers; None: no answer could be read, and the sample does not vote"""
 
@@ -187,28 +189,27 @@ def brier(
 
 
 def ece(
-    confidence: Float[Array, "N"], correct: Bool[Array, "N"], mask: Bool[Array, "N"], bins: int = 10
+    confidence: Float[Array, "N"], correct: Bool[Array, "N"], mask: Bool[Array, "N"]
 ) -> Float[Array, ""]:
     """The expected calibration error: by how much claims miss the share of right answers.
 
         sum_b n_b / n |mean_b q - mean_b c|
 
-    over equal bins [b / bins, (b + 1) / bins) of q, of which the last is closed at 1. It does not
-    see what averages out inside a bin, and even calibrated confidences give about
-    sqrt(bins / n) / 3 by chance: compare samples of one size.
+    over ten equal bins [b / 10, (b + 1) / 10) of q, of which the last is closed at 1. It does not
+    see what averages out inside a bin, and even calibrated confidences give about sqrt(10 / n) / 3
+    by chance: compare samples of one size.
 
     Args:
       confidence, correct, mask: as in `brier`.
-      bins: static.
 
     Returns: NaN if everything is masked.
     Source: Damani et al. 2025, arXiv 2507.16806: 10 bins.
     """
     q, c, count = _unmasked(confidence, correct, mask)
     # Divided in Python: 0.3 as a float32 lies on its edge, and the product 0.3 * 10 may not.
-    edges = jnp.asarray([b / bins for b in range(1, bins)], confidence.dtype)
+    edges = jnp.asarray([b / BINS for b in range(1, BINS)], confidence.dtype)
     place = jnp.searchsorted(edges, jnp.where(mask, confidence, 0), side="right")
-    excess = jnp.zeros(bins, q.dtype).at[place].add(q - c)
+    excess = jnp.zeros(BINS, q.dtype).at[place].add(q - c)
     return jnp.abs(excess).sum() / count
 
 
