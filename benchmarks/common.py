@@ -73,7 +73,11 @@ class Interval(NamedTuple):
 
 
 def interval(values: list[float]) -> Interval:
-    """Median with its 95% bootstrap interval."""
+    """Median with its 95% bootstrap interval.
+
+    Of three to five values that is their range, which holds the median of all that could be
+    measured in 1 - 2^(1 - n) of cases: in 75% with three, 94% with five.
+    """
     array = np.asarray(values)
     draws = np.random.default_rng(0).integers(0, len(array), (2000, len(array)))
     low, high = np.percentile(np.median(array[draws], axis=1), [2.5, 97.5])
