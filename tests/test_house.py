@@ -282,7 +282,7 @@ LINES = {
     "update": 2450,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2308,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 704,  # with how two judgements agree
-    "training": 7912,  # 127 of it faults around a run; conversations, damaged runs, texts of data
+    "training": 7927,  # 127 of it faults around a run; conversations, damaged runs, texts of data
     "planning": 1760,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 3907,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3482,  # with saved samples judged again, queries answered, small models of 33 families
