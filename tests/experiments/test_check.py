@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import minimal_config
 import numpy as np
 import pytest
 from quick import full_but
@@ -20,13 +21,14 @@ from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import build
 from jaxgrpo.advantages import registry as recipes
 from jaxgrpo.cli.main import main
+from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments.check import command, verdict
 from jaxgrpo.experiments.check.expectation import draw, expect
 from jaxgrpo.experiments.check.games import GAMES, Policies, make_policies
 from jaxgrpo.experiments.check.laws import LAWS, broken, check_laws
 from jaxgrpo.experiments.check.method import make_method, read_method
-from jaxgrpo.losses import Surrogate, build_penalty, build_surrogate, registry
+from jaxgrpo.losses import Surrogate, build_entropy, build_penalty, build_surrogate, registry
 from jaxgrpo.update.batch_losses import loss_tokens
 
 MISTAKES = Path(__file__).parents[1] / "support" / "mistakes.py"
@@ -76,6 +78,7 @@ def towards_filtered(r, logp, base_logp):
     return np.where(flat, 0, leave_one_out(pseudo))
 
 
+LOGGED = {"arithmetic": 0.0, "digits": 0.7}
 FORMULAS = {
     "grpo": normalised,
     "dr_grpo": centred,
@@ -132,6 +135,14 @@ def test_the_expected_update_is_that_of_the_papers_formula(name):
 
 MISTAKEN = {
     "batch_deviation": {"groups apart"},
+    "mean_of_all": {"unscored samples", SCALE},
+    "raw_rewards": {"unscored samples", SCALE},
+    "across_prompts": {"groups apart", SCALE},
+    "at_the_last_token": {"length", SCALE},
+    "says_per_token": {"micro-batches", "stale ratio", SCALE},
+    "ratio_upside_down": {"stale ratio", SCALE},
+    "weight_with_gradient": {"way back", SCALE},
+    "shifted_tokens": {"length", "packing", "way back", SCALE},
     "times_length": {"length", SCALE},
     "mask_after_mean": {"masked samples", SCALE},
     "grown_mask": {"mask shrinks", SCALE, "shift invariance"},
@@ -145,7 +156,7 @@ MISTAKEN = {
 
 @pytest.mark.parametrize(
     "name",
-    full_but(("batch_deviation", "mask_after_mean", "sees_its_batch", "without_ratio"), MISTAKEN),
+    full_but(("batch_deviation", "mean_of_all", "sees_its_batch", "without_ratio"), MISTAKEN),
 )
 def test_a_mistake_is_found_by_the_law_that_it_breaks(name):
     with jax.enable_x64(True):
@@ -165,6 +176,16 @@ def test_a_baseline_that_holds_its_sample_leaves_out_a_share_and_a_reward_twice_
     report = verdict.check(read_method(f"{MISTAKES}:reward_twice"), SMALL)
     np.testing.assert_allclose(report.scale, [2, 2], rtol=1e-9)
     assert set(broken(report.laws)) == {SCALE, UNIT}
+
+
+@pytest.mark.full
+def test_bounds_that_hold_back_good_samples_alone_weigh_prompts():
+    report = verdict.check(read_method(f"{MISTAKES}:one_left_out_of_the_bounds"), SMALL)
+    assert (report.climbs, report.target) == ("mean reward", "mean reward")
+    assert set(broken(report.laws)) == {SCALE, UNIT}
+    # Failures alone are moved, by the success rate of the others.
+    for row in verdict.bandit_rows(verdict.main_rows(report.rows)):
+        np.testing.assert_allclose(row.scale["mean reward"], row.rate, rtol=1e-9)
 
 
 @pytest.mark.full
@@ -200,6 +221,39 @@ def test_a_kl_of_the_wrong_direction_is_named():
         penalty = verdict.measure_penalty(right) or {}
     assert penalty["climbs"] == "KL(policy || reference) at each visited state"
     assert penalty["bias"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "climbs", "says"),
+    [
+        (
+            "kl_upwards",
+            "KL(policy || reference) at each visited state",
+            "the wrong way: it climbs KL(policy || reference) at each visited state",
+        ),
+        ("k1_in_the_loss", "nothing", "does nothing in the first update"),
+        ("less_entropy", "entropy", "the wrong way: it descends entropy"),
+    ],
+)
+def test_a_penalty_that_pulls_the_wrong_way_or_not_at_all_is_named(name, climbs, says):
+    method = read_method(f"{MISTAKES}:{name}")
+    with jax.enable_x64(True):
+        penalty = verdict.measure_penalty(method) or {}
+        assert verdict.pulls_as_kl(method, penalty) == (name == "less_entropy")
+    assert penalty["climbs"] == climbs
+    assert penalty["backwards"] == (climbs != "nothing")
+    (line,) = command.describe_penalty(penalty)
+    assert says in line
+
+
+def test_an_entropy_beside_a_kl_does_not_hide_that_it_pulls_as_one():
+    parts = (
+        build_penalty({"use": "k2", "beta": 0.1}),
+        build_entropy({"use": "bonus", "coefficient": 0.1}),
+    )
+    method = make_method("both", penalties=parts)
+    with jax.enable_x64(True):
+        assert verdict.pulls_as_kl(method, verdict.measure_penalty(method))
 
 
 def best_of_pairs(signal, rollouts):
@@ -452,6 +506,25 @@ def test_a_config_is_checked_with_its_loss_and_the_weights_of_its_rewards(reposi
     objective = read_method("qwen3_0p6b_v5e").objective
     assert (objective.surrogate.name, objective.reduction.name) == ("clip", "token_mean")
     assert read_method("modular_sum").rewards == (("reward", 1.0),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rewards"),
+    [
+        ({}, {"digits": 0.5, "arithmetic": 0.0}),
+        ({"recipe": {"use": "grpo", "weights": LOGGED}}, {"digits": 0.7, "arithmetic": 0.0}),
+        ({"advantage": [{"use": "sum_rewards", **LOGGED}]}, {"digits": 1.0, "arithmetic": 1.0}),
+    ],
+)
+def test_the_reward_of_the_games_is_one_that_counts(tmp_path, changes, rewards):
+    entries = [
+        {"use": "arithmetic", "weight": 0.0},
+        {"use": "length", "name": "digits", "weight": 0.5},
+    ]
+    file = tmp_path / "run.toml"
+    tables = minimal_config.tables(rewards=entries, **changes)
+    file.write_text(files.to_toml(files.from_dict(tables, source=file)))
+    assert read_method(str(file)).rewards == tuple(rewards.items())
 
 
 def test_groups_that_a_chain_refuses_and_files_that_cannot_be_written_are_told(tmp_path, capsys):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import jaxgrpo as jg
 from jaxgrpo.losses import Penalty, Surrogate, log_ratio
+from jaxgrpo.losses.sequences import segment_mean
 
 
 def with_value(signal, value):
@@ -48,6 +49,24 @@ def sees_itself(signal, rollouts):
     return with_value(signal, centre(signal))
 
 
+def mean_of_all(signal, rollouts):
+    """Counts samples that could not be scored as failures."""
+    return with_value(signal, signal.value - signal.value.mean(1, keepdims=True))
+
+
+def raw_rewards(signal, rollouts):
+    """NaN for a whole group where one of its rewards is NaN."""
+    return with_value(signal, signal.value - rollouts.rewards["reward"].mean(1, keepdims=True))
+
+
+def across_prompts(signal, rollouts):
+    return with_value(signal, signal.value - signal.value.mean(0, keepdims=True))
+
+
+def at_the_last_token():
+    return jg.chain(jg.sum_rewards(), jg.subtract_group_mean(), jg.to_tokens("last"))
+
+
 def reward_twice(signal, rollouts):
     return with_value(signal, 2 * leave_one_out(signal))
 
@@ -84,6 +103,65 @@ def k3_for_reverse_kl():
         return 0.1 * jnp.where(tokens.mask, jnp.exp(-log) - 1 + log, 0), {}
 
     return Penalty("k3", compute, needs=frozenset({"reference_logp"}))
+
+
+def kl_upwards():
+    """Gives minus a penalty."""
+
+    def compute(tokens):
+        log = tokens.log_ratio_to(tokens.fields["reference_logp"])
+        return -0.05 * jnp.square(log), {}
+
+    return Penalty("kl_upwards", compute, needs=frozenset({"reference_logp"}))
+
+
+def k1_in_the_loss():
+    """The log ratio itself, whose expected gradient is 0."""
+
+    def compute(tokens):
+        return 0.1 * tokens.log_ratio_to(tokens.fields["reference_logp"]), {}
+
+    return Penalty("k1", compute, needs=frozenset({"reference_logp"}))
+
+
+def less_entropy():
+    def compute(tokens):
+        return 0.1 * tokens.unmasked(tokens.fields["policy_entropy"]), {}
+
+    return Penalty("less_entropy", compute, needs=frozenset({"policy_entropy"}))
+
+
+def says_per_token():
+    """Reads its sequence, and says that it does not."""
+
+    def compute(tokens):
+        ratio = jnp.exp(segment_mean(log_ratio(tokens)[0], tokens.mask, tokens.segment))
+        return -ratio * tokens.without_gradient(tokens.advantage), {}
+
+    return Surrogate("says_per_token", compute, per_token=True)
+
+
+def ratio_upside_down(tokens):
+    return jnp.exp(-log_ratio(tokens)[0]) * tokens.without_gradient(tokens.advantage), {}
+
+
+def weight_with_gradient(tokens):
+    """cispo whose ratio is no constant."""
+    ratio = jnp.clip(jnp.exp(log_ratio(tokens)[0]), 0, 5)
+    weight = ratio * tokens.without_gradient(tokens.advantage)
+    return -weight * tokens.unmasked(tokens.logp), {}
+
+
+def one_left_out_of_the_bounds(tokens):
+    """clip(ratio, 1 - 0.2, 0.2)."""
+    ratio, weight = jnp.exp(log_ratio(tokens)[0]), tokens.without_gradient(tokens.advantage)
+    return -jnp.minimum(ratio * weight, jnp.clip(ratio, 0.2, 0.8) * weight), {}
+
+
+def shifted_tokens(tokens):
+    """The advantage of each token on the log-prob of the one before it."""
+    advantage = jnp.roll(tokens.without_gradient(tokens.advantage), 1, axis=-1)
+    return -jnp.exp(log_ratio(tokens)[0]) * advantage, {}
 
 
 def mean_per_micro_batch(tokens):

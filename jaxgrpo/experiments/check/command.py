@@ -66,7 +66,7 @@ def describe(report: Report) -> list[str]:
         f"noise: the variance of one group's update is {_number(report.noise)} times the square of "
         "its mean",
         _flat_groups(report.flat_groups),
-        *_penalty(report),
+        *describe_penalty(report.penalty),
     ]
 
 
@@ -191,16 +191,19 @@ def _flat_groups(flat: dict[str, float | None]) -> str:
     return f"flat groups: {'; '.join(ends)}; {flat['share'] or 0:.0%} of the update comes from them"
 
 
-def _penalty(report: Report) -> list[str]:
-    penalty = report.penalty
+def describe_penalty(penalty: dict[str, Any] | None) -> list[str]:
+    """What is said of `Report.penalty`."""
     if penalty is None:
         return []
     what = penalty["climbs"]
     if what == "nothing":
         return [f"penalty {penalty['penalties']}: does nothing in the first update"]
+    sign, backwards = "climbs" if what == targets.ENTROPY else "descends", penalty["backwards"]
     if what == "other":
-        what = f"none of the targets, nearest to {penalty['nearest']}"
-    sign = "climbs" if what == targets.ENTROPY else "descends"
+        way = "minus " if backwards else ""
+        what = f"none of the targets, nearest to {way}{penalty['nearest']}"
+    elif backwards:
+        sign = "the wrong way: it descends" if sign == "climbs" else "the wrong way: it climbs"
     return [
         f"penalty {penalty['penalties']}: {sign} {what}; cosine with the gradient of "
         f"{targets.REVERSE} {penalty['cosine']:.3f}"

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.advantages import AdvantageTransform, chains
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 from jaxgrpo.experiments.check.expectation import STEP, count_refused, draw, judge
 from jaxgrpo.experiments.check.games import Game, Policies
@@ -25,6 +26,8 @@ from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.update.batch_losses import batch_loss, loss_tokens
 
 TOLERANCE = 1e-9
+ROUNDED = 1e-5
+"""For own code that computes in float32."""
 UP_TO_EPS = 1e-3
 """For rewards times a constant: deviations have an eps added before they divide."""
 SHIFT, SCALE = 0.5, 2.0
@@ -46,7 +49,7 @@ LAWS = {
     "order of samples": "samples of a group may come in any order",
     "order of groups": "groups may come in any order",
     "groups apart": "a group's advantages do not depend on the other groups",
-    "unscored samples": "what a sample that could not be scored says has no influence",
+    "unscored samples": "a sample that could not be scored counts as one that was not drawn",
     "masked samples": "the reward of a sample that is left out has no influence on the others",
     "masked tokens": "what masked tokens hold has no influence, and they are not pulled",
     "mask shrinks": "no step of the chain brings a masked sample back",
@@ -66,7 +69,7 @@ LAWS = {
 
 
 class Pull(NamedTuple):
-    """What a method makes of a batch, [P, G, T] each."""
+    """What a method makes of a batch, [P, G, T] each, in the dtype of its chain."""
 
     pull: np.ndarray
     advantage: np.ndarray
@@ -94,6 +97,7 @@ def check_laws(method: Method) -> dict[str, bool]:
     reference = run(rollouts)
     laws = dict(_chain_laws(run, reference, rollouts, method.reward_names[0]))
     laws |= dict(_loss_laws(method, run, reference, rollouts))
+    laws["unscored samples"] &= _is_as_not_drawn(method, rollouts)
     return laws | _step_laws(method.chain, rollouts, state)
 
 
@@ -112,7 +116,7 @@ def make_batch(method: Method) -> Rollouts:
     return draw(method, game, tables, jnp.asarray(REWARDS.ravel()), index)
 
 
-def _current(rollouts: Rollouts, logp: Array) -> dict[str, Array]:
+def _current(logp: Array) -> dict[str, Array]:
     """What an update's pass gives, where it comes from no table of logits."""
     unit = jnp.ones_like(logp)
     return {"logp": logp, "policy_entropy": unit, "full_kl": unit}
@@ -122,12 +126,12 @@ def _pull(method: Method, rollouts: Rollouts, state: Any) -> tuple[Array, Array,
     advantage, mask, metrics = judge(method.chain, rollouts, state)
 
     def loss(logp: Array) -> Array:
-        current = _current(rollouts, logp)
+        current = _current(logp)
         return batch_loss(method.objective, current, rollouts, advantage, mask)
 
     slope = jax.grad(loss)(rollouts.fields["trainer_logp"])
     pull, advantage = (jnp.where(jnp.isfinite(x), x, 0) for x in (-slope, advantage))
-    return pull, advantage, mask, count_refused(metrics)
+    return pull.astype(advantage.dtype), advantage, mask, count_refused(metrics)
 
 
 def _chain_laws(
@@ -187,6 +191,28 @@ def _unscored(run: Run, rollouts: Rollouts, name: str) -> bool:
     return _same(after.pull, before.pull) and not before.pull[0, 1].any()
 
 
+def _is_as_not_drawn(method: Method, rollouts: Rollouts) -> bool:
+    """Whether the others of each group are judged as if its second sample had not been drawn."""
+    is_out = jnp.arange(G) == 1
+    rewards = {name: jnp.where(is_out, jnp.nan, x) for name, x in rollouts.rewards.items()}
+    unscored = dataclasses.replace(rollouts, rewards=rewards)
+
+    def take(leaf: Array) -> Array:
+        return leaf[:, ~np.asarray(is_out)] if leaf.shape[:2] == (P, G) else leaf
+
+    @jax.jit
+    def run(rollouts: Rollouts) -> tuple[Array, Array]:
+        size = RolloutSpec(P, rollouts.truncated.shape[1], 1, T, method.reward_names, num_rows=P)
+        state = method.chain.update(chains.start(rollouts), method.chain.init(size), rollouts)[1]
+        return judge(method, rollouts, state)[:2]
+
+    try:
+        fewer = run(jax.tree.map(take, rollouts))
+    except InputError:  # a chain that takes no groups of that size
+        return True
+    return all(_same(take(x), y) for x, y in zip(run(unscored), fewer, strict=True))
+
+
 def _masked_tokens(run: Run, before: Pull, rollouts: Rollouts) -> bool:
     after = run(_spoil(rollouts, ~rollouts.token_mask))
     return (
@@ -218,16 +244,15 @@ def _loss_laws(
     """The laws of ratios, and of how a batch is cut and laid out."""
     logp = rollouts.fields["trainer_logp"]
 
-    def drawn(log_ratio: Any) -> Pull:
+    def drawn(log_ratio: Any) -> Rollouts:
         version = rollouts.policy_version - 1
         behavior_logp = logp - log_ratio
-        return run(
-            dataclasses.replace(rollouts, behavior_logp=behavior_logp, policy_version=version)
-        )
+        return dataclasses.replace(rollouts, behavior_logp=behavior_logp, policy_version=version)
 
     # Each token by another number: a mean over the tokens of a sample is no token's ratio.
     nudge = NUDGE / 5 * (1 + np.arange(P * G * T).reshape(P, G, T) % 5)
-    after = drawn(nudge)
+    nudged = drawn(nudge)
+    after = run(nudged)
     advantage = before.advantage if method.chain.importance else after.advantage
     moved = np.abs(before.advantage) > TOLERANCE
     scale = np.where(moved, advantage / np.where(moved, before.advantage, 1), 1)
@@ -239,25 +264,25 @@ def _loss_laws(
             for change in (nudge, total)
         ),
     )
-    after = drawn(-FAR * np.sign(before.advantage))
+    after = run(drawn(-FAR * np.sign(before.advantage)))
     same_sign = after.mask & moved & (after.advantage * before.advantage > 0)
     towards = after.pull * np.sign(after.advantage)
     yield "way back", bool((towards[same_sign] > 0).all())
-    whole_batch, parts, packed = _layouts(method.objective, rollouts, before.advantage, before.mask)
-    yield "micro-batches", _same(parts, whole_batch)
+    judged = before.advantage, before.mask
+    whole_batch, *parts, packed = _layouts(method.objective, nudged, *judged)
+    yield "micro-batches", all(_same(part, whole_batch) for part in parts)
     yield "packing", _same(packed, whole_batch)
 
 
 def _layouts(
     objective: Objective, rollouts: Rollouts, advantage: np.ndarray, mask: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The gradient by log-prob [P G, T] of a batch, of its halves, and of rows of two samples."""
+) -> tuple[np.ndarray, ...]:
+    """The gradient by log-prob [P G, T] of a batch, of its halves, of its single tokens where the
+    objective says that none depends on another, and of rows of two samples."""
     logp = rollouts.fields["trainer_logp"]
     live = (advantage != 0).any(-1, keepdims=True) | objective.acts_on_all
     alive = jnp.asarray(mask & live)
-    tokens = loss_tokens(
-        objective, _current(rollouts, logp), rollouts, jnp.asarray(advantage), alive
-    )
+    tokens = loss_tokens(objective, _current(logp), rollouts, jnp.asarray(advantage), alive)
     weight = objective.reduction.weights(jnp.asarray(mask)).reshape(tokens.logp.shape)
 
     @jax.jit
@@ -279,12 +304,11 @@ def _layouts(
     wide = jax.tree.map(lambda leaf: leaf.reshape(half, -1), (tokens, weight))
     segment = jnp.repeat(jnp.arange(1, 3, dtype=jnp.int32)[None], half, 0).repeat(T, 1)
     packed = slope(dataclasses.replace(wide[0], segment=segment), wide[1])
-    shape = tokens.logp.shape
-    return (
-        np.asarray(slope(tokens, weight)),
-        np.concatenate([np.asarray(part) for part in halves]),
-        np.asarray(packed).reshape(shape),
-    )
+    single = []
+    if objective.per_token:
+        single = [slope(*jax.tree.map(lambda leaf: leaf.reshape(-1, 1), (tokens, weight)))]
+    layouts = slope(tokens, weight), np.concatenate(halves), *single, packed
+    return tuple(np.asarray(layout).reshape(tokens.logp.shape) for layout in layouts)
 
 
 def _step_laws(chain: AdvantageTransform, rollouts: Rollouts, state: Any) -> dict[str, bool]:
@@ -321,7 +345,9 @@ def _move_neighbours(leaf: Array) -> Array:
 
 
 def _same(left: Any, right: Any) -> bool:
-    return bool(np.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE))
+    left, right = np.asarray(left), np.asarray(right)
+    near = TOLERANCE if np.result_type(left, right) == np.float64 else ROUNDED
+    return bool(np.allclose(left, right, rtol=near, atol=near))
 
 
 def broken(laws: Mapping[str, bool]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.scores import OF_ANSWERS, OF_PASS, OF_SAMPLES, SCORES, TOKEN_DRAW
 from jaxgrpo.losses import Objective, Penalty, Reduction, Surrogate
 from jaxgrpo.losses import registry as loss_registry
+from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training.rewarding import resolve_rewards
 
 REWARDS: dict[str, dict[str, float]] = {
@@ -38,6 +39,10 @@ HIDDEN = {
 }
 
 
+TEXTS = frozenset(("completions", "prompts", "completion_ids"))
+"""Arguments of rewards, and of functions that write the prompts of scores."""
+
+
 class Method(NamedTuple):
     """A chain and a loss, with the rewards that the chain sums."""
 
@@ -45,7 +50,8 @@ class Method(NamedTuple):
     chain: AdvantageTransform
     objective: Objective
     rewards: tuple[tuple[str, float], ...] = (("reward", 1.0),)
-    """(name, weight in the sum); the first is the game's reward, the others are 0"""
+    """(name, weight in the sum); the first is the game's reward, the others are 0. What is only
+    logged, with weight 0, stands behind the others."""
 
     @property
     def reward_names(self) -> tuple[str, ...]:
@@ -106,7 +112,7 @@ def read_method(name: str) -> Method:
 
 
 def refuse_unknown(method: Method) -> None:
-    """Raises: InputError if the method reads what the games do not have."""
+    """Raises: InputError if the method reads what the games do not have, or its loss fails."""
     parts = {key: step.needs for key, step in method.chain.steps} or {
         method.chain.name: method.chain.needs
     }
@@ -120,6 +126,7 @@ def refuse_unknown(method: Method) -> None:
                 "have none, so that it cannot be enumerated: jaxgrpo advantages and jaxgrpo losses "
                 "show what a part does with numbers of yours"
             )
+    method.objective.trace()
 
 
 def _source(field: str) -> str:
@@ -140,13 +147,28 @@ def _read_config(name: str) -> Method:
     recipe = methods.make_recipe(config.named_chain, rewards)
     objective = methods.make_objective(config.loss, longest)
     chain = methods.make_chain(config.loss, recipe)
-    # The games' reward stands for that of an environment, which has no entry in the config.
-    weights = {reward.name: reward.weight for reward in rewards} or {"reward": 1.0}
-    if not isinstance(config.named_chain, Mapping):
-        weights = dict.fromkeys(weights, 1.0)  # the weights of a chain are those of its parts
+    weights = _read_weights(config.named_chain, rewards)
     method = Method(Path(name).stem, chain, objective, tuple(weights.items()))
     refuse_unknown(method)
     return method
+
+
+def _read_weights(
+    named: Mapping[str, Any] | Sequence[Mapping[str, Any]], rewards: Sequence[Reward]
+) -> dict[str, float]:
+    """Name -> weight of the rewards of a config, those of weight 0 last: the first is the game's.
+
+    Args:
+      named: the recipe, or the parts of a chain, whose weights are the chain's and count as 1 here.
+    """
+    # The games' reward stands for that of an environment, which has no entry in the config.
+    weights = {reward.name: reward.weight for reward in rewards} or {"reward": 1.0}
+    if isinstance(named, Mapping):
+        counted = weights = {n: named.get("weights", {}).get(n, w) for n, w in weights.items()}
+    else:
+        sums = next((part for part in named if part["use"] == "sum_rewards"), {})
+        counted, weights = {**weights, **sums}, dict.fromkeys(weights, 1.0)
+    return {name: weights[name] for name in sorted(weights, key=lambda name: counted[name] == 0)}
 
 
 def _read_own(name: str) -> Method:
@@ -159,7 +181,12 @@ def _read_own(name: str) -> Method:
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    if len(required) == 2:
+    if TEXTS.intersection(parameter.name for parameter in parameters):
+        raise InputError(
+            f"check {name}: {short}{inspect.signature(function)} reads texts, which the games have "
+            "not: a reward, or the prompt of a score, has no part in what a method climbs"
+        )
+    if len(required) == 2 and required[0] != "tokens":
         return make_method(short, _behind_sum(registry.build([function]).steps[0][1]))
     if required == ["tokens"]:
         return make_method(short, surrogate=function)
@@ -181,7 +208,7 @@ def _from_part(name: str, short: str, part: Any) -> Method:
         Surrogate: lambda surrogate: make_method(short, surrogate=surrogate),
         Reduction: lambda reduction: make_method(short, reduction=reduction),
         Penalty: lambda penalty: make_method(short, penalties=(penalty,)),
-        Objective: lambda objective: Method(short, advantages.build("rloo"), objective),
+        Objective: lambda objective: _with_objective(short, objective),
     }
     for kind, make in makers.items():
         if isinstance(part, kind):
@@ -194,6 +221,14 @@ def _from_part(name: str, short: str, part: Any) -> Method:
         f"check {name}: {short}() returned {type(part).__name__}, expected a chain "
         "(jaxgrpo.chain), a surrogate, a reduction, a penalty, or losses.Objective"
     )
+
+
+def _with_objective(name: str, objective: Objective) -> Method:
+    """A method with all of a loss, whose parts are taken as those of a config are."""
+    penalties = tuple(map(losses.build_penalty, objective.penalties))
+    built = make_method(name, None, objective.surrogate, objective.reduction, penalties)
+    options: Any = {"penalties_on": objective.penalties_on, "proximal": objective.proximal}
+    return built._replace(objective=built.objective._replace(**options))
 
 
 def _behind_sum(step: AdvantageTransform) -> AdvantageTransform:
