@@ -290,6 +290,26 @@ def finite(value: Array, mask: Array | bool = True) -> Signal:
     return Signal(value=jnp.where(mask, value, 0), mask=mask)
 
 
+def as_arrays(key: str, signal: Signal) -> tuple[Array, Array]:
+    """Value and mask of what a step returned; a mask of numbers is True where they are above 0.
+
+    Raises: InputError on what is no array, and on another shape of the mask.
+    """
+    for name, array in (("value", signal.value), ("mask", signal.mask)):
+        if not hasattr(array, "dtype"):
+            raise InputError(
+                f"{key} returned the {name} {array!r}, expected an array [P, G] or [P, G, T]"
+            )
+    if signal.value.shape != signal.mask.shape:
+        raise InputError(
+            f"{key} returned value {signal.value.shape} and mask {signal.mask.shape}: they must"
+            " have the same shape"
+        )
+    # As a truth value -1 would be true.
+    mask = signal.mask if signal.mask.dtype == bool else signal.mask > 0
+    return jnp.asarray(signal.value), jnp.asarray(mask)
+
+
 def as_floats(value: Array) -> Array:
     """Integers and truth values as floats; floats as they are."""
     is_float = jnp.issubdtype(value.dtype, jnp.floating)

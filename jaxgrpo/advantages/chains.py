@@ -17,10 +17,10 @@ from jax import Array
 
 from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
-from jaxgrpo.core.errors import InputError, NotGiven, explaining_own_code, own_line
+from jaxgrpo.core.errors import InputError, NotGiven, as_names, explaining_own_code, own_line
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
 from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, REACHED, SCORES
-from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal, rollout_arrays
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal, refuse_other_state, rollout_arrays
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
 """The steps of a chain under their unique names."""
@@ -170,7 +170,11 @@ def trace_shapes(
             )
         return signal, new_state, metrics
 
-    jax.eval_shape(run, _rollout_shapes(spec, recipe.needs, fields or {}), recipe.init(spec))
+    state = jax.tree.map(jnp.asarray, recipe.init(spec))
+    rollouts = _rollout_shapes(spec, recipe.needs, fields or {})
+    _, new_state, _ = jax.eval_shape(run, rollouts, state)
+    for key, before in state.items():
+        refuse_other_state(key, before, new_state[key])
 
 
 def _rollout_shapes(
@@ -297,6 +301,7 @@ def _named(transforms: tuple[Any, ...]) -> Steps:
                 )
             function: Any = item
             item = transform(function)
+        item = item._replace(needs=as_names(item.name, item.needs))
         key, number = item.name, 1
         while key in steps:
             number += 1
@@ -379,7 +384,7 @@ def _check_level(key: str, step: AdvantageTransform, signal: Any, widened_by: st
 def _settle(key: str, input_signal: Any, output_signal: Any) -> Any:
     """What a step returned, with masks that only shrink and 0 where masked."""
     if not isinstance(output_signal, Signal):
-        if not isinstance(output_signal, dict):
+        if not isinstance(output_signal, dict) or isinstance(input_signal, Signal):
             raise InputError(
                 f"{key} returned {type(output_signal).__name__}, expected a Signal: return"
                 " dataclasses.replace(signal, value=...)"
@@ -388,12 +393,7 @@ def _settle(key: str, input_signal: Any, output_signal: Any) -> Any:
             name: _settle(key, input_signal.get(name, stream), stream)
             for name, stream in output_signal.items()
         }
-    if output_signal.value.shape != output_signal.mask.shape:
-        raise InputError(
-            f"{key} returned value {output_signal.value.shape} and mask {output_signal.mask.shape}:"
-            " they must have the same shape"
-        )
-    value, mask = output_signal.value, output_signal.mask.astype(bool)
+    value, mask = base.as_arrays(key, output_signal)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         # Ranks or truth values: statistics of them are no whole numbers.
         floating = (
@@ -402,9 +402,9 @@ def _settle(key: str, input_signal: Any, output_signal: Any) -> Any:
         value = value.astype(floating)
     if isinstance(input_signal, Signal):
         shape = input_signal.mask.shape
-        if output_signal.value.shape[: len(shape)] != shape:
+        if value.shape[: len(shape)] != shape:
             raise InputError(
-                f"{key} turned values {shape} into {output_signal.value.shape}: a step keeps"
+                f"{key} turned values {shape} into {value.shape}: a step keeps"
                 " [P, G], or widens it to [P, G, T]"
             )
         mask = mask & input_signal.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))

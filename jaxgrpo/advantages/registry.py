@@ -293,4 +293,9 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 def _takes_signal(function: Any) -> TypeGuard[Callable[[Signal, Rollouts], Signal]]:
-    return len(_required(function)) == 2
+    """Raises: InputError where the two arguments are named the other way round."""
+    required = _required(function)
+    if required == ["rollouts", "signal"]:
+        name = getattr(function, "__name__", repr(function))
+        raise InputError(f"{name}(rollouts, signal): write (signal, rollouts), the signal first")
+    return len(required) == 2

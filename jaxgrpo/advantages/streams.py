@@ -431,9 +431,9 @@ def _within(step: str, signal: Any, streams: Streams) -> Signal:
             f"{step} returned {type(signal).__name__}, expected a Signal: return"
             " Signal(value=..., mask=...)"
         )
-    if signal.value.shape != expected or signal.mask.shape != expected:
+    value, mask = base.as_arrays(step, signal)
+    if value.shape != expected:
         raise InputError(
-            f"{step} returned value {signal.value.shape} and mask {signal.mask.shape},"
-            f" expected [P, G] = {expected}"
+            f"{step} returned values of shape {value.shape}, expected [P, G] = {expected}"
         )
-    return base.finite(signal.value, signal.mask.astype(bool) & any_mask(streams))
+    return base.finite(value, mask & any_mask(streams))

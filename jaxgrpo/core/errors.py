@@ -146,6 +146,17 @@ def own_line(error: BaseException) -> tuple[str, str]:
     return f"{last.filename}:{last.name}, line {last.lineno}", last.line or ""
 
 
+def as_names(where: str, names: Any) -> frozenset[str]:
+    """The fields that a part `needs`. Raises: InputError on a text, which is no set of names.
+
+    >>> sorted(as_names("mine", ["row", "turn"]))
+    ['row', 'turn']
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where}: needs = {names!r}, expected names of fields, as {{'row'}}")
+    return frozenset(names)
+
+
 def refuse_all(title: str, problems: Collection[str]) -> None:
     """Raises: InputError with the title and a line for each problem, if there are any."""
     if problems:

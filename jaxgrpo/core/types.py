@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax import Array
 
+from jaxgrpo.core.errors import InputError
+
 Params = dict[str, Any]
 """Nested dicts of arrays: all that leaves `models/` of a Flax module."""
 
@@ -214,3 +216,20 @@ class Stream:
 WEIGHTS = "weights"
 """In `Learner.frozen` of a model with adapters: the weights that all its policies share. What is
 trained and the other policies are then adapters."""
+
+
+def refuse_other_state(where: str, before: Any, after: Any) -> None:
+    """Raises: InputError where what a part remembers has changed its form in an update."""
+    forms = [
+        (jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)])
+        for state in (before, after)
+    ]
+    if forms[0] != forms[1]:
+        texts = [
+            str(jax.tree.map(lambda leaf: f"{leaf.dtype}{[*leaf.shape]}", state)).replace("'", "")
+            for state in (before, after)
+        ]
+        raise InputError(
+            f"{where}: its state is {texts[0]} at first and {texts[1]} after an update: return the"
+            " same structure, shapes and dtypes"
+        )

@@ -13,6 +13,7 @@ from jax import Array
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
 from jaxgrpo.core.scores import OF_PASS, policy_field
+from jaxgrpo.core.types import refuse_other_state
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
@@ -89,10 +90,10 @@ class Objective(NamedTuple):
         return self.surrogate.needs.union(*(penalty.needs for penalty in self.penalties))
 
     def trace(self) -> None:
-        """Runs surrogate and penalties on shapes, as an update compiles them.
+        """Runs surrogate, penalties, reduction and what they read of an update on shapes.
 
-        Raises: InputError where own code fails, reads a field that it does not declare, or cannot
-        be compiled.
+        Raises: InputError where own code fails, reads a field that it does not declare, gives
+        something of another form than it should, or cannot be compiled.
 
         >>> Objective(build_surrogate("clip"), build_reduction("token_mean")).trace()
         """
@@ -109,22 +110,30 @@ class Objective(NamedTuple):
             loss, metrics = token_loss(self.surrogate, self.penalties, tokens, states)
             return loss.sum(), self.observe(states, metrics)
 
-        slope = jax.grad(total, has_aux=True)
-        jax.eval_shape(slope, shapes["logp"], shapes, fields, self.init())
+        slope, states = jax.grad(total, has_aux=True), jax.tree.map(jnp.asarray, self.init())
+        _, after = jax.eval_shape(slope, shapes["logp"], shapes, fields, states)
+        for name, state in states.items():
+            refuse_other_state(f"penalty {name}", state, after[name])
+        _trace_weights(self.reduction)
+        _trace_batch_fields(self, Tokens(**shapes, fields=fields))
 
     def init(self) -> dict[str, Any]:
         """name of a penalty -> what it remembers before the first update."""
-        return {
-            penalty.name: penalty.init() for penalty in self.penalties if penalty.init is not None
-        }
+        states = {}
+        for penalty in self.penalties:
+            if penalty.init is not None:
+                with explaining_own_code(f"penalty {penalty.name}"):
+                    states[penalty.name] = penalty.init()
+        return states
 
     def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
         """What the penalties remember after an update with these metrics."""
-        return {
-            penalty.name: penalty.observe(state[penalty.name], metrics)
-            for penalty in self.penalties
-            if penalty.observe is not None
-        }
+        states = {}
+        for penalty in self.penalties:
+            if penalty.observe is not None:
+                with explaining_own_code(f"penalty {penalty.name}"):
+                    states[penalty.name] = penalty.observe(state[penalty.name], metrics)
+        return states
 
 
 def token_loss(
@@ -223,6 +232,37 @@ def with_batch_fields(
         if field.name not in tokens.fields and (group is not None or not field.by_group)
     }
     return dataclasses.replace(tokens, fields={**tokens.fields, **fields})
+
+
+def _trace_weights(reduction: Reduction) -> None:
+    """Runs a reduction on shapes. Raises: InputError unless it gives a float for each token."""
+    mask, where = jax.ShapeDtypeStruct((2, 3, 4), jnp.bool_), f"reduction {reduction.name}"
+    with explaining_own_code(where):
+        weights: Any = jax.eval_shape(reduction.weights, mask)
+    shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", None)
+    if shape != mask.shape or not jnp.issubdtype(dtype, jnp.floating):
+        raise InputError(
+            f"{where} gave weights of shape {shape} and dtype {dtype} for a mask {mask.shape}: give"
+            " a float for each token, 0 where masked"
+        )
+
+
+def _trace_batch_fields(objective: Objective, shapes: Tokens) -> None:
+    """Computes what an update makes of its batch on shapes.
+
+    Raises: InputError where own code fails, or does not give a number for each token.
+    """
+    ids, size = jax.ShapeDtypeStruct(shapes.mask.shape, jnp.int32), shapes.mask.size
+    for field in objective.batch_fields:
+        where = f"surrogate {objective.surrogate.name}: {field.name}"
+        with explaining_own_code(where):
+            compute = lambda tokens, ids, run=field.compute: run(tokens, ids, size)  # noqa: E731
+            value: Any = jax.eval_shape(compute, shapes, ids)
+        if getattr(value, "shape", None) != shapes.mask.shape:
+            raise InputError(
+                f"{where} has shape {getattr(value, 'shape', None)}, expected a number for each"
+                f" token, {shapes.mask.shape}"
+            )
 
 
 def _checked(where: str, computed: Any, tokens: Tokens) -> tuple[Array, Metrics]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.core.errors import InputError, build
+from jaxgrpo.core.errors import InputError, as_names, build
 from jaxgrpo.core.metrics import Metrics, mean, merge
 from jaxgrpo.losses import bounds, covariance, labels
 from jaxgrpo.losses import penalties as terms
@@ -276,6 +276,7 @@ def _build(
             f" that returns one, {kind.__name__}(name, compute)"
         )
     if isinstance(part, (Surrogate, Penalty)):
+        part = part._replace(needs=as_names(f"{role} {part.name}", part.needs))
         _check_arguments(role, part)
     return part
 
@@ -288,16 +289,22 @@ def _takes_tokens(use: Any) -> bool:
 
 
 def _check_arguments(role: str, part: Surrogate | Penalty) -> None:
-    """Refuses a `compute` in the form of version 0.1, with six arrays instead of `Tokens`."""
+    """Refuses a `compute` that takes other arguments than it is called with, and a memory that is
+    never read or never moves."""
     remembers = getattr(part, "init", None) is not None
-    arguments = ("tokens", "state") if remembers else ("tokens",)
-    try:
-        inspect.signature(part.compute).bind(*arguments)
-    except TypeError as error:
-        raise InputError(
-            f"{role} {part.name}: {error}: write compute({', '.join(arguments)}), and read"
-            f" {', '.join(f'tokens.{name}' for name in Tokens.__dataclass_fields__)}"
-        ) from None
+    if remembers != (getattr(part, "observe", None) is not None):
+        raise InputError(f"{role} {part.name}: init and observe go together: give both, or neither")
+    functions = [("compute", part.compute, ("tokens", "state")[: 1 + remembers])]
+    for field in getattr(part, "batch_fields", ()):
+        functions.append((field.name, field.compute, ("tokens", "group", "count")))
+    for name, function, arguments in functions:
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise InputError(
+                f"{role} {part.name}: {error}: write {name}({', '.join(arguments)}), and read"
+                f" {', '.join(f'tokens.{field}' for field in Tokens.__dataclass_fields__)}"
+            ) from None
 
 
 def _check_trl(loss_type: str, importance_sampling_level: str, delta: float | None) -> None:

@@ -16,6 +16,7 @@ from jaxgrpo.advantages import (
     AdvantageTransform,
     build,
     chain,
+    combine,
     compute,
     divide_by_group_std,
     evaluate,
@@ -138,6 +139,57 @@ def test_own_functions_must_return_a_signal_of_fitting_shape():
     odd = Signal(value=jnp.zeros((1, 2, 3)), mask=jnp.ones((1, 2), bool))
     with refuses("odd returned value (1, 2, 3) and mask (1, 2): they must have the same shape"):
         evaluate(chain(transform(lambda *_: odd, name="odd")), rewards)
+
+
+@pytest.mark.parametrize(
+    ("value", "mask", "message"),
+    [
+        (0.0, jnp.ones((1, 2), bool), "odd returned the value 0.0, expected an array [P, G]"),
+        (jnp.ones((1, 2)), True, "odd returned the mask True, expected an array [P, G]"),
+    ],
+)
+def test_own_functions_must_return_arrays(value, mask, message):
+    odd = Signal(value=value, mask=mask)
+    with refuses(message):
+        evaluate(chain(transform(lambda *_: odd, name="odd")), [[0.0, 1.0]])
+    with refuses(message):
+        evaluate(chain(combine(lambda *_: odd, name="odd")), [[0.0, 1.0]])
+
+
+def test_a_mask_of_numbers_is_true_above_0():
+    odd = Signal(value=jnp.ones((1, 4)), mask=jnp.array([[1.0, 0.0, -1.0, NAN]]))
+    for step in (transform(lambda *_: odd), combine(lambda *_: odd)):
+        assert evaluate(chain(step), [[0.0] * 4])[1].tolist() == [[True, False, False, False]]
+
+
+def test_a_table_of_arrays_is_no_signal_and_a_text_no_set_of_fields():
+    table = transform(lambda signal, _: {"value": signal.value, "mask": signal.mask}, name="table")
+    with refuses("table returned dict, expected a Signal"):
+        evaluate(chain(sum_rewards(), table), [[0.0, 1.0]])
+    with refuses("mine: needs = 'row', expected names of fields"):
+        chain(shift._replace(name="mine", needs="row"))
+    assert chain(shift._replace(needs=["row"])).needs == {"row"}
+    with refuses("turned(rollouts, signal): write (signal, rollouts), the signal first"):
+        build([turned])
+
+
+def turned(rollouts, signal):
+    return signal
+
+
+def test_a_state_that_changes_its_form_is_refused_on_shapes():
+    for first, update, message in [
+        (0, lambda state: state + 0.5, "counts: its state is int32[] at first and float32[] after"),
+        (jnp.zeros(2), lambda state: state[:1], "its state is float32[2] at first and float32[1]"),
+        (0.0, lambda state: {"a": state}, "at first and {a: float32[]} after an update: return"),
+    ]:
+        step = AdvantageTransform(
+            "counts", lambda _, x=first: x, lambda s, state, _, f=update: (s, f(state), {})
+        )
+        with refuses(message):
+            trace_shapes(chain(sum_rewards(), step), SPEC)
+    fine = step._replace(init=lambda _: 0.0, update=lambda s, state, _: (s, 0.9 * state + 1, {}))
+    trace_shapes(chain(sum_rewards(), fine), SPEC)
 
 
 def test_a_metric_may_be_a_plain_number():

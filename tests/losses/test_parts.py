@@ -15,9 +15,14 @@ from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean
 from jaxgrpo.losses import (
+    BatchField,
+    Objective,
+    Penalty,
     Reduction,
+    Surrogate,
     Tokens,
     build_penalty,
+    build_reduction,
     build_surrogate,
     by_sample,
     cispo,
@@ -262,6 +267,78 @@ def test_a_function_of_tokens_is_a_surrogate_and_its_plain_numbers_are_means_ove
 def test_what_an_own_surrogate_returns_is_named_if_it_is_no_loss(returned, message):
     with refuses(message):
         policy_loss({"use": returned}, "token_mean", ONES, ONES, ONES, MASK)
+
+
+def remembering(**changes):
+    """A penalty with a memory."""
+    functions = {
+        "init": lambda: jnp.float32(0),
+        "observe": lambda state, metrics: state + 1,
+        "compute": lambda tokens, state: (state * tokens.logp, {}),
+    }
+    return Penalty("mine", **{**functions, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observe": lambda state, metrics: state[1]}, "penalty mine ("),
+        ({"observe": lambda state, metrics: metrics["kl"]}, "raised KeyError: 'kl'"),
+        (
+            {"observe": lambda state, metrics: (state, state)},
+            "penalty mine: its state is float32[] at first and (float32[], float32[]) after an",
+        ),
+        ({"init": lambda: 1 / 0}, "raised ZeroDivisionError"),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_refused_on_shapes(changes, message):
+    parts = build_surrogate("clip"), build_reduction("token_mean")
+    Objective(*parts, (build_penalty(remembering()),)).trace()
+    with refuses(message):
+        Objective(*parts, (build_penalty(remembering(**changes)),)).trace()
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (
+            lambda tokens, group, count: tokens.logp.mean(),
+            "mine: m has shape (), expected a number",
+        ),
+        (lambda tokens, group: tokens.logp, "surrogate mine: m"),
+        (lambda tokens, group, count: tokens.fields["none"], "raised KeyError: 'none'"),
+    ],
+)
+def test_what_an_own_surrogate_makes_of_the_update_is_tried_on_shapes(compute, message):
+    def loss(tokens):
+        return tokens.logp * tokens.fields["m"], {}
+
+    part = Surrogate("mine", loss, needs=frozenset({"m"}), batch_fields=(BatchField("m", compute),))
+    with refuses(message):
+        Objective(build_surrogate(part), build_reduction("token_mean")).trace()
+
+
+def test_a_memory_is_read_and_moved_and_needs_are_names():
+    with refuses("penalty mine: init and observe go together: give both, or neither"):
+        build_penalty(remembering(observe=None))
+    with refuses("surrogate mine: needs = 'row', expected names of fields"):
+        build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs="row"))
+    part = build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs=["row"]))
+    assert part.needs == {"row"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (lambda mask: mask.mean(-1), "gave weights of shape (2, 3) and dtype float32 for a mask"),
+        (lambda mask: mask, "reduction mine gave weights of shape (2, 3, 4) and dtype bool"),
+        (lambda mask: 1.0, "gave weights of shape () and dtype float32 for a mask (2, 3, 4)"),
+        (lambda mask: mask / len(mask[0, 0, 0]), "reduction mine ("),
+    ],
+)
+def test_a_reduction_gives_a_float_for_each_token(weights, message):
+    with refuses(message):
+        Objective(build_surrogate("clip"), Reduction("mine", weights)).trace()
 
 
 def test_examples_in_docstrings_hold():
