@@ -1,7 +1,8 @@
 """The methods that an atlas compares, from their names.
 
-A name is a recipe, which takes the place of the run's, and `KEY=VALUE` changes what else a method
-is made of: "sign", "loss.surrogate=gspo", "dr_grpo+loss.reduction=constant".
+A name is a recipe, or own code that makes a chain, which takes the place of the run's; `KEY=VALUE`
+changes what else a method is made of: "sign", "mine.py:chain", "loss.surrogate=gspo",
+"dr_grpo+loss.reduction=constant".
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from jaxgrpo.advantages.registry import recipes
 from jaxgrpo.config import files as configs
-from jaxgrpo.config import methods
+from jaxgrpo.config import methods, own_code
 from jaxgrpo.config.keys import KEYS
 from jaxgrpo.core.errors import ConfigError, InputError, suggest
 from jaxgrpo.rewards.protocol import Reward
@@ -29,11 +30,13 @@ def make_atlases(
     tables: Mapping[str, Any],
     source: Path | None,
     rewards: Sequence[Reward],
+    num_rows: int,
 ) -> Atlases | None:
     """The atlases of a run and of `atlas.methods`; None without any.
 
     Args:
-      preparer: of the run; names: `atlas.methods`; the rest as in `make_contenders`.
+      preparer: of the run; names: `atlas.methods`; num_rows: of the data; the rest as in
+        `make_contenders`.
 
     Raises: InputError where a method cannot be built, or reads what the run does not make.
     """
@@ -41,7 +44,7 @@ def make_atlases(
         return None
     run_method = Contender(preparer.blueprint.chain, preparer.blueprint.objective)
     named = make_contenders(names, "atlas.methods", tables, source, rewards)
-    return Atlases(preparer, {RUN: run_method, **named})
+    return Atlases(preparer, {RUN: run_method, **named}, num_rows)
 
 
 def make_contenders(
@@ -85,7 +88,7 @@ def _overrides(name: str, where: str) -> list[str]:
     overrides = []
     for change in map(str.strip, name.split("+")):
         key, assigned, value = change.partition("=")
-        if not assigned and change not in recipes:
+        if not assigned and change not in recipes and not own_code.is_reference(change):
             raise InputError(
                 f"{where}: no recipe is called {change!r}: {suggest(change, recipes)}; of a "
                 'surrogate or a reduction give the key, as "loss.surrogate=gspo"'
@@ -97,7 +100,7 @@ def _overrides(name: str, where: str) -> list[str]:
 
 
 def _override(key: str, value: str, change: str) -> str:
-    """A part of the loss may be named alone: "loss.surrogate=gspo"."""
+    """A part of the loss may be named alone: "loss.surrogate=gspo", or "=mine.py:surrogate"."""
     takes_part = key in KEYS and "Part" in str(KEYS[key].type)
-    is_name = takes_part and value.strip().replace("_", "").isalnum()
+    is_name = takes_part and not value.strip().startswith(("{", "[", '"'))
     return f'{key}={{ use = "{value.strip()}" }}' if is_name else change

@@ -213,7 +213,9 @@ def _assemble(
     waits = bool(run_inputs.replay) or share > 0
     collector = _make_collector(rollout, train.steps, run_inputs, rewards, method, source, waits)
     contenders, tables = config.atlas.methods, configs.to_tables(config)
-    atlases = make_atlases(Preparer(blueprint), contenders, tables, config.source, rewards)
+    atlases = make_atlases(
+        Preparer(blueprint), contenders, tables, config.source, rewards, len(rows)
+    )
     if make_learner is None:
         learner = _read_learner(seed, pretrained, len(rows), rewards, blueprint)
     else:

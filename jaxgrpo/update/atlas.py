@@ -77,25 +77,28 @@ class Atlas(NamedTuple):
 class Atlases:
     """Draws atlases of some methods on the samples of a run."""
 
-    def __init__(self, preparer: Preparer, contenders: Mapping[str, Contender]):
+    def __init__(self, preparer: Preparer, contenders: Mapping[str, Contender], num_rows: int):
         """
         Args:
           preparer: of the run.
           contenders: name -> method.
+          num_rows: of the data.
 
-        Raises: InputError where the run does not hold what a method reads.
+        Raises: InputError where the run does not hold what a method reads, or does not fit it.
         """
         blueprint = preparer.blueprint
         policies = {"trainer", *blueprint.policies, *blueprint.teachers}
+        mesh, sizes = blueprint.mesh, blueprint.geometry
+        rewards = (*(blueprint.reward_weights or ()),)
+        spec = RolloutSpec(*sizes[:4], rewards=rewards, num_rows=num_rows)
         for name, contender in contenders.items():
             refuse(name, contender, blueprint.scores, policies, blueprint.chain.needs)
-        mesh, sizes = blueprint.mesh, blueprint.geometry
+            contender.chain.init(spec)
         self.names: tuple[str, ...] = tuple(contenders)
         self.needs: frozenset[str] = frozenset().union(*(c.needs for c in contenders.values()))
         self.preparer: Preparer = preparer
         tokens = sharding.rounded_up(mesh, sizes.widest, "sequence")
         self.sketch: Sketch = make_sketch(blueprint.passes._replace(tokens=tokens))
-        spec = RolloutSpec(*sizes[:4], rewards=(*(blueprint.reward_weights or ()),))
         self.coefficients: dict[str, Callable[[Rollouts], Array]] = {
             name: jax.jit(functools.partial(_coefficients, contender, spec))
             for name, contender in contenders.items()

@@ -85,7 +85,7 @@ def exact(config, behavior):
 def drawn(config, behavior, mesh=(1, 1, 1, 1)):
     run = blueprint(config, mesh)
     learner, rollouts = learner_and_rollouts(config, run, behavior)
-    return Atlases(Preparer(run), contenders()).draw(learner, rollouts)
+    return Atlases(Preparer(run), contenders(), 8).draw(learner, rollouts)
 
 
 @pytest.mark.full
@@ -149,13 +149,21 @@ def test_an_update_of_nothing_has_no_cosine():
 @pytest.mark.parametrize(
     ("recipe", "penalties", "message"),
     [
-        ("alpha_dpg", (), "reads base"),
-        ("l2t", (), "cut_answer_logp, thought_tokens"),
-        ("grpo", (losses.top_k_divergence(1.0),), "its loss reads policy:teacher_top"),
+        (("alpha_dpg",), (), "reads base"),
+        (("passk", {"k": 99}), (), "k=99"),
+        (("l2t",), (), "cut_answer_logp, thought_tokens"),
+        (("grpo",), (losses.top_k_divergence(1.0),), "its loss reads policy:teacher_top"),
     ],
 )
 def test_what_an_atlas_cannot_show_is_refused(recipe, penalties, message):
     objective = losses.Objective(losses.reinforce(), MEANS["token_mean"], penalties)
-    method = Contender(advantages.build(recipe), objective)
+    method = Contender(advantages.build(*recipe), objective)
     with pytest.raises(InputError, match=message):
-        Atlases(Preparer(blueprint()), {"run": contenders()["grpo"], "extra": method})
+        Atlases(Preparer(blueprint()), {"run": contenders()["grpo"], "extra": method}, 8)
+
+
+def test_a_method_that_remembers_rows_is_drawn_too():
+    method = Contender(
+        advantages.build("spo"), losses.Objective(losses.reinforce(), MEANS["token_mean"])
+    )
+    Atlases(Preparer(blueprint()), {"run": contenders()["grpo"], "extra": method}, 8)

@@ -61,6 +61,7 @@ def probe_atlas(
             make_contenders(
                 methods, "--methods", configs.to_tables(config), config.source, run.rewards
             ),
+            len(run.inputs.prompts.rows),
         )
         live_groups = functools.partial(run.live_groups, run.learner)
         clock = Clock(lambda phase: None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import small_run
 
+from jaxgrpo import advantages as adv
 from jaxgrpo.cli import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments.probe.command import probe
@@ -20,6 +21,10 @@ from jaxgrpo.training.setup import setup
 from jaxgrpo.update.atlas import Atlas, Atlases
 
 NAMES = ("grpo", "dr_grpo", "loss.surrogate=reinforce", "rloo+loss.reduction=sequence_mean")
+
+
+def group_of_99():
+    return adv.chain(adv.sum_rewards(), adv.leave_one_out_pass_at_k(99))
 
 
 def refused(tmp_path, methods, message, **options):
@@ -37,6 +42,10 @@ def refused(tmp_path, methods, message, **options):
         (["grpo", "optimizer.learning_rate=1"], "is no part of a method"),
         (["grpo", "loss.surrogate=clap"], "clap"),
         (["grpo", "alpha_dpg"], "reads base"),
+        (["grpo", f"{__file__}:missing"], "has no 'missing'"),
+        (["grpo", "recipe=absent.py:f"], "there is no file"),
+        (["grpo", "loss.surrogate=absent.py:f"], "there is no file"),
+        (["grpo", f"{__file__}:group_of_99"], "k=99"),
     ],
 )
 def test_names_that_are_no_methods_are_refused_before_anything_is_sampled(
