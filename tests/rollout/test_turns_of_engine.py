@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxgrpo.rollout.engine import Request, SamplingSettings
 from jaxgrpo.rollout.slots import decoding, driver, replying, table
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.slots.state import Drawn
 from jaxgrpo.rollout.stopping import StopStrings
 
 KEY = jax.random.key_data(jax.random.key(3))
@@ -237,6 +239,5 @@ def test_the_fewest_tokens_count_those_that_a_row_holds():
     samples = table.Table(Sizes.for_prompts(1, 1, 1, 1, WIDTH, STEPS), sampling, "cpu")
     samples.add(table.group_requests([request]))
     samples.enter(0)
-    drawn = np.full((1, 1, STEPS), -1, np.int32)
-    drawn[..., :3] = 5, 6, 7
+    drawn: Any = Drawn(np.array([[3]]), np.array([[[-1, 5, 6, 7]]]))
     assert samples.stops(drawn, 0).tolist() == [[2]]

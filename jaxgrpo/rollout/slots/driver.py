@@ -26,7 +26,7 @@ from jaxgrpo.rollout.slots.capacity import Sizes, fitting_slots
 from jaxgrpo.rollout.slots.programs import Programs, make_programs
 from jaxgrpo.rollout.slots.rows import Rows, prefill_batches
 from jaxgrpo.rollout.slots.shrinking import Shrinking, Size
-from jaxgrpo.rollout.slots.state import READ, Counters, DecodeState, Finals
+from jaxgrpo.rollout.slots.state import READ, Counters, DecodeState, Drawn, Finals
 from jaxgrpo.rollout.slots.table import (
     Group,
     Leaver,
@@ -227,7 +227,7 @@ class _Session:
         self.state: DecodeState = programs.begin(sizes)
         self.segment = 0  # the number of the next one
         self.admitted = 0  # the first segment with all that was admitted
-        self.unread: tuple[int, Counters, Array | None] | None = None  # of the segment before
+        self.unread: tuple[int, Counters, Drawn | None] | None = None  # of the segment before
         self.leaving: list[tuple[Sequence[Leaver], Finals]] = []
 
     def add(self, groups: Sequence[Group]) -> None:
@@ -280,7 +280,7 @@ class _Session:
         return self.table.take_waiting(), slot_steps
 
     def _follow(
-        self, unread: tuple[int, Counters, Array | None], version: int, coming: int | None
+        self, unread: tuple[int, Counters, Drawn | None], version: int, coming: int | None
     ) -> list[Turn]:
         """Reads what a segment counted, and does what follows from it."""
         segment, on_device, drawn = unread

@@ -22,11 +22,11 @@ from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.state import (
     Counters,
     DecodeState,
+    Drawn,
     Entries,
     Finals,
     Replies,
     Samples,
-    drawn,
     take,
 )
 
@@ -46,7 +46,7 @@ class Programs(NamedTuple):
     staying: Callable[..., tuple[Array, Array]]  # (state, slots, aligned)
     take: Callable[..., Any]
     take_slots: Callable[..., Any]
-    drawn: Callable[[Samples], Array]
+    drawn: Callable[[Samples], Drawn]
     cut: Callable[[DecodeState, np.ndarray], DecodeState]
     reply: Callable[[DecodeState, Replies], DecodeState]
     give: Callable[..., DecodeState]  # (params, state, place, size, left)
@@ -96,7 +96,7 @@ def make_programs(
         staying=jax.jit(decoding.staying, static_argnums=(1, 2)),
         take=jax.jit(take),
         take_slots=jax.jit(decoding.take_slots),
-        drawn=jax.jit(drawn),
+        drawn=jax.jit(bind(replying.drawn, parts)),
         cut=jax.jit(bind(replying.cut, settings), donate_argnums=0),
         reply=jax.jit(bind(replying.reply, parts), donate_argnums=0),
         give=jax.jit(bind(replying.give, parts), donate_argnums=1),

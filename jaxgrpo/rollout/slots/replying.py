@@ -22,7 +22,25 @@ from jaxgrpo.models.cache import Ring, moved_up
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.capacity import CHUNK
 from jaxgrpo.rollout.slots.decoding import Parts, laid_out
-from jaxgrpo.rollout.slots.state import DecodeState, Pauses, Replies, put, take
+from jaxgrpo.rollout.slots.state import (
+    DecodeState,
+    Drawn,
+    Pauses,
+    Replies,
+    Samples,
+    put,
+    take,
+)
+
+
+def drawn(parts: Parts, samples: Samples) -> Drawn:
+    """The tokens that were drawn, of which the last segment's come along."""
+    begin = jnp.zeros_like(samples.length) if samples.offset is None else samples.offset
+    place = samples.length[..., None] + jnp.arange(-parts.settings.segment_tokens, 0)
+    newest = jnp.take_along_axis(samples.tokens, jnp.maximum(place, 0), axis=-1)
+    newest = jnp.where(place >= begin[..., None], newest, -1)
+    number = jnp.maximum(samples.length - begin, 0)
+    return Drawn(parts.constrain(number, (None, None)), parts.constrain(newest, (None,) * 3))
 
 
 def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> DecodeState:

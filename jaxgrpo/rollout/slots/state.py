@@ -172,6 +172,13 @@ class Counters(NamedTuple):
     segment, and then of any; None: samples have one turn, or strings end them"""
 
 
+class Drawn(NamedTuple):
+    """What was drawn of the turns at all places; the same in every process."""
+
+    number: Array  # [D, M] int32, tokens
+    newest: Array  # [D, M, W] int32, the last of them, as many as a segment draws; -1: none
+
+
 READ = 64
 """Samples that are read from the devices at once."""
 
@@ -188,15 +195,6 @@ class Finals(NamedTuple):
     length: Array  # [n], tokens, those that were given among them
     stopped: Array  # [n]
     plays: Any  # `Plays` without its state; None: no `answering`
-
-
-def drawn(samples: Samples) -> Array:
-    """[D, M, T]: the tokens that were drawn; -1 elsewhere."""
-    index = jnp.arange(samples.tokens.shape[-1])
-    mask = index < samples.length[..., None]
-    if samples.offset is not None:
-        mask &= index >= samples.offset[..., None]
-    return jnp.where(mask, samples.tokens, -1)
 
 
 def put(array: Array, value: Array, *places: Array) -> Array:

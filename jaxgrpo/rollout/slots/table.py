@@ -18,7 +18,7 @@ import numpy as np
 from jaxgrpo.rollout.engine import Answered, Reason, Request, SamplingSettings, Turn
 from jaxgrpo.rollout.slots.capacity import CHUNK, CHUNK_TOKENS, Sizes
 from jaxgrpo.rollout.slots.rows import Filling, Rows
-from jaxgrpo.rollout.slots.state import Entries, Finals, Replies
+from jaxgrpo.rollout.slots.state import Drawn, Entries, Finals, Replies
 
 NEVER = np.iinfo(np.int32).max
 LEAST_CHUNKED = {"cpu": NEVER}
@@ -98,6 +98,7 @@ class Table:
         self._rowless: list[deque[Party]] = [deque() for _ in range(sizes.bins)]
         self._since = np.full(places, NEVER)  # the first segment that its sample is in
         self._searched = np.zeros(places, int)  # drawn tokens that were searched for stop strings
+        self._drawn = np.zeros((*places, settings.max_completion_tokens), np.int32)  # and these
         self._is_cut = np.zeros(places, bool)
         self._begin = np.zeros(places, int)  # the first token of its turn, at its place
         self._start = np.zeros(places, int)  # `Samples.start`
@@ -270,24 +271,25 @@ class Table:
             rows.release(bin_, party.row)
             self._parties[bin_].remove(party)
 
-    def stops(self, drawn: np.ndarray, segment: int) -> np.ndarray:
+    def stops(self, drawn: Drawn, segment: int) -> np.ndarray:
         """After how many tokens stop strings end samples, [D, M]; -1: not this one.
 
         Args:
-          drawn: [D, M, T], -1 where no token was drawn by the end of the segment.
+          drawn: at the end of the segment, on the host; called for every segment, in order.
         """
         strings = self.settings.stop_strings
         assert strings is not None
-        number, length = (drawn >= 0).sum(-1), np.full(drawn.shape[:2], -1, np.int32)
-        is_new = (number > self._searched) & (self._since <= segment)
-        for bin_, sample in zip(*np.nonzero(is_new), strict=True):
-            place = int(bin_), int(sample)
-            begin = int((drawn[place] >= 0).argmax())  # behind the tokens that were given
-            tokens = drawn[place][begin : begin + number[place]]
-            fewest = self.settings.min_completion_tokens - int(self._start[place]) - begin
-            end = strings.end(tokens, int(self._searched[place]), fewest)
-            self._searched[place] = number[place] if end is None else drawn.shape[-1]
-            length[place] = -1 if end is None else begin + end
+        arrays: Any = drawn
+        length = np.full(arrays.number.shape, -1, np.int32)
+        is_new = (arrays.number > self._searched) & (self._since <= segment)
+        for at in zip(*np.nonzero(is_new), strict=True):
+            number, searched = int(arrays.number[at]), int(self._searched[at])
+            tokens, begin = self._drawn[at], int(self._begin[at])
+            tokens[searched:number] = arrays.newest[at][searched - number :]
+            fewest = self.settings.min_completion_tokens - int(self._start[at]) - begin
+            end = strings.end(tokens[:number], searched, fewest)
+            self._searched[at] = number if end is None else len(tokens)
+            length[at] = -1 if end is None else begin + end
         self._is_cut |= length >= 0
         return length
 
