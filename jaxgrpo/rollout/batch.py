@@ -65,7 +65,6 @@ class Batch:
         self.tokens: np.ndarray = np.full(shape, settings.pad_token, np.int32)
         self.mask: np.ndarray = np.zeros(shape, bool)
         self._logp = np.zeros(shape, np.float32)
-        self._untempered = np.zeros(shape, np.float32) if settings.untempered else None
         stop = self._stop = settings.early_stop
         self._confidence = None if stop is None else np.zeros(shape, np.float32)
         self._records: dict[str, np.ndarray] = {}  # of those that come with turns
@@ -144,7 +143,6 @@ class Batch:
         self._grown.setdefault(ordinal, []).extend(branches)
         arrays = [self.tokens, self.mask, self._logp]
         arrays += [*self._records.values()]
-        arrays += [] if self._untempered is None else [self._untempered]
         requests = []
         for branch in branches:
             for place in self._places[ordinal] if branch.cut else ():
@@ -293,8 +291,6 @@ class Batch:
                 self.mask[at][begin + end : begin + next_begin] = False
         if self._versions is not None:
             self._versions[at][drawn] = turn.version
-        if self._untempered is not None:
-            self._untempered[at][drawn] = turn.untempered_logp
         if self._confidence is not None:
             self._confidence[at][drawn] = turn.confidence
         for name, record in {EXPERTS: turn.experts, SUPPORT: turn.support}.items():
@@ -321,10 +317,8 @@ class Batch:
         """The batch as rollouts without rewards, host arrays.
 
         `behavior_logp` is of the distribution drawn from; for temperature 0, and for greedy
-        samples, of the model's own at temperature 1. Where the engine gives them too, the field
-        "untempered_logp" holds the model's own in any case.
+        samples, of the model's own at temperature 1.
         """
-        raw = {} if self._untempered is None else {"untempered_logp": self._untempered}
         values: dict[str, Any] = {
             "completion_tokens": self.tokens,
             "token_mask": self.mask,
@@ -332,7 +326,7 @@ class Batch:
             "rewards": {},
             "truncated": self._truncated,
             "policy_version": self._version,
-            "fields": raw | self._records | self._more_fields(),
+            "fields": self._records | self._more_fields(),
         }
         return Rollouts(**vars(self.prompts), **values)
 

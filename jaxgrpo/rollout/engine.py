@@ -49,7 +49,6 @@ class SamplingSettings(NamedTuple):
     """give the ids of the tokens that each is drawn among, at most so many: of more that are
     equally likely those of lower ids are drawn from; 0: give none"""
     slots: int = 0  # samples decoded at once, over all devices; 0: all, or as many as fit
-    untempered: bool = False  # give log-probs of the model itself too, at temperature 1
     stop_strings: StopStrings | None = None
     early_stop: EarlyStop | None = None
     interruption: Interruption | None = None  # asked for by who makes requests: an engine has turns
@@ -106,7 +105,6 @@ class Turn(NamedTuple):
     logp: np.ndarray  # [n] float32, of the distribution drawn from
     version: np.ndarray  # [n] int32, of the parameters that drew each token
     reason: Reason
-    untempered_logp: np.ndarray | None = None  # of the model itself, where the engine gives it
     confidence: np.ndarray | None = None  # [n] nats, of each token; with `early_stop` alone
     answered: Answered | None = None  # with `answering` alone; replies are among the tokens
     experts: np.ndarray | None = None  # [n, layers, k], of what each token was drawn from

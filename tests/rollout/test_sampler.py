@@ -232,13 +232,6 @@ def test_no_sample_ends_before_its_fewest_tokens():
     assert not ends[..., :6].any()
 
 
-def test_untempered_log_probs_are_those_of_the_model_itself():
-    rollouts = run(temperature=0.6, top_k=5, untempered=True)
-    want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), rollouts)
-    np.testing.assert_allclose(rollouts.fields["untempered_logp"], want, atol=3e-5)
-    assert (np.asarray(rollouts.behavior_logp) > np.asarray(want) + 0.01).any()
-
-
 TABLE = [0.40, 0.30, 0.20, 0.06, 0.04]
 CUT = {
     "temperature .7": ({"temperature": 0.7}, [0.46766, 0.31006, 0.17374, 0.03111, 0.01743]),

@@ -153,8 +153,7 @@ def _token_bytes(kinds: Sequence[LayerKind], settings: SamplingSettings) -> int:
         math.prod(shape) * jnp.dtype(records.DTYPES[name]).itemsize
         for name, shape in record_shapes(kinds, settings.support)
     )
-    sums = 4 * settings.untempered + 4 * (settings.early_stop is not None)
-    return PER_TOKEN + sums + record_bytes
+    return PER_TOKEN + 4 * (settings.early_stop is not None) + record_bytes
 
 
 def _state_bytes(kinds: Sequence[LayerKind], dtype: str, tensor: int) -> list[int]:

@@ -30,7 +30,7 @@ from jaxgrpo.models.recurrence import DeltaState
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.rollout.slots import answering
 from jaxgrpo.rollout.slots.capacity import Sizes
-from jaxgrpo.rollout.slots.drawing import Distribution, draw, named_support, softmax_logp
+from jaxgrpo.rollout.slots.drawing import Distribution, draw, named_support
 from jaxgrpo.rollout.slots.state import (
     READ,
     Counters,
@@ -146,7 +146,6 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         threshold=refreshed(entries.threshold, samples.threshold),
         tokens=at_new(tokens, samples.tokens),
         logp=at_new(0, samples.logp),
-        untempered=refreshed(0, samples.untempered),
         confidence=refreshed(0, samples.confidence),
         experts=refreshed(NONE, samples.experts),
         support=refreshed(NONE, samples.support),
@@ -418,10 +417,6 @@ def _written(
     def write(array: Array, value: Array, *index: Array) -> Array:
         return put(array, value, sample, *index)
 
-    if samples.untempered is not None:
-        raw = jnp.where(drawn, softmax_logp(logits, token), 0)
-        raw = write(samples.untempered, raw, state.index)
-        samples = dataclasses.replace(samples, untempered=raw)
     if settings.early_stop is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / temperature(settings, state)
         number = min(settings.early_stop.tokens, parts.model.config.num_drawable)
@@ -480,7 +475,7 @@ def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
 
     plays = samples.plays
     values = Finals(
-        *(samples.tokens, samples.logp, samples.untempered, samples.confidence),
+        *(samples.tokens, samples.logp, samples.confidence),
         *(samples.experts, samples.support, samples.length, samples.stopped),
         None if plays is None else dataclasses.replace(plays, state=None),
     )

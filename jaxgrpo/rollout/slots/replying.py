@@ -55,7 +55,6 @@ def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> Decode
         samples,
         tokens=jnp.where(over, settings.pad_token, samples.tokens),
         logp=without(samples.logp),
-        untempered=without(samples.untempered),
         length=jnp.where(is_cut, length, samples.length),
         stopped=samples.stopped | is_cut,
         ended=samples.ended | is_cut,

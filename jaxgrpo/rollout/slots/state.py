@@ -38,7 +38,6 @@ class Samples:
     threshold: Array | None  # [D, M] float32, nats; less confidence ends it; None: no `early_stop`
     tokens: Array  # [D, M, T] int32; from the beginning on those that are given
     logp: Array  # [D, M, T] float32
-    untempered: Array | None  # [D, M, T] float32
     confidence: Array | None  # [D, M, T] float32, of all drawn tokens up to this one, summed
     experts: Array | None  # [D, M, T, layers, k], of what each is drawn from; None: no experts
     support: Array | None  # [D, M, T, K], what each is drawn among; None: not recorded
@@ -125,7 +124,6 @@ def no_samples(
         threshold=zeros[..., 0] if settings.early_stop else None,
         tokens=jnp.full_like(zeros, settings.pad_token, jnp.int32),
         logp=zeros,
-        untempered=zeros if settings.untempered else None,
         confidence=zeros if settings.early_stop else None,
         experts=no_record(EXPERTS),
         support=no_record(SUPPORT),
@@ -188,7 +186,6 @@ class Finals(NamedTuple):
 
     tokens: Array  # [n, T]
     logp: Array  # [n, T]
-    untempered: Array | None  # [n, T]
     confidence: Array | None  # [n, T], summed as in `Samples`
     experts: Array | None  # [n, T, layers, k]
     support: Array | None  # [n, T, K]

@@ -371,6 +371,7 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
     """
     turns: list[Turn] = []
     arrays: Any = finals
+    sums = arrays.confidence
     for at, (request, _, begin, is_cut) in enumerate(leavers):
         length = int(arrays.length[at])
         new = slice(begin, length)
@@ -379,7 +380,6 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
             # A turn that was cut may be answered, and end its sample.
             is_full = length >= begin + request.limit or arrays.plays is not None
             reason = "length" if is_full else "confidence"
-        raw, sums = arrays.untempered, arrays.confidence
         turns.append(
             Turn(
                 request.ordinal,
@@ -388,7 +388,6 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
                 arrays.logp[at][new],
                 np.full(max(0, length - begin), version, np.int32),
                 reason,
-                None if raw is None else raw[at][new],
                 None if sums is None else np.diff(sums[at], prepend=np.float32(0))[new],
                 None if arrays.plays is None else _answered(arrays.plays, at, length),
                 *(
