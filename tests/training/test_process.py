@@ -189,6 +189,20 @@ def test_a_pod_of_cloud_tpu_vms_is_found_by_what_its_metadata_says(hosts, monkey
     assert runtime.several_processes({}) == (None if hosts == 1 else {})
 
 
+def test_a_cluster_that_does_not_say_how_many_it_has_is_refused(monkeypatch):
+    def count():  # as Open MPI 5 does, from JAX 0.12 on
+        raise RuntimeError("Open MPI 5 or newer requires mpi4py for distributed initialization.")
+
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(K8sCluster, "is_env_present", lambda: True)
+    monkeypatch.setattr(K8sCluster, "get_process_count", count)
+    message = r"\(RuntimeError: .* mpi4py .*\): say it by --coordinator"
+    with pytest.raises(InputError, match=message):
+        runtime.several_processes({})
+
+
 def test_a_pod_of_kubernetes_is_one_of_several_only_in_an_indexed_job(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     assert runtime.several_processes({}) is None

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError, comes_from, cut, without_passwords
+from jaxgrpo.core.errors import InputError, comes_from, cut, refusing, without_passwords
 from jaxgrpo.data import storage
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
@@ -55,6 +55,15 @@ EXIT_CODES = {
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
+
+BY_HAND = (
+    "say it by --coordinator HOST:PORT --num-processes N --process-id I (of one process: "
+    "localhost:8476 1 0)"
+)
+UNCOUNTED = (
+    "JAX finds that this process is one of a cluster, and not of how many ({kind}: {reason}): "
+    + BY_HAND
+)
 
 _JOIN = 300  # seconds that a process waits at its start for the others
 _HEARTBEAT = 300  # without a sign of life JAX ends all processes: see peers
@@ -336,8 +345,8 @@ def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | 
     Args:
       environment: with PROCESS_VARIABLES, or without; a cluster is looked for in os.environ, since
         JAX does so.
-    Raises: InputError where only some of PROCESS_VARIABLES are set, or no numbers; in a pod of a
-    Kubernetes job whose other pods cannot be found.
+    Raises: InputError where only some of PROCESS_VARIABLES are set, or no numbers; where JAX finds
+    a cluster, and not how many processes it has.
     """
     variables = {name: environment[name] for name in PROCESS_VARIABLES if environment.get(name)}
     if not variables:
@@ -378,11 +387,11 @@ def _cluster_size() -> int:
         if cluster is K8sCluster and importlib.util.find_spec("kubernetes") is None:
             raise InputError(
                 "this is a pod of an indexed job of Kubernetes, and the package by which JAX finds "
-                "its other pods is missing: pip install kubernetes; or say it by --coordinator "
-                "HOST:PORT --num-processes N --process-id I (of one process: localhost:8476 1 0)"
+                f"its other pods is missing: pip install kubernetes; or {BY_HAND}"
             )
         if cluster.is_env_present():
-            return cluster.get_process_count()
+            with refusing(UNCOUNTED):  # as where Open MPI 5 is asked without mpi4py
+                return cluster.get_process_count()
     return 1
 
 
