@@ -12,6 +12,7 @@ import datetime
 import difflib
 import functools
 import json
+import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,9 @@ OURS = ("add_generation_prompt", "continue_final_message", "messages")
 
 CLOCK = "strftime_now"
 """The function by which chat templates write the date or the time."""
+
+_clock = threading.Lock()
+"""Of transformers, which is one for all threads."""
 
 SECONDS, MEMORY, WRITTEN = 10.0, 2**30, 1_000_000
 """What a template may take for a prompt: time, bytes, and characters beside those of messages."""
@@ -297,12 +301,13 @@ def _clock_at(time: str | None) -> Iterator[None]:
     from transformers.utils import chat_template_utils
 
     module: Any = chat_template_utils
-    clock, moment = module.datetime, datetime.datetime.fromisoformat(time)
-    module.datetime = types.SimpleNamespace(now=lambda: moment)
-    try:
-        yield
-    finally:
-        module.datetime = clock
+    moment = datetime.datetime.fromisoformat(time)
+    with _clock:
+        clock, module.datetime = module.datetime, types.SimpleNamespace(now=lambda: moment)
+        try:
+            yield
+        finally:
+            module.datetime = clock
 
 
 def _forms(content: str, is_last: bool) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import gsm8k
 import pytest
+from transformers.utils import chat_template_utils
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts as data
-from jaxgrpo.data.chat import for_rewards, make_chat, read_messages, write
+from jaxgrpo.data.chat import TIMES, _clock_at, for_rewards, make_chat, read_messages, write
 
 USER = {"role": "user", "content": "2+2?"}
 BEGUN = {"role": "assistant", "content": "It is"}
@@ -216,3 +220,20 @@ def test_thoughts_of_earlier_turns_spaces_and_json_are_no_lost_text(
     file = tmp_path / "chat.jinja"
     file.write_text(template)
     assert len(data.encode([{"prompt": prompt}], chat_with(tokenizer, file))[0])
+
+
+def test_threads_that_write_templates_leave_the_clock_as_it_was():
+    clock, is_late = chat_template_utils.datetime, threading.Event()
+
+    def come_late() -> None:
+        with _clock_at(TIMES[1]):
+            is_late.set()
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=come_late)
+    with _clock_at(TIMES[0]):
+        thread.start()
+        is_late.wait(0.05)
+    thread.join()
+    assert is_late.is_set()
+    assert chat_template_utils.datetime is clock

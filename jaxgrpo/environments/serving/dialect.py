@@ -19,7 +19,6 @@ import functools
 import itertools
 import json
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,8 +46,6 @@ CHAT = ("messages", "max_completion_tokens", "tools", "tool_choice", "chat_templ
 GENERATE = ("token_ids", "sampling_params")
 STREAMED = ("/v1/completions", "/v1/chat/completions")  # what answers as a stream, too
 DEFAULT_TOKENS = 16  # of a completion behind a text or ids, as there
-
-_rendering = threading.Lock()  # a template's clock is set for the process
 
 
 class Prompted(NamedTuple):
@@ -263,8 +260,7 @@ class Dialect:
             )
         if messages[0]["role"] == "system":
             chat = chat._replace(system=None)
-        with _rendering:
-            text = chats.write(chat, messages, "messages", is_opened or None, is_limited=False)
+        text = chats.write(chat, messages, "messages", is_opened or None, is_limited=False)
         for name in map(_tool_name, chat.tools):
             if name not in text:
                 raise InputError(f"tools: {chat.name} does not write them: leave them out")
