@@ -27,10 +27,12 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
     problem: str = ""  # why it cannot be read; empty: it can
     is_text: bool = False  # values that are texts may stand for others, as `cast` says
+    id: str = ""  # that the answer names; empty: the model writes none
 
     def as_message(self) -> dict[str, Any]:
         """The entry of a message's "tool_calls", as chat templates read it."""
-        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        entry = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return entry | ({"id": self.id} if self.id else {})
 
 
 class Reading(NamedTuple):
@@ -69,7 +71,7 @@ def hermes(text: str) -> Reading:
     """JSON between tags, any number of calls.
 
     >>> hermes('So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')[:2]
-    ('So:', [Call(name='add', arguments={'a': 1}, problem='', is_text=False)])
+    ('So:', [Call(name='add', arguments={'a': 1}, problem='', is_text=False, id='')])
     >>> hermes('<tool_call>{"name": "add"').calls[0].problem[:34]
     'a tool call that cannot be read: J'
     """
@@ -81,7 +83,7 @@ def qwen_xml(text: str) -> Reading:
     """XML between the same tags; values are texts.
 
     >>> qwen_xml("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>").calls
-    [Call(name='add', arguments={'a': '1'}, problem='', is_text=True)]
+    [Call(name='add', arguments={'a': '1'}, problem='', is_text=True, id='')]
     """
     return _tagged_texts(text, _FUNCTION, _PARAMETER, "it names no <function=...>")
 
@@ -90,7 +92,7 @@ def glm(text: str) -> Reading:
     """A name and pairs of keys and values between the same tags; values are texts.
 
     >>> glm("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>").calls
-    [Call(name='f', arguments={'a': '1'}, problem='', is_text=True)]
+    [Call(name='f', arguments={'a': '1'}, problem='', is_text=True, id='')]
     """
     return _tagged_texts(text, _NAME, _PAIR, "it begins with no name")
 
@@ -112,7 +114,7 @@ def llama3(text: str) -> Reading:
     """JSON and nothing else, with "parameters" for the arguments; several calls with ";" between.
 
     >>> llama3('{"name": "add", "parameters": {"a": 1}}').calls
-    [Call(name='add', arguments={'a': 1}, problem='', is_text=False)]
+    [Call(name='add', arguments={'a': 1}, problem='', is_text=False, id='')]
     >>> llama3("It is 3.")[:2], llama3('{"a": 1}').calls
     (('It is 3.', []), [])
     """
@@ -166,7 +168,8 @@ def choose(name: str, history: History) -> Parser:
     if _is_thinking(opening) and "</think>" not in turn:  # an empty thought is not always written
         turn = f"</think>{turn}"
     for parse in parsers:
-        if cast(parse(turn), [_SCHEMA]).calls == [EXAMPLE]:
+        calls = cast(parse(turn), [_SCHEMA]).calls
+        if [call._replace(id="") for call in calls] == [EXAMPLE]:
             return parse
     raise InputError(
         f'rollout.call_format = "auto": the chat template shows none of {", ".join(FORMATS)} '
@@ -207,7 +210,8 @@ def _by_tokenizer(tokenizer: Any, opening: str, end: str) -> Parser:
     def read_turn(text: str, before: str = opening) -> Reading:
         try:
             message = tokenizer.parse_response(text + end, prefix=before)
-            calls = [read(entry.get("function", entry)) for entry in message.get("tool_calls", ())]
+            entries = message.get("tool_calls", ())
+            calls = [read({**entry, **entry.get("function", {})}) for entry in entries]
         except Exception as error:  # whatever its expressions raise on what a model wrote
             return Reading(text, [unreadable(error)] if opens and opens.search(text) else [])
         more = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}
@@ -295,7 +299,8 @@ def unreadable(problem: str | Exception) -> Call:
 
 
 def read(value: Any) -> Call:
-    """A call from {"name": ..., "arguments": {...}}; these may be JSON in a text, or left out."""
+    """A call from {"name": ..., "arguments": {...}}; these may be JSON in a text, or left out. It
+    may have an "id"."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return unreadable('it has no "name" that is a text')
     arguments = value.get("arguments", value.get("parameters"))
@@ -306,7 +311,8 @@ def read(value: Any) -> Call:
         problem = UNREADABLE.format(f"its arguments are a {kind}, expected an object")
         return Call(value["name"], {}, problem)
     try:  # what is said again must be text that a tokenizer reads
-        json.dumps([value["name"], arguments], ensure_ascii=False, default=str).encode()
+        identity = str(value.get("id") or "")
+        json.dumps([value["name"], identity, arguments], ensure_ascii=False, default=str).encode()
     except (ValueError, TypeError, RecursionError) as error:
         return unreadable(error)
-    return Call(value["name"], arguments or {})
+    return Call(value["name"], arguments or {}, id=identity)

@@ -23,6 +23,7 @@ QUESTION = {"role": "user", "content": "jaxgrpo question"}
 TURN = "jaxgrpoturn"  # instead of what a model wrote
 ANSWER = "jaxgrpoanswer"
 TOOL = "jaxgrpo_tool"
+ID = "jaxgrpo00"  # of a call: nine letters and digits, as Mistral's templates ask for
 WHERE = "a conversation with several turns"
 
 
@@ -75,7 +76,7 @@ class History(NamedTuple):
         ends it. Its last value is TURN; empty: the template does not write it. Raises: as `text`.
         """
         answer = {"role": "tool", "name": TOOL, "content": ANSWER}
-        calls = [{**call, "id": "jaxgrpo00"} for call in turn["tool_calls"]]
+        calls = [{**call, "id": ID} for call in turn["tool_calls"]]
         begun, behind = self._around([{**turn, "tool_calls": calls}, answer])
         if not begun:
             return "", ""
@@ -183,23 +184,30 @@ def check(history: History, has_tools: bool) -> None:
 
 def _turn_with_call(name: str, arguments: Mapping[str, Any]) -> Message:
     function = {"name": name, "arguments": arguments}
-    call = {"type": "function", "function": function, "id": "jaxgrpo00"}
+    call = {"type": "function", "function": function, "id": ID}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) -> str:
-    """As `chat.render`; some templates read arguments as JSON in a text, as DeepSeek's."""
-    try:
-        return chats.render(chat, messages, WHERE, is_limited=is_limited)
-    except InputError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
+    """As `chat.render`; some templates read arguments as JSON in a text, as DeepSeek's, and some
+    refuse calls and answers without an id, as Mistral's."""
+    as_texts, with_ids = [*map(_with_arguments_as_text, messages)], [*map(_with_id, messages)]
+    forms = [messages, as_texts, with_ids, [*map(_with_arguments_as_text, with_ids)]]
+    has_calls = any(message.get("tool_calls") for message in messages)
+    problems = []
+    for form in forms if has_calls else forms[:1]:
         try:
-            as_texts = [_with_arguments_as_text(message) for message in messages]
-            return chats.render(chat, as_texts, WHERE, is_limited=is_limited)
-        except InputError:
-            pass
-        raise
+            return chats.render(chat, form, WHERE, is_limited=is_limited)
+        except InputError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _with_id(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"tool_call_id": ID, **message}
+    calls = [{"id": ID, **call} for call in message.get("tool_calls") or []]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _with_arguments_as_text(message: Message) -> Message:

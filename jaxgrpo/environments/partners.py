@@ -146,6 +146,7 @@ class ToolPartner:
                 raise Broken(text, result.problem)
         messages: list[Message] = [
             {"role": "tool", "name": call.name or "unknown", "content": result.text}
+            | ({"tool_call_id": call.id} if call.id else {})
             for call, result in zip(reading.calls, results, strict=True)
         ]
         problems = tuple(result.problem for result in results if result.problem)

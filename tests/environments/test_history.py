@@ -6,6 +6,7 @@ import chatting
 import pytest
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.calls import Reading, read
 from jaxgrpo.environments.history import History, check
 
 ANSWER = {"role": "tool", "name": "look", "content": "42"}
@@ -95,3 +96,27 @@ def test_every_rendering_is_given_the_same_tools():
     (end,) = chatting.ids("<|end|>")
     with_tools = History(shown, chatting.stop_tokens("closed")).between([ANSWER], end)
     assert with_tools == history("closed").between([ANSWER], end)
+
+
+NUMBERED = (
+    "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}"
+    "({{ c.function.name }}{{ c.function.arguments | tojson }}{{ c.id }}){% endfor %}<|end|>"
+    "{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}"
+    "[{{ m.content }}, {{ m.tool_call_id }}]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_asks_for_ids_of_calls_gets_them():
+    """As Mistral's: those that a parser reads, or else what stands for one."""
+    numbered = history("closed")
+    numbered = numbered._replace(chat=numbered.chat._replace(template=NUMBERED))
+    check(numbered, has_tools=True)
+    (end,) = chatting.ids("<|end|>")
+    assert chatting.text(numbered.between([ANSWER], end)) == "[42, jaxgrpo00]"
+    call = read({"name": "look", "arguments": {}, "id": "abc123xyz"})
+    answer = {**ANSWER, "tool_call_id": call.id}
+    assert chatting.text(numbered.between([answer], end)) == "[42, abc123xyz]"
+    turns = [Reading("", [call]).as_message(), answer]
+    assert numbered.write("what?", turns) == "what?(look{}abc123xyz)<|end|>[42, abc123xyz]"
