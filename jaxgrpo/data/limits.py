@@ -145,11 +145,11 @@ def _run_all(tasks: queue.SimpleQueue[Any]) -> None:
 
 async def without_exit(coroutine: Coroutine[Any, Any, T]) -> T:
     """What it gives; `sys.exit` in it raises RuntimeError, and does not end the loop with all that
-    runs beside it."""
+    runs beside it. So does KeyboardInterrupt."""
     try:
         return await coroutine
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class EventLoop:
@@ -160,27 +160,33 @@ class EventLoop:
     """
 
     def __init__(self, name: str):
-        self._name = name
+        self._name, self._lock = name, threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs it beside the others."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Callable[[float | None], T]:
+        """Runs it beside the others.
 
-    def wait(self, future: Future[T], seconds: float | None) -> T:
-        """Its result. Raises: what it raises; TimedOut after so many seconds, when the loop itself
-        is blocked: the next coroutine begins another."""
-        try:
-            return future.result(seconds)
-        except BaseException as error:
-            if isinstance(error, TimeoutError) and not future.done():
-                self._loop = None
-                raise TimedOut from None
-            future.cancel()  # where a signal came while it waits
-            raise
+        Returns: (seconds; None: any) -> its result. Raises what it raises; TimedOut after so many
+          seconds, when the loop itself is blocked: the next coroutine begins another.
+        """
+        with self._lock:  # of two loops what is kept between calls would belong to one
+            if (loop := self._loop) is None:
+                loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name=self._name, daemon=True).start()
+                self._loop = loop
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+        def result(seconds: float | None) -> T:
+            try:
+                if future in wait([future], seconds).done:
+                    return future.result()
+                with self._lock:
+                    self._loop = None if self._loop is loop else self._loop
+                raise TimedOut
+            finally:
+                future.cancel()  # where a signal came while it waits, too
+
+        return result
 
 
 @contextlib.contextmanager

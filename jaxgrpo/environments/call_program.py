@@ -33,8 +33,8 @@ def load(options: bytes) -> Callable[[str], list[Any]]:
                 environments[where] = function()
             function = getattr(environments[where], method)
         result = function(*positional, **arguments)
-        if inspect.iscoroutinefunction(function):
-            result = LOOP.wait(LOOP.begin(without_exit(result)), None)
+        if inspect.iscoroutine(result):
+            result = LOOP.begin(without_exit(result))(None)
         return read(result)
 
     def answer(call: str) -> list[Any]:

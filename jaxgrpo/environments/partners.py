@@ -27,6 +27,7 @@ from jaxgrpo.environments.tools import (
     Function,
     InThread,
     Tool,
+    join_blocks,
     make_tools,
     run_calls,
     run_limited,
@@ -317,17 +318,21 @@ def _check_reset(
 
 
 def _is_gym(environment: Any) -> bool:
-    """Whether `step` takes an action and no schema can be meant: it has no type hints of a tool."""
-    step = inspect.signature(environment.step).parameters
-    is_tool = "Args:" in (inspect.getdoc(environment.step) or "")
-    return len(step) == 1 and not is_tool
+    """Whether `step` takes an action and is described as no tool: by a type hint, a docstring of
+    its own (that of gymnasium's base class reads like one), and no tuple that it returns."""
+    step = inspect.signature(environment.step)
+    is_described = "Args:" in (environment.step.__doc__ or "")
+    is_described &= "tuple" not in str(step.return_annotation).lower()
+    hints = [entry.annotation is not entry.empty for entry in step.parameters.values()]
+    return len(hints) == 1 and not (is_described and hints[0])
 
 
 def read_words(observation: Any) -> str | None:
-    """What `reset` of TRL's protocol returned. Raises: Broken."""
-    if observation is not None and not isinstance(observation, str):
+    """What `reset` of TRL's protocol returned. Raises: Broken; TypeError as `join_blocks`."""
+    words = observation if isinstance(observation, str) else join_blocks(observation)
+    if words is None and observation is not None:
         raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
-    return None if observation is None else writable(observation)
+    return None if words is None else writable(words)
 
 
 def read_reward(value: Any) -> float | None:

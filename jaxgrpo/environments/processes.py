@@ -67,6 +67,7 @@ class Processes:
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], count: int, memory: float):
+        self._functions = functions
         pickled = {where: _pickle(where, function) for where, function in functions.items()}
         options = pickle.dumps((_files(functions.values()), pickled))
         self.forks = Forks(PROGRAM, options, int(memory * 2**30))
@@ -82,7 +83,7 @@ class Processes:
 
     def tool(self, where: str) -> Remote:
         """The tool that messages call so."""
-        return Remote(self, where)
+        return Remote(self, where, self._functions[where])
 
     def environment(self, where: str, example: Any, methods: Iterable[str]) -> RemoteEnvironment:
         """One that the factory makes, with those of these and the protocols' methods that the
@@ -105,7 +106,7 @@ class RemoteEnvironment:
             method = getattr(example, name, None)
             setattr(self, name, None)
             if callable(method):
-                remote = Remote(processes, where, name, self)
+                remote = Remote(processes, where, method, name, self)
                 remote.__signature__ = inspect.signature(method)
                 setattr(self, name, remote)
 
@@ -116,7 +117,11 @@ class RemoteEnvironment:
 
 
 class Remote:
-    """A function in another process: a tool, or a method of an environment."""
+    """A function in another process: a tool, or a method of an environment.
+
+    Args:
+      example: the same in this one.
+    """
 
     __signature__: inspect.Signature
 
@@ -124,11 +129,13 @@ class Remote:
         self,
         processes: Processes,
         where: str,
+        example: Callable[..., Any],
         method: str = "",
         environment: RemoteEnvironment | None = None,
     ):
         self._processes, self._where, self._method = processes, where, method
         self._environment = environment
+        self.is_async = inspect.iscoroutinefunction(example)
 
     def __call__(
         self,

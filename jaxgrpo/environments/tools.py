@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -127,34 +126,42 @@ def make_tools(functions: Iterable[Any], where: str) -> list[Tool]:
 def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
     """The methods of an environment that are tools, by their attributes: the public ones that are
     bound to an object, as TRL finds them, but without reading properties."""
-    kinds = types.FunctionType, types.MethodType, classmethod
     names = [name for name in dir(environment) if name[0] != "_" and name not in NOT_TOOLS]
-    names = [n for n in names if isinstance(inspect.getattr_static(environment, n, None), kinds)]
-    members = {name: getattr(environment, name) for name in names}
+    stored = {name: inspect.getattr_static(environment, name, None) for name in names}
+    is_read = lambda entry: callable(entry) or isinstance(entry, classmethod)  # noqa: E731
+    members = {n: getattr(environment, n) for n, entry in stored.items() if is_read(entry)}
     return {name: member for name, member in members.items() if inspect.ismethod(member)}
 
 
 def run_calls(calls: Sequence[Call], tools: Mapping[str, Function], seconds: float) -> list[Result]:
-    """The answers to the calls of a turn, in order. Those that are async run side by side.
+    """The answers to the calls of a turn, in order.
+
+    As in TRL, those that are async begin behind the others, and run side by side: what they change
+    is not changed by the others at the same time.
 
     Args:
       tools: name -> what it runs.
       seconds: that each may take.
     """
-    results: list[Result | Callable[[], Result]] = []
-    for number, call in enumerate(calls):
-        if number >= MOST_CALLS:
-            text = f"a turn may have {MOST_CALLS} calls, and this is number {number + 1}"
-            results.append(_failed(text, "too_many"))
-        elif call.problem:
-            results.append(_failed(call.problem, "malformed"))
-        elif call.name not in tools:
-            names = ", ".join(tools) or "none"
-            text = f"Tool {call.name} not found. There are: {names}"
-            results.append(_failed(text, "unknown"))
-        else:
-            results.append(_begin(tools[call.name], call.arguments, seconds))
-    return [result if isinstance(result, Result) else result() for result in results]
+    results = [_refusal(number, call, tools) for number, call in enumerate(calls)]
+    functions = {n: tools[calls[n].name] for n, result in enumerate(results) if result is None}
+    waiting = {}
+    for number, function in sorted(functions.items(), key=lambda entry: _is_async(entry[1])):
+        waiting[number] = _begin(function, calls[number].arguments, seconds)
+    return [result or waiting[number]() for number, result in enumerate(results)]
+
+
+def _refusal(number: int, call: Call, tools: Mapping[str, Function]) -> Result | None:
+    """The answer to a call that is not run; None: it is."""
+    if number >= MOST_CALLS:
+        text = f"a turn may have {MOST_CALLS} calls, and this is number {number + 1}"
+        return _failed(text, "too_many")
+    if call.problem:
+        return _failed(call.problem, "malformed")
+    if call.name not in tools:
+        names = ", ".join(tools) or "none"
+        return _failed(f"Tool {call.name} not found. There are: {names}", "unknown")
+    return None
 
 
 def run_limited(
@@ -169,30 +176,39 @@ def run_limited(
     Raises: what they raise; Ended after so many seconds: it is then left in a thread, which ends at
       its next line of Python, or killed with its process where it is `Remote`.
     """
-    caller = limits.Caller("jaxgrpo-call")
     if isinstance(function, Remote):
         return function(arguments, seconds, read, *positional)
+    caller = limits.Caller("jaxgrpo-call")
     if isinstance(function, InThread):
         caller, function = function
+    call = functools.partial(function, *positional, **arguments)
     if inspect.iscoroutinefunction(function):
-        return read(_begin_async(function(*positional, **arguments), seconds)())
+        return read(_begin_async(call(), seconds)())
     try:
-        call = functools.partial(function, *positional, **arguments)
-        return read(caller.call(seconds, call))
+        result = caller.call(seconds, call)
     except limits.TimedOut:
         raise Ended("timed_out", seconds) from None
+    # A plain function may give what an async one makes.
+    return read(_begin_async(result, seconds)() if inspect.iscoroutine(result) else result)
+
+
+def _is_async(function: Function) -> bool:
+    is_remote = isinstance(function, Remote)
+    return function.is_async if is_remote else inspect.iscoroutinefunction(function)
 
 
 def _begin(
     function: Function, arguments: Mapping[str, Any], seconds: float
-) -> Result | Callable[[], Result]:
-    """The answer; of an async function what waits for it."""
+) -> Callable[[], Result]:
+    """Begins an async function, and runs another one. Returns: what waits for the answer."""
     if isinstance(function, InThread) or not inspect.iscoroutinefunction(function):
-        return _answer(lambda: run_limited(function, arguments, seconds, read_text))
-    try:
-        waiting = _begin_async(function(**arguments), seconds)
-    except Exception as error:  # other arguments than it takes
-        return _failed(str(error), "raised")
+        result = _answer(lambda: run_limited(function, arguments, seconds, read_text))
+        return lambda: result
+
+    async def call() -> Any:  # which raises where it does not take the arguments
+        return await function(**arguments)
+
+    waiting = _begin_async(call(), seconds)
     return lambda: _answer(lambda: read_text(waiting()))
 
 
@@ -209,10 +225,31 @@ def _answer(text: Callable[[], str]) -> Result:
 
 def read_text(result: Any) -> str:
     """What a tool returned, as the model reads it."""
-    text = writable(str(result))
+    words = join_blocks(result)
+    text = writable(str(result) if words is None else words)
     if len(text) > LONGEST:
         return f"{text[:LONGEST]} ... ({len(text) - LONGEST} characters left out)"
     return text
+
+
+def join_blocks(value: Any) -> str | None:
+    """The texts of a list of content blocks, as TRL takes them; None: it is no such list.
+
+    Raises: TypeError for a block that is no text.
+    >>> join_blocks([{"type": "text", "text": "It "}, {"type": "text", "text": "is 3."}])
+    'It is 3.'
+    >>> join_blocks([{"type": "car", "name": "T"}])
+    """
+    if not value or not isinstance(value, list) or not all(map(_is_block, value)):
+        return None
+    kinds = [block["type"] for block in value]
+    if stray := next((kind for kind in kinds if kind != "text"), None):
+        raise TypeError(f"it returned content of type {stray!r}: models read texts alone here")
+    return "".join(str(block["text"]) for block in value)
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, Mapping) and str(value.get("type")) in value
 
 
 def _failed(text: str, problem: str) -> Result:
@@ -227,16 +264,20 @@ def writable(text: str) -> str:
 
 def _begin_async(coroutine: Any, seconds: float) -> Callable[[], Any]:
     async def limited() -> Any:
+        scope = asyncio.timeout(seconds)
         try:
-            return await asyncio.wait_for(limits.without_exit(coroutine), seconds)
+            async with scope:
+                return await limits.without_exit(coroutine)
         except TimeoutError:
+            if not scope.expired():  # its own, as of a request
+                raise
             raise Ended("timed_out", seconds) from None
 
-    future = _LOOP.begin(limited())
+    result = _LOOP.begin(limited())
 
     def wait() -> Any:
         try:
-            return _LOOP.wait(future, seconds + 1)
+            return result(seconds + 1)
         except limits.TimedOut:  # the loop itself is blocked
             raise Ended("timed_out", seconds) from None
 

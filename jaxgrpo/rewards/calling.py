@@ -337,10 +337,10 @@ def _wait_for(named: Mapping[str, tuple[Awaitable[Any], float | None]]) -> list[
     names = ", ".join(named)
     limits = [limit for _, limit in named.values() if limit is not None]
     longest = max(limits) + SLACK if len(limits) == len(named) else None
-    future = _LOOP.begin(_gather(list(named.values())))
+    wait = _LOOP.begin(_gather(list(named.values())))
     try:
         with during(names):
-            return _LOOP.wait(future, longest)
+            return wait(longest)
     except TimedOut as error:
         raise RewardError(
             f"rewards.{names}: blocked the event loop beyond its timeout: an async def has to "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gsm8k
@@ -181,3 +183,52 @@ def test_thousands_of_callers_leave_no_thread_behind():
     while names := [t.name for t in threading.enumerate() if t.name == "test-many"]:
         assert time.monotonic() < deadline, len(names)
         time.sleep(0.01)
+
+
+async def find_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+def test_threads_that_begin_at_once_share_one_loop(monkeypatch):
+    make, loop = asyncio.new_event_loop, limits.EventLoop("test-loop")
+
+    def slowly() -> asyncio.AbstractEventLoop:
+        time.sleep(0.05)
+        return make()
+
+    monkeypatch.setattr(asyncio, "new_event_loop", slowly)
+    with ThreadPoolExecutor(8) as threads:
+        loops = [*threads.map(lambda _: loop.begin(find_loop())(9), range(8))]
+    assert len({*loops}) == 1
+
+
+def test_a_loop_that_is_blocked_is_left_once_and_an_error_is_raised_as_it_is():
+    async def block() -> None:
+        time.sleep(0.3)
+
+    async def late() -> None:
+        raise TimeoutError("a server")
+
+    loop = limits.EventLoop("test-blocked")
+    with pytest.raises(TimeoutError, match="a server"):
+        loop.begin(late())(9)
+    first = loop.begin(find_loop())(9)
+    waiting = [loop.begin(block()), loop.begin(find_loop())]
+    with pytest.raises(limits.TimedOut):
+        waiting[0](0.02)
+    second = loop.begin(find_loop())(9)
+    with pytest.raises(limits.TimedOut):
+        waiting[1](0.02)
+    assert loop.begin(find_loop())(9) is second is not first
+
+
+def test_a_loop_that_found_no_thread_begins_with_the_next_coroutine(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    loop, coroutine = limits.EventLoop("test-refused"), find_loop()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            loop.begin(coroutine)
+    loop.begin(coroutine)(9)

@@ -134,7 +134,7 @@ def play(factory, processes, *turns, seed=3, **row):
 
 @pytest.mark.parametrize(
     ("factory", "turns"),
-    [(called.Game, ("up up", "soon", "up")), (called.Walk, ("go", "1", "onwards"))],
+    [(called.Game, ("up up", "soon up", "up")), (called.Walk, ("go", "1", "onwards"))],
 )
 def test_an_environment_keeps_its_state_and_says_what_it_says_here(processes, factory, turns):
     assert repr(play(factory, processes, *turns)) == repr(play(factory, None, *turns))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
 import types
 import warnings
@@ -32,7 +34,25 @@ def sleep(a: int) -> str:
     return "done"
 
 
-TOOLS = {function.__name__: function for function in (add, later, fail, sleep)}
+async def ask(a: int) -> str:
+    """Asks a server that is late itself.
+
+    Args:
+        a: nothing
+    """
+    raise TimeoutError("the server took 3 s")
+
+
+def promise(a: int):
+    """Gives what an async function makes.
+
+    Args:
+        a: what comes back
+    """
+    return later(a)
+
+
+TOOLS = {function.__name__: function for function in (add, later, fail, sleep, ask, promise)}
 
 
 def answers(*calls: Call, seconds: float = 5.0):
@@ -57,6 +77,39 @@ def test_answers_are_texts_in_order_and_async_ones_wait_side_by_side():
     assert time.monotonic() - began < 0.4  # ten times 0.05, one after another, would be more
 
 
+def test_what_a_plain_function_promises_is_waited_for():
+    assert answers(Call("promise", {"a": 3}))[0] == ["late 3"]
+
+
+def test_async_calls_begin_behind_the_others():
+    log = []
+
+    async def slow():
+        log.append("begins")
+        await asyncio.sleep(0.05)
+        log.append("ends")
+        return "slow"
+
+    def quick():
+        log.append("quick")
+        return "quick"
+
+    results = run_calls([Call("slow", {}), Call("quick", {})], {"slow": slow, "quick": quick}, 5.0)
+    assert [result.text for result in results] == ["slow", "quick"]
+    assert log == ["quick", "begins", "ends"]
+
+
+def test_content_blocks_are_their_texts():
+    blocks = [{"type": "text", "text": "It "}, {"type": "text", "text": "is 3."}]
+    cars = [{"type": "car", "name": "T"}]
+    picture = [{"type": "text", "text": "See"}, {"type": "image", "image": object()}]
+    tools = {"blocks": lambda: blocks, "cars": lambda: cars, "picture": lambda: picture}
+    results = run_calls([Call(name, {}) for name in tools], tools, 5.0)
+    assert [result.text for result in results[:2]] == ["It is 3.", str(cars)]
+    assert "it returned content of type 'image': models read texts alone" in results[2].text
+    assert [result.problem for result in results] == ["", "", "raised"]
+
+
 @pytest.mark.parametrize(
     ("call", "problem", "words"),
     [
@@ -66,6 +119,7 @@ def test_answers_are_texts_in_order_and_async_ones_wait_side_by_side():
         (Call("ad", {"a": 3}), "unknown", "Tool ad not found. There are: add, later"),
         (Call("", {}, "a tool call that cannot be read: x"), "malformed", "cannot be read: x"),
         (Call("sleep", {"a": 1}), "timed_out", "it took more than 0.2 s"),
+        (Call("ask", {"a": 1}), "raised", "the server took 3 s"),
     ],
 )
 def test_a_failure_answers_in_words(call, problem, words):
@@ -109,12 +163,18 @@ def test_public_methods_of_an_object_are_tools_and_properties_are_not_asked():
         def _hidden(self): ...
         def look(self): ...
 
+        @functools.cache  # noqa: B019
+        def search(self): ...
+        @functools.cached_property
+        def lazy(self):
+            raise AssertionError("a property was read")
+
         @classmethod
         def rules(cls): ...
         @staticmethod
         def helper(): ...
 
-    assert [*tool_methods(Env())] == ["find", "look", "rules"]
+    assert [*tool_methods(Env())] == ["find", "look", "rules", "search"]
 
 
 @pytest.fixture
