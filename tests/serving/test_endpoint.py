@@ -178,7 +178,7 @@ def chatter(log, style):
 def test_a_chat_goes_on_behind_what_was_drawn_whatever_its_template_rewrites(style):
     log = Log()
     rollouts, dialogue, rewards = play(chatter(log, style), style)
-    assert dialogue.conversations.problem == ""
+    assert not dialogue.unscored(PROMPTS, GROUP).any()
     log.check(rollouts)
     assert (rewards == 1).all()
     talks = dialogue.spoken([0], GROUP)
@@ -234,7 +234,7 @@ def test_a_program_may_rewrite_its_history_where_a_run_forks(style):
         return 1.0
 
     rollouts, dialogue, rewards = play(compact, style, forks=True)
-    assert dialogue.conversations.problem == ""
+    assert not dialogue.unscored(PROMPTS, GROUP).any()
     assert (rewards == 1).all()
     assert dialogue.metrics(PROMPTS * GROUP)["turns/forked"] == 1
     drawn = []
@@ -412,6 +412,20 @@ def test_no_thread_of_a_program_stays_behind_a_refused_query():
     assert before >= 1
 
 
+def test_a_program_whose_arguments_are_no_columns_is_refused_before_the_run():
+    def wants(base_url, question, seed):
+        return 1.0
+
+    rollout = RolloutKeys(
+        prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=8
+    )
+    answers: Any = world.make_world((), {"": wants}, rollout, chatting.chat(), [END])
+    message = r"wants \(missing a required argument: 'question'\): the columns are prompt, answer"
+    with pytest.raises(InputError, match=message):
+        answers.converse([{"prompt": "a", "answer": "1"}])
+    answers.converse([{"prompt": "a", "question": "1"}])
+
+
 def test_tools_beside_a_program_are_refused():
     def look(words: str) -> str:
         """Looks.
@@ -476,6 +490,6 @@ def test_an_openai_client_as_it_comes_from_the_index_is_trained():
         return 1.0
 
     rollouts, dialogue, rewards = play(agent, "thinking")
-    assert dialogue.conversations.problem == ""
+    assert not dialogue.unscored(PROMPTS, GROUP).any()
     assert (rewards == 1).all()
     assert (rollouts.fields["turn"].max(-1) == 1).all()

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import cut
+from jaxgrpo.core.errors import cut, refusing
 from jaxgrpo.data.chat import Message
 from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.history import History
@@ -237,11 +237,7 @@ class ProgramPartner:
         self._session = Session(self._dialect, self._stop_tokens, self._forks)
         self._base_url = shared_sessions().open(self._session)
         self._question, self._ended = None, None
-        arguments = {**row, "seed": seed} if "seed" not in row else row
-        named = inspect.signature(self.environment).parameters.values()
-        if not any(entry.kind is entry.VAR_KEYWORD for entry in named):
-            names = {entry.name for entry in named}
-            arguments = {name: value for name, value in arguments.items() if name in names}
+        arguments = _program_arguments(self.environment, row, seed)
         target, options = self._run, (self._session, {**arguments, BASE_URL: self._base_url})
         threading.Thread(target=target, args=options, name="jaxgrpo-program", daemon=True).start()
         question = self._next()
@@ -322,8 +318,26 @@ def make_program_kind(
     Args:
       forks: it may rewrite its history.
     """
-    parts = program, dialect, stop_tokens, seconds, forks
-    return Kind(callable_name(program), lambda: ProgramPartner(*parts), (), True)
+    parts, name = (program, dialect, stop_tokens, seconds, forks), callable_name(program)
+
+    def check_row(row: Mapping[str, Any]) -> None:
+        arguments = _program_arguments(program, row, 0) | {BASE_URL: ""}
+        problem = f"environment {name} ({{reason}}): the columns are {', '.join(row)}"
+        with refusing(f"{problem}: name columns, seed and {BASE_URL} as its arguments", TypeError):
+            inspect.signature(program).bind(**arguments)
+
+    return Kind(name, lambda: ProgramPartner(*parts), (), True, check_row=check_row)
+
+
+def _program_arguments(
+    program: Callable[..., Any], row: Mapping[str, Any], seed: int
+) -> dict[str, Any]:
+    """What a program is called with beside the URL: the columns and the seed that it names."""
+    arguments = {"seed": seed, **row}
+    named = inspect.signature(program).parameters
+    if any(entry.kind is entry.VAR_KEYWORD for entry in named.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in named}
 
 
 def is_program(factory: Any) -> bool:
