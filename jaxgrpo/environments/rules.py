@@ -6,6 +6,9 @@ however many turns a sample has.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,11 +29,12 @@ class Rules(NamedTuple):
     Both are of one sample; the engine maps them over all with `jax.vmap`.
 
     Args:
-      reset: (key, row) -> state. The key is a typed one of the sample; the row holds the columns of
-        the data set that are numbers, or lists of as many numbers in each row, as arrays.
+      reset: (key, row) -> state. The key is a typed one of the sample, and may be in the state; the
+        row holds the columns of the data set that are numbers, or lists of as many numbers in each
+        row, as arrays.
       step: (state, tokens, length) -> (state, reply, reply_length, reward, done), with tokens [W]
         int32 of a turn, `length` of them, -1 behind, without the token that ended it; reply [R]
-        int32, of which `reply_length` count, with any R; reward float32; done bool.
+        int32, of which `reply_length` count, with any R; reward float32, NaN: none; done bool.
       name: of its reward, the sum over turns.
 
     The chat template's words around a reply are put there by the engine.
@@ -41,6 +45,36 @@ class Rules(NamedTuple):
     name: str = "environment"
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["impl"])
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """A typed key as host arrays can hold it."""
+
+    words: Array
+    impl: Any
+
+
+def _as_words(state: State) -> State:
+    """A state with the words of its typed keys."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return _Key(jax.random.key_data(value), jax.random.key_impl(value))
+        return value
+
+    return jax.tree.map(leaf, state)
+
+
+def _as_keys(state: State) -> State:
+    """The state of `_as_words`."""
+
+    def leaf(value: Any) -> Any:
+        is_key = isinstance(value, _Key)
+        return jax.random.wrap_key_data(value.words, impl=value.impl) if is_key else value
+
+    return jax.tree.map(leaf, state, is_leaf=lambda value: isinstance(value, _Key))
+
+
 class Answering(NamedTuple):
     """How an engine answers the turns of samples by itself."""
 
@@ -48,6 +82,11 @@ class Answering(NamedTuple):
     turns: int  # of a sample, at most
     tokens: int  # of a turn, at most
     frame: Frame  # what stands around a reply
+
+    def step(self, state: State, tokens: Array, length: Array) -> Any:
+        """`Rules.step` of states as `reset_all` gives them."""
+        after, *rest = self.rules.step(_as_keys(state), tokens, length)
+        return _as_words(after), *rest
 
 
 def number_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -61,7 +100,7 @@ def number_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
         values = [row.get(name) for row in rows]
         if not all(_is_numbers(value) for value in values):
             continue
-        if len({_shape(value) for value in values}) == 1:
+        with contextlib.suppress(ValueError):  # lists of several lengths
             array = np.asarray(values)
             narrow = array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, bool))
             if array.dtype.kind == "f" or (narrow == array).all():
@@ -72,7 +111,7 @@ def number_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 def reset_all(
     rules: Rules, columns: Mapping[str, np.ndarray], rows: np.ndarray, seeds: np.ndarray
 ) -> Any:
-    """The first states of samples, n of them, as host arrays.
+    """The first states of samples, n of them, as host arrays; of keys their words.
 
     Shapes: rows, seeds [n] int32 -> leaves [n, ...].
     """
@@ -131,12 +170,6 @@ class _Row(dict[str, Array]):
         )
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    """Of nested lists by their first entries."""
-    is_list = isinstance(value, (list, tuple))
-    return (len(value), *_shape(value[0])) if is_list and value else ()
-
-
 def _is_numbers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_numbers(entry) for entry in value)
@@ -150,7 +183,8 @@ def _form(tree: Any) -> str:
 
 
 def _reset_each(reset: Callable[..., Any], seeds: Array, columns: Mapping[str, Array]) -> Any:
-    return jax.vmap(lambda seed, row: reset(jax.random.key(seed), row))(seeds, columns)
+    begin = lambda seed, row: _as_words(reset(jax.random.key(seed), row))  # noqa: E731
+    return jax.vmap(begin)(seeds, columns)
 
 
 _reset = jax.jit(_reset_each, static_argnums=0)

@@ -92,7 +92,7 @@ class Answered(NamedTuple):
 
     begins: np.ndarray  # [k] int32, where each turn begins
     ends: np.ndarray  # [k] int32; between an end and the next begin stands a reply
-    rewards: np.ndarray  # [k] float32; NaN: the turn was not answered
+    rewards: np.ndarray  # [j] float32, of those that were answered: all, or all but the last
     is_done: bool  # the environment has ended it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,16 +84,15 @@ class TracedDialogue:
         """Takes a sample that has ended. Returns: False."""
         key, answered = (turn.ordinal, turn.sample), turn.answered
         assert answered is not None
-        is_answered = ~np.isnan(answered.rewards)
         self._turns[key] = turn
         self._record.ends[key] = ends = answered.ends.tolist()
         stops = self.history.stop_tokens
         self._record.cut[key] = [int(turn.tokens[end - 1]) not in stops for end in ends]
-        self._record.rewards[key] = answered.rewards[is_answered].tolist()
+        self._record.rewards[key] = answered.rewards.tolist()
         for text in self._replies(turn):
             self._record.states[key].append(hash_state(text.encode()))
-        has_more = len(is_answered) < self.answering.turns
-        self._cut += bool(is_answered[-1] and not answered.is_done and has_more)
+        is_answered = len(answered.rewards) == len(ends)
+        self._cut += is_answered and not answered.is_done and len(ends) < self.answering.turns
         return False
 
     def replies(self, is_idle: bool) -> list[Reply]:
@@ -126,9 +126,9 @@ class TracedDialogue:
     def _conversation(self, key: Key) -> Conversation:
         turn = self._turns[key]
         assert turn.answered is not None
-        rewards = self._record.rewards[key]
+        total = sum(reward for reward in self._record.rewards[key] if not math.isnan(reward))
         prompt = self.rows[self._rows[key[0]]]["prompt"]
-        talk = Conversation(self.answering.rules.name, None, lambda: sum(rewards), prompt)
+        talk = Conversation(self.answering.rules.name, None, lambda: total, prompt)
         replies = [*self._replies(turn), None]
         pairs = zip(turn.answered.begins, turn.answered.ends, replies, strict=True)
         for begin, end, reply in pairs:

@@ -17,7 +17,8 @@ from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.tasks import load, modular_sum, number_guess
 from jaxgrpo.data.tasks.base import END, character_tokenizer, token_ids
 from jaxgrpo.data.tasks.templates import TEMPLATE
-from jaxgrpo.environments.rules import Rules, check, number_columns
+from jaxgrpo.environments.history import Frame
+from jaxgrpo.environments.rules import Answering, Rules, check, number_columns, reset_all
 
 WORDS = {
     "number_guess": ["01", "07", "08", "15", "guess", "?"],
@@ -115,6 +116,37 @@ def test_the_corpus_is_what_the_chat_template_and_the_environment_write(task):
 
 ROWS = [{"prompt": "x", "secret": 3, "share": 0.5, "big": 1 << 40, "words": ["a"], "pair": [1, 2]}]
 COLUMNS = number_columns(ROWS)
+
+
+def test_lists_of_several_lengths_are_no_column_of_numbers():
+    rows = [{"edges": [[1, 2], [3]], "pair": [[1, 2], [3, 4]]}] * 2
+    assert [*number_columns(rows)] == ["pair"]
+    assert number_columns([{"edges": [1]}, {"edges": [1, 2]}]) == {}
+
+
+def test_a_state_may_hold_keys():
+    """As rules that draw would have it; on the host it is arrays."""
+
+    def shuffle(state, tokens, length):
+        key, number = state
+        key, now = jax.random.split(key)
+        reply = jax.random.randint(now, (1,), 0, 1000)
+        return (key, number), reply, jnp.int32(1), jnp.float32(0), jnp.bool_(False)
+
+    rules = Rules(lambda key, row: (key, row["secret"]), shuffle)
+    check(rules, COLUMNS, 4, "environment")
+    seeds = np.asarray([5, 6], np.int32)
+    states = reset_all(rules, COLUMNS, np.zeros(2, np.int32), seeds)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(states))
+    step = jax.jit(jax.vmap(Answering(rules, 2, 4, Frame((), (), ())).step))
+    tokens, lengths = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32)
+    for _ in range(2):
+        states, replies, *_ = step(states, tokens, lengths)
+    for place, seed in enumerate(seeds.tolist()):
+        state = jax.random.key(seed), jnp.int32(3)
+        for _ in range(2):
+            state, reply, *_ = shuffle(state, None, None)
+        assert replies[place] == reply
 
 
 def test_rules_get_the_columns_that_are_numbers():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import playing
 import pytest
 
+from jaxgrpo.environments.rules import Rules
 from jaxgrpo.rollout.slots import driver, shrinking
 
 BOTH = pytest.mark.parametrize(
@@ -83,6 +86,29 @@ def test_both_forms_bound_samples_alike(name, options):
 @BOTH
 def test_samples_do_not_depend_on_slots(name):
     assert_same(playing.play(playing.GAMES[name], in_jax=True, slots=4), in_python(name))
+
+
+@pytest.mark.full
+def test_a_turn_without_a_reward_leaves_those_of_others_at_their_turns_and_keys_may_be_kept():
+    """A reward of NaN is none, as in Python."""
+
+    def reset(key, row):
+        return key, jnp.int32(0)
+
+    def step(state, tokens, length):
+        (key, count), reply = state, tokens[:1]
+        key, _ = jax.random.split(key)
+        reward = jnp.where(count == 0, jnp.nan, count.astype(jnp.float32))
+        return (key, count + 1), reply, jnp.int32(1), reward, count == 2
+
+    game = playing.GAMES["modular_sum"]._replace(rules=Rules(reset, step))
+    played = playing.play(game, in_jax=True, has_template=False, limit=2)
+    number = played.rollouts.fields["turn"].max(-1) + 1
+    assert number.max() == 3
+    expected = np.arange(6) * (np.arange(6) < number[..., None])
+    np.testing.assert_array_equal(played.rollouts.fields["turn_reward"], expected)
+    totals = [talk.reward() for talk in conversations(played)]
+    np.testing.assert_array_equal(totals, expected.sum(-1).ravel())
 
 
 @pytest.mark.full

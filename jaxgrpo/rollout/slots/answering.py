@@ -90,9 +90,7 @@ def _step(
     length = end - begin - ending.stopped
     words = _window(samples.tokens, state.sample, begin, length, answering.tokens)
     before = take(plays.state, state.sample)
-    after, reply, size, reward, is_done = jax.vmap(jax.vmap(answering.rules.step))(
-        before, words, length
-    )
+    after, reply, size, reward, is_done = jax.vmap(jax.vmap(answering.step))(before, words, length)
     written, size = _framed(answering, reply, size.astype(jnp.int32), ending.stopped)
     number, is_done = take(plays.count, state.sample), is_done.astype(bool)
     has_room = end + size < longest

@@ -403,6 +403,6 @@ def _answered(plays: Any, at: int, length: int) -> Answered:
     """The turns of a sample of so many tokens; its last one may have no answer."""
     count = int(plays.count[at])
     number = count + bool((plays.begins[at][count : count + 1] >= 0).any())
-    ends, rewards = plays.ends[at][:number].copy(), plays.rewards[at][:number].copy()
-    ends[count:], rewards[count:] = length, np.nan
-    return Answered(plays.begins[at][:number], ends, rewards, bool(plays.is_done[at]))
+    begins, ends = plays.begins[at][:number], plays.ends[at][:number].copy()
+    ends[count:] = length
+    return Answered(begins, ends, plays.rewards[at][:count], bool(plays.is_done[at]))
