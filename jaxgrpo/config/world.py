@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from jaxgrpo.config import own_code
@@ -13,7 +14,12 @@ from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.environments import calls, history, packages, rules
-from jaxgrpo.environments.conversations import Conversation, Conversations, check_rows
+from jaxgrpo.environments.conversations import (
+    THREADS,
+    Conversation,
+    Conversations,
+    check_rows,
+)
 from jaxgrpo.environments.history import Frame, History
 from jaxgrpo.environments.partners import Kind, make_kind
 from jaxgrpo.environments.processes import UNREADABLE, Processes
@@ -138,10 +144,11 @@ class World(NamedTuple):
 
     @property
     def first_chat(self) -> Chat:
-        """How prompts are written out with the tools of the first environment."""
+        """How prompts are written out: with the tools of a row's environment, or of the first."""
         if self.answering is not None:
             return self.chat
-        return next(iter(self.kinds.values())).shown_in(self.chat)
+        tools = {name: kind.shown_in(self.chat).tools for name, kind in self.kinds.items()}
+        return self.chat._replace(tools=next(iter(tools.values())), environments=tools)
 
     def rewards(self, beside: Sequence[Reward] = ()) -> list[Reward]:
         """What environments give, one for each class, with weight 1.
@@ -358,10 +365,14 @@ def find_parser(name: str, chat: Chat, stop_tokens: Sequence[int]) -> calls.Pars
 
 
 def _environment_reward(name: str) -> Callable[..., list[float]]:
-    """The reward that environments of a class give. Samples of others get 0 of it, which adds
-    nothing: as unscored they would have no sum of rewards."""
+    """The reward that environments of a class give, asked for side by side. Samples of others get 0
+    of it, which adds nothing: as unscored they would have no sum of rewards."""
+
+    def sample_reward(talk: Conversation) -> float:
+        return talk.reward() if talk.name == name else 0.0
 
     def reward(conversations: Sequence[Conversation]) -> list[float]:
-        return [talk.reward() if talk.name == name else 0.0 for talk in conversations]
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-rewards") as threads:
+            return [*threads.map(sample_reward, conversations)]
 
     return reward

@@ -58,6 +58,12 @@ class Chat(NamedTuple):
     vocab_size: int | None = None  # of the model: a tokenizer may have more tokens; None: as many
     time: str | None = None  # in ISO 8601, for CLOCK; None: the template does not read it
     tools: tuple[dict[str, Any], ...] = ()  # schemas that every rendering is given
+    environments: Mapping[str, tuple[dict[str, Any], ...]] = {}  # those by a row's environment
+
+    def for_row(self, row: Mapping[str, Any]) -> Chat:
+        """How its prompt is written out, with the tools of its environment."""
+        name = str(row.get("environment"))
+        return self._replace(tools=self.environments.get(name, self.tools))
 
 
 def read_messages(value: Any, where: str) -> Conversation:

@@ -159,7 +159,10 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
       token that the model does not have, or if rows differ and all prompts are the same tokens.
     """
     prompts = {name_row(rows, place): row["prompt"] for place, row in enumerate(rows)}
-    texts = [conversations.write(chat, prompt, where) for where, prompt in prompts.items()]
+    texts = [
+        conversations.write(chat.for_row(row), prompt, where)
+        for row, (where, prompt) in zip(rows, prompts.items(), strict=True)
+    ]
     conversations.check_roles(chat, prompts)
     encoded = token_ids(chat.tokenizer, texts, "prompt", special=chat.template is None)
     tokens = [np.asarray(ids, np.int32) for ids in encoded]

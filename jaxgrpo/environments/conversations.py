@@ -6,6 +6,7 @@ comes. With several processes each answers its share of the prompts.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import queue
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.core.errors import InputError, refusing, suggest
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.data.prompts import PLACEHOLDER
@@ -62,9 +63,13 @@ class Conversation:
         try:
             value = self.total()
         except Broken as error:
-            self.problem, self.ending = str(error), error.ending
+            self.take_problem(error)
             return math.nan
         return math.nan if value is None else value
+
+    def take_problem(self, error: Broken) -> None:
+        """Leaves it unscored from now on."""
+        self.problem, self.ending = str(error), error.ending
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -116,7 +121,6 @@ class Conversations:
         self._answers: queue.SimpleQueue[_Answered] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-turns")
         self.counts: Counter[str] = Counter()
-        self.problem: str = ""  # of the last sample that broke, with where
         self.error: str = ""  # the first that a call of the batch raised
         self._running: dict[Key, _Talk] = {}
         self._prompts: dict[int, list[int]] = {}  # of rows whose environment says nothing first
@@ -193,8 +197,7 @@ class Conversations:
         conversation.messages.append(conversation.partner.read(text).as_message())
 
     def _kind(self, row: int) -> Kind:
-        several = len(self.kinds) > 1
-        return self.kinds[self.rows[row]["environment"] if several else next(iter(self.kinds))]
+        return self.kinds[_kind_name(self.kinds, self.rows[row])]
 
     def _forget(self) -> None:
         for conversation in self._running.values():
@@ -207,7 +210,7 @@ class Conversations:
         try:
             return self._running[key].partner.open(_columns(self.kinds, self.rows[row]), seed)
         except Broken as error:
-            self._break(key, error)
+            self._running[key].take_problem(error)
             return None
 
     def _prompt(self, key: Key, row: int, observation: str | Opening | None) -> Opening:
@@ -248,7 +251,7 @@ class Conversations:
         conversation = self._running[key]
         if isinstance(answer, Broken):
             conversation.messages.append({"role": "assistant", "content": text})
-            self._break(key, answer)
+            conversation.take_problem(answer)
             return Reply(*key, None, math.nan, 0)
         if isinstance(answer, BaseException):
             raise answer
@@ -261,7 +264,7 @@ class Conversations:
             try:
                 tokens, is_fork = self._continue(conversation, text, last, answer.messages)
             except InputError as error:  # by what the model wrote, where it is written again
-                self._break(key, Broken(str(error)))
+                conversation.take_problem(Broken(str(error)))
                 return Reply(*key, None, math.nan, 0)
         state = hash_state("\n".join(m["content"] for m in answer.messages).encode())
         if tokens is not None and len(tokens) >= room:  # no token would be left: as in TRL
@@ -288,11 +291,6 @@ class Conversations:
                 return history.encode(talk.text), True
         return history.between(answers, last), False
 
-    def _break(self, key: Key, error: Broken) -> None:
-        conversation = self._running[key]
-        conversation.problem, conversation.ending = str(error), error.ending
-        self.problem = f"{conversation.name}: {error}"
-
 
 def hash_state(content: bytes) -> int:
     """A hash within int32 of what the model has read: equal content is one state."""
@@ -314,12 +312,12 @@ def joined(prompt: Any, observation: str | None) -> Any:
 
 
 def check_rows(kinds: Mapping[str, Kind], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError with the first row whose column "environment" names none of several, and
-    where the environment of a row does not take its columns."""
+    """Raises InputError with the first row whose column "environment" names none of them, and where
+    the environment of a row does not take its columns."""
     unchecked = {*kinds}
     for number, row in enumerate(rows):
-        name = row.get("environment") if len(kinds) > 1 else next(iter(kinds))
-        if name not in kinds:
+        name = _kind_name(kinds, row)
+        if name not in [*kinds]:  # it may be no text
             names = ", ".join(sorted(kinds))
             if "environment" not in row:
                 hint = suggest("environment", row)
@@ -334,12 +332,25 @@ def check_rows(kinds: Mapping[str, Kind], rows: Sequence[Mapping[str, Any]]) -> 
             kinds[name].check_row(_columns(kinds, row))
 
 
+def _kind_name(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> Any:
+    """What the column "environment" names; a single kind needs none, nor one without a name."""
+    is_free = "" in kinds or (len(kinds) == 1 and "environment" not in row)
+    return next(iter(kinds)) if is_free else row.get("environment")
+
+
 def _columns(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> dict[str, Any]:
-    """What `reset` gets, as in TRL: all columns of the data but that which names one of several."""
-    hidden = {"environment"} if len(kinds) > 1 else set[str]()
+    """What `reset` gets, as in TRL: all columns of the data but that which names one of several,
+    copied, since an environment may change them. Raises: InputError where one cannot be copied."""
+    hidden = set[str]() if "" in kinds else {"environment"}
     if row.get("prompt") is PLACEHOLDER:
         hidden.add("prompt")
-    return {name: value for name, value in row.items() if name not in hidden}
+
+    def copied(name: str) -> Any:
+        problem = f"data: the column {name!r} cannot be copied ({{kind}}: {{reason}}), and each "
+        with refusing(f"{problem}sample gets a copy: keep such a value in the environment's file"):
+            return copy.deepcopy(row[name])
+
+    return {name: copied(name) for name in row if name not in hidden}
 
 
 def sample_seed(*parts: int) -> int:

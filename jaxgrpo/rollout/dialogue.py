@@ -94,7 +94,7 @@ class Dialogue(Protocol):
         self, scores: Mapping[str, np.ndarray], log: RewardLog
     ) -> tuple[dict[str, np.ndarray], RewardLog]:
         """The scores [P, G] without those of samples that cannot be scored, and the log with how
-        the last environment of this process broke."""
+        an environment of this process broke."""
         ...
 
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -196,6 +196,11 @@ class ThreadedDialogue:
             group = [by_key[ordinal, sample] for sample in range(group_size)]
             number = _common(group)
             where = f"row {places[ordinal][2]}: with what its environment says the prompt has"
+            if not number:
+                raise InputError(
+                    f"{where} another first token in each sample: let `reset`, or a program's "
+                    "first query, begin with what it says to all"
+                )
             if number > width:
                 raise InputError(
                     f"{where} {number} tokens: set rollout.max_prompt_tokens to as many"
@@ -287,11 +292,15 @@ class ThreadedDialogue:
 
     def unscored(self, groups: int, samples: int) -> np.ndarray:
         """Which samples of the batch cannot be scored, [P, G] bool."""
-        local = {key: self.conversations.spoken(key).problem for key in self._local}
-        shares = gather_json([key for key, problem in local.items() if problem])
+        shares = gather_json([*self._problems()])
         broken = self._broken = {(key[0], key[1]) for share in shares for key in share}
         flags = [(self._ordinals[p], s) in broken for p in range(groups) for s in range(samples)]
         return np.reshape(flags, (groups, samples))
+
+    def _problems(self) -> dict[Key, str]:
+        """Which samples of this process cannot be scored, and why."""
+        talks = {key: self.conversations.spoken(key) for key in sorted(self._local)}
+        return {key: f"{talk.name}: {talk.problem}" for key, talk in talks.items() if talk.problem}
 
     def without_broken(
         self, scores: Mapping[str, np.ndarray], log: RewardLog
@@ -300,7 +309,8 @@ class ThreadedDialogue:
         samples = next(iter(scores.values())).shape
         talks, unscored = self.conversations, self.unscored(*samples)
         scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
-        messages = {"environment": talks.problem} if talks.problem else {}
+        problem = next(iter(self._problems().values()), "")
+        messages = {"environment": problem} if problem else {}
         if talks.counts["raised"] > RAISED * talks.counts["calls"]:
             messages["tools"] = talks.error
         return scores, log._replace(messages=log.messages | messages)
@@ -340,12 +350,10 @@ class ThreadedDialogue:
 
 
 def _common(group: Sequence[np.ndarray]) -> int:
-    """How many first tokens are the same in all; all but one at most, where they differ."""
+    """How many first tokens are the same in all."""
     shortest = min(map(len, group))
-    if all(len(ids) == shortest and np.array_equal(ids, group[0]) for ids in group):
-        return shortest
     differs = np.any([ids[:shortest] != group[0][:shortest] for ids in group], axis=0)
-    return max(1, int(np.argmax(differs)) if differs.any() else shortest)
+    return int(np.argmax(differs)) if differs.any() else shortest
 
 
 Converse = Callable[[int, Sequence[int]], Dialogue]

@@ -132,6 +132,8 @@ def load_rows(
     keys: DataKeys, source: Source | Rows | None = None
 ) -> tuple[list[dict[str, Any]], Mixture | None]:
     """The rows of `load_prompts`, and the sources that they are of, where there are several."""
+    if source is None and keys.path is None and not keys.prompt:
+        source = [{}]  # an environment has the data, as in TRL
     if source is None:
         if keys.path is None:
             raise InputError(

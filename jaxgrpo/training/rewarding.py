@@ -58,13 +58,6 @@ def resolve_rewards(
         is_named = isinstance(user_rewards, Mapping)
         pairs = user_rewards.items() if is_named else [(_name(use), use) for use in user_rewards]
         entries = [(name, use, RewardKeys(use=name)) for name, use in pairs]  # all by default
-    counts = Counter(name for name, *_ in entries)
-    duplicates = sorted(name for name, count in counts.items() if count > 1)
-    if duplicates:
-        raise InputError(
-            f"rewards: {duplicates[0]!r} stands twice; give each a `name` of its own (from Python, "
-            "rewards={name: function})"
-        )
     rewards = tuple(
         Reward(
             name,
@@ -80,7 +73,14 @@ def resolve_rewards(
     for reward in rewards if rows else ():
         check(reward.name, reward.function, [*columns, *(n for n in rows[0] if n != "prompt")])
         check_rows(reward.function, rows)
-    return rewards if world is None else (*rewards, *world.rewards(rewards))
+    rewards += () if world is None else tuple(world.rewards(rewards))
+    counts = Counter(reward.name for reward in rewards)
+    if duplicates := sorted(name for name, count in counts.items() if count > 1):
+        raise InputError(
+            f"rewards: {duplicates[0]!r} stands twice; give each a `name` of its own (from Python, "
+            "rewards={name: function})"
+        )
+    return rewards
 
 
 def _name(use: Any) -> str:

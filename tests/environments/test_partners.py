@@ -11,10 +11,17 @@ import time
 import chatting
 import pytest
 
+from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.config.world import _environment_reward, make_world
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.prompts import load_rows
+from jaxgrpo.data.prompts import encode, load_rows
 from jaxgrpo.environments.calls import Call, Reading
-from jaxgrpo.environments.conversations import Conversations, check_rows, joined
+from jaxgrpo.environments.conversations import (
+    Conversation,
+    Conversations,
+    check_rows,
+    joined,
+)
 from jaxgrpo.environments.partners import Broken, make_kind
 from jaxgrpo.environments.serving.fields import Completion
 
@@ -91,6 +98,59 @@ def test_gyms_protocol():
     assert partner.reward() == 0.5
     assert kind(Guess).tools == ()
     assert kind(Guess).has_reward
+
+
+class Described:
+    """As gymnasium's base class."""
+
+    def reset(self, *, seed=None):
+        return None
+
+    def step(self, action):
+        """Acts.
+
+        Args:
+            action: an action
+        """
+        return action, 1.0, True
+
+    def render(self, mode):
+        """It would be no tool."""
+
+
+class Inherits(Described):
+    def step(self, action: str):
+        return action, 1.0, True
+
+
+class Typed(Described):
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Acts.
+
+        Args:
+            action: an action
+        """
+        return action, 1.0, True
+
+
+class HasTool(Counter):
+    def step(self, number: int) -> str:
+        """Counts up by a number.
+
+        Args:
+            number: to add
+        """
+        self.count += number
+        return str(self.count)
+
+
+@pytest.mark.parametrize("factory", [Described, Inherits, Typed])
+def test_a_step_of_gyms_protocol_may_be_described(factory):
+    assert kind(factory).answers_last
+
+
+def test_a_step_that_is_described_as_a_tool_is_a_tool():
+    assert [tool.name for tool in kind(HasTool).tools] == ["step", "up"]
 
 
 def test_a_reset_and_a_done_of_the_older_form():
@@ -204,6 +264,24 @@ def test_the_first_error_of_a_batch_is_remembered():
     assert talks.error == "{'error': 'no 3'}"
 
 
+class Asks(Counter):
+    """What it says is in TRL's blocks, and its server is late."""
+
+    def reset(self, **row):
+        self.count = 0
+        return [{"type": "text", "text": " Go."}]
+
+    async def up(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Counts up."""
+        raise TimeoutError("the server took 3 s")
+
+
+def test_a_late_server_of_an_async_tool_breaks_no_environment():
+    partner = kind(Asks).make()
+    assert partner.open({}, 0) == " Go."
+    assert partner.answer("up").error == "{'error': 'the server took 3 s'}"
+
+
 class Raises(Counter):
     def reset(self, **row):
         raise KeyError("board")
@@ -307,6 +385,18 @@ def test_rows_name_one_of_several_environments():
     check_rows({"": kind(Counter)}, [{"prompt": "x"}])
 
 
+def test_a_mapping_of_one_environment_reads_the_column_where_there_is_one():
+    class Bare(Counter):
+        def reset(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+            self.count = 0
+
+    kinds = {"game": kind(Bare)}
+    check_rows(kinds, [{"environment": "game"}])  # which is not for `reset`, as in TRL
+    check_rows(kinds, [{}])
+    with pytest.raises(InputError, match=r"row 1: .* holds 'gam': write one of game"):
+        check_rows(kinds, [{"environment": "game"}, {"environment": "gam"}])
+
+
 def test_reset_gets_the_columns_of_the_data_alone():
     class Strict(Counter):
         def reset(self, answer):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -321,8 +411,53 @@ def test_reset_gets_the_columns_of_the_data_alone():
         check_rows({"": kind(Strict)}, load_rows([{"answer": "1", "prompt": "x"}], "prompt", ""))
 
 
+def test_what_an_environment_does_to_its_row_reaches_no_other_sample():
+    class Takes(Counter):
+        def reset(self, board, **row):
+            self.count = 0
+            board.pop()
+            return str(board)
+
+    rows = [{"prompt": "Play.", "board": [1, 2, 3]}]
+    check_rows({"": kind(Takes)}, rows)
+    talks = Conversations({"": kind(Takes)}, chatting.chat(None), chatting.ids("<|end|>"), rows)
+    talks.open([(0, 0, 0)], 2, (1,))
+    assert [talks.spoken((0, sample)).prompt for sample in range(2)] == ["Play.[1, 2]"] * 2
+    assert rows[0]["board"] == [1, 2, 3]
+    with pytest.raises(InputError, match=r"the column 'board' cannot be copied \(TypeError: "):
+        check_rows({"": kind(Takes)}, [{"prompt": "Play.", "board": threading.Lock()}])
+
+
 def test_a_reward_that_is_not_given_is_none():
     class Silent(Counter):
         get_reward = None  # pyright: ignore[reportAssignmentType]
 
     assert math.isnan(math.nan if kind(Silent).make().reward() is None else 0)
+
+
+def test_rewards_of_environments_are_asked_for_side_by_side():
+    class Late(Counter):
+        def get_reward(self):
+            time.sleep(0.2)
+            return float(self.count)
+
+    partners = [kind(Late).make() for _ in range(16)]
+    for number, partner in enumerate(partners):
+        partner.open({"start": number}, 0)
+    talks = [Conversation("Late", None, partner.reward) for partner in partners]
+    talks.append(Conversation("Other", None, talks[0].total))
+    began = time.monotonic()
+    assert _environment_reward("Late")(talks) == [*map(float, range(16)), 0]
+    assert time.monotonic() - began < 1.6  # half of what they take one after another
+
+
+def test_prompts_are_counted_with_the_tools_of_their_own_environment():
+    rollout = RolloutKeys(
+        prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=64
+    )
+    factories, stops = {"game": Counter, "shop": HasTool}, chatting.ids("<|end|>")
+    answers = make_world((), factories, rollout, chatting.chat(), stops)
+    assert answers is not None
+    rows = [{"prompt": "Play.", "environment": name} for name in ("game", "shop", "gaem")]
+    texts = [chatting.text(ids) for ids in encode(rows, answers.first_chat)]
+    assert ["step" in text for text in texts] == [False, True, False]

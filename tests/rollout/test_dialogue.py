@@ -18,9 +18,10 @@ import tiny
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.conversations import Conversation, Conversations
-from jaxgrpo.environments.partners import make_kind
+from jaxgrpo.environments.partners import Opening, make_kind
 from jaxgrpo.models import decoder
 from jaxgrpo.rewards import Reward
+from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -281,6 +282,9 @@ def test_a_sample_whose_environment_breaks_is_not_scored_and_the_others_go_on():
     assert 0 < unscored.sum() < PROMPTS * GROUP
     broken = dialogue.metrics(PROMPTS * GROUP)["environment/broken"]
     assert broken == pytest.approx(unscored.mean())
+    _, log = dialogue.without_broken({"look": np.ones((PROMPTS, GROUP))}, RewardLog({}, {}, {}, {}))
+    expected = "Fragile: get_reward raised RuntimeError: lost the board"
+    assert log.messages == {"environment": expected}
 
 
 def test_rewards_never_see_a_sample_whose_environment_broke():
@@ -320,6 +324,21 @@ def test_a_prompt_that_an_environment_makes_too_long_is_refused():
 
     with pytest.raises(InputError, match=r"row 0: with what its environment says .* 25 tokens"):
         talk(Wordy, ())
+
+
+def test_samples_of_a_prompt_that_begin_with_different_tokens_are_refused():
+    """As programs may: the prompt of a group is what is common to its samples."""
+    opened = {(0, 0): Opening([1, 2], None), (0, 1): Opening([3, 2], None)}
+    talks: Any = SimpleNamespace(open=lambda *arguments: opened)
+    prompts = pad_prompts([np.asarray([1], np.int32)], WIDTH, np.arange(1), np.arange(1), 0)
+    dialogue = ThreadedDialogue(talks, Turns(TURNS, LIMIT), STEPS, (1,))
+    with pytest.raises(InputError, match=r"row 0: .* another first token in each sample: let"):
+        dialogue.open(prompts, 2)
+    opened[0, 1] = Opening([1, 3], None)
+    common, begin = dialogue.open(prompts, 2)
+    assert common.prompt_tokens[0, 0] == 1
+    assert common.prompt_mask.sum() == 1
+    assert [ids.tolist() for ids in begin.values()] == [[2], [3]]
 
 
 def test_what_is_said_to_each_sample_alone_counts_as_its_completion_and_leaves_room_to_draw():

@@ -18,6 +18,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
+from jaxgrpo.data.prompts import PLACEHOLDER
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.training import inputs, loop
@@ -139,6 +140,12 @@ def test_rows_from_python_need_no_data_path(tmp_path, model):
     ]
     with pytest.raises(InputError, match=r"data.path: missing; give a .jsonl, .csv or .*dataset="):
         setup(run_config)
+
+
+def test_without_data_an_environment_has_one_row():
+    """As in TRL, whose `reset` then says what is asked."""
+    ((row,), mixture) = inputs.load_rows(DataKeys(prompt="", answer=""))
+    assert (row, mixture) == ({"prompt": PLACEHOLDER}, None)
 
 
 def prompts_of_rows(keys, source):

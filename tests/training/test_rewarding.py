@@ -1,6 +1,7 @@
 """Rewards in a run: chosen, called, failing, logging; shown by a dry run."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,9 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
     ]
     with pytest.raises(InputError, match=r"'Judge' stands twice.*rewards=\{name: function\}"):
         resolve_rewards(config.rewards, 24, [Judge(), Judge()])
+    world: Any = SimpleNamespace(rewards=lambda beside: [beside[0]._replace(name="Judge")])
+    with pytest.raises(InputError, match="'Judge' stands twice"):  # an environment's class
+        resolve_rewards(config.rewards, 24, [Judge()], world=world)
 
 
 def test_rows_without_tests_are_refused_before_a_run_of_the_reward_python(tmp_path):
