@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing
@@ -34,7 +34,7 @@ from jaxgrpo.environments.tools import (
     tool_methods,
     writable,
 )
-from jaxgrpo.rewards.protocol import LARGEST
+from jaxgrpo.rewards.protocol import LARGEST, accepted
 from jaxgrpo.rewards.workers import WorkerError
 
 LONGEST = 2**31 - 1  # tokens of a turn where nothing else bounds it
@@ -298,23 +298,25 @@ def _reset_arguments(
 ) -> dict[str, Any]:
     """Of TRL's protocol all columns, and a seed where one is named; of Gym's a seed, and the
     columns that are named."""
-    named = inspect.signature(reset).parameters
-    if not is_gym:
-        return {**row, **({"seed": seed} if "seed" in named and "seed" not in row else {})}
-    takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in named.values())
-    return {key: row[key] for key in row if takes_any or key in named} | {"seed": seed}
+    if is_gym:
+        return accepted(reset, row, ()) | {"seed": seed}
+    return {**accepted(reset, {"seed": seed}, ("seed",)), **row}
 
 
 def _check_reset(
     where: str, reset: Callable[..., Any], is_gym: bool, row: Mapping[str, Any]
 ) -> None:
-    arguments = _reset_arguments(reset, row, 0, is_gym)
+    check_arguments(where, reset, _reset_arguments(reset, row, 0, is_gym))
+
+
+def check_arguments(where: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:
+    """Raises InputError where a function does not take these arguments."""
     problem = (
         f"{where} is called with {', '.join(arguments)} ({{reason}}): let it take these columns of "
         "the data, or all by **row"
     )
     with refusing(problem, TypeError):
-        inspect.signature(reset).bind(**arguments)
+        inspect.signature(function).bind(**dict.fromkeys(arguments))
 
 
 def _is_gym(environment: Any) -> bool:

@@ -420,7 +420,7 @@ def test_a_program_whose_arguments_are_no_columns_is_refused_before_the_run():
         prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=8
     )
     answers: Any = world.make_world((), {"": wants}, rollout, chatting.chat(), [END])
-    message = r"wants \(missing a required argument: 'question'\): the columns are prompt, answer"
+    message = r"wants is called with base_url, seed \(missing a required argument: 'question'\)"
     with pytest.raises(InputError, match=message):
         answers.converse([{"prompt": "a", "answer": "1"}])
     answers.converse([{"prompt": "a", "question": "1"}])

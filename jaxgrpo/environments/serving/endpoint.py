@@ -17,15 +17,22 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import cut, refusing
+from jaxgrpo.core.errors import cut
 from jaxgrpo.data.chat import Message
 from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.history import History
-from jaxgrpo.environments.partners import Answer, Broken, Kind, Opening, read_number
+from jaxgrpo.environments.partners import (
+    Answer,
+    Broken,
+    Kind,
+    Opening,
+    check_arguments,
+    read_number,
+)
 from jaxgrpo.environments.serving.dialect import Dialect, Prompted, read_conversation
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.serving.server import Document, Query, Refusal, Server
-from jaxgrpo.rewards.protocol import callable_name
+from jaxgrpo.rewards.protocol import accepted, callable_name
 
 HOST = "127.0.0.1"
 BASE_URL = "base_url"
@@ -237,7 +244,7 @@ class ProgramPartner:
         self._session = Session(self._dialect, self._stop_tokens, self._forks)
         self._base_url = shared_sessions().open(self._session)
         self._question, self._ended = None, None
-        arguments = _program_arguments(self.environment, row, seed)
+        arguments = _arguments(self.environment, row, seed)
         target, options = self._run, (self._session, {**arguments, BASE_URL: self._base_url})
         threading.Thread(target=target, args=options, name="jaxgrpo-program", daemon=True).start()
         question = self._next()
@@ -321,23 +328,14 @@ def make_program_kind(
     parts, name = (program, dialect, stop_tokens, seconds, forks), callable_name(program)
 
     def check_row(row: Mapping[str, Any]) -> None:
-        arguments = _program_arguments(program, row, 0) | {BASE_URL: ""}
-        problem = f"environment {name} ({{reason}}): the columns are {', '.join(row)}"
-        with refusing(f"{problem}: name columns, seed and {BASE_URL} as its arguments", TypeError):
-            inspect.signature(program).bind(**arguments)
+        check_arguments(name, program, {BASE_URL: "", **_arguments(program, row, 0)})
 
     return Kind(name, lambda: ProgramPartner(*parts), (), True, check_row=check_row)
 
 
-def _program_arguments(
-    program: Callable[..., Any], row: Mapping[str, Any], seed: int
-) -> dict[str, Any]:
+def _arguments(program: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """What a program is called with beside the URL: the columns and the seed that it names."""
-    arguments = {"seed": seed, **row}
-    named = inspect.signature(program).parameters
-    if any(entry.kind is entry.VAR_KEYWORD for entry in named.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in named}
+    return accepted(program, {"seed": seed, **row}, ())
 
 
 def is_program(factory: Any) -> bool:
