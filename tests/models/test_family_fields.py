@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
 from collections.abc import Iterable
@@ -148,6 +150,35 @@ def test_filters_that_transformers_has_cut_into_equal_parts_are_read_as_they_wer
     """As it saves them where keys and values have other widths."""
     fields = checkpoints.config_fields("olmo_hybrid") | changes
     assert outcome("", fields, tmp_path, {}) == "equal"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_field_that_is_left_out_is_what_transformers_assumes(family):
+    """Beside the sizes that transformers assumes, or a small model's where we refuse these; without
+    layer_types, which would hide what they follow from, where they may be left out."""
+    from transformers import CONFIG_MAPPING
+
+    config_class: Any = CONFIG_MAPPING[family]
+    architecture = {"architectures": [FAMILIES[family].architecture]}
+
+    def read(fields: dict[str, Any]) -> Any:
+        with contextlib.suppress(InputError):
+            return model_config(fields | architecture, "config.json")
+
+    def all_fields(config: Any) -> dict[str, Any]:
+        return json.loads(json.dumps(config.to_dict()))
+
+    bases = [all_fields(config_class()), all_fields(checkpoints.transformers_config(family))]
+    bases = [{**fields, "layer_types": None} for fields in bases] + bases
+    base, compared = next(fields for fields in bases if read(fields)), 0
+    for name in base:
+        fields = {key: value for key, value in base.items() if key != name}
+        ours = read(fields)
+        if ours is not None:
+            filled = all_fields(config_class.from_dict(copy.deepcopy(fields)))
+            assert read(filled) == ours, name
+            compared += 1
+    assert compared > 10
 
 
 DIFFERENT = ("cohere2", "ernie4_5", "exaone4", "gemma2", "olmo3", "phi3")

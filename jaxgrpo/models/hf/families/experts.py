@@ -33,15 +33,15 @@ def read_experts(
     number: str,
     count: int,
     width: int | None,
+    top_k: int,
     normalised: bool | Literal["always"] = False,
-    top_k: int = 8,
 ) -> ExpertsKind:
     """The experts of a layer.
 
     Args:
       number: the field that says how many, `count` without it.
       width: of each.
-      normalised, top_k: what transformers assumes without norm_topk_prob, num_experts_per_tok;
+      top_k, normalised: what transformers assumes without num_experts_per_tok, norm_topk_prob;
         "always": it normalises whatever that field says.
     """
     # What transformers returns and adds to a loss of its own, and no weight or logit.
@@ -70,7 +70,8 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     window = fields.nullable("sliding_window", "size", 4096)
     window = window if uses_window else None
     number = "num_local_experts" if "num_local_experts" in fields.content else "num_experts"
-    experts = read_experts(fields, number, 128, fields.take("moe_intermediate_size", "size", 768))
+    width = fields.take("moe_intermediate_size", "size", 768)
+    experts = read_experts(fields, number, 128, width, top_k=8)
     config |= {**attention_bias(fields), **uniform(turn, window), "query_key_norm": "head"}
     return with_feeds(config, sparse_feeds(fields, config["num_layers"], experts))
 
@@ -90,7 +91,7 @@ def _olmoe(fields: Fields) -> dict[str, Any]:
     """Experts in every layer; queries and keys are normed over all heads at once."""
     config = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=1)
     turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
-    experts = read_experts(fields, "num_experts", 64, config["intermediate_size"])
+    experts = read_experts(fields, "num_experts", 64, config["intermediate_size"], top_k=8)
     config |= {**attention_bias(fields), **uniform(turn), "query_key_norm": "whole"}
     return with_feeds(config, [experts] * config["num_layers"])
 
@@ -144,7 +145,7 @@ def read_grouped(
     Args: what transformers assumes without the fields.
     """
     width = fields.take("moe_intermediate_size", "size", width)
-    experts = read_experts(fields, "n_routed_experts", count, width, normalised=True, top_k=top_k)
+    experts = read_experts(fields, "n_routed_experts", count, width, top_k, normalised=True)
     groups = fields.take("n_group", "size", groups)
     top_groups = fields.take("topk_group", "size", top_groups)
     each, odd = divmod(experts.number, groups)
@@ -206,7 +207,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     pattern = [kind._replace(mixer=kind.mixer._replace(sinks=True)) for kind in config["pattern"]]
     fields.check_quantised({"quant_method": "mxfp4"}, "mxfp4")
     width = config["intermediate_size"]
-    experts = read_experts(fields, "num_local_experts", 128, width, normalised="always")
+    experts = read_experts(fields, "num_local_experts", 128, width, top_k=4, normalised="always")
     alpha = fields.take("swiglu_alpha", "positive", 1.702)
     clamp = alpha, fields.take("swiglu_limit", "positive", 7.0)
     experts = experts._replace(bias=True, clamp=clamp)

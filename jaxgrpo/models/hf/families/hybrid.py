@@ -124,7 +124,7 @@ def _gated_experts(
 ) -> ExpertsKind:
     """Experts beside one that all tokens pass, with a gate."""
     width = fields.take("moe_intermediate_size", "size", 512)
-    experts = read_experts(fields, "num_experts", count, width, normalised, top_k)
+    experts = read_experts(fields, "num_experts", count, width, top_k, normalised)
     shared = fields.take("shared_expert_intermediate_size", "size", 512)
     return experts._replace(shared=shared, shared_gate=True)
 
