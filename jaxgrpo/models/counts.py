@@ -70,10 +70,10 @@ class Recurrence(NamedTuple):
 
 def count_recurrence(kind: DeltaKind) -> Recurrence:
     """The rule in chunks of CHUNK tokens."""
-    chunk, keys, values, state = CHUNK, kind.key_dim, kind.value_dim, kind.key_dim * kind.value_dim
-    head = 2 * chunk * (keys + 2 * values) + chunk**2 / 3 + 6 * state
-    numbers = 4 * chunk + 4 * keys + 3 * values + state / chunk
-    shared = kind.key_heads * 4 * chunk * keys
+    keys, values, state = kind.key_dim, kind.value_dim, kind.key_dim * kind.value_dim
+    head = 2 * CHUNK * (keys + 2 * values) + CHUNK**2 / 3 + 6 * state
+    numbers = 4 * CHUNK + 4 * keys + 3 * values + state / CHUNK
+    shared = kind.key_heads * 4 * CHUNK * keys
     return Recurrence(kind.value_heads * head + shared, kind.value_heads * numbers)
 
 

@@ -47,7 +47,7 @@ class Architecture(NamedTuple):
     """How models of one `general.architecture` are read."""
 
     model_type: str  # in config.json
-    extra_fields: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+    extra_fields: Callable[[Fields, dict[str, Any]], dict[str, Any]] = lambda *_: {}
     """Fields of config.json beside those that all have: (keys of the file, those)"""
     keys: tuple[str, ...] = ()  # that `extra_fields` reads
     turned: bool = False  # whether rows of queries and keys are stored pair by pair
@@ -157,20 +157,12 @@ def _llama3(divisors: np.ndarray, theta: float) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": float(f"{factor:.6g}"), **LLAMA3}
 
 
-def _llama(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    return {"mlp_bias": False}
-
-
 def _qwen2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Its biases are always there, and no field says so."""
     del config["attention_bias"]
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
         fields.problems.append("qwen2.attention.key_length: expected embedding_length / head_count")
     del config["head_dim"]
-    return {}
-
-
-def _qwen3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -195,9 +187,9 @@ def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", _llama, turned=True),
+    "llama": Architecture("llama", turned=True),
     "qwen2": Architecture("qwen2", _qwen2),
-    "qwen3": Architecture("qwen3", _qwen3),
+    "qwen3": Architecture("qwen3"),
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA3_KEYS, norm_offset=1.0),
 }
 """general.architecture -> how its models are read."""
