@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig, Rope
 from jaxgrpo.models.decoder import build
-from jaxgrpo.models.hf import folders, mapping, weights
+from jaxgrpo.models.hf import folders, mapping, weights, wrapped
 from jaxgrpo.models.hf.families import base, mistral
 
 FUSED = mistral.PHI3.fused
@@ -90,10 +90,9 @@ def write(folder, model, params, family):
 
 def read(folder, model, family, shardings=None, counts=None):
     """The parameters of a folder; adds the elements that are read of each tensor to `counts`."""
-    of_leaves = mapping.entries(model, family)
     with weights.opened(folder) as files:
-        tied = model.config.tie_embeddings
-        weights.check(folder, files, of_leaves, family.tied_head, tied)
+        of_leaves, tied_head, _ = wrapped.find_tensors(files, model, family, str(folder))
+        weights.check(folder, files, of_leaves, tied_head)
         if counts is not None:
             files = {name: Counting(file, counts) for name, file in files.items()}
         return weights.read_leaves(folder, files, model.shapes, of_leaves, None, shardings)
@@ -297,7 +296,7 @@ def test_a_head_that_differs_from_the_embedding_in_its_last_value_is_refused(tmp
     config = dataclasses.replace(EVEN, vocab_size=40_000, tie_embeddings=True, num_layers=1)
     model = build(config)
     folder = write(tmp_path / "m", model, draw(model), PLAIN)
-    head, embed = PLAIN.tied_head
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
     assert config.vocab_size * config.hidden_size > weights.PIECE
     spoil(folder, lambda tensors: tensors.update({head: tensors[embed].copy()}))
     assert "head" not in read(folder, model, PLAIN)

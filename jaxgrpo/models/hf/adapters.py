@@ -139,7 +139,7 @@ def read_params(
     with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as opened:
         files = expert_adapters.joined(opened, family.experts)
         shapes, entries = _parts(model, family, files)
-        weights.check(folder, files, entries, family.tied_head, False, config_file=CONFIG)
+        weights.check(folder, files, entries, config_file=CONFIG)
         return weights.read_leaves(folder, files, shapes, entries, dtype, shardings)
 
 
@@ -148,7 +148,6 @@ def save(
     adapters: Params,
     path: str | os.PathLike[str],
     base: str | None = None,
-    card: str | None = None,
     revision: str | None = None,
 ) -> None:
     """Writes an adapter folder that `peft.PeftModel.from_pretrained` reads, whole or not at all.
@@ -158,7 +157,6 @@ def save(
     Args:
       adapters: the first of `lora.split`, in the dtype that they are stored in.
       base: path of the base, or its name on the hub, which PEFT looks up.
-      card: text of the folder's README.md, the card, as in `folders.save_model`.
       revision: of a base on the hub: a branch, tag or commit.
 
     Raises: InputError if `path` holds anything but an adapter of ours, or PEFT has no such adapter.
@@ -176,7 +174,7 @@ def save(
             (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
             save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
             (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
-            replacing.write_card(folder, card)
+            replacing.write_card(folder)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo adapters.save")
 

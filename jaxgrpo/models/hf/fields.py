@@ -76,7 +76,6 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "text": (lambda value: isinstance(value, str), "a text"),
     "object": (lambda value: isinstance(value, dict), "an object"),
     "texts": (_are(lambda value: isinstance(value, str)), "a list of texts"),
-    "positives": (_are(lambda value: _is_number(value) and value > 0), "a list of numbers above 0"),
     "counts": (_are(lambda value: value == 0 or _is_size(value)), "a list of numbers of layers"),
     "flags": (_are(lambda value: value in (0, 1)), "a list of 0 and 1"),
     "anything": (lambda value: True, "a value"),

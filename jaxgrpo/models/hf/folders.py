@@ -214,8 +214,7 @@ def _checked(
 ) -> list[list[Entry]]:
     """The tensors of each leaf, by their names in an opened folder. Raises: as `weights.check`."""
     entries, tied_head, carried = wrapped.find_tensors(files, model, family, str(folder))
-    tied = model.config.tie_embeddings
-    weights.check(folder, files, entries, tied_head, tied, headers_only, carried=carried)
+    weights.check(folder, files, entries, tied_head, headers_only, carried=carried)
     return entries
 
 

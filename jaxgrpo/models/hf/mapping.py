@@ -110,11 +110,6 @@ class Names(Protocol):
         """Beginnings of tensors' names that no model reads."""
         ...
 
-    @property
-    def tied_head(self) -> tuple[str, str]:
-        """The head's tensor and the embedding's: a tied checkpoint may hold it a second time."""
-        ...
-
 
 class Entry(NamedTuple):
     """A tensor of a checkpoint, or some of its rows, and the place in a leaf of our parameters.
@@ -410,16 +405,12 @@ def read_slice(entry: Entry, stored: Any, where: tuple[int | slice, ...]) -> np.
     return stored[(slice(first, last + 1), *columns)][rows - first]
 
 
-def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """A view of the entry's rows, all or a piece of them, in our layout.
-
-    Args:
-      shape: ours, of the piece; None: of the whole entry.
-    """
+def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A view of a piece of the entry's rows in our layout, of that shape."""
     first, step = entry.turn
     tensor = tensor[..., first::step] if step > 1 else tensor
     turns = entry.inputs is not None and entry.inputs >= 0
-    return (tensor.T if turns else tensor).reshape(shape or entry.shape)
+    return (tensor.T if turns else tensor).reshape(shape)
 
 
 def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:

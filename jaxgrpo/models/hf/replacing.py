@@ -103,7 +103,7 @@ def _holds(folder: Place, base: str | Path) -> bool:
     return any(path.resolve().is_relative_to(target) for path in parts)
 
 
-def write_card(folder: Path, text: str | None, title: str = CARD_TITLE) -> None:
+def write_card(folder: Path, text: str | None = None, title: str = CARD_TITLE) -> None:
     """Writes README.md with our title, by which the folder is recognised as ours."""
     if text is None or title not in text:
         text = "\n".join([*([] if text is None else [text]), f"{title}\n"])

@@ -124,8 +124,7 @@ def check(
     folder: Path,
     files: Mapping[str, Any],
     entries: list[list[Entry]],
-    tied_head: tuple[str, str],
-    tied: bool,
+    tied_head: tuple[str, str] | None = None,
     headers_only: bool = False,
     config_file: str = "config.json",
     carried: Collection[str] = (),
@@ -133,7 +132,7 @@ def check(
     """Compares an opened folder with what the parameters are made of, before they are read.
 
     Args:
-      tied: the model has no head of its own; then the folder may hold the embedding a second time.
+      tied_head: head and embedding, which may be there as both; None: the model is not tied.
       headers_only: read no values, and so not whether that second one is the embedding.
       config_file: the file that says which tensors there are, for messages.
       carried: tensors that nothing is made of.
@@ -143,9 +142,9 @@ def check(
     """
     expected = {entry.name: entry for leaf_entries in entries for entry in leaf_entries}
     present = set(files).difference(carried)
-    repeated = tied and present.issuperset(tied_head)
+    repeated = tied_head if tied_head and present.issuperset(tied_head) else None
     if repeated:
-        present.remove(tied_head[0])
+        present.remove(repeated[0])
     odd = {"missing": expected.keys() - present, "unknown": present - expected.keys()}
     problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
@@ -162,7 +161,7 @@ def check(
                 f"asks for {entry.hf_shape}: the weights and the config belong to different models"
             )
     if repeated and not headers_only:
-        _check_tied(folder, files, tied_head)
+        _check_tied(folder, files, repeated)
 
 
 def _stored(folder: Path, files: Mapping[str, Any], name: str) -> Any:

@@ -109,7 +109,8 @@ class Stored(NamedTuple):
     """The tensors of a folder: those of each leaf, by their names in the files, and the others."""
 
     entries: list[list[Entry]]
-    tied_head: tuple[str, str]  # as in a family
+    tied_head: tuple[str, str] | None
+    """The head's tensor and the embedding's, which a tied model's files may hold as both"""
     carried: tuple[str, ...] = ()  # read by nothing, and kept in an export
 
 
@@ -134,10 +135,10 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
             spelling = SPELLINGS[0]
         carried += tuple(name.removesuffix(FURTHER) for name in files if name.endswith(FURTHER))
         unread = tuple(name for name in files if carried and name.startswith(carried))
-    head, embed = (spelling.name(name) for name in family.tied_head)
+    head, embed = (spelling.name(f"{family.modules[name]}.weight") for name in ("head", "embed"))
+    tied_head = (head, embed) if config.tie_embeddings else None
     # A tied model may be stored with the head only (`safetensors.torch.save_model` leaves that).
-    is_swapped = config.tie_embeddings and head in files and embed not in files
-    renamed = {embed: head} if is_swapped else {}
+    renamed = {embed: head} if tied_head and head in files and embed not in files else {}
 
     def stored(entry: Entry) -> Entry:
         name = spelling.name(entry.name)
@@ -146,7 +147,7 @@ def find_tensors(files: Collection[str], model: Model, family: Names, source: st
             name = written if name not in files and written in files else name
         return entry._replace(name=renamed.get(name, name))
 
-    return Stored([[*map(stored, leaf)] for leaf in entries], (head, embed), unread)
+    return Stored([[*map(stored, leaf)] for leaf in entries], tied_head, unread)
 
 
 def _spelling(files: Collection[str], source: str) -> Spelling:

@@ -77,8 +77,6 @@ class Family(NamedTuple):
     """The same as one tensor of all experts -> ours, whose outputs lie side by side in it"""
     interleaves_experts: bool = False  # they are always fused: see `mapping.Names`
     harmless: Sequence[str] = ()
-    tied_head: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
-    """A tied checkpoint may hold the embedding a second time, as the head."""
     in_pairs: bool = False
     """Whether dimensions 2 i and 2 i + 1 of a head turn together, not i and i + half of them"""
     aliases: Mapping[str, str] = MappingProxyType({})
