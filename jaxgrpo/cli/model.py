@@ -33,6 +33,7 @@ from jaxgrpo.models.api import (
 )
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.hf import families, folders, rope, wrapped
+from jaxgrpo.models.hf.weights import has_weights
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
@@ -83,8 +84,7 @@ def describe(config: Config) -> dict[str, Any]:
     model_config = parameters.model_config_for_run(keys, config.lora, stored)
     model, base = decoder.build(model_config), decoder.build(lora.base_config(model_config))
     cache = cache_dtype(config.rollout.kv_cache_dtype, model_config)
-    has_weights = any(folder.glob("*.safetensors*"))
-    dtypes = folders.read_dtypes(folder, base) if has_weights else None
+    dtypes = folders.read_dtypes(folder, base) if has_weights(folder) else None
     return {
         "path": keys.path,
         "unread": families.unread(stored),

@@ -100,8 +100,13 @@ def test_a_gemma_without_a_tokenizer(saved, show):
     assert "limit       none" in output
 
 
-def test_a_folder_without_weights_says_what_its_config_says(saved, show, tmp_path):
+@pytest.mark.parametrize("with_index", [False, True])
+def test_a_folder_without_weights_says_what_its_config_says(saved, show, tmp_path, with_index):
+    """An index of weights in shards is fetched from the hub with the other texts."""
     shutil.copytree(saved / "llama", tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    if with_index:
+        index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+        (tmp_path / "m" / weights.INDEX).write_text(json.dumps(index))
     code, output, description = show(tmp_path / "m")
     assert code == 0, output
     expected = show(saved / "llama")[2]

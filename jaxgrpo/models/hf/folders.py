@@ -341,8 +341,8 @@ def _base_tensors(
             "save_model: this is the text part of a model that has others too: give the folder "
             "that it was read from as base=, whose other tensors are copied"
         )
-    has_weights = base is not None and any(base.glob("*.safetensors*"))
-    with weights.opened(base) if base and has_weights else contextlib.nullcontext({}) as files:
+    has_names = base is not None and weights.has_weights(base)
+    with weights.opened(base) if base and has_names else contextlib.nullcontext({}) as files:
         stored = wrapped.find_tensors(files, model, family, str(base))
         names = {entry.name for leaf_entries in stored.entries for entry in leaf_entries}
         dtypes = weights.stored_dtypes(files, names.intersection(files), dtype)

@@ -98,6 +98,11 @@ def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool
         return is_found(files)
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether any weights are in a folder; an index alone has none."""
+    return any(folder.glob(sources.WEIGHTS))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files of a folder's weights: the single file goes before an index, as in transformers."""
     if (folder / SINGLE).is_file():
