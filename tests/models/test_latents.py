@@ -107,6 +107,8 @@ def test_deepseek_v3_has_671_billion_weights_of_which_a_token_passes_37():
     ("changes", "message"),
     [
         ({"rope_interleave": False}, "rope_interleave = False: only True built"),
+        # By which transformers turns halves too.
+        ({"rope_interleave": None}, "rope_interleave = None: only True built"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy': only 'noaux_tc' built"),
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8: expected num_attention_heads = 128"),
         ({"head_dim": 128}, "head_dim = 128: expected qk_rope_head_dim = 64"),

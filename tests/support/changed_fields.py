@@ -89,7 +89,26 @@ OWN: dict[str, list[Any]] = {
     "routed_scaling_factor": [1, 0.3, 0, -1.0],
     "use_qk_norm": [True, False, 1],
     "num_nextn_predict_layers": [0, 3],
+    # of latents
+    "q_lora_rank": [8, 0],
+    "kv_lora_rank": [8, 0],
+    "qk_nope_head_dim": [8, 0],
+    "qk_rope_head_dim": [4, 5, 0],
+    "v_head_dim": [8, 0],
+    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
+    "rope_interleave": [True, False, 1],
+    "mlp_layer_types": [
+        ["sparse"] * LAYERS,
+        ["dense"] * LAYERS,
+        ["sparse", "dense", "dense"],
+        ["dense"],
+        ["dense", "dense", "another"],
+    ],
+    # of Granite 4.0
+    "position_embedding_type": ["rope", "nope", 3],
+    "shared_intermediate_size": [16, 0],
     # of layers that recur
+    "linear_allow_neg_eigval": [True, False, 1],
     "linear_conv_kernel_dim": [2, 3, 6, 1, 0],
     "linear_key_head_dim": [16, 4, 0],
     "linear_value_head_dim": [8, 32, 0],

@@ -217,8 +217,8 @@ def _turn(
     if turned < 2 or turned % 2 or turned > sizes.head_dim:
         fields.refuse(
             name,
-            f"turns {turned} of head_dim, or hidden_size / num_attention_heads, = "
-            f"{sizes.head_dim}: expected an even number",
+            f"turns {turned} of head_dim, hidden_size / num_attention_heads or qk_rope_head_dim, "
+            f"= {sizes.head_dim}: expected an even number",
         )
         return Turn(rope)
     undefined = _undefined(kind, turned, values)

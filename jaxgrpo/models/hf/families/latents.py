@@ -85,10 +85,16 @@ def _expect(fields: Fields, name: str, kind: str, *values: Any) -> Any:
     return value
 
 
+def _expect_pairs(fields: Fields) -> None:
+    """Refuses heads that turn halves, as null says too."""
+    if not fields.nullable("rope_interleave", "flag", True):
+        fields.refuse("rope_interleave", "only True built")
+
+
 def _deepseek_v3(fields: Fields) -> dict[str, Any]:
     """Dense layers first, then experts with a sigmoid each, in groups."""
     config = _by_latents(fields, query=1536, positions=4096)
-    _expect(fields, "rope_interleave", "flag", True)
+    _expect_pairs(fields)
     _expect(fields, "scoring_func", "text", "sigmoid")
     _expect(fields, "topk_method", "text", "noaux_tc")
     experts = read_grouped(fields, count=256, width=2048, groups=8, top_groups=4, scale=2.5)
@@ -152,7 +158,7 @@ DEEPSEEK_V2 = DEEPSEEK_V3._replace(
 def _glm4_moe_lite(fields: Fields) -> dict[str, Any]:
     """As V3, with a list of which layers have experts."""
     config = _by_latents(fields, query=768, plain=192, value=256, positions=202_752, eps=1e-5)
-    _expect(fields, "rope_interleave", "flag", True)
+    _expect_pairs(fields)
     experts = read_grouped(fields, count=64, width=1536, top_k=4, scale=1.8)
     count = config["num_layers"]
     types = fields.take("mlp_layer_types", "texts", [DENSE] + [SPARSE] * (count - 1))
