@@ -156,7 +156,8 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     """The tokens of each row's prompt as the model reads them, int32 [length].
 
     Raises: InputError if a prompt is empty, gives no token, cannot be written out in full or has a
-      token that the model does not have, or if rows differ and all prompts are the same tokens.
+      token that the model does not have, if rows differ and all prompts are the same tokens, or if
+      the tokenizer ends each text.
     """
     prompts = {name_row(rows, place): row["prompt"] for place, row in enumerate(rows)}
     texts = [
@@ -173,6 +174,8 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
             f"{name_row(rows, empty[0])}, {rows[empty[0]]['prompt']!r}): take them out of the data"
         )
     _check_differ(rows, tokens, chat)
+    if chat.template is None:
+        _check_open(chat.tokenizer, texts[0], tokens[0])
     if chat.vocab_size is not None:
         check_tokens(rows, tokens, chat.tokenizer, chat.vocab_size, "prompt")
     return tokens
@@ -214,6 +217,21 @@ def _check_differ(rows: Sequence[Row], tokens: Sequence[np.ndarray], chat: Chat)
             f"the {len(rows)} rows differ, but all prompts are the same {len(tokens[0])} tokens, "
             f"{text!r}: write them with characters that the tokenizer knows, or set "
             "data.chat_template"
+        )
+
+
+def _check_open(tokenizer: Any, text: str, ids: np.ndarray) -> None:
+    """Refuses a tokenizer that puts its end token behind a text: a prompt would be a finished one.
+
+    Args:
+      ids: what it makes of the text.
+    """
+    end = getattr(tokenizer, "eos_token_id", None)
+    if ids[-1] == end and token_ids(tokenizer, [text], "prompt")[0][-1:] != [end]:
+        raise InputError(
+            f"the tokenizer puts its end token {tokenizer.eos_token!r} behind each prompt, as if "
+            "that were finished: turn off add_eos_token in its config, or take the token out of "
+            "the post_processor of tokenizer.json, in a copy; or set data.chat_template"
         )
 
 

@@ -36,8 +36,8 @@ def prepare(prompts, tokenizer, longest, too_long="error"):
     return data.prepare([{"prompt": text} for text in prompts], chat, longest, too_long)
 
 
-def characters(begin: bool = False) -> PreTrainedTokenizerFast:
-    """One token per character: "a" is 1, "b" is 2, ...; "<s>" is 0."""
+def characters(begin: bool = False, end: bool = False) -> PreTrainedTokenizerFast:
+    """One token per character: "a" is 1, "b" is 2, ...; "<s>" is 0. With `end` "z" ends texts."""
     vocabulary = {"<s>": 0} | {chr(ord("a") + i): i + 1 for i in range(26)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -45,7 +45,11 @@ def characters(begin: bool = False) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 0)]
         )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    if end:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A z", special_tokens=[("z", 26)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="z")
 
 
 def test_a_file_gives_its_columns_and_the_two_names_rewards_know(write):
@@ -207,6 +211,15 @@ def test_messages_name_the_line_where_blank_lines_or_dropped_rows_shift_the_numb
         methods.needed_columns(frozenset({"level"}), left, [])
     with pytest.raises(InputError, match=r"^row 0 \(line 3\): the prompt has the token 2, "):
         data.encode(left, chat._replace(vocab_size=2))
+
+
+def test_a_tokenizer_that_ends_each_text_is_refused():
+    assert prepare(["abz"], characters(), 8).encoded[0].tolist() == [1, 2, 26]
+    with pytest.raises(InputError, match=r"its end token 'z' behind each prompt.*add_eos_token"):
+        prepare(["ab"], characters(end=True), 8)
+    tokenizer = characters(end=True)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert prepare(["ab"], tokenizer, 8).encoded[0].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("begin", [False, True])
