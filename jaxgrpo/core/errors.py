@@ -165,7 +165,21 @@ def refuse_all(title: str, problems: Collection[str]) -> None:
 
 def one_line(error: BaseException) -> str:
     """The message of another library's error, in one line of bounded length."""
-    return cut(" ".join(str(error).split()))
+    return cut(" ".join(written(error, str).split()))
+
+
+def written(value: Any, write: Callable[[Any], str] = repr) -> str:
+    """A value as text for a message, where the value itself can fail to write it: Python writes
+    whole numbers of at most some 4,000 digits, and own code has methods of its own.
+
+    >>> written("a"), written(10**5000)
+    ("'a'", 'an int that cannot be written')
+    """
+    try:
+        return write(value)
+    except Exception:
+        kind = type(value).__name__
+        return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind} that cannot be written"
 
 
 def without_passwords(text: str) -> str:

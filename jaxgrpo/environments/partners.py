@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing
+from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing, written
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.data.limits import Caller
 from jaxgrpo.environments.calls import Parser, Reading, cast
@@ -363,8 +363,9 @@ def read_number(name: str, value: Any) -> float:
     """A reward that a function returned; NaN: none. Raises: Broken."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise Broken(f"{name} returned the reward {cut(repr(value))}: return a number") from None
+    except Exception:  # of the value's own code too
+        text = cut(written(value))
+        raise Broken(f"{name} returned the reward {text}: return a number") from None
     if abs(number) > LARGEST:
         raise Broken(f"{name} returned the reward {number:g}: return at most {LARGEST:g}")
     return number

@@ -215,7 +215,8 @@ def gsm8k_answer(
 def gold_number(answer: Any) -> Fraction | None:
     """The number of a gold answer: a number as it is, a text by its final number."""
     if isinstance(answer, (numbers.Real, Decimal)) and not isinstance(answer, bool):
-        return Fraction(text_of_value(answer)) if math.isfinite(answer) else None
+        is_finite = isinstance(answer, numbers.Rational) or math.isfinite(answer)
+        return Fraction(text_of_value(answer)) if is_finite else None
     return final_number(answer) if isinstance(answer, str) else None
 
 

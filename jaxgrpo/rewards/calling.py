@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import cut, own_line
+from jaxgrpo.core.errors import cut, no_text, own_line, written
 from jaxgrpo.data.limits import EventLoop, TimedOut
 from jaxgrpo.rewards.limits import SLACK, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
@@ -28,7 +28,6 @@ from jaxgrpo.rewards.protocol import (
     accepted,
     check,
     numbers,
-    written,
 )
 
 CREATED = inspect.CORO_CREATED
@@ -36,6 +35,7 @@ SPOKEN = ""
 """The entry of `RewardLog.columns` that no reward logged: the prompt and messages of samples that
 were answered, and why one cannot be scored."""
 SHOWN = 300  # characters of each text in a message
+LONGEST = 8_000  # bits of a whole number in JSON: Python reads and writes some 14,000
 SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
 
 _LOOP = EventLoop("jaxgrpo-rewards")
@@ -230,7 +230,7 @@ class _Call:
         shown_values |= {key: values for key, values in arguments.items() if key not in LISTS}
         lines = [f"  {key} = {_shorten(values[low])}" for key, values in shown_values.items()]
         place, code = own_line(error)
-        kind, text = type(error).__name__, cut(str(error))
+        kind, text = type(error).__name__, cut(written(error, str))
         raised = [f"rewards.{self.name} raised {kind} on {where}: {text}"]
         raised += [f"  in {place}: {code}"] if place else []
         return "\n".join([*raised, *lines])
@@ -296,6 +296,8 @@ class _Call:
             raise RewardError(
                 f"rewards.{self.name}: log_metric({name!r}, {_shorten(value)}): give a number"
             ) from None
+        if problem := no_text(str(name)):  # no tracker takes it
+            raise RewardError(f"rewards.{self.name}: log_metric({name!r}, ...): {problem}")
         if math.isfinite(number):
             self.metrics.setdefault(str(name), []).append(number)
 
@@ -362,6 +364,8 @@ async def _gather(awaitables: Sequence[tuple[Awaitable[Any], float | None]]) -> 
 
 def storable(value: Any) -> Any:
     """A logged value as JSON holds it: arrays as lists, what is no number or text as its repr."""
+    if isinstance(value, int) and value.bit_length() > LONGEST:
+        return written(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "tolist"):
@@ -370,7 +374,7 @@ def storable(value: Any) -> Any:
         return {str(key): storable(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [storable(entry) for entry in value]
-    return repr(value)
+    return written(value)
 
 
 def _shorten(value: Any) -> str:

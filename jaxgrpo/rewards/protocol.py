@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsFloat, runt
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, keywords, suggest
+from jaxgrpo.core.errors import InputError, keywords, one_line, suggest, written
 
 
 @runtime_checkable
@@ -58,6 +58,9 @@ SHOWN = 60  # characters of a value in a message
 LARGEST = 1e15
 """The largest absolute reward. Squares of such rewards, weighted and summed, are finite in float32;
 beyond it a deviation would be infinite, and the advantage of every sample silently 0."""
+
+
+EXPECTED = "return a list with one number per completion, None = not scored"
 
 
 class RewardError(InputError):
@@ -106,7 +109,12 @@ def check(name: str, function: Any, columns: Iterable[str]) -> None:
         )
     if not callable(function):
         raise RewardError(f"rewards.{name} is a {type(function).__name__}: give a function")
-    named, _ = _parameters(function)
+    named, takes_all = _parameters(function)
+    if not named and not takes_all:
+        raise RewardError(
+            f"rewards.{name} takes no argument by keyword, and rewards are called by keyword: "
+            "write def reward(completions, **columns), without / and *"
+        )
     available = [*PASSED, *columns]
     missing = [
         repr(key) for key, has_default in named.items() if key not in available and not has_default
@@ -175,8 +183,24 @@ def reads_any(function: RewardFunction, keywords: Iterable[str]) -> bool:
 
 
 def numbers(name: str, values: Any, count: int) -> np.ndarray:
-    """The returned values as float32 [N], None as NaN."""
-    expected = "return a list with one number per completion, None = not scored"
+    """The returned values as float32 [N], None as NaN.
+
+    Raises: RewardError where they are something else, or cannot be read, as where `__len__` or
+    `__float__` of own code raises.
+    """
+    try:
+        return _read_numbers(name, values, count)
+    except RewardError:
+        raise
+    except Exception as error:
+        kind = type(values).__name__
+        raise RewardError(
+            f"rewards.{name} returned a {kind} that cannot be read ({type(error).__name__}: "
+            f"{one_line(error)}): {EXPECTED}"
+        ) from error
+
+
+def _read_numbers(name: str, values: Any, count: int) -> np.ndarray:
     kind = type(values).__name__
     if callable(values):
         raise RewardError(
@@ -184,38 +208,31 @@ def numbers(name: str, values: Any, count: int) -> np.ndarray:
             "file of your own, reward = make(...), and name file.py:reward"
         )
     if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
-        raise RewardError(f"rewards.{name} returned a {kind}: {expected}")
+        raise RewardError(f"rewards.{name} returned a {kind}: {EXPECTED}")
     if getattr(values, "ndim", 1) != 1:
-        raise RewardError(f"rewards.{name} returned an array of shape {values.shape}: {expected}")
+        raise RewardError(f"rewards.{name} returned an array of shape {values.shape}: {EXPECTED}")
     if len(values) != count:
         raise RewardError(
-            f"rewards.{name} returned {len(values)} values for {count} completions: {expected}"
+            f"rewards.{name} returned {len(values)} values for {count} completions: {EXPECTED}"
         )
     scores = np.empty(count, np.float32)
     for place, value in enumerate(values):
         where = f"rewards.{name} returned {_shown(value)} for completion {place}"
         try:
-            if isinstance(value, (str, bytes)):
-                raise TypeError  # float("1") would hide a missing conversion
+            # float("1") would hide a missing conversion, and NumPy's drops an imaginary part.
+            if isinstance(value, (str, bytes, complex, np.complexfloating)):
+                raise TypeError
             number = math.nan if value is None else float(value)
         except OverflowError:  # a whole number of Python
             number = math.inf
-        except (TypeError, ValueError):
-            raise RewardError(f"{where}, a {type(value).__name__}: {expected}") from None
+        except Exception:
+            raise RewardError(f"{where}, a {type(value).__name__}: {EXPECTED}") from None
         if abs(number) > LARGEST:
             raise RewardError(
                 f"{where}: give a number from -{LARGEST:g} to {LARGEST:g}, or None = not scored"
             )
         scores[place] = number
     return scores
-
-
-def written(value: Any) -> str:
-    """A value as text, for a message; Python writes out numbers of at most some 4,000 digits."""
-    try:
-        return repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
 
 
 def _shown(value: Any) -> str:

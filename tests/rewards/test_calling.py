@@ -95,13 +95,14 @@ def test_a_metric_that_two_rewards_log_is_one_mean():
 
 
 def test_what_is_no_json_is_logged_as_its_text():
-    entries = [np.arange(2), {"a": (1, np.float32(0.5))}, Ellipsis]
+    entries = [np.arange(2), {"a": (1, np.float32(0.5)), "b": Ellipsis}, 10**5000]
 
     def mine(completions, log_extra):
         log_extra("found", entries)
         return [0.0] * 3
 
-    assert call(mine=mine)[1].extra == {"found": [[0, 1], {"a": [1, 0.5]}, "Ellipsis"]}
+    stored = [[0, 1], {"a": [1, 0.5], "b": "Ellipsis"}, "an int that cannot be written"]
+    assert call(mine=mine)[1].extra == {"found": stored}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ def test_what_is_no_json_is_logged_as_its_text():
         (lambda extra, metric: extra("found", "abc"), "got a str: give a list with one value"),
         (lambda extra, metric: extra("found", 3), "got a int: give a list"),
         (lambda extra, metric: metric("m", "high"), r"log_metric\('m', 'high'\): give a number"),
+        (lambda extra, metric: metric("m\ud800", 1), r"log_metric\('m.ud800', .*: character 1 is"),
     ],
 )
 @pytest.mark.parametrize("mode", ["raise", "unscored"])
@@ -256,7 +258,7 @@ def test_the_search_for_the_sample_ends_in_time(monkeypatch):
 
 
 def test_no_completions_leave_no_errors():
-    never: Any = len
+    never: Any = lambda completions: len(5)  # noqa: E731
     _, log = call_rewards([Reward("mine", never, on_error="unscored")], [], [], [], {})
     assert log.numbers() == {"rewards/mine/errors": 0}
 

@@ -192,3 +192,4 @@ def test_gold_numbers_of_any_width_and_size_are_read_as_written():
     golds = [np.float32(0.1), np.float16(0.1), Decimal("1E+2"), 1e-5, 1e16]
     texts = ["#### 0.1", "#### 0.1", "#### 100", "#### 0.00001", "#### 10000000000000000"]
     assert gsm8k_answer(texts, golds) == [1.0] * 5
+    assert gold_number(10**400) == 10**400  # no float holds it

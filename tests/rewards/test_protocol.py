@@ -21,6 +21,27 @@ def call(**functions) -> dict[str, np.ndarray]:
     return call_rewards(rewards, PROMPTS, COMPLETIONS, IDS, COLUMNS)[0]
 
 
+class Odd:
+    """A list, a number and an error whose methods raise."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __len__(self):
+        raise self.error
+
+    def __float__(self):
+        raise self.error
+
+    def __repr__(self):
+        raise self.error
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
 def returning(values):
     return lambda completions: values
 
@@ -127,6 +148,10 @@ def test_no_completions_give_no_scores_and_no_call():
         # Its square is no float32: with grpo every advantage of the group would be 0.
         ([1e30, 0.0, 0.0], r"returned 1e\+30 for completion 0: give a number from -1e\+15 to 1e"),
         ([0.0, 1e300, 0.0], r"returned 1e\+300 for completion 1: give a number"),
+        ([0.0, 1 + 1j, 0.0], r"returned \(1\+1j\) for completion 1, a complex: return a list"),
+        (np.ones(3, np.complex64), "for completion 0, a complex64: return a list"),
+        (Odd(OSError("gone")), r"returned a Odd that cannot be read \(OSError: gone\): return"),
+        ([0.0, Odd(OSError("gone")), 0.0], "an Odd that cannot be written for completion 1, a Odd"),
     ],
 )
 def test_anything_else_than_one_number_each_is_refused_by_name(values, message):
@@ -147,6 +172,15 @@ def test_an_exception_is_reported_with_the_sample_that_causes_it():
     assert "answer = '2'" in message
     assert "level" not in message
     assert isinstance(failure.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_reported():
+    def mine(completions):
+        raise Unspeakable
+
+    message = "raised Unspeakable on completion 0: an Unspeakable that cannot be written"
+    with pytest.raises(RewardError, match=message):
+        call(mine=mine)
 
 
 def test_an_exception_that_no_single_completion_causes_says_so():
@@ -174,6 +208,12 @@ def test_a_missing_column_is_named_before_anything_is_called():
 def test_a_column_with_the_name_of_a_standard_keyword_is_refused():
     with pytest.raises(RewardError, match="column 'completions' has a name"):
         check("mine", returning([]), ["completions", "answer"])
+
+
+@pytest.mark.parametrize("function", [lambda: [0.0], lambda *texts: [0.0], lambda texts, /: [0.0]])
+def test_a_function_that_takes_nothing_by_keyword_is_refused(function):
+    with pytest.raises(RewardError, match=r"rewards\.mine takes no argument by keyword, and rew"):
+        check("mine", function, [])
 
 
 def test_something_that_cannot_be_called_is_refused():
