@@ -89,8 +89,9 @@ def load_rows(
         row.line = int(line) if line.isdecimal() else None
         row["prompt"] = _prompt(where, raw, prompt, needed)
         if answer:
-            row["answer"] = raw[answer]
+            row["answer"] = None if sources.is_gap(raw[answer]) else raw[answer]
         _check_texts(where, row)
+        _check_answer(where, row.get("answer"))
         rows.append(row)
     _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
     _check_one_kind(located, [row.get("answer") for row in rows], f"column {answer!r}")
@@ -302,6 +303,17 @@ def _check_texts(where: str, row: Row) -> None:
     for name, text in texts.items():
         if isinstance(text, str) and "\0" not in text and (problem := no_text(text)):
             raise InputError(f"{where}: {name} {text[:SHOWN]!a}: {problem}")
+
+
+def _check_answer(where: str, answer: Any) -> None:
+    """Refuses answers that no completion equals: bytes, and infinite numbers."""
+    if isinstance(answer, bytes):
+        raise InputError(f"{where}: answer {answer[:SHOWN]!r} holds bytes: write it as text")
+    if isinstance(answer, (float, np.floating)) and np.isinf(answer):
+        raise InputError(
+            f"{where}: answer {answer} is infinite, or too large for a float: write null where "
+            "there is none, or take the row out"
+        )
 
 
 def _check_one_kind(located: Sequence[Located], values: Sequence[Any], label: str) -> None:

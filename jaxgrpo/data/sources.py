@@ -2,14 +2,14 @@
 
 The form of its path tells what a source is: "task:NAME:SPLIT" is a built-in task; .jsonl, .csv and
 .parquet are files; a folder, or else a name on the hub ("owner/name"), goes through the `datasets`
-library. A URL is copied first, and is then a file or a folder. All give the same rows. JSONL needs
-no library, CSV and Parquet need pyarrow, which `datasets` brings. The network is used for names on
-the hub and URLs alone.
+library. A URL is copied first, and is then a file or a folder. All give the same rows. The network
+is used for names on the hub and URLs alone.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +60,9 @@ MODEL_FILES = ("*.json", WEIGHTS, "*.txt", "*.jinja", "*.model")
 OTHER_LAYOUTS = ("*/*.safetensors", "consolidated*.safetensors")
 """Files in which some models have the same weights again, for other readers than transformers."""
 DATA_SET = "data set"
+LONGEST = 12_000
+"""Bits of a whole number. Python writes some 14,000, and JSON is not read beyond them either."""
+MEND = "write it as text, or take it out"
 FORMS = "a .jsonl, .csv or .parquet file, a folder, owner/name on the hub, or task:NAME:SPLIT"
 
 
@@ -160,7 +163,8 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
         data_set = _data_set(source, path)
-        located = _counted(source.path, _exact(data_set, data_set.features.arrow_schema))
+        with refusing(f"{source.where}: a value cannot be read ({{kind}}: {{reason}}): {MEND}"):
+            located = _counted(source.path, _exact(data_set, data_set.features.arrow_schema))
     else:
         fault = "is no file of rows" if path.exists() else "does not exist"
         raise InputError(f"{source.where} {fault}: give {FORMS}")
@@ -179,7 +183,8 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
         dataset = _select_split(dataset, split, "dataset", "data")
     if isinstance(dataset, Mapping) or _is_frame(dataset):
         dataset = _rows_from_columns(dataset)
-    if not hasattr(dataset, "__len__"):
+    is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+    if not is_iterable or not hasattr(dataset, "__len__"):
         raise InputError(
             f"dataset is a {type(dataset).__name__}, whose rows cannot be counted or read again: "
             "give a datasets.Dataset, a list of dicts, a dict of columns or a pandas DataFrame"
@@ -193,6 +198,14 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
                 f"dataset, row {place} is a {type(row).__name__}: give a dict {{column: value}} "
                 "per row"
             )
+        for name, value in row.items():
+            problem = ""
+            if not isinstance(name, str):
+                problem = "has a name that is no text: write one"
+            elif isinstance(value, int) and value.bit_length() > LONGEST:
+                problem = "has a number that Python does not write: give a text"
+            if problem:
+                raise InputError(f"dataset, row {place}: column {name!r} {problem}")
     if not rows:
         raise InputError("dataset holds no rows: give at least one")
     return _counted("dataset", rows)
@@ -235,18 +248,20 @@ def _column(name: Any, values: Any) -> list[Any]:
     if not hasattr(values, "dtype"):
         return list(values)
     if values.dtype == object:
-        return [None if isinstance(value, float) and value != value else value for value in values]
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise InputError(
-            f"{where}: reading arrays needs pyarrow: pip install datasets, or give a list"
-        ) from None
+        return [None if is_gap(value) else value for value in values]
+    import pyarrow as pa
+
     with refusing(
         f"{where} cannot be read ({{reason}}): give a list", pa.ArrowException, ValueError
     ):
         array = pa.array(values, from_pandas=True)
     return [_widened(value, array.type) for value in array.to_pylist()]
+
+
+def is_gap(value: Any) -> bool:
+    """Whether pandas means by a value that there is none."""
+    is_nan = isinstance(value, (float, np.floating)) and value != value
+    return bool(is_nan) or type(value).__name__ in ("NAType", "NaTType")
 
 
 def _counted(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Located]:
@@ -276,35 +291,36 @@ def _jsonl(file: Path) -> Iterator[Located]:
 
 def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Located]:
     """The rows of a CSV or Parquet file. The errors of pyarrow name the row or the column."""
-    try:
-        import pyarrow as pa
-        from pyarrow import csv, parquet
-    except ImportError:
-        raise InputError(
-            f"{file}: reading {file.suffix} files needs pyarrow: pip install datasets, or write "
-            "the rows as .jsonl"
-        ) from None
+    import pyarrow as pa
+    from pyarrow import csv, parquet
 
     def problem(error: Exception) -> str:
         hint = " (rows count the header as 1)" if "Row #" in str(error) else ""
         return f"{file}: {one_line(error)}{hint}: mend it"
 
-    with refusing(problem, pa.ArrowException, OSError, UnicodeDecodeError):
+    with refusing(problem):  # of a dozen kinds
         if file.suffix == ".parquet":
             table = parquet.ParquetFile(file).read()
         else:
+            size = min(max(file.stat().st_size, 1), 2**31 - 1)  # no row is in two blocks
             table = csv.read_csv(
                 file,
-                read_options=csv.ReadOptions(use_threads=False),  # else errors name no row
+                # With threads errors name no row.
+                read_options=csv.ReadOptions(use_threads=False, block_size=size),
                 parse_options=csv.ParseOptions(delimiter=source.delimiter, newlines_in_values=True),
                 convert_options=csv.ConvertOptions(
                     column_types={name: pa.string() for name in text_columns}
                 ),
             )
-        names, rows = table.column_names, table.to_pylist()
+        names = table.column_names  # a header may be no text
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InputError(f"{file}: column {twice[0]!r} stands twice: rename one of them")
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        with refusing(f"{file}: column {name!r} cannot be read ({{kind}}: {{reason}}): {MEND}"):
+            columns[name] = table[name].to_pylist()
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     return _counted(str(file), _exact(rows, table.schema))
 
 
@@ -340,13 +356,8 @@ def _widened(value: Any, kind: Any) -> Any:
 
 def _data_set(source: Source, path: Path) -> Any:
     """The data set that `datasets` reads from a folder or the hub."""
-    try:
-        import datasets
-    except ImportError:
-        raise InputError(
-            f"{source.where}: folders and names on the hub need the `datasets` library: pip "
-            "install datasets, or give a .jsonl file"
-        ) from None
+    import datasets
+
     local = path.is_dir()
     name, revision = (str(path), None) if local else (source.path, source.revision)
     saved = any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
@@ -355,10 +366,28 @@ def _data_set(source: Source, path: Path) -> Any:
             data_set = datasets.load_from_disk(name)
             _refuse_unsaved(source, data_set)
         else:
+            if local:
+                builder = datasets.load_dataset_builder(name, source.subset)
+                _refuse_files_elsewhere(source, path, builder.config.data_files or {})
             data_set = datasets.load_dataset(
                 name, source.subset, split=source.split, revision=revision
             )
     return _select_split(data_set, source.split, source.where, source.table)
+
+
+def _refuse_files_elsewhere(
+    source: Source, folder: Path, files: Mapping[Any, Iterable[Any]]
+) -> None:
+    """Raises: InputError where the README.md of a folder, as of a stranger's, names files that are
+    not in it."""
+    home = folder.resolve()  # as `datasets` names files
+    for file in (str(file) for part in files.values() for file in part):
+        # Links are followed: the hub's cache is made of them.
+        if not Path(os.path.abspath(file)).is_relative_to(home):
+            raise InputError(
+                f"{source.where}: its README.md names {file}, which is not in the folder: take it "
+                "out there, or put the file into the folder"
+            )
 
 
 def _refuse_unsaved(source: Source, data_set: Any) -> None:
@@ -390,6 +419,8 @@ def _failure(source: Source, error: Exception, local: bool) -> str:
     for word, key in {"split": "split", "onfig": "subset"}.items():
         if word in text and isinstance(error, ValueError):
             return f"{source.where}: {text} Set {source.table}.{key} to one of them"
+    if problem := storage.unwritable(_causes(error), Path(source.path)):
+        return f"{source.where}: {problem}: set HF_DATASETS_CACHE to a folder that takes files"
     if not local:
         return _explain(source, DATA_SET, error)
     cause = f" ({one_line(error.__cause__)})" if error.__cause__ else ""
@@ -420,7 +451,7 @@ def fetch_model(name: str, revision: str | None = None, with_weights: bool = Tru
         return Path(snapshot_download(name, revision=revision, **model_files(with_weights)))
 
 
-def model_files(with_weights: bool = True) -> dict[str, Any]:
+def model_files(with_weights: bool) -> dict[str, Any]:
     """Patterns of the files of a model; without `with_weights` its weights are left out."""
     ignored = OTHER_LAYOUTS if with_weights else (WEIGHTS,)
     return {"allow_patterns": [*MODEL_FILES], "ignore_patterns": [*ignored]}

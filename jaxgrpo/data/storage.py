@@ -7,6 +7,7 @@ more than the beginnings of names. Listings are not cached: others write there t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -54,6 +55,7 @@ RUNS = ("gs",)
 """Schemes of run folders: those that Orbax writes checkpoints to."""
 Place = Path | BucketPath
 """Where something is: here, or in a bucket."""
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 LARGE = 1 << 26
 """Bytes from which on a file is sent in parts, without a copy of it in memory."""
 
@@ -106,10 +108,26 @@ def refuse_unwritable(folder: Place, noun: str) -> None:
         return
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file: choose the name of a folder for {noun}")
-    above = next(place for place in Path(folder).resolve().parents if place.exists())
+    target = Path(folder).resolve()
+    above = next((place for place in target.parents if place.exists()), target)
     if not above.is_dir() or not may_write(above):
         problem = "cannot be written" if above.is_dir() else "is a file"
         raise InputError(f"{folder}: {above} {problem}: choose another folder for {noun}")
+
+
+def unwritable(errors: Iterable[BaseException], folder: Path) -> str | None:
+    """What the first of some errors says that comes from a place outside of a folder, as a cache,
+    which takes nothing; None: none does.
+
+    >>> unwritable([PermissionError(13, "Permission denied", "/cache/a")], Path("/data"))
+    '/cache/a: Permission denied'
+    """
+    for error in errors:
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            file = str(error.filename or "its cache")
+            if not Path(file).is_relative_to(folder.absolute()):
+                return f"{file}: {error.strerror}"
+    return None
 
 
 def open_file(path: str | os.PathLike[str], flags: int) -> int:
@@ -124,9 +142,14 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
             f"{path} is a symbolic link (to {os.readlink(path)}), which is not written through: "
             "remove the link, or put the file itself there"
         )
+    refuse_no_file(path)
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def refuse_no_file(path: str | os.PathLike[str]) -> None:
+    """Raises: InputError where something else than a file is at a path, as a pipe or a device."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is no file, and one is written there: move it away")
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -19,8 +19,8 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import INPUTS, EvalKeys, RunKeys, source_paths
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.data.prompts import PromptData, name_row
 from jaxgrpo.data.storage import checksum
 from jaxgrpo.models.hf import adapters, folders, texts, weights
 from jaxgrpo.training.inputs import Inputs
@@ -172,7 +172,8 @@ def describe_rows(
 ) -> str:
     """Number and checksum of rows, in their order, and of their prompts' tokens, if given."""
     tokens = [b""] * len(rows) if encoded is None else (ids.tobytes() for ids in encoded)
-    parts = (part for row, ids in zip(rows, tokens, strict=True) for part in (_row_bytes(row), ids))
+    contents = (_row_bytes(row, name_row(rows, place)) for place, row in enumerate(rows))
+    parts = (part for pair in zip(contents, tokens, strict=True) for part in pair)
     return f"{len(rows)} rows, crc32 {checksum(parts)}"
 
 
@@ -209,12 +210,15 @@ def _json_checksum(value: Any) -> str:
     return checksum([json.dumps(value).encode()])
 
 
-def _row_bytes(row: Mapping[str, Any]) -> bytes:
-    """A row as bytes, the same in every process."""
-    try:
-        return json.dumps(row, default=_json_value).encode()
-    except TypeError:  # a key within it is no text
-        return _ADDRESS.sub("", repr(row)).encode("utf-8", "backslashreplace")
+def _row_bytes(row: Mapping[str, Any], where: str) -> bytes:
+    """A row as bytes, the same in every process. Raises: InputError where it cannot be written."""
+    with refusing(
+        f"{where}: a value cannot be written ({{kind}}: {{reason}}): take it out of the data"
+    ):
+        try:
+            return json.dumps(row, default=_json_value).encode()
+        except TypeError:  # a key within it is no text
+            return _ADDRESS.sub("", repr(row)).encode("utf-8", "backslashreplace")
 
 
 def _json_value(value: Any) -> Any:

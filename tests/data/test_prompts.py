@@ -115,6 +115,7 @@ GOOD = {"prompt": "x", "answer": "y"}
             r"no column 'prompt' \(did you mean 'prompts'\?\); columns there: prompts, answer; set",
         ),
         (("", ""), r"rows.jsonl' holds no rows"),
+        ((GOOD, '{"prompt": "x", "answer": -1e999}'), "line 2: answer -inf is infinite, or too"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(write, lines, message):
@@ -127,6 +128,11 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
     file.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff"}\n')
     with pytest.raises(InputError, match=r"line 2: not JSON \(bytes that are no UTF-8\)"):
         load_rows(file)
+
+
+def test_an_answer_that_is_nan_is_none(write):
+    rows = load_rows(write({"prompt": "x", "answer": 2.5}, '{"prompt": "y", "answer": NaN}'))
+    assert [row["answer"] for row in rows] == [2.5, None]
 
 
 def test_what_only_some_rows_have_is_none_in_the_others(write):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import subprocess
-import sys
 
 import datasets
 import numpy as np
@@ -44,6 +43,7 @@ def test_a_csv_file_gives_named_columns_as_they_are_written_and_others_as_number
         (b"q,a\nx,1\n\xff,2\n", r"rows.csv: .*column #0: Row #3: .*invalid UTF8"),
         (b"q,q\nx,1\n", r"rows.csv: column 'q' stands twice: rename one"),
         (b"", r"rows.csv: Empty CSV file: mend it"),
+        (b"q,\xff\nx,1\n", r"rows.csv: 'utf-8' codec can't decode .*: mend it"),
         (b"q,a\n", r"data.path = '.*rows.csv' holds no rows"),
         (
             b"prompt;a\nx;1\n",
@@ -85,6 +85,38 @@ def test_a_damaged_parquet_file_is_said(tmp_path):
         read(Source(str(tmp_path / "rows.parquet")))
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            pa.array([5 * 10**17], pa.timestamp("us")),
+            "OverflowError: date value out of range",
+        ),  # year 17814
+        (pa.array([1], pa.timestamp("us", "Nowhere/City")), "UnknownTimeZoneError: 'Nowhere/City'"),
+    ],
+)
+def test_a_value_that_python_cannot_hold_is_named_with_its_column(tmp_path, values, message):
+    file = tmp_path / "data" / "rows.parquet"
+    file.parent.mkdir()
+    pq.write_table(pa.table({"q": ["1+1"], "when": values}), file)
+    with pytest.raises(InputError, match=rf"column 'when' cannot be read \({message}\): write it"):
+        read(Source(str(file)))
+    with pytest.raises(InputError, match=r"data.path = .*: a value cannot be read .*: write it"):
+        read(Source(str(file.parent)))
+
+
+def test_bytes_are_no_answer(tmp_path):
+    pq.write_table(pa.table({"q": ["1+1"], "gold": [b"2"]}), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=r"row 0: answer b'2' holds bytes: write it as text"):
+        load_rows(Source(str(tmp_path / "rows.parquet")), "q", "gold")
+
+
+def test_a_row_of_a_csv_file_may_be_of_any_length(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"q,gold\n{'x' * 3_000_000},2\n1+1,2\n")
+    first, second = load_rows(Source(str(tmp_path / "rows.csv")), "q", "gold")
+    assert (len(first["prompt"]), second["prompt"]) == (3_000_000, "1+1")
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder of two splits."""
@@ -100,6 +132,15 @@ def test_a_folder_gives_the_split_asked_for(folder):
     assert read_rows(read(Source(str(folder), split="train[1:]"))) == ROWS[1:]
     (folder / "train.jsonl").unlink()
     assert read_rows(read(Source(str(folder)))) == ROWS[1:]
+
+
+@pytest.mark.parametrize("name", ["../secret.txt", "{above}/secret.txt"])
+def test_a_folder_whose_description_names_files_elsewhere_is_refused(folder, name):
+    (folder.parent / "secret.txt").write_text("a\nb\n")
+    names = f"configs:\n- config_name: default\n  data_files: {name}\n"
+    (folder / "README.md").write_text(f"---\n{names.format(above=folder.parent)}---\n")
+    with pytest.raises(InputError, match=r"its README.md names .*secret.txt, which is not in the"):
+        read(Source(str(folder)))
 
 
 def test_a_folder_written_by_save_to_disk_gives_its_rows(tmp_path):
@@ -130,6 +171,15 @@ def test_a_split_that_is_not_there_or_not_named_is_said_with_those_there(folder,
     datasets.DatasetDict({"a": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
     with pytest.raises(InputError, match=r"no split 'b': set data.split to one of a"):
         read(Source(str(tmp_path / "saved"), split="b"))
+
+
+def test_a_cache_that_takes_no_files_is_named(folder, monkeypatch):
+    def refuse(*arguments, **options):
+        raise RuntimeError("failed") from OSError(errno.EROFS, "Read-only file system", "/c/a")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(InputError, match=r"data': /c/a: Read-only file system: set HF_DATASETS_C"):
+        read(Source(str(folder)))
 
 
 def test_a_folder_that_holds_no_rows_is_said_in_one_message(tmp_path):
@@ -179,6 +229,8 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
     assert read_rows(from_python(pd.DataFrame(columns, index=[7, 7, 9]))) == rows
     assert read_rows(from_python({"train": pd.DataFrame(columns)})) == rows
     assert type(from_python(columns)[2][1]["count"]) is int
+    gaps = pd.DataFrame({"gold": pd.Series([pd.NA, pd.NaT, float("nan"), "2"], dtype=object)})
+    assert [row["gold"] for row in read_rows(from_python(gaps))] == [None, None, None, "2"]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +238,11 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
     [
         ([], "dataset holds no rows"),
         ([{"a": 1}, ("a", 1)], "dataset, row 1 is a tuple: give a dict"),
+        (
+            [{"a": 1}, {"a": 1, 5: 2}],
+            "row 1: column 5 has a name that is no text: write one",
+        ),
+        ([{"a": 10**5000}], "dataset, row 0: column 'a' has a number that Python does not write"),
         ({"train": [{}], "test": [{}]}, "dataset has several splits: set data.split to one of tr"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "whose rows cannot be counted"),
         ({}, "dataset holds no rows"),
@@ -198,38 +255,6 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
 def test_other_objects_from_python_are_refused(dataset, message):
     with pytest.raises(InputError, match=message):
         from_python(dataset)
-
-
-WITHOUT = """
-import sys
-for name in ("datasets", "pyarrow"):
-    sys.modules[name] = None
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.sources import Source, read
-folder = sys.argv[1]
-print(read(Source(f"{folder}/train.jsonl"))[0][1])
-for path in (f"{folder}/rows.csv", folder, "owner/name"):
-    try:
-        read(Source(path))
-    except InputError as error:
-        print(error)
-"""
-
-
-def test_jsonl_needs_no_library_and_the_others_name_the_one_they_need(folder, environment):
-    (folder / "rows.csv").write_text("q\nx\n")
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(folder)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    first, csv, local, hub = run.stdout.splitlines()
-    assert first == repr(ROWS[0])
-    assert "reading .csv files needs pyarrow: pip install datasets, or write" in csv
-    for line in (local, hub):
-        assert "need the `datasets` library: pip install datasets, or give a .jsonl file" in line
 
 
 def test_numbers_of_narrow_columns_are_their_shortest_and_written_without_exponent(tmp_path):

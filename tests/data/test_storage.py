@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import sources, storage
 from jaxgrpo.experiments.compare import experiment
+from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_writable
 
 ROWS = "".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(3))
@@ -168,3 +170,12 @@ def test_where_this_user_may_not_write_is_said_before_anything_begins(tmp_path, 
         storage.refuse_unwritable(tmp_path / "new" / "model", "a model")
     with pytest.raises(InputError, match=r"a\.html: cannot be written; see to permissions"):
         check_writable(str(tmp_path / "a.html"))
+
+
+def test_nothing_is_above_the_root_and_a_pipe_is_not_replaced(tmp_path):
+    with contextlib.suppress(InputError):  # of a user that may not write there
+        storage.refuse_unwritable(Path("/"), "a model")
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe is no file, and one is written there"):
+        write_atomically(pipe, "text")
+    assert pipe.is_fifo()

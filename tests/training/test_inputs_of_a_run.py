@@ -211,6 +211,17 @@ def test_rows_are_told_apart_by_values_of_any_type(values):
     assert first == fingerprints.describe_rows([{"prompt": "a", "more": [values[0]]}])
 
 
+class Nameless:
+    def __repr__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("value", [10**5000, Nameless()], ids=["digits", "repr"])
+def test_a_row_that_cannot_be_written_is_named(value):
+    with pytest.raises(InputError, match=r"row 1: a value cannot be written \(.*\): take it out"):
+        fingerprints.describe_rows([{"prompt": "a"}, {"prompt": "a", "more": [value]}])
+
+
 def test_objects_are_not_told_apart_by_their_place_in_memory():
     first, second = (
         fingerprints.describe_rows([{"prompt": "a", "more": object()}]) for _ in range(2)

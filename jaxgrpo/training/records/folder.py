@@ -33,6 +33,7 @@ from jaxgrpo.training.processes.process import broadcast
 from jaxgrpo.training.records import checksums
 from jaxgrpo.training.records.lock import LOCK, give_up_lock, take_lock
 from jaxgrpo.training.records.reading import (
+    OPTIONAL_TYPES,
     SAMPLE_TYPES,
     complete_lines,
     evaluation_metrics,
@@ -44,7 +45,7 @@ from jaxgrpo.training.records.reading import (
 )
 
 SAMPLE_KEYS = tuple(SAMPLE_TYPES)
-OPTIONAL = ("source", "prefix", "extra", "turns", "messages", "problem")  # docs/environments.md
+OPTIONAL = tuple(OPTIONAL_TYPES)
 FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
 FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
 """What is written at the end too: that it cannot be is said at the start."""
@@ -95,6 +96,7 @@ def write_atomically(path: Place, content: str | bytes) -> None:
     if storage.is_url(path):
         storage.write(path, data)
         return
+    storage.refuse_no_file(path)  # a device would be replaced as well
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

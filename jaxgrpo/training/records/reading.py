@@ -5,9 +5,9 @@ Each file is input like any other: what cannot be read is refused in a line.
 
 from __future__ import annotations
 
-import math
 import numbers
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,15 @@ SAMPLE_TYPES: dict[str, type | tuple[type, ...]] = {
     "truncated": bool,  # stopped by the length limit
 }
 """What each sample of samples/step_N.jsonl has, in this order."""
-
+OPTIONAL_TYPES: dict[str, type | tuple[type, ...]] = {
+    "source": str,
+    "prefix": str,
+    "extra": dict,
+    "turns": list,
+    "messages": list,
+    "problem": str,
+}
+"""What some samples have behind it (docs/environments.md)."""
 TURN_TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str,
     "tokens": int,
@@ -41,15 +49,12 @@ TURN_TYPES: dict[str, type | tuple[type, ...]] = {
     "reply_tokens": int,
     "reward": (int, float, type(None)),
 }
-"""What each of its `turns` has, where it has some (docs/environments.md)."""
+"""What each of the turns of a sample has."""
 
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number, as a float holds it."""
-    try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
-        return False
+    return isinstance(value, numbers.Real) and abs(value) <= sys.float_info.max
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -90,13 +95,11 @@ def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[
 
 
 def _parse_sample(line: str) -> dict[str, Any]:
-    """Raises: ValueError where it lacks something of SAMPLE_TYPES, or a turn of TURN_TYPES."""
+    """Raises: ValueError where it lacks something of SAMPLE_TYPES, or has something else."""
     row = sources.parse_json(line)
     _check_types(row, SAMPLE_TYPES)
-    turns = row.get("turns", [])
-    if not isinstance(turns, list):
-        raise ValueError(f"turns is {turns!r:.60}")
-    for turn in turns:
+    _check_types(row, {name: OPTIONAL_TYPES[name] for name in OPTIONAL_TYPES.keys() & row})
+    for turn in row.get("turns", ()):
         _check_types(turn, TURN_TYPES)
     return row
 
@@ -136,7 +139,7 @@ def read_object(file: Path, *names: str) -> dict[str, Any]:
     return content
 
 
-def read_text(file: Path) -> str | None:
+def read_text(file: Place) -> str | None:
     """The text of a file of a run; None where there is none. Raises: InputError."""
     try:
         return file.read_text(encoding="utf-8")
@@ -149,7 +152,7 @@ def read_text(file: Path) -> str | None:
         ) from None
 
 
-def read_bytes(file: Path) -> bytes | None:
+def read_bytes(file: Place) -> bytes | None:
     """The content of a file; None where it cannot be read, as a folder cannot."""
     try:
         return file.read_bytes()

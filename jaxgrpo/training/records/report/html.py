@@ -16,7 +16,7 @@ from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training.records import console
-from jaxgrpo.training.records.folder import write_atomically
+from jaxgrpo.training.records.folder import FILES, FOLDERS, write_atomically
 from jaxgrpo.training.records.reading import is_number
 from jaxgrpo.training.records.report import conversations
 from jaxgrpo.training.records.report.blocks import (
@@ -71,11 +71,26 @@ def check_writable(*names: str | None, inputs: Iterable[Any] = ()) -> list[Path]
             raise InputError(f"{out}: is a folder; give the name of a file to write")
         if not out.parent.is_dir():
             raise InputError(f"{out}: there is no folder {out.parent}; make it first")
+        if out.is_symlink() or (out.exists() and not out.is_file()):
+            kind = "a link" if out.is_symlink() else "no file, as a pipe or a device is"
+            raise InputError(f"{out}: is {kind}, and would be replaced; name a file to write")
+        if run := _find_run(out):
+            raise InputError(f"{out}: is a file of the run {run}; name another to write")
         if not all(map(storage.may_write, filter(Path.exists, (out.parent, out)))):
             raise InputError(f"{out}: cannot be written; see to permissions, or name another file")
         if out.exists() and any(out.samefile(name) for name in filter(is_file, inputs)):
             raise InputError(f"{out}: the command reads this file; name another to write")
     return outs
+
+
+def _find_run(file: Path) -> Path | None:
+    """The folder of the run that has written a file; None: it is no file of a run."""
+    file = file.absolute()
+    for folder in file.parents if file.exists() else ():
+        names = (*FILES, *FOLDERS) if (folder / "metrics.jsonl").is_file() else ()
+        if file.relative_to(folder).parts[0] in names:
+            return folder
+    return None
 
 
 def write_report(folder: Place, status: str | None = None) -> Place:
