@@ -117,7 +117,7 @@ class Checkpoints(Closing):
 
     def steps(self) -> list[int]:
         """The complete steps, oldest first."""
-        return [step for step in self._folders() if self._manifest(step).is_file()]
+        return [step for step in self._folders() if self._is_complete(step)]
 
     def latest(self) -> int | None:
         """The newest complete step; None where there is none. Its contents are not checked here."""
@@ -179,9 +179,7 @@ class Checkpoints(Closing):
         """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
             for existing_step in self._folders():
-                if not self._manifest(existing_step).is_file() or existing_step > (
-                    self.newest or 0
-                ):
+                if not self._is_complete(existing_step) or existing_step > (self.newest or 0):
                     self._remove(existing_step)
             home.mkdir(parents=True)
             write_atomically(home / "meta.json", text)
@@ -221,13 +219,7 @@ class Checkpoints(Closing):
         targets = {
             name: _restore_target(name, leaf) for name, leaf in abstract_leaves.items() if leaf.size
         }
-        # A reader of its own: the one that saves reads whole trees only.
-        leaf_arguments = ocp.checkpoint_utils.construct_restore_args(targets)
-        arguments = ocp.args.PyTreeRestore(
-            targets, restore_args=leaf_arguments, partial_restore=True
-        )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            arrays = reader.restore(home / "state", args=arguments)
+        arrays = _read_arrays(home, targets)
         leaves = [_place_leaf(arrays.get(name), leaf) for name, leaf in abstract_leaves.items()]
         self.newest = intact_step
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), stored["meta"]
@@ -246,6 +238,12 @@ class Checkpoints(Closing):
 
     def _manifest(self, step: int) -> Place:
         return self.folder / str(step) / "manifest.json"
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            return self._manifest(step).is_file()
+        except OSError:  # a folder that may not be looked into
+            return False
 
     def _remove(self, step: int) -> None:
         # The manifest first: what a kill leaves of the rest is then no step.
@@ -329,12 +327,12 @@ def damage(home: Place) -> str | None:
         if name.startswith("/") or ".." in name.split("/"):
             return f"{home / 'manifest.json'} lists {name}, which is no file of the step"
         path = home / name
-        if not path.is_file():
-            return f"{path} is missing"
         try:
+            if not path.is_file():
+                return f"{path} is missing"
             actual = _fingerprint(path)
-        except PermissionError:
-            return f"{path} cannot be read: give its permissions back"
+        except OSError as error:  # no permission, a bad sector, or removed meanwhile
+            return f"{path} cannot be read ({error.strerror or one_line(error)})"
         if actual != [size, crc]:
             return (
                 f"{path} was written as {size} bytes, crc32 {crc}, and is {actual[0]}, {actual[1]}"
@@ -422,6 +420,24 @@ def _restore_target(name: str, leaf: Any) -> Any:
     if leaf.sharding is None:
         raise ValueError(f"{name} is asked for without a sharding: give each leaf one")
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _read_arrays(home: Place, targets: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What Orbax reads of a step whose files were intact. Raises: InputError where they are not any
+    more, as where a run under way has removed the step."""
+    # A reader of its own: the one that saves reads whole trees only.
+    leaf_arguments = ocp.checkpoint_utils.construct_restore_args(targets)
+    arguments = ocp.args.PyTreeRestore(targets, restore_args=leaf_arguments, partial_restore=True)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore(home / "state", args=arguments)
+    except Exception as error:
+        if (problem := damage(home)) is None:
+            raise
+        raise InputError(
+            f"{problem}: it was there when the step was checked; start again, and where another "
+            "process removes steps, as a run under way does, name one that stays"
+        ) from error
 
 
 def _place_leaf(array: Any, leaf: Any) -> Any:

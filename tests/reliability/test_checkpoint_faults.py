@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import random
 import resource
+import shutil
 import subprocess
 import time
 from typing import Any
@@ -13,12 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpointed import small
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import free_port
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.training import checkpoints as checkpoints_module
 from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
 
 
@@ -99,6 +104,44 @@ def test_a_manifest_that_lists_what_no_step_has_is_damage(saved, name, entry, pr
     assert message is not None
     assert message.startswith(str(file))
     assert problem in message
+
+
+@pytest.mark.fault(12)
+def test_a_file_on_a_bad_sector_is_damage(saved, monkeypatch):
+    read = checkpoints_module._fingerprint
+
+    def read_with_fault(path):
+        if path.name == "meta.json" and path.parent.name == "3":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(checkpoints_module, "_fingerprint", read_with_fault)
+    assert damage(saved / "3") == f"{saved / '3' / 'meta.json'} cannot be read (Input/output error)"
+    with Checkpoints(saved) as checkpoints:
+        assert equal(checkpoints.restore(small(0))[0], small(2))
+
+
+@pytest.mark.fault(12)
+def test_a_name_that_no_file_can_have_is_damage(saved):
+    file = saved / "3" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    long_name = {f"state/{'a' * 5_000}": [1, 2]}
+    file.write_text(json.dumps({"files": {**manifest["files"], **long_name}}))
+    assert "cannot be read (File name too long)" in str(damage(saved / "3"))
+
+
+@pytest.mark.fault(12)
+def test_a_step_that_another_process_removes_while_it_is_read_is_said(saved, monkeypatch):
+    restore = ocp.Checkpointer.restore
+
+    def restore_too_late(reader, *arguments, **options):
+        shutil.rmtree(saved / "3")
+        return restore(reader, *arguments, **options)
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", restore_too_late)
+    message = r"manifest.json cannot be read .*: it was there when the step was checked; start ag"
+    with Checkpoints(saved) as checkpoints, pytest.raises(InputError, match=message):
+        checkpoints.restore(small(0))
 
 
 @pytest.mark.fault(12)
