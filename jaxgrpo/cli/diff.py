@@ -21,6 +21,7 @@ from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 from jaxgrpo.training.records.folder import write_atomically
+from jaxgrpo.training.records.reading import read_bytes
 from jaxgrpo.training.records.report import blocks, html
 from jaxgrpo.training.records.report.record import (
     Record,
@@ -126,7 +127,8 @@ def _keys(config: Mapping[str, object], folder: Place) -> dict[str, str]:
     keys = entries(tables)
     keys.pop("run.dir", None)
     for file in sorted((folder / "code").glob("*"), key=lambda file: file.name):
-        keys[f"code/{file.name}"] = f"crc32 {fingerprints.checksum([file.read_bytes()])}"
+        if (content := read_bytes(file)) is not None:  # no folder, as of compiled files
+            keys[f"code/{file.name}"] = f"crc32 {fingerprints.checksum([content])}"
     return keys
 
 

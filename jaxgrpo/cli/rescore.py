@@ -224,7 +224,7 @@ def compare_step(
 def _check_same(row: Row, data: Sequence[Row], where: str) -> None:
     """Raises: InputError where the data set has another prompt for a saved sample."""
     number, saved = row["row"], row["prompt"]
-    current = data[number]["prompt"] if number < len(data) else None
+    current = data[number]["prompt"] if 0 <= number < len(data) else None
     same = plain(current) == saved
     if not same and current is not None and "messages" in row:  # what `reset` said joins it
         same = shown(saved).startswith(shown(plain(current)))

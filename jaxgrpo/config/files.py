@@ -13,6 +13,7 @@ import datetime
 import json
 import math
 import os
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -145,8 +146,9 @@ def _wrong_values(value: Any, where: str = "") -> Iterator[str]:
             yield from _wrong_values(entry, f"{where}[{index}]")
     elif isinstance(value, str) and (problem := no_text(value)):
         yield f"{where} = {show(value)}: {problem}"
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{where} = {value}: expected a finite number"
+    elif isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
+        number = math.inf if isinstance(value, int) else value  # as a float reads it
+        yield f"{where} = {number}: expected a finite number"
 
 
 def shipped() -> dict[str, Path]:
@@ -324,7 +326,7 @@ def entries(value: Any, name: str = "") -> dict[str, str]:
     if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
-        return {name: json.dumps(value, ensure_ascii=False)}
+        return {name: json.dumps(value, ensure_ascii=False, default=str)}
     texts: dict[str, str] = {}
     for key, entry in value.items():
         texts |= entries(entry, f"{name}.{key}".lstrip("."))

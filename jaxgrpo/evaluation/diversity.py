@@ -66,7 +66,8 @@ def find_collapse(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
         shares = {
             name.removeprefix(SHARE): value
             for name, value in line.items()
-            if name.startswith(SHARE) and not name.endswith("/accuracy") and value is not None
+            if name.startswith(SHARE) and not name.endswith("/accuracy")
+            if isinstance(value, (int, float))
         }
         if shares and max(shares.values()) >= COLLAPSED:
             name = max(shares, key=shares.__getitem__)

@@ -100,7 +100,8 @@ def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
             f"{run}: its metrics.jsonl has no {COMPUTE}; it is no run folder, or one of an older "
             "version"
         )
-    spent = itertools.accumulate(float(line.get(COMPUTE) or 0) for line in steps)
+    counts = (line.get(COMPUTE) for line in steps)
+    spent = itertools.accumulate(float(count) if is_number(count) else 0.0 for count in counts)
     totals = {0: 0.0, **dict(zip([line["step"] for line in steps], spent, strict=True))}
     points = [
         (line["step"], totals[line["step"]], float(line[metric]))

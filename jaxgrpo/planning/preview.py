@@ -31,6 +31,7 @@ from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts, show_config
 from jaxgrpo.training.records.folder import refuse_unusable
+from jaxgrpo.training.records.reading import read_text
 from jaxgrpo.update.packing import Geometry
 
 
@@ -192,7 +193,7 @@ def _find_earlier_run(config: Config) -> _EarlierRun | None:
     place = storage.place(config.run.dir)
     if not (file := place / "config.toml").exists():
         return None
-    config, _ = opening.refuse_other_config(place, file.read_text(encoding="utf-8"), config)
+    config, _ = opening.refuse_other_config(place, read_text(file), config)
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints:
         step = checkpoints.latest()
         if step is None:

@@ -25,16 +25,13 @@ from jaxgrpo.models.api import Model, in_dtype
 from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
-from jaxgrpo.training.inputs import (
-    make_chat,
-)
+from jaxgrpo.training.inputs import make_chat
 from jaxgrpo.training.pretrained import find_config
-from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics
+from jaxgrpo.training.processes.recovery import Progress
+from jaxgrpo.training.records.reading import evaluation_metrics, is_number, read_metrics
 from jaxgrpo.training.records.report.record import accuracy_first, with_interval
 from jaxgrpo.training.stored_policy import read_run
-from jaxgrpo.update.forward import (
-    trained,
-)
+from jaxgrpo.update.forward import trained
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
 
@@ -116,7 +113,7 @@ def _evaluation(folder: Place, step: int) -> dict[str, Any]:
     """What was evaluated at a step of a run."""
     lines = [line for line in read_metrics(folder) if line["step"] == step]
     values = {name: value for line in lines for name, value in evaluation_metrics(line).items()}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if is_number(value)}
 
 
 @contextlib.contextmanager
@@ -168,11 +165,11 @@ def _number(
         return None
     if step == "best":
         metric, newest = keep_best or "", checkpoints.latest()
-        saved = {} if newest is None else checkpoints.meta(newest)
-        if saved.get("best"):
-            return saved["best"][0]
+        best = Progress.from_meta({} if newest is None else checkpoints.meta(newest)).best
+        if best:
+            return best[0]
         lines = [line for line in read_metrics(folder) if line["step"] > 0]
-        measured_lines = [line for line in lines if line.get(metric) is not None]
+        measured_lines = [line for line in lines if is_number(line.get(metric))]
         if not measured_lines:
             raise InputError(
                 f"{folder}: no best step was kept; set checkpoint.keep_best before training, "

@@ -52,6 +52,7 @@ def test_the_keys_that_differ_are_shown_with_both_values_and_no_other(tmp_path, 
     for folder, text in ((first, "def right(): return 1"), (second, "def right(): return 2")):
         (Path(folder) / "code").mkdir()
         (Path(folder) / "code" / "mine.py").write_text(text)
+        (Path(folder) / "code" / "__pycache__").mkdir()
     assert main(["diff", first, second]) == 0
     output = capsys.readouterr().out
     rows = lines(output.partition("The last number")[0])

@@ -13,10 +13,19 @@ import faulty_runs
 import pytest
 from checkpointed import small
 
+from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.evaluation.diversity import find_collapse
+from jaxgrpo.training import export
 from jaxgrpo.training.checkpoints import Checkpoints, damage
 from jaxgrpo.training.records.folder import RunFolder
-from jaxgrpo.training.records.reading import is_number, read_metrics, read_object, read_samples
+from jaxgrpo.training.records.reading import (
+    OPTIONAL_TYPES,
+    is_number,
+    read_metrics,
+    read_object,
+    read_samples,
+)
 from jaxgrpo.training.records.report.charts import draw
 from jaxgrpo.training.records.report.record import read_run
 
@@ -57,6 +66,21 @@ def test_a_step_whose_meta_says_something_twice_is_refused(saved):
     accept(saved / "3")
     with Checkpoints(saved) as checkpoints, pytest.raises(InputError, match="does not describe"):
         checkpoints.restore(small(0), 3)
+
+
+def test_the_best_step_is_read_off_numbers_and_a_meta_of_other_kinds_is_refused(saved):
+    meta = {"best": None, "best_metric": None, "base": None, "resets": {}}
+    lines = [{"step": 1, "eval/a": 0.5}, {"step": 2, "eval/a": "high"}, {"step": 3}]
+    (saved / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with Checkpoints(saved) as checkpoints:
+        checkpoints.restore(small(0))
+        checkpoints.save(4, small(4), meta)
+        checkpoints.wait()
+        assert export._number(saved, "eval/a", "best", checkpoints) == 1
+        checkpoints.save(5, small(5), {**meta, "best": 5})
+        checkpoints.wait()
+        with pytest.raises(InputError, match="is not what a run writes"):
+            export._number(saved, "eval/a", "best", checkpoints)
 
 
 @pytest.mark.parametrize("order", [(3, 4), (3, 2), (1, 9)])
@@ -105,6 +129,26 @@ def test_an_odd_value_in_metrics_is_no_number_and_a_huge_one_is_drawn(value, tmp
     assert all(svg.startswith("<?xml") for _, svg in draw(record))
 
 
+def test_huge_numbers_and_odd_names_in_metrics_disturb_no_rule_and_no_curve(tmp_path, capsys):
+    lines = []
+    for step in range(14):
+        huge = (-1) ** step * 1.7e308
+        odd = {"eval/pass@x/low": 0.5, "eval/pass@x/high": 0.1, "eval/pass@8": "a"}
+        ends = {"eval/pass@8/low": 0.5, "eval/pass@8/high": 0.1, "eval/accuracy": huge}
+        odd |= {"atlas/norm/run": None, "atlas/norm/a": "a", "atlas/cosine/a/run": "b"}
+        odd |= {"eval/format/a": "a", "eval/format/b": 0.95, "flops": "many"}
+        line = {"step": step, "reward": huge, "policy_kl": 1.7e308, "grad_norm": huge}
+        lines.append(json.dumps(line | odd | ends) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert "policy kl" in {alarm.name for alarm in read_run(tmp_path).warnings}
+    assert main(["report", str(tmp_path), "--text"]) == 0
+    assert "reward" in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 0
+    assert find_collapse(read_metrics(tmp_path)) is None, "it began so"
+    assert main(["fit", str(tmp_path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 SAMPLE = {
     "step": 1, "ordinal": 0, "row": 3, "sample": 1, "prompt": "a", "completion": "b",
     "completion_ids": [7], "logps": [-0.5], "rewards": {"r": None}, "advantage": 0.5,
@@ -129,21 +173,25 @@ def test_a_sample_that_lacks_what_each_has_is_refused_by_its_name(name, tmp_path
         read_samples(tmp_path)
 
 
-DRAWN = {"text": "b", "tokens": 1, "reply": "", "reply_tokens": 0, "reward": None}
+TURN = {"text": "b", "tokens": 1, "reply": "", "reply_tokens": 0, "reward": None}
 
 
-@pytest.mark.parametrize("turns", [None, 3, "ab", {"a": 1}, ["ab"], *(
-    [DRAWN, {**DRAWN, name: [1]}] for name in DRAWN
-), [{}]])  # fmt: skip
-def test_a_sample_with_odd_turns_is_refused(turns, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        *((name, 5, name) for name in OPTIONAL_TYPES),
+        ("turns", [5], "no JSON object"),
+        *(("turns", [TURN, {**TURN, name: [5]}], name) for name in TURN),
+    ],
+)
+def test_a_sample_with_something_odd_in_its_turns_is_refused(name, value, problem, tmp_path):
     (tmp_path / "samples").mkdir()
     file = tmp_path / "samples" / "step_1.jsonl"
-    file.write_text(
-        json.dumps({**SAMPLE, "turns": [DRAWN, {**DRAWN, "reward": 1, "forked": True}]})
-    )
-    assert len(read_samples(tmp_path)[0]["turns"]) == 2
-    file.write_text(json.dumps({**SAMPLE, "turns": turns}))
-    with pytest.raises(InputError, match="line 1 is no sample"):
+    row = {**SAMPLE, "turns": [TURN]}
+    file.write_text(f"{json.dumps(row)}\n")
+    assert read_samples(tmp_path) == [row]
+    file.write_text(f"{json.dumps(row)}\n{json.dumps({**row, name: value})}\n")
+    with pytest.raises(InputError, match=rf"line 2 is no sample \({problem}"):
         read_samples(tmp_path)
 
 

@@ -467,7 +467,8 @@ def _exchanges(seeds: int) -> Iterator[np.ndarray]:
 
 def _read_code(run: Path) -> frozenset[bytes]:
     """The contents of the own files that a run was taken with."""
-    return frozenset(file.read_bytes() for file in (run / "code").glob("*"))
+    files = (run / "code").glob("*")
+    return frozenset(file.read_bytes() for file in files if file.is_file())
 
 
 def _base_numbers(run: Outcome) -> dict[str, float]:

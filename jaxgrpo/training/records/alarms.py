@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -208,6 +209,9 @@ AGREEMENT_RISE = 0.1
 TRIES = 16
 """k of that pass@k; where it is not evaluated the largest k that is."""
 
+LARGEST = 1e100
+"""That rules count with: a file of metrics may hold anything."""
+
 GROWTH = 10.0
 """A run ends if one update makes the norm of the weights more than so many times as large."""
 
@@ -238,11 +242,11 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     """(state after this line, the warnings that begin with it)."""
     if line["step"] > 0:
         state = state._replace(recent=(*state.recent, line)[-_REMEMBERED_STEPS:])
-    rewards = (*state.rewards_after, *finite_values([line], "reward"))
-    agreements = (*state.agreements, *finite_values([line], AGREEMENT))
+    rewards = (*state.rewards_after, *_values([line], "reward"))
+    agreements = (*state.agreements, *_values([line], AGREEMENT))
     state = state._replace(rewards_after=rewards[:WINDOW], agreements=agreements[:WINDOW])
     holds = _thresholds(state)
-    if finite_values([line], "eval/accuracy"):
+    if _values([line], "eval/accuracy"):
         # A first evaluation at a later step is not the base's: the run began without any.
         first = state.first or (line if line["step"] == 0 else None)
         best = state.best or line
@@ -301,7 +305,7 @@ def _thresholds(state: State) -> dict[str, str]:
             prefix, _, suffix = rule.metric.partition("*")
             star = metric.removeprefix(prefix).removesuffix(suffix)
             name = f"{rule.name} {star}" if "*" in rule.metric else rule.name
-            values = finite_values(state.recent[-rule.steps :], metric)
+            values = _values(state.recent[-rule.steps :], metric)
             if len(values) < rule.steps:  # too little is known to begin or to end
                 if name in state.active:
                     holds[name] = ""
@@ -326,7 +330,7 @@ def _names(pattern: str, lines: Sequence[Line]) -> list[str]:
 def _evaluation(state: State, best: Line, line: Line) -> dict[str, str]:
     """The text of the fall of eval/accuracy below its best while reward rises, if it is one."""
     metric = "eval/accuracy"
-    rise = _rise(state.rewards_after, finite_values(state.recent[-WINDOW:], "reward"))
+    rise = _rise(state.rewards_after, _values(state.recent[-WINDOW:], "reward"))
     if line[metric] > best[metric] - EVALUATION_FALL or rise is None:
         return {}
     return {
@@ -339,18 +343,16 @@ def _evaluation(state: State, best: Line, line: Line) -> dict[str, str]:
 
 def _coverage(first: Line, line: Line) -> dict[str, str]:
     """The text of the fall of pass@k below the base's, beyond both intervals, if it is one."""
-    sizes = [
-        int(name.removeprefix("eval/pass@").removesuffix("/low"))
-        for name in first
-        if fnmatch.fnmatch(name, "eval/pass@*/low") and name.replace("/low", "/high") in line
-    ]
+    matches = [re.fullmatch(r"eval/pass@([0-9]{1,9})/low", name) for name in first]
+    sizes = [int(match[1]) for match in matches if match and f"{match[0][:-3]}high" in line]
     metric = f"eval/pass@{TRIES if TRIES in sizes else max(sizes, default=TRIES)}"
-    ends = [*finite_values([line], f"{metric}/high"), *finite_values([first], f"{metric}/low")]
-    if len(ends) < 2 or ends[0] >= ends[1]:
+    places = (line, f"{metric}/high"), (first, f"{metric}/low"), (line, metric), (first, metric)
+    values = [value for entries, name in places for value in _values([entries], name)]
+    if len(values) < len(places) or values[0] >= values[1]:
         return {}
     return {
         COVERAGE: "the policy solves fewer prompts than the base did "
-        f"({metric} = {line[metric]:.3f}, {first[metric]:.3f} at step {first['step']}; "
+        f"({metric} = {values[2]:.3f}, {values[3]:.3f} at step {first['step']}; "
         "their 95% intervals do not meet): it has narrowed "
         "to some of the base's answers: lower optimizer.learning_rate, add loss.kl, take a recipe "
         "that keeps answers diverse (passk, darling, alpha_dpg), or the model of an earlier step"
@@ -359,7 +361,7 @@ def _coverage(first: Line, line: Line) -> dict[str, str]:
 
 def _consensus(state: State, first: Line, line: Line) -> dict[str, str]:
     """The text of agreement that rises while eval/accuracy stays at the base's, if it does."""
-    now = finite_values(state.recent[-WINDOW:], AGREEMENT)
+    now = _values(state.recent[-WINDOW:], AGREEMENT)
     if min(len(now), len(state.agreements)) < WINDOW:
         return {}
     began, ends = statistics.fmean(state.agreements), statistics.fmean(now)
@@ -381,6 +383,11 @@ def _rise(old_rewards: Sequence[float], new_rewards: Sequence[float]) -> float |
     difference = statistics.fmean(new_rewards) - statistics.fmean(old_rewards)
     errors = (statistics.variance(values) / len(values) for values in (old_rewards, new_rewards))
     return difference if difference > DEVIATIONS * math.sqrt(sum(errors)) else None
+
+
+def _values(lines: Sequence[Line], metric: str) -> list[float]:
+    """`finite_values` for rules, at most LARGEST, so that sums and squares are finite too."""
+    return [max(-LARGEST, min(LARGEST, value)) for value in finite_values(lines, metric)]
 
 
 def finite_values(lines: Sequence[Line], metric: str) -> list[float]:

@@ -303,6 +303,8 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     >>> sparkline([0, 1, 2, 7])
     '▁▂▃█'
     """
+    scale = max(map(abs, values)) or 1.0  # the difference of two large numbers is infinite
+    values = [value / scale for value in values]
     if len(values) > width:
         edges = [round(place * len(values) / width) for place in range(width + 1)]
         pieces = [values[a:b] for a, b in itertools.pairwise(edges)]

@@ -142,7 +142,24 @@ def test_the_report_in_the_terminal_needs_no_charts(folder, capsys, monkeypatch)
         (lambda path: path.mkdir(), "it holds no run"),
         (
             lambda path: (path.mkdir(), (path / "config.toml").write_text("a = ")),
-            "config.toml is not TOML",
+            "config.toml is no config",
+        ),
+        *(
+            (
+                lambda path, text=text: (path.mkdir(), (path / "config.toml").write_text(text)),
+                f"config.toml is no config ({problem}): put back",
+            )
+            for text, problem in (
+                ("train = 1", "train is no table"),
+                ("model = []", "model is no table"),
+                ("rewards = 5", "rewards is no list of tables"),
+                ("rewards = [5]", "rewards is no list of tables"),
+                ("rewards = [{ weight = 'a' }]", "a weight of rewards is no number"),
+            )
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "config.toml").write_text("a = " + "[" * 5_000)),
+            "config.toml is no config",
         ),
         (
             lambda path: (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 
+from jaxgrpo.training.records.reading import is_number
 from jaxgrpo.training.records.report import charts
 from jaxgrpo.training.records.report.record import Record
 from jaxgrpo.update.atlas import RUN
@@ -26,7 +27,7 @@ class Map(NamedTuple):
 
     names: Sequence[str]
     cosines: np.ndarray  # [M, M]; NaN: undefined
-    norms: np.ndarray  # [M]
+    norms: np.ndarray  # [M]; NaN: not finite
 
 
 def latest(record: Record) -> tuple[int, Map] | None:
@@ -37,7 +38,7 @@ def latest(record: Record) -> tuple[int, Map] | None:
     return None
 
 
-def from_metrics(metrics: Mapping[str, float]) -> Map:
+def from_metrics(metrics: Mapping[str, Any]) -> Map:
     """The map of the metrics of an atlas."""
     names = [name.removeprefix(NORM) for name in metrics if name.startswith(NORM)]
     names.sort(key=lambda name: name != RUN)  # it comes first
@@ -46,9 +47,10 @@ def from_metrics(metrics: Mapping[str, float]) -> Map:
     for row, first in enumerate(names):
         for column, second in enumerate(names):
             for pair in (f"{first}/{second}", f"{second}/{first}"):
-                if (value := metrics.get(f"{COSINE}{pair}")) is not None:
+                if is_number(value := metrics.get(f"{COSINE}{pair}")):
                     cosines[row, column] = value
-    return Map(names, cosines, np.array([metrics[f"{NORM}{name}"] for name in names]))
+    norms = (metrics[f"{NORM}{name}"] for name in names)  # null: it was not finite
+    return Map(names, cosines, np.array([v if is_number(v) else np.nan for v in norms]))
 
 
 def draw_map(atlas: Map) -> str:

@@ -91,8 +91,8 @@ def read_run(folder: Place, status: str | None = None) -> Record:
             f"{folder}: {reason}; give the folder that run.dir names, with its config.toml and "
             "metrics.jsonl"
         )
-    mend = "is not TOML ({reason}): put back the run's own file"
-    config = _read(folder / "config.toml", tomllib.loads, mend)
+    mend = "is no config ({reason}): put back the run's own file"
+    config = _read(folder / "config.toml", _parse_config, mend)
     lines = read_metrics(folder)
     state, warnings = alarms.replay(lines)
     mend = "is no JSON object ({reason}): remove it"
@@ -201,9 +201,26 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
     return f"{metrics[name]:.3f}" + (" ({:.3f} to {:.3f})".format(*ends) if ends else "")
 
 
+def _parse_config(text: str) -> dict[str, Any]:
+    """The tables of a config.toml, whose own code is not imported to check them.
+
+    Raises: ValueError where it is no TOML, or what is read of it here is something else.
+    """
+    tables = tomllib.loads(text)
+    for name in ("model", "rollout", "train"):
+        if not isinstance(tables.get(name, {}), dict):
+            raise ValueError(f"{name} is no table")
+    rewards = tables.get("rewards", [])
+    if not isinstance(rewards, list) or not all(isinstance(entry, dict) for entry in rewards):
+        raise ValueError("rewards is no list of tables")
+    if not all(is_number(entry.get("weight", 1.0)) for entry in rewards):
+        raise ValueError("a weight of rewards is no number")
+    return tables
+
+
 def _read(file: Place, parse: Callable[[str], Any], problem: str) -> dict[str, Any]:
     """The tables of a file; {} where it is missing."""
-    with refusing(f"{file} {problem}", ValueError, TypeError):
+    with refusing(f"{file} {problem}"):
         return dict(parse(file.read_text(encoding="utf-8-sig"))) if file.is_file() else {}
 
 
