@@ -102,6 +102,7 @@ def _dest(flag: str) -> str:
 def run() -> None:
     """The console script: a command runs in a child of this process."""
     parent.open_standard_files()
+    parent.print_any_text()
     parent.keep_interrupts()
     sys.exit(main(run=parent.run))
 

@@ -92,7 +92,7 @@ def _imported_files(file: Path, roots: Iterable[Path]) -> Iterator[Path]:
     """The files under `roots` of the modules that a file imports; none where it cannot be read."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (OSError, SyntaxError, ValueError):  # refused where it is loaded
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # refused when loaded
         return
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -10,6 +10,7 @@ import pty
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,24 @@ def straight(base, tmp_path_factory, fork_server, environment) -> dict[str, Any]
 
 def write(base: Path, home: Path, harm: str = "", setup: str = "", **changes: Any) -> Path:
     return faulty_runs.write(base, home, harm, setup, **{"train.steps": 2, **changes})
+
+
+PRINTS = r"""
+from jaxgrpo.training.processes import parent
+parent.print_any_text()
+print("\u2026 caf\u00e9 \udcff")
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1", "utf-8"])
+def test_what_an_encoding_does_not_have_is_printed_in_escapes(encoding, environment):
+    """In a process that begins with it, as none from the server does."""
+    variables = environment(PYTHONIOENCODING=encoding)
+    run = subprocess.run([sys.executable, "-c", PRINTS], env=variables, capture_output=True)
+    name = encoding.partition(":")[0]
+    assert run.stdout.decode(name) == (
+        "\u2026 caf\u00e9 \udcff\n".encode(name, "backslashreplace").decode(name)
+    ), run.stderr
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import signal
@@ -240,11 +241,17 @@ def test_a_users_mistake_is_one_message_and_a_crash_a_traceback(capsys):
     def mistake():
         raise InputError("rollout.group_size = 0: expected 1 or more")
 
+    def forbidden():
+        raise PermissionError(errno.EACCES, "Permission denied", "rows.jsonl")
+
     def crash():
         return 1 // 0
 
     assert runtime.guard(mistake) == 2
     assert capsys.readouterr().err == "error: rollout.group_size = 0: expected 1 or more\n"
+    assert runtime.guard(forbidden) == 2
+    message = "error: rows.jsonl: Permission denied: give this user the permission\n"
+    assert capsys.readouterr().err == message
     assert runtime.guard(crash) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
     assert runtime.guard(lambda: None) == 0

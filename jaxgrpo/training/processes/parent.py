@@ -14,6 +14,7 @@ import ctypes
 import errno
 import faulthandler
 import importlib.util
+import io
 import math
 import mmap
 import os
@@ -112,6 +113,14 @@ def open_standard_files() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def print_any_text() -> None:
+    """Lets stdout write what its encoding does not have in escapes, as stderr does: a completion
+    may have any character, and a name of a file bytes that are none."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # it was a file, and something made a pipe of it
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def discard_output(descriptor: int) -> None:

@@ -60,11 +60,6 @@ BY_HAND = (
     "say it by --coordinator HOST:PORT --num-processes N --process-id I (of one process: "
     "localhost:8476 1 0)"
 )
-UNCOUNTED = (
-    "JAX finds that this process is one of a cluster, and not of how many ({kind}: {reason}): "
-    + BY_HAND
-)
-
 _JOIN = 300  # seconds that a process waits at its start for the others
 _HEARTBEAT = 300  # without a sign of life JAX ends all processes: see peers
 _SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
@@ -309,6 +304,8 @@ def guard(command: Callable[[], int | None]) -> int:
         if isinstance(error, OSError) and error.errno in parent.FULL:
             where = "" if error.filename else ": the output, or a file that was open"
             text, code = f"error: {error}{where}; make space there\n", NotSaved.code
+        elif isinstance(error, PermissionError) and (place := error.filename2 or error.filename):
+            text, code = f"error: {place}: {error.strerror}: give this user the permission\n", 2
         elif comes_from(error, KeyboardInterrupt):  # by way of Orbax, for example
             parent.forget_echo()
             text, code = "interrupted\n", 128 + signal.SIGINT
@@ -389,8 +386,9 @@ def _cluster_size() -> int:
                 "this is a pod of an indexed job of Kubernetes, and the package by which JAX finds "
                 f"its other pods is missing: pip install kubernetes; or {BY_HAND}"
             )
-        if cluster.is_env_present():
-            with refusing(UNCOUNTED):  # as where Open MPI 5 is asked without mpi4py
+        problem = f"how many processes there are cannot be read as {cluster.__name__} does"
+        with refusing(f"{problem} ({{kind}}: {{reason}}): mend its variables, or {BY_HAND}"):
+            if cluster.is_env_present():  # Open MPI 5 asks mpi4py
                 return cluster.get_process_count()
     return 1
 
@@ -402,7 +400,10 @@ def _join(environment: Mapping[str, str]) -> None:
         # JAX would take SIGTERM for itself, and a process that waits for another never obey it.
         jax.config.update("jax_enable_preemption_service", False)
         options: Any = arguments
-        with _waiting_for_others(options), peers.without_proxies():
+        problem = (
+            f"the processes cannot join ({{kind}}: {{reason}}): look at the port, or {BY_HAND}"
+        )
+        with refusing(problem), _waiting_for_others(options), peers.without_proxies():
             jax.distributed.initialize(
                 **options,
                 initialization_timeout=_JOIN + 60,  # JAX would end the process with a stack of C++
