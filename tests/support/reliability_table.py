@@ -3,8 +3,10 @@
     python tests/support/reliability_table.py [NUMBER ...]
 
 A test says by the mark `fault(number)` which of the twenty it is about, and by the fixture `tries`
-how often it tried; without it a test is one try. A test that fails has lost one. Rows that are not
-asked for stay as they are on the page: each says when it was measured, and at which commit.
+how often it tried; without it a test is one try. A test that fails has lost one. A skipped test has
+tried nothing: its row says how many there are, and a fault whose tests were all skipped has no new
+row. Rows without new numbers stay as they are on the page: each says when it was measured, and at
+which commit. Below the table stand the tests that failed or were skipped, and why.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ HEAD = (
     "| | fault | promise | tests | tries | survived | lost | seconds | measured |\n"
     "|---:|---|---|---|---:|---:|---:|---:|---|"
 )
+OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+"""Tags of pytest's report -> what to call them."""
+COMPLETE = (0, 1)
+"""Exit codes of pytest where all tests ran; 1: some failed."""
 BEGIN, END = "<!-- table of the twenty: make test-reliability -->", "<!-- end of the table -->"
 
 TWENTY = {
@@ -72,6 +78,7 @@ class Row(NamedTuple):
     lost: int
     seconds: float
     files: frozenset[str] = frozenset()
+    skipped: int = 0  # tests
 
     def add(self, more: Row) -> Row:
         """Both together."""
@@ -80,37 +87,55 @@ class Row(NamedTuple):
             self.lost + more.lost,
             self.seconds + more.seconds,
             self.files | more.files,
+            self.skipped + more.skipped,
         )
 
 
-def read_report(text: str) -> dict[int, Row]:
-    """Number -> its row, from a report as pytest --junitxml writes it.
+class Report(NamedTuple):
+    """What pytest says of the tests of faults.
 
-    Skipped tests are no tries.
+    Attributes:
+      rows: number -> its row.
+      notes: a line for each test that failed or was skipped.
     """
+
+    rows: dict[int, Row]
+    notes: list[str]
+
+
+def read_report(text: str) -> Report:
+    """What a report says that pytest --junitxml writes. Skipped tests are no tries."""
     rows: dict[int, Row] = {}
+    notes: list[str] = []
     for case in ElementTree.fromstring(text).iter("testcase"):
         properties = [(item.get("name"), item.get("value", "")) for item in case.iter("property")]
-        numbers = {int(value) for name, value in properties if name == "fault"}
-        if case.find("skipped") is not None:
-            continue
+        numbers = sorted({int(value) for name, value in properties if name == "fault"})
+        outcomes = [item for item in case if item.tag in OUTCOMES]
+        for item in outcomes if numbers else ():
+            reason = (item.get("message") or "no reason").splitlines()[0]
+            name = f"{case.get('classname')}::{case.get('name')}"
+            rows_text = ", ".join(map(str, numbers))
+            notes.append(f"{OUTCOMES[item.tag]} (row {rows_text}): {name}: {reason}")
+        kinds = {item.tag for item in outcomes}
         file = case.get("classname", "").removeprefix("tests.").replace(".test_", "/")
         tried = [int(value) for name, value in properties if name == "tries"]
-        lost = any(case.find(kind) is not None for kind in ("failure", "error"))
-        survived = sum(tried) if tried or lost else 1
+        more = Row(0, 0, 0.0, skipped=1)
+        if kinds != {"skipped"}:
+            survived = sum(tried) if tried or kinds else 1
+            more = Row(survived, int(bool(kinds)), float(case.get("time", 0)), frozenset({file}))
         for number in numbers:
-            more = Row(survived, int(lost), float(case.get("time", 0)), frozenset({file}))
             rows[number] = rows[number].add(more) if number in rows else more
-    return rows
+    return Report(rows, notes)
 
 
 def lines(rows: Mapping[int, Row], measured: str) -> dict[int, str]:
-    """Number -> its line of the table."""
+    """Number -> its line of the table; of a fault of which something was tried."""
     return {
         number: f"| {number} | {' | '.join(TWENTY[number])} | {', '.join(sorted(row.files))} "
-        f"| {row.survived + row.lost} "
+        f"| {row.survived + row.lost}{f', {row.skipped} tests skipped' * bool(row.skipped)} "
         f"| {row.survived} | {row.lost} | {row.seconds:.0f} | {measured} |"
         for number, row in rows.items()
+        if row.survived + row.lost
     }
 
 
@@ -124,8 +149,8 @@ def with_lines(page: str, new_lines: Mapping[int, str]) -> str:
     return f"{before}{BEGIN}\n\n{HEAD}\n{body}\n\n{END}{after}"
 
 
-def run_tests(numbers: Iterable[int], jobs: int) -> tuple[str, int]:
-    """The report of the tests of these faults, and pytest's exit code."""
+def run_tests(numbers: Iterable[int], jobs: int) -> tuple[str | None, int]:
+    """The report of the tests of these faults, and pytest's exit code. None: it wrote none."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-n", str(jobs), "--max-worker-restart", "0", "--dist", "loadfile"]
@@ -139,7 +164,7 @@ def run_tests(numbers: Iterable[int], jobs: int) -> tuple[str, int]:
         ]
         environment = {"EXAMPLES": "1000", **os.environ}  # of a format; more in `make test-all`
         code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
-        return report.read_text(encoding="utf-8"), code
+        return report.read_text(encoding="utf-8") if report.exists() else None, code
 
 
 def commit() -> str:
@@ -157,13 +182,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
     options = parser.parse_args(argv)
     numbers, began = options.numbers or [*TWENTY], time.monotonic()
-    report, code = run_tests(numbers, options.jobs)
-    rows = {number: row for number, row in read_report(report).items() if number in numbers}
+    if unknown := sorted({*numbers} - TWENTY.keys()):
+        parser.error(f"there is no fault {unknown[0]}: give numbers from 1 to {len(TWENTY)}")
+    text, code = run_tests(numbers, options.jobs)
+    if text is None:
+        print(f"pytest ended with {code} and reported nothing: {PAGE} stays as it is")
+        return code
+    rows, notes = read_report(text)
     measured = f"{datetime.date.today().isoformat()}, {commit()}"
-    table = lines(rows, measured)
-    print("", HEAD, *(table[number] for number in sorted(table)), sep="\n")
+    table = lines({number: row for number, row in rows.items() if number in numbers}, measured)
+    print("", HEAD, *(table[number] for number in sorted(table)), *notes, sep="\n")
     print(f"{time.monotonic() - began:.0f} seconds, {options.jobs} processes")
+    if missing := ", ".join(str(number) for number in numbers if number not in table):
+        print(f"nothing was tried of {missing}: on the page these rows stay as they are")
+    if code not in COMPLETE:
+        print(f"pytest ended with {code} before all tests had run: {PAGE} stays as it is")
+        return code
     PAGE.write_text(with_lines(PAGE.read_text("utf-8"), table), "utf-8")
+    print(f"{PAGE} has {len(table)} new rows")
     return code
 
 
