@@ -280,8 +280,8 @@ def resolve_judge(
     use: str | None,
     keys: Sequence[RewardKeys],
     max_completion_tokens: int,
-    scorer: str | RewardFunction | None = None,
-    world: World | None = None,
+    scorer: str | RewardFunction | None,
+    world: World | None,
 ) -> Reward:
     """What judges the answers: a function from Python, or what the config names.
 

@@ -6,7 +6,7 @@ their family; any other must have been read, or be off (null, false, 0 or empty)
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -55,7 +55,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _are(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -8,6 +8,7 @@ transformers 5.23; sources with each of them.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -251,7 +252,7 @@ def _fits(key: str, value: Any) -> bool:
         return isinstance(value, bool)
     if key in ("short_factor", "long_factor"):
         return isinstance(value, list) and all(_fits("factor", factor) for factor in value)
-    is_number = type(value) in (int, float) and math.isfinite(value)
+    is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
     return is_number and (value > 0 or (key == BETA and value == 0))
 
 
