@@ -112,6 +112,8 @@ def variables(message: str, **environment: str) -> Wrong:
 
 
 JOB = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+HUGE = 10**400
+"""A whole number that no float holds."""
 DEFINES = "def digits(completions, **columns):\n    "
 MAGIC = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
 
@@ -215,6 +217,8 @@ CONFIGS = [
     sets("config", "stuck_after", "run.stuck_after=-1"),
     sets("config", "seed", "train.seed=-1"),
     sets("config", "schedule", "optimizer.schedule=cosinus"),
+    sets("config", "beta = inf: expected a fin", f'loss.kl={{use="forward_kl_k3", beta={HUGE}}}'),
+    sets("config", "time_limit = inf", f'rewards=[{{use="math", time_limit={HUGE}}}]'),
     Wrong("config", "not TOML", change=put("run.toml", "[model\n")),
     Wrong("config", "not TOML", change=put("run.toml", b"\xff\xfe\x00")),
     Wrong("config", "missing|required|model.path", change=put("run.toml", "")),
@@ -290,6 +294,8 @@ MODELS = [
     Wrong("model", "model_type", change=put("base/config.json", "{}")),
     Wrong("model", "config.json", change=put("base/config.json", b"\xff\xff")),
     Wrong("model", "num_hidden_layers", change=fields("config.json", num_hidden_layers=10**7)),
+    Wrong("model", "rope_theta", change=fields("config.json", rope_theta=HUGE)),
+    Wrong("model", "rms_norm_eps", change=fields("config.json", rms_norm_eps=HUGE)),
     Wrong("model", "vocab_size", change=fields("config.json", vocab_size=10**12)),
     Wrong("model", "does not fit its devices", change=fields("config.json", hidden_size=10**9)),
     sets("model", "absent", "model.path={home}/absent"),

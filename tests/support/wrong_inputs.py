@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import bad_commands
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from bad_commands import (
     DEFINES,
     JOB,
@@ -115,13 +118,25 @@ def safetensors(header: object, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+def parquet(**columns: object) -> bytes:
+    """A file of one row with a prompt and these columns."""
+    file = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["1+1="], **columns}), file)
+    return file.getvalue()
+
+
 EVAL, EXPORT = ("eval", "{home}/r"), ("export", "{home}/r", "{home}/out")
+ANSWERS = (*bad_commands.EVAL, "--answers")
 STEPS = b'{"step": 1}\n'
 
 CHECKPOINTS = [
     damaged("config.toml", "config.toml", "[model\n"),
     damaged("config.toml", "config.toml", b"\xff\xfe\x00"),
     damaged("config.toml", "config.toml", None),
+    damaged("config.toml", "config.toml", b"\xff\xfe\x00", *RESUME, "--dry-run"),
+    damaged("config.toml", "config.toml", None, *RESUME, "--dry-run"),
+    damaged("rewards is no list", "config.toml", "rewards = 5\n", "report", "{home}/r"),
+    damaged("rewards is no list", "config.toml", "rewards = 5\n", "samples", "{home}/r"),
     damaged("config.toml", "config.toml", "[model\n", *EVAL),
     damaged("config.toml", "config.toml", b"\xff\xfe\x00", *EVAL),
     damaged("config.toml", "config.toml", None, *EVAL),
@@ -144,6 +159,10 @@ CHECKPOINTS = [
     damaged("r/model' is no folder", "", b"", *EVAL, "--data", "task:arithmetic:test"),
     damaged("no complete checkpoint", "", b"", *EXPORT),
     damaged("3", "", b"", *EVAL, "--step", "3"),
+    *(
+        damaged(f"{name}: is a file of the run", "", b"", *ANSWERS, f"{{home}}/r/{name}")
+        for name in ("metrics.jsonl", "config.toml")
+    ),
     Wrong("checkpoint", "not empty.*--resume auto", change=run_folder()),
     Wrong("checkpoint", "r/samples is no folder|not empty", RESUME, linked("r/samples", "nowhere")),
     Wrong("checkpoint", "r/checkpoints is no folder", RESUME, linked("r/checkpoints", "absent")),
@@ -205,6 +224,8 @@ MESHES = [
     says("v9|topology", "plan", "{home}/run.toml", "--topology", "v9:4x4", kind="mesh"),
 ]
 
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "here", "SLURM_NTASKS": "2"}
+SLURM |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 VARIABLES = [
     variables("HOST:PORT", **JOB | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:"}),
     variables("HOST:PORT|COORDINATOR", **JOB | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:port"}),
@@ -214,6 +235,14 @@ VARIABLES = [
     variables("whole numbers", **JOB | {"JAX_NUM_PROCESSES": "1e1"}),
     variables("set all three", JAX_PROCESS_ID="0"),
     variables("set all three", JAX_COORDINATOR_ADDRESS="127.0.0.1:9"),
+    variables("OmpiCluster does .KeyError", OMPI_MCA_orte_hnp_uri="1.0;tcp://10.0.0.1:5"),
+    variables("SlurmCluster does .ValueError", **SLURM | {"SLURM_NTASKS": "two"}),
+]
+
+OUTPUTS = [
+    says("a.jsonl: is a link", *ANSWERS, "{home}/a.jsonl", change=linked("a.jsonl", "rows.jsonl")),
+    says("a.jsonl: is a link", *ANSWERS, "{home}/a.jsonl", change=linked("a.jsonl", "nowhere")),
+    says("a.jsonl: is no file", *ANSWERS, "{home}/a.jsonl", change=pipe("a.jsonl")),
 ]
 
 COLUMNS = [
@@ -230,6 +259,10 @@ COLUMNS = [
     rows("answer|column", '{"prompt": "1+1=", "answer": [["2"], {"a": NaN}]}\n{"prompt": 1}\n'),
     rows("prompt", '{"prompt": true, "answer": "2"}\n'),
     rows("prompt", '{"prompt": "", "answer": "2"}\n'),
+    rows("line 1: answer inf", '{"prompt": "1+1=", "answer": 1e999}\n'),
+    rows("column 'when' cannot be read", parquet(when=pa.array([5 * 10**17], pa.timestamp("us"))),
+         "rows.parquet"),
+    rows("answer b'2' holds bytes", parquet(answer=[b"2"]), "rows.parquet"),
     rows("no chat template", '{"prompt": [{"role": "robot", "content": "1+1="}], "answer": "2"}\n'),
 ]  # fmt: skip
 
@@ -282,6 +315,15 @@ WEIGHTS = [
     ),
 ]  # fmt: skip
 
+UNSPEAKABLE = """
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+    __repr__ = __float__ = __str__
+
+
+"""
 REWARDS = [
     reward("digits", DEFINES + "return [None, 'x'][:len(completions)]\n"),
     reward("digits", DEFINES + "return {1.0}\n"),
@@ -291,6 +333,9 @@ REWARDS = [
     reward("digits", DEFINES + "raise MemoryError\n"),
     reward("digits", DEFINES + "return digits(completions)\n"),
     reward("digits", "class digits:\n    pass\n"),
+    reward("digits", "def digits(*texts):\n    return [1.0]\n"),
+    reward("digits.*cannot be written", UNSPEAKABLE + DEFINES + "raise Odd\n"),
+    reward("digits.*cannot be written", UNSPEAKABLE + DEFINES + "return [Odd()] * 2\n"),
     reward("digits", "def digits():\n    return [1.0]\n"),
     reward("mine.py", "raise BaseException\n"),
     reward("mine.py", "raise GeneratorExit\n"),
@@ -304,7 +349,17 @@ REWARDS = [
 WRONG: dict[str, Wrong] = bad_commands.WRONG | {
     f"{wrong.kind} {number} more": wrong
     for group in (
-        *(CHECKPOINTS, ROLLOUTS, ADAPTERS, MESHES, VARIABLES, COLUMNS, TEMPLATES, TOKENIZERS),
+        *(
+            OUTPUTS,
+            CHECKPOINTS,
+            ROLLOUTS,
+            ADAPTERS,
+            MESHES,
+            VARIABLES,
+            COLUMNS,
+            TEMPLATES,
+            TOKENIZERS,
+        ),
         *(WEIGHTS, REWARDS),
     )
     for number, wrong in enumerate(group)
