@@ -305,7 +305,7 @@ def test_a_memory_that_does_not_fit_is_refused_on_shapes(changes, message):
             lambda tokens, group, count: tokens.logp.mean(),
             "mine: m has shape (), expected a number",
         ),
-        (lambda tokens, group: tokens.logp, "surrogate mine: m"),
+        (lambda tokens, group: tokens.logp, "write m(tokens, group, count), and read tokens.logp"),
         (lambda tokens, group, count: tokens.fields["none"], "raised KeyError: 'none'"),
     ],
 )
