@@ -51,7 +51,7 @@ class Method(NamedTuple):
     objective: Objective
     rewards: tuple[tuple[str, float], ...] = (("reward", 1.0),)
     """(name, weight in the sum); the first is the game's reward, the others are 0. What is only
-    logged, with weight 0, stands behind the others."""
+    logged, with weight 0, comes last."""
 
     @property
     def reward_names(self) -> tuple[str, ...]:
