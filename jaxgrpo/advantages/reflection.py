@@ -163,7 +163,8 @@ def answer_probability(
     def make(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         logp, without, tokens, scored = _read(streams, rollouts, field, masked, name)
         scored = scored & tokens.any(-1, keepdims=True)
-        value, metrics = _probability(over, logp, tokens[:, None]), {}
+        value = _probability(over, logp, tokens[:, None])
+        metrics: Metrics = {}
         if masked is not None:
             prior = _probability(over, without, tokens)[:, None]
             value = jnp.clip(value - prior, 0, 1)

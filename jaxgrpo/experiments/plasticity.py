@@ -11,7 +11,6 @@ Source: FST, arXiv 2605.12484, which trains on a second task from a checkpoint a
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,8 +82,14 @@ def main(
     cases = make_cases(experiment, tables)
     finished_paths = command.find_finished(console, experiment, cases)
     again = f"the same command continues, in {experiment.dir}"
-    check = functools.partial(run_area, metric=metric)
-    finished = command.take_all(console, experiment, cases, finished_paths, again, check=check)
+    finished = command.take_all(
+        console,
+        experiment,
+        cases,
+        finished_paths,
+        again,
+        check=lambda case: run_area(case.path, metric),
+    )
     if as_json and process.is_main():
         return Document(describe(experiment, finished))
     if process.is_main():

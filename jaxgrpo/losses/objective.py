@@ -99,8 +99,8 @@ class Objective(NamedTuple):
         """
         real, kinds = jnp.float32, {"mask": jnp.bool_, "segment": jnp.int32}
         kinds |= dict.fromkeys(("logp", "proximal_logp", "advantage"), real)
-        shapes = {name: jax.ShapeDtypeStruct((2, 3), kind) for name, kind in kinds.items()}
-        fields = dict.fromkeys(self.fields_read, shapes["logp"])
+        shapes: dict[str, Any] = {n: jax.ShapeDtypeStruct((2, 3), kinds[n]) for n in kinds}
+        fields: dict[str, Any] = dict.fromkeys(self.fields_read, shapes["logp"])
         for name, k in self.counts.items():
             fields[name] = jax.ShapeDtypeStruct((2, 3, 2, k + 1), real)
             fields[policy_field(name)] = jax.ShapeDtypeStruct((2, 3, k + 1), real)
@@ -240,7 +240,7 @@ def _trace_weights(reduction: Reduction) -> None:
     with explaining_own_code(where):
         weights: Any = jax.eval_shape(reduction.weights, mask)
     shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", None)
-    if shape != mask.shape or not jnp.issubdtype(dtype, jnp.floating):
+    if shape != mask.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(
             f"{where} gave weights of shape {shape} and dtype {dtype} for a mask {mask.shape}: give"
             " a float for each token, 0 where masked"

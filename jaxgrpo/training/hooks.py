@@ -147,8 +147,9 @@ def compare_goals(goals: Goals, weights: Mapping[str, float]) -> Hook:
 
     def hook(step: StepEnd) -> StepEnd:
         rollouts = step.collected.rollouts
-        arrays = sharding.to_host((rollouts.ordinal, dict(rollouts.rewards), step.advantage))
-        return step.with_values(goal_metrics(goals, *arrays, weights))
+        arrays = rollouts.ordinal, dict(rollouts.rewards), step.advantage
+        ordinal, rewards, advantage = sharding.to_host(arrays)
+        return step.with_values(goal_metrics(goals, ordinal, rewards, advantage, weights))
 
     return hook
 

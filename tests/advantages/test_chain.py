@@ -163,7 +163,8 @@ def test_a_mask_of_numbers_is_true_above_0():
 
 
 def test_a_table_of_arrays_is_no_signal_and_a_text_no_set_of_fields():
-    table = transform(lambda signal, _: {"value": signal.value, "mask": signal.mask}, name="table")
+    function: Any = lambda signal, _: {"value": signal.value, "mask": signal.mask}  # noqa: E731
+    table = transform(function, name="table")
     with refuses("table returned dict, expected a Signal"):
         evaluate(chain(sum_rewards(), table), [[0.0, 1.0]])
     with refuses("mine: needs = 'row', expected names of fields"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import re
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -321,9 +322,10 @@ def test_what_an_own_surrogate_makes_of_the_update_is_tried_on_shapes(compute, m
 def test_a_memory_is_read_and_moved_and_needs_are_names():
     with refuses("penalty mine: init and observe go together: give both, or neither"):
         build_penalty(remembering(observe=None))
+    text, names = cast(Any, "row"), cast(Any, ["row"])
     with refuses("surrogate mine: needs = 'row', expected names of fields"):
-        build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs="row"))
-    part = build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs=["row"]))
+        build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs=text))
+    part = build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs=names))
     assert part.needs == {"row"}
 
 

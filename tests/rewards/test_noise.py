@@ -11,11 +11,13 @@ import pytest
 from jaxgrpo.rewards import Reward, RewardError, RewardLog, flipped
 
 LOG = RewardLog({}, {"own": (3.0, 2)}, {}, {})
+NEVER: Any = len
+"""A reward's function that is not called."""
 
 
 def turn(value, flip=0.07, seed=0, step=0, ordinal=None, name="right"):
     ordinal = np.arange(len(value)) if ordinal is None else ordinal
-    scores, log = flipped({name: value}, LOG, [Reward(name, len, flip=flip)], seed, step, ordinal)
+    scores, log = flipped({name: value}, LOG, [Reward(name, NEVER, flip=flip)], seed, step, ordinal)
     return scores[name], log
 
 
@@ -44,7 +46,7 @@ def test_a_sample_meets_the_same_noise_whatever_stands_beside_it():
 
 def test_what_is_unscored_stays_so_and_other_rewards_are_left_alone():
     value = np.array([[np.nan, 1.0, np.nan, 0.0]], np.float32)
-    rewards = [Reward("a", len, flip=0.5), Reward("b", len)]
+    rewards = [Reward("a", NEVER, flip=0.5), Reward("b", NEVER)]
     scores, log = flipped({"a": value, "b": value}, LOG, rewards, 0, 0, np.arange(1))
     np.testing.assert_array_equal(np.isnan(scores["a"]), np.isnan(value))
     assert scores["b"] is value

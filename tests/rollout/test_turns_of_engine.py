@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,9 +234,9 @@ def test_tokens_in_chunks_are_refused_where_the_settings_have_none(changes, reas
 def test_the_fewest_tokens_count_those_that_a_row_holds():
     strings = StopStrings(Letters(), ["FG"])
     sampling = settings(stop_strings=strings, own_rows=True, min_completion_tokens=6)
-    request = Request(0, 0, np.arange(8, dtype=np.int32), 5, LIMIT, KEY, chunked=True)
+    request = Request(0, 0, np.arange(8, dtype=np.int32), 5, LIMIT, np.asarray(KEY), chunked=True)
     samples = table.Table(Sizes.for_prompts(1, 1, 1, 1, WIDTH, STEPS), sampling, "cpu")
     samples.add(table.group_requests([request]))
     samples.enter(0)
-    drawn: Any = Drawn(np.array([[3]]), np.array([[[-1, 5, 6, 7]]]))
+    drawn = Drawn(jnp.array([[3]]), jnp.array([[[-1, 5, 6, 7]]]))
     assert samples.stops(drawn, 0).tolist() == [[2]]

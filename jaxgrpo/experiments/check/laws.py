@@ -204,7 +204,7 @@ def _is_as_not_drawn(method: Method, rollouts: Rollouts) -> bool:
     def run(rollouts: Rollouts) -> tuple[Array, Array]:
         size = RolloutSpec(P, rollouts.truncated.shape[1], 1, T, method.reward_names, num_rows=P)
         state = method.chain.update(chains.start(rollouts), method.chain.init(size), rollouts)[1]
-        return judge(method, rollouts, state)[:2]
+        return judge(method.chain, rollouts, state)[:2]
 
     try:
         fewer = run(jax.tree.map(take, rollouts))

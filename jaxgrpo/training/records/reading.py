@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import sources, storage
@@ -52,9 +52,10 @@ TURN_TYPES: dict[str, type | tuple[type, ...]] = {
 """What each of the turns of a sample has."""
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a finite number, as a float holds it."""
-    return isinstance(value, numbers.Real) and abs(value) <= sys.float_info.max
+    number: Any = value
+    return isinstance(value, numbers.Real) and abs(number) <= sys.float_info.max
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
