@@ -45,7 +45,6 @@ from jaxgrpo.training.records.reading import (
 )
 
 SAMPLE_KEYS = tuple(SAMPLE_TYPES)
-OPTIONAL = tuple(OPTIONAL_TYPES)
 FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
 FOLDERS = ("checkpoints", "samples", "rollouts", "code", "model", "adapter", "tensorboard")
 """What is written at the end too: that it cannot be is said at the start."""
@@ -96,7 +95,8 @@ def write_atomically(path: Place, content: str | bytes) -> None:
     if storage.is_url(path):
         storage.write(path, data)
         return
-    storage.refuse_no_file(path)  # a device would be replaced as well
+    if not path.is_dir():
+        storage.refuse_no_file(path)  # a device would be replaced as well
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -412,14 +412,14 @@ class RunFolder(Closing):
         """
         lines = []
         for number, row in enumerate(rows):
-            if row.keys() - {*OPTIONAL} != set(SAMPLE_KEYS):
+            if row.keys() - OPTIONAL_TYPES.keys() != set(SAMPLE_KEYS):
                 missing = set(SAMPLE_KEYS) - row.keys()
-                extra = row.keys() - {*SAMPLE_KEYS, *OPTIONAL}
+                extra = row.keys() - {*SAMPLE_KEYS, *OPTIONAL_TYPES}
                 raise ValueError(
                     f"sample row {number} of step {step}: missing {sorted(missing)}, unknown "
                     f"{sorted(extra)}; a row has the keys {', '.join(SAMPLE_KEYS)}"
                 )
-            ordered = {key: plain(row[key], key) for key in (*SAMPLE_KEYS, *OPTIONAL) if key in row}
+            ordered = {n: plain(row[n], n) for n in SAMPLE_TYPES | OPTIONAL_TYPES if n in row}
             lines.append(json.dumps(ordered, ensure_ascii=False, allow_nan=False) + "\n")
         self._write(f"samples/step_{step}.jsonl", "".join(lines))
 
