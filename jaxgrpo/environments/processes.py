@@ -67,7 +67,9 @@ class Processes:
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], count: int, memory: float):
-        self._functions = functions
+        self._async = {
+            where for where in functions if inspect.iscoroutinefunction(functions[where])
+        }
         pickled = {where: _pickle(where, function) for where, function in functions.items()}
         options = pickle.dumps((_files(functions.values()), pickled))
         self.forks = Forks(PROGRAM, options, int(memory * 2**30))
@@ -83,7 +85,7 @@ class Processes:
 
     def tool(self, where: str) -> Remote:
         """The tool that messages call so."""
-        return Remote(self, where, self._functions[where])
+        return Remote(self, where, where in self._async)
 
     def environment(self, where: str, example: Any, methods: Iterable[str]) -> RemoteEnvironment:
         """One that the factory makes, with those of these and the protocols' methods that the
@@ -106,7 +108,8 @@ class RemoteEnvironment:
             method = getattr(example, name, None)
             setattr(self, name, None)
             if callable(method):
-                remote = Remote(processes, where, method, name, self)
+                is_async = inspect.iscoroutinefunction(method)
+                remote = Remote(processes, where, is_async, name, self)
                 remote.__signature__ = inspect.signature(method)
                 setattr(self, name, remote)
 
@@ -117,11 +120,7 @@ class RemoteEnvironment:
 
 
 class Remote:
-    """A function in another process: a tool, or a method of an environment.
-
-    Args:
-      example: the same in this one.
-    """
+    """A function in another process: a tool, or a method of an environment."""
 
     __signature__: inspect.Signature
 
@@ -129,13 +128,12 @@ class Remote:
         self,
         processes: Processes,
         where: str,
-        example: Callable[..., Any],
+        is_async: bool,
         method: str = "",
         environment: RemoteEnvironment | None = None,
     ):
         self._processes, self._where, self._method = processes, where, method
-        self._environment = environment
-        self.is_async = inspect.iscoroutinefunction(example)
+        self._environment, self.is_async = environment, is_async
 
     def __call__(
         self,
