@@ -126,7 +126,7 @@ plain computation."""
 
 OF_ALL_PARTS = re.compile(
     r"test_(laws|names|english|chain|numerics|invariances|building|methods|own_programs"
-    r"|live_groups|check)"
+    r"|live_groups|check|check_pages)"
 )
 """Test files that name many parts and hold the oracle of none."""
 
