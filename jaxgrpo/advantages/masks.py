@@ -129,15 +129,16 @@ def mask_untaught(score: str = "teacher_top") -> AdvantageTransform:
     Beside a loss that reads the score (`top_k_divergence`), whose means count all unmasked tokens.
 
     Args:
-      score: an entry of `[[scores]]`; NaN, in any of a sample's numbers, says that it has none.
+      score: an entry of `[[scores]]`; NaN, in any number of a sample's tokens, says that it has
+        none.
 
-    Fields: the score, [P, G, T] or [P, G, T, 2, k + 1].
+    Fields: the score, [P, G, T] or [P, G, T, 2, k + 1]; token_mask.
     Signal: [P, G] or [P, G, T], mask cut.  Metrics: masked, the share of unmasked samples.
     Source: SDPO, arXiv 2601.20802, in its code.
 
     >>> from jaxgrpo.advantages import evaluate
-    >>> score = [[[-1.0, -2.0], [float("nan")] * 2]]
-    >>> evaluate(mask_untaught(), [[1.0, 0.0]], teacher_top=score)[1].tolist()
+    >>> fields = {"teacher_top": [[[-1.0, -2.0], [float("nan")] * 2]], "token_mask": [[[1, 1]] * 2]}
+    >>> evaluate(mask_untaught(), [[1.0, 0.0]], **fields)[1].tolist()
     [[True, False]]
     """
 
@@ -148,8 +149,9 @@ def mask_untaught(score: str = "teacher_top") -> AdvantageTransform:
                 f"mask_untaught: {score} has shape {numbers.shape}, expected [P, G, T] or "
                 f"[P, G, T, 2, k + 1] with [P, G] = {shape[:2]}"
             )
-        untaught = jnp.isnan(numbers).any(tuple(range(2, numbers.ndim)))
-        return _without_samples(signal, untaught)
+        untaught = jnp.isnan(numbers).any(tuple(range(3, numbers.ndim)))
+        drawn = base.read("mask_untaught", rollouts, "token_mask").astype(bool)
+        return _without_samples(signal, (untaught & drawn).any(-1))
 
     return base.stateless("mask_untaught", apply, needs=frozenset({score}))
 

@@ -344,7 +344,7 @@ CASES: dict[str, Case] = {
         '{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": ""}', r"prompt\[0\] .*half"
     ),
     "a reward of 400 digits": reward(10**400, "returned 10+….*: give a number from"),
-    "a reward of 5000 digits": reward(10**5000, "returned a number of thousands of digits"),
+    "a reward of 5000 digits": reward(10**5000, "returned an int that cannot be written"),
     "a logged number of 400 digits": (
         lambda saved, home: call_rewards([Reward("own", log_much)], ["a"], ["b"], [[1]], {}),
         "log_metric.'size', 10+",
