@@ -144,7 +144,7 @@ def mask_untaught(score: str = "teacher_top") -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         numbers, shape = base.read_field("mask_untaught", score, rollouts), signal.mask.shape
-        if numbers.shape[:2] != shape[:2]:
+        if numbers.ndim < 3 or numbers.shape[:2] != shape[:2]:
             raise InputError(
                 f"mask_untaught: {score} has shape {numbers.shape}, expected [P, G, T] or "
                 f"[P, G, T, 2, k + 1] with [P, G] = {shape[:2]}"

@@ -316,13 +316,17 @@ def test_masked_groups_are_counted_among_those_with_a_sample():
 def test_samples_that_a_teacher_has_no_prompt_for_are_masked(entries):
     score = np.zeros((2, 3, *entries), np.float32)
     score[0, 1] = score[1, :2] = NAN
-    value, mask = run(mask_untaught("top"), rewards=np.ones((2, 3)), top=score)
+    score[:, 2, 1] = NAN  # of a token that was not drawn
+    drawn = np.ones((2, 3, 2), bool)
+    drawn[:, 2, 1] = False
+    fields = {"rewards": np.ones((2, 3)), "token_mask": drawn}
+    value, mask = run(mask_untaught("top"), top=score, **fields)
     assert mask.tolist() == [[True, False, True], [False, False, True]]
     assert value.tolist() == mask.tolist()
     with pytest.raises(
         InputError, match=r"mask_untaught: top has shape \(3, 2.*\[P, G\] = \(2, 3\)"
     ):
-        run(mask_untaught("top"), rewards=np.ones((2, 3)), top=np.swapaxes(score, 0, 1))
+        run(mask_untaught("top"), top=np.swapaxes(score, 0, 1), **fields)
 
 
 def test_the_first_samples_that_stay_are_those_that_could_be_scored():
