@@ -29,8 +29,7 @@ INSTEAD = {
     "pip install .": INSTALL,
     "make quickstart": f"{INSTALL} && make --old-file .venv/.run-time quickstart",
     "make agents": "make --old-file .venv/.run-time agents",
-    "make test": "true",  # CI runs it beside this script
-    "make real-model": "true",  # as a test of `make test-all`
+    "make real-model": "true",  # as a test of `make test-long`
 }
 """Lines that are run in another way: what the package needs is there already."""
 

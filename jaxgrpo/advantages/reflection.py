@@ -133,11 +133,9 @@ def answer_probability(
     """Adds the stream "answer_probability": how probable a known answer is after each thought.
 
         mean:     r[p, g] = mean_j exp(l[p, g, j])       over the answer's tokens
-        product:  r[p, g] = exp(sum_j l[p, g, j])        of the whole answer
+        product:  r[p, g] = exp(sum_j l[p, g, j])        what a verifier of it pays on average
         masked_thought:  clip(r[p, g] - r[p] without a thought, 0, 1)
         must_reach:      0 where the sample never came to an answer of its own
-
-    The product is what a verifier that accepts the known answer alone pays in expectation.
 
     Args:
       over: "mean" or "product".
@@ -145,8 +143,8 @@ def answer_probability(
       scorer: "trainer", "base" or "reference", as in `reasoning_reflection`.
       must_reach: whether samples without an answer of their own, and those cut, have 0.
 
-    Fields: answer_logp [P, G, J], answer_mask [P, J]; masked_answer_logp [P, J], answer_reached.
-    Streams: [P, G] each -> and "answer_probability".  Raises: InputError on unknown options.
+    Fields: answer_logp [P, G, J], answer_mask [P, J]; where masked masked_answer_logp [P, J]; with
+      must_reach answer_reached [P, G].  Streams: [P, G] each -> and "answer_probability".
     Metrics: without_thought, what was taken off, over prompts; with masked_thought alone.
     Source: mean, RLPR, arXiv 2506.18254; product with must_reach, VeriFree, arXiv 2505.21493.
 

@@ -147,14 +147,16 @@ def own_line(error: BaseException) -> tuple[str, str]:
 
 
 def as_names(where: str, names: Any) -> frozenset[str]:
-    """The fields that a part `needs`. Raises: InputError on a text, which is no set of names.
+    """The fields that a part `needs`. Raises: InputError on what is no set of names, as a text.
 
     >>> sorted(as_names("mine", ["row", "turn"]))
     ['row', 'turn']
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    is_list = isinstance(names, Iterable) and not isinstance(names, str)
+    fields = [*names] if is_list else [None]
+    if not all(isinstance(name, str) for name in fields):
         raise InputError(f"{where}: needs = {names!r}, expected names of fields, as {{'row'}}")
-    return frozenset(names)
+    return frozenset(fields)
 
 
 def refuse_all(title: str, problems: Collection[str]) -> None:

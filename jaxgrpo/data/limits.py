@@ -149,7 +149,7 @@ async def without_exit(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
 
 
 class EventLoop:

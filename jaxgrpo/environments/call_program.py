@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from jaxgrpo.core.errors import one_line
+from jaxgrpo.core.errors import one_line, written
 from jaxgrpo.data.limits import EventLoop, without_exit
 from jaxgrpo.environments import partners  # loaded before forks are made
 from jaxgrpo.rewards.worker_program import load as load_file
@@ -45,7 +45,7 @@ def load(options: bytes) -> Callable[[str], list[Any]]:
         except partners.Broken as error:
             return ["broken", str(error)]
         except Exception as error:
-            return ["raised", type(error).__name__, str(error)]
+            return ["raised", type(error).__name__, written(error, str)]
         except BaseException as error:  # as in threads
             return ["raised", "RuntimeError", f"{type(error).__name__}: {one_line(error)}"]
 

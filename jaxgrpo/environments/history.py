@@ -191,11 +191,12 @@ def _turn_with_call(name: str, arguments: Mapping[str, Any]) -> Message:
 def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) -> str:
     """As `chat.render`; some templates read arguments as JSON in a text, as DeepSeek's, and some
     refuse calls and answers without an id, as Mistral's."""
-    as_texts, with_ids = [*map(_with_arguments_as_text, messages)], [*map(_with_id, messages)]
-    forms = [messages, as_texts, with_ids, [*map(_with_arguments_as_text, with_ids)]]
-    has_calls = any(message.get("tool_calls") for message in messages)
+    forms = [[*messages]]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append([*map(_with_arguments_as_text, messages)])
+        forms += [[*map(_with_id, form)] for form in forms]
     problems = []
-    for form in forms if has_calls else forms[:1]:
+    for form in forms:
         try:
             return chats.render(chat, form, WHERE, is_limited=is_limited)
         except InputError as error:

@@ -312,8 +312,8 @@ def _check_reset(
 def check_arguments(where: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:
     """Raises InputError where a function does not take these arguments."""
     problem = (
-        f"{where} is called with {', '.join(arguments)} ({{reason}}): let it take these columns of "
-        "the data, or all by **row"
+        f"{where} is called with {', '.join(arguments)} ({{reason}}): let it take these (columns "
+        "of the data, and what a run adds), or all by **row"
     )
     with refusing(problem, TypeError):
         inspect.signature(function).bind(**dict.fromkeys(arguments))
@@ -393,4 +393,5 @@ def _run(
     except Ended as error:
         raise Broken(f"{name} {error}", error.ending) from None
     except Exception as error:
-        raise Broken(cut(f"{name} raised {type(error).__name__}: {error}")) from error
+        text = written(error, str)
+        raise Broken(cut(f"{name} raised {type(error).__name__}: {text}")) from error

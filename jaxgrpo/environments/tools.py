@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError, cut, find, one_line
+from jaxgrpo.core.errors import InputError, cut, find, one_line, written
 from jaxgrpo.data import limits
 from jaxgrpo.environments.calls import Call
 from jaxgrpo.environments.processes import Ended, Remote
@@ -136,8 +136,8 @@ def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
 def run_calls(calls: Sequence[Call], tools: Mapping[str, Function], seconds: float) -> list[Result]:
     """The answers to the calls of a turn, in order.
 
-    As in TRL, those that are async begin behind the others, and run side by side: what they change
-    is not changed by the others at the same time.
+    As in TRL, those that are async begin behind the others, and run side by side, but where each
+    has a process: what they change is not changed by the others at the same time.
 
     Args:
       tools: name -> what it runs.
@@ -220,7 +220,7 @@ def _answer(text: Callable[[], str]) -> Result:
     except Ended as error:
         return _failed(f"it {error}", error.ending)
     except Exception as error:
-        return _failed(str(error) or type(error).__name__, "raised")
+        return _failed(written(error, str) or type(error).__name__, "raised")
 
 
 def read_text(result: Any) -> str:
@@ -243,8 +243,8 @@ def join_blocks(value: Any) -> str | None:
     if not value or not isinstance(value, list) or not all(map(_is_block, value)):
         return None
     kinds = [block["type"] for block in value]
-    if stray := next((kind for kind in kinds if kind != "text"), None):
-        raise TypeError(f"it returned content of type {stray!r}: models read texts alone here")
+    if strays := [kind for kind in kinds if kind != "text"]:
+        raise TypeError(f"it returned content of type {strays[0]!r}: models read texts alone here")
     return "".join(str(block["text"]) for block in value)
 
 

@@ -11,6 +11,7 @@ Source: FST, arXiv 2605.12484, which trains on a second task from a checkpoint a
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,14 +83,8 @@ def main(
     cases = make_cases(experiment, tables)
     finished_paths = command.find_finished(console, experiment, cases)
     again = f"the same command continues, in {experiment.dir}"
-    finished = command.take_all(
-        console,
-        experiment,
-        cases,
-        finished_paths,
-        again,
-        check=lambda case: run_area(case.path, metric),
-    )
+    check = functools.partial(_check_area, metric)
+    finished = command.take_all(console, experiment, cases, finished_paths, again, check=check)
     if as_json and process.is_main():
         return Document(describe(experiment, finished))
     if process.is_main():
@@ -161,6 +156,10 @@ def area(lines: Sequence[Mapping[str, Any]], metric: str, where: str = "") -> fl
 def run_area(run: Path, metric: str) -> float:
     """`area` of a finished run."""
     return area(read_metrics(run), metric, str(run))
+
+
+def _check_area(metric: str, case: Case) -> None:
+    run_area(case.path, metric)
 
 
 def describe(experiment: Experiment, cases: Sequence[Case]) -> dict[str, Any]:

@@ -276,7 +276,8 @@ def _build(
             f" that returns one, {kind.__name__}(name, compute)"
         )
     if isinstance(part, (Surrogate, Penalty)):
-        part = part._replace(needs=as_names(f"{role} {part.name}", part.needs))
+        needs = as_names(f"{role} {part.name}", part.needs)
+        part = part if needs == part.needs else part._replace(needs=needs)
         _check_arguments(role, part)
     return part
 

@@ -276,8 +276,8 @@ class _Call:
         except Exception as error:
             raise RewardError(
                 f"rewards.{self.name}: the column {key!r} holds a value that cannot be copied "
-                f"({type(error).__name__}: {error}), and every reward gets a copy: keep such a "
-                "value in the reward's file, and what identifies it in the data"
+                f"({type(error).__name__}: {written(error, str)}), and every reward gets a copy: "
+                "keep such a value in the reward's file, and what identifies it in the data"
             ) from error
 
     def _log_extra(self, column: Any, values: Any) -> None:

@@ -196,8 +196,8 @@ def check_geometry(geometry: Geometry) -> None:
     rows = max(prompts * samples, geometry.micro_batches * geometry.bins * geometry.rows)
     if rows * steps > np.iinfo(np.int32).max:
         raise InputError(
-            f"rollout.prompts_per_step = {prompts}: with {samples} samples of {steps} tokens that "
-            f"is {rows * steps} places, and int32 tells 2147483647 apart; take fewer"
+            f"rollout.prompts_per_step = {prompts}: {samples} samples of {steps} tokens each take "
+            f"{rows * steps} places in micro-batches, and int32 tells 2147483647 apart; take fewer"
         )
 
 

@@ -56,4 +56,4 @@ def test_the_lines_for_a_model_and_data_of_ones_own_are_a_config_and_a_reward(
     exec(code, {})
     assert trained["config"].data.path.endswith("train.jsonl")
     (reward,) = trained["rewards"]
-    assert reward(["It is 72", "72 is it", ""], answer=[72, "72", "72"]) == [1.0, 0.0, 0.0]
+    assert reward(["It is 72.", "27", ""], answer=[72, "72", "72"]) == [1.0, 0.0, 0.0]

@@ -110,6 +110,23 @@ def test_content_blocks_are_their_texts():
     assert [result.problem for result in results] == ["", "", "raised"]
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+def test_an_error_that_has_no_words_answers_too():
+    def plain():
+        raise Wordless
+
+    async def later():
+        raise Wordless
+
+    results = run_calls([Call("plain", {}), Call("later", {})], {"plain": plain, "later": later}, 5)
+    assert [result.problem for result in results] == ["raised", "raised"]
+    assert all("a Wordless that cannot be written" in result.text for result in results)
+
+
 @pytest.mark.parametrize(
     ("call", "problem", "words"),
     [

@@ -131,7 +131,7 @@ def test_the_expected_update_is_that_of_the_papers_formula(name):
 
 
 MISTAKEN = {
-    "batch_deviation": {"groups apart"},
+    "batch_deviation": {"groups apart", "unscored samples"},
     "mean_of_all": {"unscored samples", SCALE},
     "raw_rewards": {"unscored samples", SCALE},
     "across_prompts": {"groups apart", SCALE},
@@ -264,8 +264,10 @@ def earlier_deviation():
     """A centred reward, divided by a deviation of the batches before."""
 
     def update(signal, deviation, rollouts):
-        value = signal.value - signal.value.mean(1, keepdims=True)
-        after = 0.9 * deviation + 0.1 * jnp.sqrt((value**2).mean())
+        count = jnp.maximum(signal.mask.sum(1, keepdims=True), 1)
+        value = signal.value - signal.value.sum(1, keepdims=True) / count
+        value = jnp.where(signal.mask, value, 0)
+        after = 0.9 * deviation + 0.1 * jnp.sqrt((value**2).sum() / signal.mask.sum())
         return dataclasses.replace(signal, value=value / deviation), after, {}
 
     return adv.AdvantageTransform("earlier_deviation", lambda spec: jnp.ones(()), update)

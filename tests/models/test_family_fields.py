@@ -156,6 +156,7 @@ def test_filters_that_transformers_has_cut_into_equal_parts_are_read_as_they_wer
 def test_a_field_that_is_left_out_is_what_transformers_assumes(family):
     """Beside the sizes that transformers assumes, or a small model's where we refuse these; without
     layer_types, which would hide what they follow from, where they may be left out."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     config_class: Any = CONFIG_MAPPING[family]
@@ -175,7 +176,10 @@ def test_a_field_that_is_left_out_is_what_transformers_assumes(family):
         fields = {key: value for key, value in base.items() if key != name}
         ours = read(fields)
         if ours is not None:
-            filled = all_fields(config_class.from_dict(copy.deepcopy(fields)))
+            try:
+                filled = all_fields(config_class.from_dict(copy.deepcopy(fields)))
+            except StrictDataclassError:  # of layers that we do not read, as Mamba's
+                continue
             assert read(filled) == ours, name
             compared += 1
     assert compared > 10

@@ -153,7 +153,7 @@ def weight_with_gradient(tokens):
 
 
 def one_left_out_of_the_bounds(tokens):
-    """clip(ratio, 1 - 0.2, 0.2)."""
+    """clip(ratio, 0.2, 1 - 0.2)."""
     ratio, weight = jnp.exp(log_ratio(tokens)[0]), tokens.without_gradient(tokens.advantage)
     return -jnp.minimum(ratio * weight, jnp.clip(ratio, 0.2, 0.8) * weight), {}
 

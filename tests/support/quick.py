@@ -1,6 +1,7 @@
 """The values of a test that `make test` tries, those of `make test-all`, and the rest.
 
-`make test-long` repeats for every family, recipe and size what `make test-all` tries for some.
+`make test-long` runs what is too long for `make test-all`: mostly the rest of the families, fields,
+recipes and sizes that it tries some of.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ def long_but(full: Collection[Any], values: Iterable[Any]) -> list[Any]:
     Raises: ValueError where one of `full` is none of them.
     """
     values = list(values)
-    if unknown := [value for value in full if value not in values]:
-        raise ValueError(f"not among the values of the test: {unknown}")
+    _check(full, values)
     return [
         pytest.param(value, marks=pytest.mark.full if value in full else LONG) for value in values
     ]
@@ -40,16 +40,16 @@ def full_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     Raises: ValueError where a quick value is none of them.
     """
     values = list(values)
-    if unknown := [value for value in quick if value not in values]:
-        raise ValueError(f"not among the values of the test: {unknown}")
+    _check(quick, values)
     return [
         pytest.param(value, marks=() if value in quick else pytest.mark.full) for value in values
     ]
 
 
 def all_but(full: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Values of one argument of a test, of which `full` are marked so."""
+    """Values of one argument of a test, of which `full` are marked so. Raises: as `full_but`."""
     values = list(values)
+    _check(full, values)
     return full_but([value for value in values if value not in full], values)
 
 
@@ -57,3 +57,8 @@ def every_third(values: Iterable[Any]) -> list[Any]:
     """Values of one argument: the first of each three is quick, the others are marked full."""
     values = list(values)
     return full_but(values[::3], values)
+
+
+def _check(some: Collection[Any], values: Collection[Any]) -> None:
+    if unknown := [value for value in some if value not in values]:
+        raise ValueError(f"not among the values of the test: {unknown}")

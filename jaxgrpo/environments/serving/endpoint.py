@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import cut
+from jaxgrpo.core.errors import cut, written
 from jaxgrpo.data.chat import Message
 from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.history import History
@@ -309,7 +309,8 @@ class ProgramPartner:
             raise Broken(REWRITTEN)
         if event.error is not None:
             error = event.error
-            raise Broken(cut(f"{self._name} raised {type(error).__name__}: {error}")) from error
+            text = written(error, str)
+            raise Broken(cut(f"{self._name} raised {type(error).__name__}: {text}")) from error
         return None
 
 

@@ -193,12 +193,12 @@ def _unscored(run: Run, rollouts: Rollouts, name: str) -> bool:
 
 def _is_as_not_drawn(method: Method, rollouts: Rollouts) -> bool:
     """Whether the others of each group are judged as if its second sample had not been drawn."""
-    is_out = jnp.arange(G) == 1
+    is_out = np.arange(G) == 1
     rewards = {name: jnp.where(is_out, jnp.nan, x) for name, x in rollouts.rewards.items()}
     unscored = dataclasses.replace(rollouts, rewards=rewards)
 
     def take(leaf: Array) -> Array:
-        return leaf[:, ~np.asarray(is_out)] if leaf.shape[:2] == (P, G) else leaf
+        return leaf[:, ~is_out] if leaf.shape[:2] == (P, G) else leaf
 
     @jax.jit
     def run(rollouts: Rollouts) -> tuple[Array, Array]:

@@ -22,6 +22,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare.experiment import Case, Experiment, seeds_needed
+from jaxgrpo.training.records import reading
 from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_object
 from jaxgrpo.update import diagnostics
 
@@ -89,7 +90,7 @@ def read(case: Case) -> Outcome:
         prefix + name: float(value)
         for prefix, line in (("base/", lines[0]), ("eval/", lines[-1]))
         for name, value in evaluation_metrics(line).items()
-        if value is not None
+        if reading.is_number(value)
     }
     steps = [line for line in lines if "reward" in line]
     curves = {name: _column(steps, name) for name in OVER_STEPS}
@@ -122,7 +123,7 @@ def check_complete(metric: str, outcomes: Outcomes) -> None:
     if lacking:
         more = f"\n  and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
         raise InputError(
-            f"metric = {metric!r}: it has no value (null in metrics.jsonl) in\n  "
+            f"metric = {metric!r}: it has no value (no number in metrics.jsonl) in\n  "
             + "\n  ".join(lacking[:SHOWN])
             + f"{more}\nname another metric, one that results.csv has for every run; finished runs "
             "are kept, no run is taken twice"
@@ -476,8 +477,9 @@ def _base_numbers(run: Outcome) -> dict[str, float]:
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """A metric of every step; NaN if a step has none."""
-    return np.array([np.nan if line.get(name) is None else line[name] for line in lines], float)
+    """A metric of every step; NaN where it is no number."""
+    values = (line.get(name) for line in lines)
+    return np.array([value if reading.is_number(value) else np.nan for value in values], float)
 
 
 def _pass_at(run: Path, step: int) -> np.ndarray:

@@ -99,14 +99,14 @@ def _parse_sample(line: str) -> dict[str, Any]:
     """Raises: ValueError where it lacks something of SAMPLE_TYPES, or has something else."""
     row = sources.parse_json(line)
     _check_types(row, SAMPLE_TYPES)
-    _check_types(row, {name: OPTIONAL_TYPES[name] for name in OPTIONAL_TYPES.keys() & row})
+    _check_types(row, {name: kinds for name, kinds in OPTIONAL_TYPES.items() if name in row})
     for turn in row.get("turns", ()):
         _check_types(turn, TURN_TYPES)
     return row
 
 
 def _check_types(entry: Any, types: Mapping[str, type | tuple[type, ...]]) -> None:
-    """Raises: ValueError where it is no JSON object, or lacks something."""
+    """Raises: ValueError where it is no JSON object, or what it has is of another kind."""
     if not isinstance(entry, dict):
         raise ValueError("no JSON object")
     for name, kinds in types.items():
