@@ -68,6 +68,7 @@ class Project(NamedTuple):
     steps: int
     stop: str | None = None  # a text that ends a completion
     text_only: bool = False  # as model.text_only
+    thinks: bool = False  # unless its chat template is told not to
 
 
 SMALL = Project(
@@ -138,7 +139,8 @@ def project_for(model: str) -> Project:
     folder = folders.find_folder(model, with_weights=False)
     stored = folders.read_config(folder, text_only=True)
     count = sum(leaf.size for leaf in jax.tree.leaves(decoder.build(stored).shapes))
-    has_chat = bool(folders.read_tokenizer(folder).chat_template)
+    template = folders.read_tokenizer(folder).chat_template
+    has_chat = bool(template)
     tokens = min(TOKENS, stored.max_positions // 2)
     return Project(
         model=str(Path(model).absolute()) if is_path(model, Path.cwd()) else model,
@@ -151,6 +153,7 @@ def project_for(model: str) -> Project:
         steps=100,
         stop=None if has_chat else "\n",
         text_only=stored.text_only,
+        thinks="enable_thinking" in str(template),
     )
 
 
@@ -212,6 +215,9 @@ def _lines(project: Project) -> Iterator[tuple[str, str]]:
         yield "model.text_only = true", "the rest of the model is exported as it is"
     yield 'data.path = "data.jsonl"', "also .csv, .parquet, a folder, owner/name on the hub"
     yield f"data.prompt = {quoted(project.prompt)}", "a column, or text with {columns} in it"
+    if project.thinks:
+        key = "data.chat_template_kwargs = { enable_thinking = false }"
+        yield key, "its thoughts are longer than samples here"
     yield 'rewards = [{ use = "reward.py:correct" }]', "your function, in the file beside this one"
     yield 'recipe = "grpo"', "jaxgrpo advantages lists others; your own: advantage = [...]"
     yield f"optimizer.learning_rate = {toml_number(project.rate)}", project.why

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from huggingface_hub import try_to_load_from_cache
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import LoraKeys, ModelKeys
@@ -23,6 +24,7 @@ from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import Score, ScoringPass, passes
 from jaxgrpo.core.types import WEIGHTS, Learner
+from jaxgrpo.data import sources
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
@@ -85,14 +87,25 @@ def read_model_config(keys: ModelKeys, lora: LoraKeys) -> ModelConfig:
         stored = families.model_config(
             keys.config, "model.config", user_family, keys.ignore, keys.text_only
         )
-    elif Path(keys.path).expanduser().is_dir():
-        stored = folders.read_config(keys.path, user_family, keys.ignore, keys.text_only)
+    elif (folder := _local_folder(keys)) is not None:
+        stored = folders.read_config(folder, user_family, keys.ignore, keys.text_only)
     else:
         raise InputError(
-            f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
-            "folder with the model's config.json, or its fields in the table [model.config]"
+            f"model.path = {keys.path!r} is no folder here and not in the hub's cache, and a plan "
+            "uses no network: give a folder with the model's config.json, or its fields in the "
+            "table [model.config]"
         )
     return parameters.model_config_for_run(keys, lora, stored)
+
+
+def _local_folder(keys: ModelKeys) -> Path | None:
+    """A model's folder, or that of the hub's cache, as `init --model` leaves it there."""
+    if (folder := Path(keys.path).expanduser()).is_dir():
+        return folder
+    if not sources.is_name(keys.path):
+        return None
+    file = try_to_load_from_cache(keys.path, "config.json", revision=keys.revision)
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def build_run(config: Config, devices: Sequence[Any]) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_a_project_for_a_model_is_a_right_config_and_makes_no_base(
     assert not train & test, "held out"
     assert main(["init", str(folder), "--model", "chat"]) == 2
     assert "test.jsonl is there already" in capsys.readouterr().err
+
+
+def test_a_model_that_would_think_is_told_not_to(chat_model, tmp_path):
+    folder = shutil.copytree(chat_model, tmp_path / "thinks")
+    (folder / "chat_template.jinja").write_text(
+        f"{TEMPLATE}{{% if enable_thinking %}}{{% endif %}}"
+    )
+    no_thoughts = {"enable_thinking": False}
+    for model, kwargs in ((chat_model, None), (folder, no_thoughts)):
+        config = files.tomllib.loads(init.run_toml(init.project_for(str(model))))
+        assert config["data"].get("chat_template_kwargs") == kwargs
 
 
 def test_a_model_without_a_chat_template_completes_text_to_the_end_of_the_line(model):

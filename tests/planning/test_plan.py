@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import compiled_programs
+import huggingface_hub
 import jax
 import numpy as np
 import planned
 import pytest
 
 from jaxgrpo.cli import make_base
+from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.planning import plan, programs, topologies
@@ -321,3 +325,18 @@ def test_an_update_takes_the_memory_that_is_predicted(python, environment, tmp_p
     print(numbers, file=sys.stderr)
     assert numbers["predicted"] >= 2 * 2**30
     assert numbers["growth"] == pytest.approx(numbers["predicted"], rel=0.25)
+
+
+def test_a_model_of_the_hub_is_planned_by_what_its_cache_holds(tmp_path, monkeypatch):
+    keys = files.load("quickstart", ("model.path=mine/small",)).model
+    lora = files.load("quickstart").lora
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InputError, match="no folder here and not in the hub's cache"):
+        programs.read_model_config(keys, lora)
+    cache = tmp_path / "models--mine--small"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    shutil.copy(Path(base()) / "config.json", cache / "snapshots" / "abc")
+    expected = programs.read_model_config(dataclasses.replace(keys, path=base()), lora)
+    assert programs.read_model_config(keys, lora) == expected

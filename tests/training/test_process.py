@@ -199,7 +199,7 @@ def test_a_cluster_that_does_not_say_how_many_it_has_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(K8sCluster, "is_env_present", lambda: True)
     monkeypatch.setattr(K8sCluster, "get_process_count", count)
-    message = r"\(RuntimeError: .* mpi4py .*\): say it by --coordinator"
+    message = r"\(RuntimeError: .* mpi4py .*\): mend its variables, or say it by --coordinator"
     with pytest.raises(InputError, match=message):
         runtime.several_processes({})
 
