@@ -68,7 +68,7 @@ class Project(NamedTuple):
     steps: int
     stop: str | None = None  # a text that ends a completion
     text_only: bool = False  # as model.text_only
-    thinks: bool = False  # unless its chat template is told not to
+    thinks: bool = False  # unless enable_thinking = false
 
 
 SMALL = Project(
