@@ -209,7 +209,7 @@ def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"path": "some/model"}}, "'some/model' is no folder here and not in the hub's cache"),
+        ({"model": {"path": "some/model"}}, "folder here and not in the hub's cache"),
         ({"mesh": {"fsdp": 3}}, r"mesh: data 1 x fsdp 3 .* = 3 devices, but there are 4"),
         ({"mesh": {"tensor": 4}}, r"(?s)does not divide.*kv_heads.* 2 is not divisible by 4"),
         ({"rollout.prompts_per_step": 3}, r"rollout.prompts_per_step = 3: must be a multiple of 2"),
