@@ -187,10 +187,12 @@ def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
-    config = small_run.config(tmp_path / "r", **{"rollout.prompts_per_step": 10_000_000})
+    config = small_run.config(tmp_path / "r")
     monkeypatch.setattr(folders, "read_params", None)
-    monkeypatch.setattr(memory, "device_bytes", lambda _mesh: 1 << 31)
-    message = r"(?s)does not fit its devices \(memory: .* [GT]iB of .*take fewer rollout"
+    monkeypatch.setattr(memory, "device_bytes", lambda _mesh: 1 << 16)
+    message = (
+        r"(?s)does not fit its devices \(memory: .*iB of .*take (fewer|a smaller) "
+    )
     for build in (setup.setup, preview.dry_run):
         with pytest.raises(InputError, match=message):
             build(config)
