@@ -393,5 +393,4 @@ def _run(
     except Ended as error:
         raise Broken(f"{name} {error}", error.ending) from None
     except Exception as error:
-        text = written(error, str)
-        raise Broken(cut(f"{name} raised {type(error).__name__}: {text}")) from error
+        raise Broken.raised(name, error) from error

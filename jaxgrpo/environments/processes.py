@@ -17,7 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.core.errors import InputError, one_line
+from jaxgrpo.core.errors import InputError, cut, one_line, written
 from jaxgrpo.rewards.workers import Child, Forks, Pool, WorkerError
 
 PROGRAM = Path(__file__).with_name("call_program.py")
@@ -45,6 +45,11 @@ class Broken(Exception):
     def __init__(self, text: str, ending: str = ""):
         super().__init__(text)
         self.ending = ending
+
+    @classmethod
+    def raised(cls, name: str, error: BaseException) -> Broken:
+        """By an error of its own code, called `name`."""
+        return cls(cut(f"{name} raised {type(error).__name__}: {written(error, str)}"))
 
 
 class Ended(Exception):

@@ -190,9 +190,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path
     config = small_run.config(tmp_path / "r")
     monkeypatch.setattr(folders, "read_params", None)
     monkeypatch.setattr(memory, "device_bytes", lambda _mesh: 1 << 16)
-    message = (
-        r"(?s)does not fit its devices \(memory: .*iB of .*take (fewer|a smaller) "
-    )
+    message = r"(?s)does not fit its devices \(memory: .*iB of .*take (fewer|a smaller) "
     for build in (setup.setup, preview.dry_run):
         with pytest.raises(InputError, match=message):
             build(config)

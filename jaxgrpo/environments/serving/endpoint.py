@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import cut, written
 from jaxgrpo.data.chat import Message
 from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.history import History
@@ -308,9 +307,7 @@ class ProgramPartner:
         if session.problem == REWRITTEN:
             raise Broken(REWRITTEN)
         if event.error is not None:
-            error = event.error
-            text = written(error, str)
-            raise Broken(cut(f"{self._name} raised {type(error).__name__}: {text}")) from error
+            raise Broken.raised(self._name, event.error) from event.error
         return None
 
 
