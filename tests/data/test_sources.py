@@ -92,7 +92,10 @@ def test_a_damaged_parquet_file_is_said(tmp_path):
             pa.array([5 * 10**17], pa.timestamp("us")),
             "OverflowError: date value out of range",
         ),  # year 17814
-        (pa.array([1], pa.timestamp("us", "Nowhere/City")), "UnknownTimeZoneError: 'Nowhere/City'"),
+        (
+            pa.array([1], pa.timestamp("us", "Nowhere/City")),
+            "(UnknownTimeZoneError|ArrowInvalid): .+",  # with pytz, without
+        ),
     ],
 )
 def test_a_value_that_python_cannot_hold_is_named_with_its_column(tmp_path, values, message):
