@@ -115,7 +115,7 @@ class Objective(NamedTuple):
         for name, state in states.items():
             refuse_other_state(f"penalty {name}", state, after[name])
         _trace_weights(self.reduction)
-        _trace_batch_fields(self, Tokens(**shapes, fields=fields))
+        _trace_batch_fields(self, shapes, fields)
 
     def init(self) -> dict[str, Any]:
         """name of a penalty -> what it remembers before the first update."""
@@ -247,21 +247,27 @@ def _trace_weights(reduction: Reduction) -> None:
         )
 
 
-def _trace_batch_fields(objective: Objective, shapes: Tokens) -> None:
-    """Computes what an update makes of its batch on shapes.
+def _trace_batch_fields(
+    objective: Objective, shapes: Mapping[str, Any], fields: Mapping[str, Any]
+) -> None:
+    """Computes what an update makes of its batch on shapes, of the tokens' arrays and fields.
 
     Raises: InputError where own code fails, or does not give a number for each token.
     """
-    ids, size = jax.ShapeDtypeStruct(shapes.mask.shape, jnp.int32), shapes.mask.size
+    mask = shapes["mask"]
+    ids = jax.ShapeDtypeStruct(mask.shape, jnp.int32)
     for field in objective.batch_fields:
+
+        def compute(arrays: Any, fields: Any, ids: Array, run: Any = field.compute) -> Any:
+            return run(Tokens(**arrays, fields=fields), ids, mask.size)
+
         where = f"surrogate {objective.surrogate.name}: {field.name}"
         with explaining_own_code(where):
-            compute = lambda tokens, ids, run=field.compute: run(tokens, ids, size)  # noqa: E731
-            value: Any = jax.eval_shape(compute, shapes, ids)
-        if getattr(value, "shape", None) != shapes.mask.shape:
+            value: Any = jax.eval_shape(compute, shapes, fields, ids)
+        if getattr(value, "shape", None) != mask.shape:
             raise InputError(
                 f"{where} has shape {getattr(value, 'shape', None)}, expected a number for each"
-                f" token, {shapes.mask.shape}"
+                f" token, {mask.shape}"
             )
 
 
