@@ -73,7 +73,7 @@ readme: .venv/.tests
 lint: .venv/.tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --threads $(JOBS)
+	$(BIN)/pyright --threads
 
 docs: .venv/.run-time
 	$(BIN)/python -m docs.make_advantages
