@@ -322,7 +322,13 @@ def transformers_logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.
 
 
 def distance(
-    model: Any, folder: Path, logits: np.ndarray, tokens: np.ndarray, mask: np.ndarray, near: float
+    model: Any,
+    folder: Path,
+    logits: np.ndarray,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    near: float,
+    adapter: Path | None = None,
 ) -> float:
     """The largest distance of our logits, at real tokens, from those of transformers in float32.
 
@@ -332,7 +338,7 @@ def distance(
     would differ there. And it is `near` where transformers' own float32 is farther from its float64
     than ours: its norms, routers and recurrences are float32 in both.
 
-    Args: the folder of the model.
+    Args: the folder of the model, and of its adapter.
     """
     real = mask.astype(bool)
     theirs = transformers_logits(model, tokens, mask)[real]
@@ -352,14 +358,16 @@ def distance(
     if apart <= rounding <= 5 * near:
         return near
     if apart <= 5 * near:
-        apart = np.abs(exact_logits(folder, tokens, mask)[real] - exact).max()
+        apart = np.abs(exact_logits(folder, tokens, mask, adapter)[real] - exact).max()
     return float(apart)
 
 
-def exact_logits(folder: Path, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def exact_logits(
+    folder: Path, tokens: np.ndarray, mask: np.ndarray, adapter: Path | None = None
+) -> np.ndarray:
     """Our logits [B, T, V] in float64."""
     with jax.enable_x64(True):
-        model, params = jaxgrpo.load_model(folder, "float64")
+        model, params = jaxgrpo.load_model(folder, "float64", adapter=adapter)
         return np.asarray(jaxgrpo.logits(model, params, tokens, mask))
 
 
