@@ -45,10 +45,10 @@ from jaxgrpo.models.layers import (
     ACTIVATIONS,
     Embedding,
     RMSNorm,
-    head_dtype,
     rotary_angles,
     scaled_by,
     turned_dims,
+    wide_dtype,
 )
 from jaxgrpo.models.sharding import OnMesh, on_one_device
 
@@ -147,7 +147,8 @@ def build(
         dtype = None if config.exact_embedding_scale else hidden.dtype
         hidden = lay_out(scaled_by(hidden, np.asarray(config.embedding_scale, dtype)))
         turned = {mixer.rope: mixer.positioned(config.head_dim) for mixer in config.attention}
-        angles = {rope: rotary_angles(positions, rope, size) for rope, size in turned.items()}
+        wide = wide_dtype(config)
+        angles = {rope: rotary_angles(positions, rope, size, wide) for rope, size in turned.items()}
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
             block = modules[kind].bind(params)
@@ -157,7 +158,7 @@ def build(
         layers: Layers = {kind: functools.partial(layer, kind) for kind in {*config.kinds}}
         hidden, memory = _through(config, layers, params, hidden, memory, remat)
         if config.float32_head:
-            hidden = hidden.astype(head_dtype(config))
+            hidden = hidden.astype(wide_dtype(config))
         return modules["final_norm"].bind(params["final_norm"])(hidden), memory
 
     def unembed(params: Params, hidden: Array) -> Array:

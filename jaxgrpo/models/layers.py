@@ -35,21 +35,24 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 Norm = Callable[[Array], Array]
 Angles = tuple[Array, Array, Array | float] | None
-"""Cosine and sine of the rotary angles, each [*B, Q, 1, turned / 2] float32, and a factor of the
-queries, [*B, Q, 1, 1] or the number 1; None: no turn."""
+"""Cosine and sine of the rotary angles, each [*B, Q, 1, turned / 2], and a factor of the queries,
+[*B, Q, 1, 1] or the number 1; None: no turn."""
 
 
-def rotary_angles(position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int) -> Angles:
-    """Cosine and sine, times `rope.scale`, of position * frequency (see `Rope`), in float32.
+def rotary_angles(
+    position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int, dtype: Any = jnp.float32
+) -> Angles:
+    """Cosine and sine, times `rope.scale`, of position * frequency (see `Rope`).
 
+    Args: dtype: of the result, in which it is computed.
     Source: Su et al. 2021, arXiv 2104.09864, with the "rotate half" pairing of `rotate`.
     """
     if rope is None:
         return None
     turned = turned_dims(rope, head_dim)
     frequency = np.float64(rope.theta) ** (-np.arange(0, turned, 2) / turned)
-    frequency = (frequency * (rope.stretch or 1.0)).astype(np.float32)
-    angle = position[..., None, None].astype(jnp.float32) * frequency
+    frequency = (frequency * (rope.stretch or 1.0)).astype(dtype)
+    angle = position[..., None, None].astype(dtype) * frequency
 
     def wave(sine: Array) -> Array:
         return jnp.where(sine, jnp.sin(angle), jnp.cos(angle)) * rope.scale
@@ -60,7 +63,7 @@ def rotary_angles(position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int
     if not rope.growth:
         return cos, sin, 1.0
     beta, original = rope.growth
-    periods = jnp.floor(position.astype(jnp.float32) / original)
+    periods = jnp.floor(position.astype(dtype) / original)
     return cos, sin, (1 + beta * jnp.log1p(periods))[..., None, None]
 
 
@@ -114,7 +117,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
-        dtype = head_dtype(config) if wide else config.dtype
+        dtype = wide_dtype(config) if wide else config.dtype
         self.table: nnx.Param[Array] = matrix(shape, ("vocab", "embed"), dtype, rngs)
         self.dtype: str = config.dtype
         self.wide: bool = wide
@@ -443,8 +446,8 @@ class FeedForward(nnx.Module):
         return self.down(activation(gate) * up)
 
 
-def head_dtype(config: ModelConfig) -> str:
-    """The dtype of a wide head and of what it reads."""
+def wide_dtype(config: ModelConfig) -> str:
+    """The dtype of a model in float32 or wider; float32 of narrower ones."""
     return str(jnp.promote_types(config.dtype, jnp.float32))
 
 

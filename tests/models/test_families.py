@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import checkpoints
@@ -22,6 +23,7 @@ BATCH = checkpoints.batch()
 class FamilyCase(NamedTuple):
     """A family's rich small model in PyTorch and ours, and what each computes of one batch."""
 
+    folder: Path
     theirs: Any
     model: Model
     params: Params
@@ -35,9 +37,8 @@ def case(request, tmp_path_factory):
     theirs = checkpoints.saved(checkpoints.transformers_config(request.param), folder)
     model, params = jaxgrpo.load_model(folder)
     expected = checkpoints.transformers_logits(theirs, *BATCH)
-    return FamilyCase(
-        theirs, model, params, expected, np.asarray(jaxgrpo.logits(model, params, *BATCH))
-    )
+    logits = np.asarray(jaxgrpo.logits(model, params, *BATCH))
+    return FamilyCase(folder, theirs, model, params, expected, logits)
 
 
 EXPORTED = {"llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3"}
@@ -49,6 +50,14 @@ def test_logits_are_those_of_transformers_whichever_side_is_padded(case):
     real = BATCH[1].astype(bool)
     np.testing.assert_allclose(case.logits[real], case.expected[real], atol=CLOSE, rtol=0)
     assert 0.2 < case.logits[real].std() < 20
+
+
+@pytest.mark.parametrize("case", full_but(EXPORTED, sorted(FAMILIES)), indirect=True)
+def test_in_float64_logits_are_those_of_transformers_to_the_last_digits(case):
+    expected = checkpoints.exact_transformers_logits(case.folder, *BATCH)
+    logits = checkpoints.exact_logits(case.folder, *BATCH)
+    real = BATCH[1].astype(bool)
+    np.testing.assert_allclose(logits[real], expected[real], atol=1e-12, rtol=0)
 
 
 @pytest.mark.slow

@@ -157,9 +157,8 @@ def test_a_family_by_a_kernel_has_the_log_probs_of_whole_sequences(family, name,
     alone = name == "cudnn"  # one sample in each row
     run = family_runs.run(family, family_runs.shortest(family), kernel=KERNELS[name])
     expected, _ = family_runs.plain(family, alone)
-    np.testing.assert_allclose(
-        family_runs.scored(run, alone), expected, rtol=0, atol=family_runs.CLOSE
-    )
+    # In float32 the largest error found, of all families, is 2e-5 (Qwen2).
+    np.testing.assert_allclose(family_runs.scored(run, alone), expected, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize(
