@@ -14,6 +14,7 @@ Source: jax._src.cudnn.fused_attention_stablehlo; FlashAttention, arXiv 2205.141
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, custom_batching
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxgrpo.core.errors import one_line
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue
 from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.kernels.cudnn import even
@@ -164,6 +166,43 @@ NO_FUNCTION = (
 )
 
 
+UNUSED: dict[str, Any] = {
+    "seed": 42,
+    "dropout_rate": 0.0,
+    "variadic_args": (False, False),
+    "layout": 0,
+    "sliding_window_length": None,
+    "return_residual": False,
+    **NO_FUNCTION.options,
+}
+"""Arguments of JAX's rule for the backward pass by which it does nothing more than is needed."""
+USED = ("scale", "mask_type", "res", "grad_output")
+"""The others."""
+
+
+def refusals() -> list[str]:
+    """What this release of JAX has not as it is called here; empty if nothing.
+
+    JAX has no public name for cuDNN's backward pass with log-sum-exps that are given.
+    """
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        arguments = {*inspect.signature(fused._dot_product_attention_bwd_rule).parameters}
+    except (ImportError, AttributeError) as error:
+        return [
+            f"rows of several samples: JAX {jax.__version__} hides cuDNN's backward pass "
+            f"elsewhere ({one_line(error)})"
+        ]
+    if arguments == {*USED, *UNUSED}:
+        return []
+    unknown = ", ".join(sorted(arguments ^ {*USED, *UNUSED}))
+    return [
+        f"rows of several samples: cuDNN's backward pass of JAX {jax.__version__} takes other "
+        f"arguments ({unknown})"
+    ]
+
+
 def _a_key_each(query: Array, pair: Sequence[Array], spans: Samples | Array) -> list[Array]:
     """Keys and values with a head for each of the queries', where JAX needs that."""
     if GROUPED or not isinstance(spans, Samples):
@@ -218,16 +257,10 @@ def _cudnn_backward(query, key, value, spans: Samples | Array, out, sums, slope)
     rule: Any = fused._dot_product_attention_bwd_rule
     grads = rule(
         scale=1.0,
-        seed=42,
-        dropout_rate=0.0,
-        variadic_args=(False, False),
         mask_type=mask,
-        layout=0,
-        sliding_window_length=None,
-        return_residual=False,
         res=(query, *pair, absent, *lengths, absent, absent, *NO_FUNCTION.values, sums, out),
         grad_output=slope,
-        **NO_FUNCTION.options,
+        **UNUSED,
     )
     shape = (*key.shape[:3], -1, key.shape[3])
     return grads[0], *(
