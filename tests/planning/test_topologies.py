@@ -7,6 +7,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planned
 import pytest
 
 from jaxgrpo.core.chips import CHIPS, GIB
@@ -14,6 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
 from jaxgrpo.planning import plan, topologies
 from jaxgrpo.training import memory
+from jaxgrpo.training.method import attention_lines
 
 NEEDS_CUDA = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
@@ -88,6 +90,17 @@ def test_gpus_are_hosts_and_the_gpus_of_each(name, hosts, devices):
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(hosts, -1, 1, 1), sharding.AXES)
     assert plan.islands(mesh) == {"data": hosts, "fsdp": 1, "tensor": 1, "context": 1}
     assert memory.device_bytes(mesh) == topology.chip.memory
+
+
+def test_what_computes_attention_on_a_gpu_that_is_not_here_is_known_with_the_reason():
+    devices, mesh = topologies.stand_ins("h200:1x1", 1), {"fsdp": 1, "tensor": 1}
+    run = planned.run(devices=devices, mesh=mesh)
+    lines = attention_lines(run.blueprint, run.engine)
+    assert lines == {"attention": "by cudnn", "decoding": "by pallas"}
+    run = planned.run(devices=devices, mesh=mesh, **{"model.dtype": "float32"})
+    lines = attention_lines(run.blueprint, run.engine)
+    assert lines["attention"].startswith("by xla: cudnn cannot: model.dtype = float32")
+    assert lines["decoding"].startswith("by xla: pallas cannot: model.dtype = float32")
 
 
 def too_large(name: str) -> str:
