@@ -34,10 +34,10 @@ NEVER_SEEN = 1e30
 
 
 class Samples(NamedTuple):
-    """Where the samples of rows are: M at the most in each, from its first place on."""
+    """Where the samples of rows are: M at the most in each, one after another."""
 
     length: Array  # [B, M], 0 behind the last
-    start: Array  # [B, M]
+    start: Array  # [B, M], of those behind the last: its end
     index: Array  # [B, Q], the sample of each place; M: none
     place: Array  # [B, Q], from the sample's first token
 
@@ -62,10 +62,11 @@ def rows_with_prefix(
     most: int,
     parts: Parts | None = None,
 ) -> Attend:
-    """`attention.rows_with_prefix` for samples side by side from a row's first place.
+    """`attention.rows_with_prefix` for samples one after another, each in one piece.
 
-    Their positions count from the prompt's length. Other rows give NaN, and places without a token
-    0. No windows, and no soft caps.
+    There may be places without a token between them, as where each begins with a chunk of layers
+    that recur. Their positions count from the prompt's length. Other rows give NaN, and places
+    without a token 0. No windows, and no soft caps.
 
     Args:
       most: samples of a row.
@@ -73,17 +74,19 @@ def rows_with_prefix(
     """
     width = segment.shape[-1]
     segment, position = even(segment), even(position)
-    numbers = jnp.arange(1, most + 1, dtype=segment.dtype)
-    length = (segment[..., None] == numbers).sum(-2, dtype=jnp.int32)  # [D, R, M]
-    start = jnp.cumsum(length, -1, dtype=jnp.int32) - length
     real, at = segment > 0, jnp.arange(segment.shape[-1], dtype=jnp.int32)
+    is_in = segment[..., None] == jnp.arange(1, most + 1, dtype=segment.dtype)  # [D, R, Q, M]
+    length = is_in.sum(-2, dtype=jnp.int32)  # [D, R, M]
+    first = jnp.where(is_in, at[:, None], at.size).min(-2)
+    end = jnp.where(length > 0, first + length, 0).max(-1, keepdims=True)
+    start = jnp.minimum(first, end)  # of samples that are not there: behind the last
     index = jnp.where(real, segment - 1, most)
     place = at - jnp.take_along_axis(start, jnp.minimum(index, most - 1), axis=-1)
     before = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
-    ends = (start + length)[..., -1:]
     in_order = (place >= 0) & (place < jnp.take_along_axis(length, index % most, axis=-1))
     counted = position == before[..., None] + place
-    fits = jnp.where(real, in_order & counted & (segment <= most), at >= ends).all(-1)
+    fits = (in_order & counted & (segment <= most) | ~real).all(-1)
+    fits &= (jnp.diff(start) >= 0).all(-1)
     # An empty row has one sample of one token, which is not read: cuDNN wants some.
     length = length.at[..., 0].set(jnp.maximum(length[..., 0], 1))
 
