@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -49,6 +50,35 @@ def test_the_memory_of_a_mesh_of_absent_devices_is_that_of_its_chip(name):
     topology = topologies.topology(name)
     mesh = sharding.make_mesh(devices=topology.devices)
     assert memory.device_bytes(mesh) == topology.chip.memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent(topologies.StandIn):
+    """A device whose allocator keeps no count."""
+
+    def memory_stats(self) -> None:
+        return None
+
+
+def test_a_gpu_that_does_not_say_its_memory_has_not_that_of_its_host(monkeypatch):
+    def memory_of(kind: str) -> int:
+        return memory.device_bytes(sharding.make_mesh(devices=[Silent(0, "gpu", kind, 0)]))
+
+    assert memory_of("NVIDIA H200") == CHIPS["h200"].memory
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    with pytest.raises(InputError, match=r"NVIDIA L4: its memory is not known.*: unset that"):
+        memory_of("NVIDIA L4")
+
+
+def test_what_a_gpu_has_no_room_for_may_have_room_in_a_larger_share_of_it(monkeypatch):
+    mesh = sharding.make_mesh(devices=topologies.stand_ins("h200:1x1", 1))
+    too_much = memory.Memory(int(130 * GIB), 0, 0, 0, 0)
+    with pytest.raises(InputError, match=r"75% of a GPU's memory, with XLA_\w+=0\.9 more"):
+        memory.refuse_too_large(too_much, mesh)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    with pytest.raises(InputError, match="does not fit") as caught:
+        memory.refuse_too_large(too_much, mesh)
+    assert "XLA_" not in str(caught.value)
 
 
 def test_slices_are_islands_and_what_crosses_them_is_known():
