@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 GIB = 2**30
 JAX_SHARE = 0.75
-"""Of a GPU's memory, what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+"""Of a GPU's memory, what JAX takes unless XLA_CLIENT_MEM_FRACTION says otherwise."""
 
 
 class Chip(NamedTuple):

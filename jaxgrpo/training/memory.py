@@ -42,8 +42,9 @@ from jaxgrpo.update.forward import (
 EVAL_BASE = "eval.kl_to_base"
 """The copy of the base that evaluations measure the KL to, among the policies in memory."""
 
-ALLOCATOR, SHARE_OF_GPU = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""Variables that JAX reads."""
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # a variable that JAX reads, as these
+GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""The second is an older name; JAX refuses both at once."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 STATUS = Path("/proc/self/status")  # of this process, in Linux
 COMPILING = 300 * 2**20
@@ -349,8 +350,8 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
         if sampling
         else "a smaller train.tokens_per_micro_batch, or mesh.fsdp"
     )
-    if mesh.devices.flat[0].platform == "gpu" and SHARE_OF_GPU not in os.environ:
-        remedy += f"; JAX takes {JAX_SHARE:.0%} of a GPU's memory, with {SHARE_OF_GPU}=0.9 more"
+    if mesh.devices.flat[0].platform == "gpu" and not any(map(os.environ.get, GPU_SHARES)):
+        remedy += f"; JAX takes {JAX_SHARE:.0%} of a GPU's memory, with {GPU_SHARES[0]}=0.9 more"
     raise InputError(
         f"the run does not fit its devices ({parts}): take {remedy}; model.dtype = "
         '"bfloat16" halves what is computed with, and more devices share it'

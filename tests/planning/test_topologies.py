@@ -71,14 +71,18 @@ def test_a_gpu_that_does_not_say_its_memory_has_not_that_of_its_host(monkeypatch
 
 
 def test_what_a_gpu_has_no_room_for_may_have_room_in_a_larger_share_of_it(monkeypatch):
+    for name in memory.GPU_SHARES:
+        monkeypatch.delenv(name, raising=False)
     mesh = sharding.make_mesh(devices=topologies.stand_ins("h200:1x1", 1))
     too_much = memory.Memory(int(130 * GIB), 0, 0, 0, 0)
     with pytest.raises(InputError, match=r"75% of a GPU's memory, with XLA_\w+=0\.9 more"):
         memory.refuse_too_large(too_much, mesh)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    with pytest.raises(InputError, match="does not fit") as caught:
-        memory.refuse_too_large(too_much, mesh)
-    assert "XLA_" not in str(caught.value)
+    for name in memory.GPU_SHARES:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "0.9")
+            with pytest.raises(InputError, match="does not fit") as caught:
+                memory.refuse_too_large(too_much, mesh)
+            assert "XLA_" not in str(caught.value)
 
 
 def test_slices_are_islands_and_what_crosses_them_is_known():
