@@ -35,16 +35,18 @@ class Rows(NamedTuple):
     """Packed rows of at most `samples` of random lengths, behind prompts of at most `prompt`.
 
     One row is full; those after it have a sample less each, down to none, with nothing behind the
-    last, and prompts get shorter. So whatever rows may leave empty is part of the error.
+    last, and prompts get shorter. So whatever rows may leave empty is part of the error. Behind
+    each sample there may be a `gap` too, as where layers recur.
     """
 
     number: int = 16
     tokens: int = 2048
     samples: int = 4
     prompt: int = 512
+    gap: int = 0
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, 0 behind the last, int32 [B, M]."""
+        """Places of each sample with its gap, 0 behind the last, int32 [B, M]."""
         random = np.random.default_rng(0)
         cuts = random.integers(64, self.tokens - 64, (self.number, self.samples - 1))
         ends = np.pad(np.sort(cuts), [(0, 0), (0, 1)], constant_values=self.tokens)
@@ -54,9 +56,12 @@ class Rows(NamedTuple):
 
     def segments(self) -> np.ndarray:
         """The number of each token's sample within its row, from 1, and 0 at none, int32 [B, T]."""
-        numbers = np.arange(1, self.samples + 1)
-        rows = [np.repeat(numbers, length) for length in self.lengths()]
-        return np.stack([np.pad(row, (0, self.tokens - len(row))) for row in rows]).astype(np.int32)
+        segments = np.zeros((self.number, self.tokens), np.int32)
+        for row, lengths in enumerate(self.lengths()):
+            for sample, (end, length) in enumerate(zip(lengths.cumsum(), lengths, strict=True), 1):
+                real = max(length - self.gap, min(length, 1))
+                segments[row, end - length : end - length + real] = sample
+        return segments
 
     def starts(self) -> np.ndarray:
         """The first place of each token's sample, int32 [B, T]."""
@@ -70,7 +75,7 @@ class Rows(NamedTuple):
 
     def flop(self) -> float:
         """Of the products of one forward pass."""
-        lengths = self.lengths().astype(float)
+        lengths = np.maximum(self.lengths() - self.gap, 0).astype(float)
         pairs = (lengths**2).sum() / 2 + (lengths.sum(1) * self.prompts()).sum()
         return 4 * HEADS * SIZE * pairs
 
@@ -214,7 +219,11 @@ def decode_lines(slots: Slots) -> list[str]:
 
 def main() -> None:
     print(common.describe())
-    for line in (*update_lines(Rows()), *decode_lines(Slots())):
+    for rows in (Rows(), Rows(gap=48)):
+        print(f"samples apart by {rows.gap} places")
+        for line in update_lines(rows):
+            print(line, flush=True)
+    for line in decode_lines(Slots()):
         print(line, flush=True)
 
 

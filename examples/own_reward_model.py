@@ -3,7 +3,7 @@
 rewards = [{ use = "examples/own_reward_model.py:score", model = "owner/name", batch_size = 16 }]
 
 It needs `pip install torch`, which jaxgrpo does not. JAX takes most of a GPU's memory when it
-starts, so the default is the CPU; device = "cuda" needs XLA_PYTHON_CLIENT_MEM_FRACTION, as 0.7.
+starts, so the default is the CPU; device = "cuda" needs XLA_CLIENT_MEM_FRACTION, as 0.7.
 """
 
 import functools

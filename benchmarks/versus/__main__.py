@@ -9,7 +9,8 @@ process of its own, one step of each in turn, while the others wait. A ratio is 
 seconds of a step, on ragged work in seconds per token sampled; it is judged by the lower end of its
 95% bootstrap interval. docs/benchmarks.md says what is equal and what is not.
 
-Needs torch and, for TRL, the extra "versus": pip install torch==2.13.0 '.[versus]'
+Needs torch and, for TRL, which is compared on a CPU alone, the extra "versus":
+pip install torch==2.13.0 '.[versus]'
 """
 
 from __future__ import annotations
@@ -110,6 +111,9 @@ def options() -> argparse.Namespace:
             parser.error(f"--workloads: {name!r} is none; a model and a kind of {choices}, as S/A")
     workloads = workloads or (QUICK if arguments.quick else LIMITS)
     arguments.workloads = {name: arguments.pairs or PAIRS.get(name, 5) for name in workloads}
+    if arguments.device != "cpu" and "trl" in arguments.against:
+        text = "its trainer is set up for a CPU (trl_step.py); give --against torch"
+        parser.error(f"--against trl: with --device {arguments.device} {text}")
     for name in arguments.against:
         if name not in contest.MODULES or name == OURS:
             parser.error(f"--against: {name!r} is none; give trl, torch or trl,torch")

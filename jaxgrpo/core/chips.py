@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 GIB = 2**30
 JAX_SHARE = 0.75
-"""Of a GPU's memory, what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+"""Of a GPU's memory, what JAX takes unless XLA_CLIENT_MEM_FRACTION says otherwise."""
 
 
 class Chip(NamedTuple):
@@ -71,7 +71,7 @@ CHIPS = {
             **_GPU,
         ),
         Chip(
-            *("h200", ".*H200.*", 989e12, int(JAX_SHARE * 139.8 * GIB), 4800e9),
+            *("h200", "(.* )?H200.*", 989e12, int(JAX_SHARE * 139.8 * GIB), 4800e9),
             *(450e9, 400e9 / 8, f"{_H100}: 900 GB/s NVLink both ways"),
             **_GPU,
         ),
@@ -85,5 +85,7 @@ def find_chip(kind: str) -> Chip | None:
 
     >>> find_chip("TPU v5 lite").name, find_chip("TPU v5").name, find_chip("cpu")
     ('v5e', 'v5p', None)
+    >>> find_chip("NVIDIA H200").name, find_chip("NVIDIA GH200 480GB")  # it has less memory
+    ('h200', None)
     """
     return next((chip for chip in CHIPS.values() if re.fullmatch(chip.kinds, kind)), None)

@@ -30,7 +30,7 @@ from jaxgrpo.models.cache import (
     with_chunk,
     written,
 )
-from jaxgrpo.models.kernels import cudnn
+from jaxgrpo.models.kernels import load
 from jaxgrpo.models.kernels.plain import SAVED as SAVED
 from jaxgrpo.models.kernels.plain import (
     Keys,
@@ -141,19 +141,17 @@ def choose_kernel(
       samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
       mesh: the run's; None on one device.
 
-    Raises: InputError with everything that the kernel asked for cannot compute.
+    Raises: InputError with everything that the kernel asked for cannot compute; also where this
+    release of JAX has not what it is made of.
     """
-    # Not above: they take a tenth of a second.
-    from jaxgrpo.models.kernels import cudnn_packed, splash
-
     find("model.attention", setting, dict.fromkeys(KERNELS))
     name = PLATFORM_KERNELS.get(platform, "xla") if setting == "auto" else setting
-    problems = []
-    if name == "splash":
-        problems = splash.refusals(config, row, mesh)
-    elif name == "cudnn":
-        problems = cudnn.refusals(config, samples_per_row, mesh)
-    if name != "xla" and PLATFORM_KERNELS.get(platform) != name:
+    if name == "xla":
+        return XLA
+    limit = {"splash": row, "cudnn": samples_per_row}[name]
+    module, problems = load(name)  # not above: it takes a tenth of a second
+    problems = problems or module.refusals(config, limit, mesh)
+    if PLATFORM_KERNELS.get(platform) != name:
         problems.append(f"platform {platform}: it runs on another")
     if problems and setting == "auto":
         return XLA._replace(why=f"{name} cannot: {'; '.join(problems)}")
@@ -161,14 +159,12 @@ def choose_kernel(
     refuse_all(title, problems)
     if name == "splash":
         on_mesh = functools.partial(functools.partial, mesh=mesh)
-        return Kernel(name, on_mesh(splash.causal), on_mesh(splash.rows_with_prefix))
-    if name == "xla":
-        return XLA
+        return Kernel(name, on_mesh(module.causal), on_mesh(module.rows_with_prefix))
     most = samples_per_row or 1  # which is known, or it was refused
     if most == 1:
-        return Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
-    packed = functools.partial(cudnn_packed.rows_with_prefix, most=most)
-    return Kernel(name, cudnn.causal, packed)
+        return Kernel(name, module.causal, module.rows_with_prefix)
+    packed = functools.partial(load("cudnn_packed")[0].rows_with_prefix, most=most)
+    return Kernel(name, module.causal, packed)
 
 
 class Decoding(NamedTuple):
@@ -201,9 +197,8 @@ def choose_decoding(
     """
     if device.platform != "gpu" or setting == "xla":
         return RINGS
-    from jaxgrpo.models.kernels import pallas_decoding  # not above: it takes half a second
-
-    if problems := pallas_decoding.refusals(device, model, dtype):
+    module, problems = load("pallas_decoding")  # not above: it takes half a second
+    if problems := problems or module.refusals(device, model, dtype):
         return Decoding(why=f"pallas cannot: {'; '.join(problems)}")
     return Decoding("pallas", None if mesh is None or mesh.size == 1 else mesh)
 

@@ -28,6 +28,7 @@ from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.training import inputs, memory, opening, parameters, rewarding, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import Inputs
+from jaxgrpo.training.method import attention_lines
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts, show_config
 from jaxgrpo.training.records.folder import refuse_unusable
@@ -71,6 +72,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
                 config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
             ),
             **_sizes(config.rollout, config.train, geometry, slots),
+            **attention_lines(run.blueprint, run.engine),
             "data": f"{len(prompts.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * config.rollout.prompts_per_step}",

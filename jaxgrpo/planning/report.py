@@ -15,6 +15,7 @@ from jaxgrpo.planning.advice import Candidate
 from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.training.memory import shown
+from jaxgrpo.training.method import attention_lines
 from jaxgrpo.training.records.console import facts, terminal_table
 
 
@@ -90,6 +91,7 @@ def plan_numbers(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
         "bins": geometry.bins,
         "micro_batches": geometry.micro_batches,
         "attention": blueprint.kernel.name,
+        "decoding": plan.run.engine.programs.attention.name,
         "remat": blueprint.remat,
         "parts_by_formula": plan.parts,
         "peak_by_formula": peak_bytes(plan.parts),
@@ -142,15 +144,14 @@ def _sent_bytes(program: Planned) -> float:
 def _head(plan: Plan) -> dict[str, str]:
     blueprint, geometry = plan.run.blueprint, plan.run.blueprint.geometry
     mesh = ", ".join(f"{name} {size}" for name, size in blueprint.mesh.shape.items())
-    why = f" ({blueprint.kernel.why})" if blueprint.kernel.why else ""
-    passes = f"remat {blueprint.remat}, attention {blueprint.kernel.name}{why}"
     return {
         "devices": f"{plan.topology.title}; {shown(plan.limit)} each ({plan.topology.chip.source})",
         "mesh": mesh,
         "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples of at most "
         f"{geometry.max_completion_tokens} tokens, {blueprint.sampling.slots} decoded at once",
         "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins x "
-        f"{geometry.tokens} tokens, {passes}",
+        f"{geometry.tokens} tokens, remat {blueprint.remat}",
+        **attention_lines(blueprint, plan.run.engine),
     }
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxgrpo.core.chips import CHIPS, find_chip
+from jaxgrpo.core.chips import CHIPS, JAX_SHARE, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
@@ -42,6 +42,9 @@ from jaxgrpo.update.forward import (
 EVAL_BASE = "eval.kl_to_base"
 """The copy of the base that evaluations measure the KL to, among the policies in memory."""
 
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # a variable that JAX reads, as these
+GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""The second is an older name; JAX refuses both at once."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 STATUS = Path("/proc/self/status")  # of this process, in Linux
 COMPILING = 300 * 2**20
@@ -347,6 +350,8 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
         if sampling
         else "a smaller train.tokens_per_micro_batch, or mesh.fsdp"
     )
+    if mesh.devices.flat[0].platform == "gpu" and not any(map(os.environ.get, GPU_SHARES)):
+        remedy += f"; JAX takes {JAX_SHARE:.0%} of a GPU's memory, with {GPU_SHARES[0]}=0.9 more"
     raise InputError(
         f"the run does not fit its devices ({parts}): take {remedy}; model.dtype = "
         '"bfloat16" halves what is computed with, and more devices share it'
@@ -356,12 +361,17 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
 def device_bytes(mesh: Mesh) -> int:
     """The bytes of memory that a device of the mesh gives; CPU devices share the machine's.
 
-    Raises: InputError for devices that are not here and not in `core.chips.CHIPS`.
+    Of others that do not say it, those of `core.chips.CHIPS`: they are compiled for and not here,
+    or the allocator that was chosen for a GPU keeps no count.
+
+    Raises: InputError where it is not in that table either.
     """
     device = mesh.local_devices[0]
     try:
         stats: Mapping[str, int] = device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:  # it is compiled for, and not here
+        return _published(device.device_kind)
+    if device.platform != "cpu" and "bytes_limit" not in stats:
         return _published(device.device_kind)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)
     return stats.get("bytes_limit", machine)
@@ -370,7 +380,11 @@ def device_bytes(mesh: Mesh) -> int:
 def _published(kind: str) -> int:
     chip = find_chip(kind)
     if chip is None:
-        raise InputError(f"{kind}: its memory is not known; known are {', '.join(CHIPS)}")
+        allocator = os.environ.get(ALLOCATOR)
+        remedy = f"; with {ALLOCATOR} = {allocator} JAX does not say it: unset that" * bool(
+            allocator
+        )
+        raise InputError(f"{kind}: its memory is not known; known are {', '.join(CHIPS)}{remedy}")
     return chip.memory
 
 

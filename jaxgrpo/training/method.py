@@ -199,6 +199,21 @@ def _choose_kernel(
     )
 
 
+def attention_lines(blueprint: Blueprint, engine: SlotEngine) -> dict[str, str]:
+    """Stage -> the kernel of its attention, or why it has none; without stages that need no word,
+    since XLA computes them as on any platform."""
+    kernels: dict[str, attention.Kernel | attention.Decoding] = {
+        "attention": blueprint.kernel,
+        "decoding": engine.programs.attention,
+        **{f"attention of {path}": teacher.kernel for path, teacher in blueprint.teachers.items()},
+    }
+    return {
+        stage: f"by {kernel.name}" + (f": {kernel.why}" if kernel.why else "")
+        for stage, kernel in kernels.items()
+        if kernel.name != "xla" or kernel.why
+    }
+
+
 def _geometry(
     rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
 ) -> packing.Geometry:

@@ -31,6 +31,7 @@ from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.collecting.replay import refuse_other_files, to_json
 from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line
+from jaxgrpo.training.method import attention_lines
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress, describe
 from jaxgrpo.training.processes.watchdog import Watchdog
@@ -250,10 +251,8 @@ def say_start(
     base = parameters.base_line(pretrained.adapter_path, pretrained.path, pretrained.revision)
     for line in filter(None, (unread, base)):
         display.say(line)
-    kernels = {"attention": run.blueprint.kernel, "decoding": run.engine.programs.attention}
-    for stage, kernel in kernels.items():
-        if kernel.name != "xla" or kernel.why:
-            display.say(f"{stage} by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))
+    for stage, line in attention_lines(run.blueprint, run.engine).items():
+        display.say(f"{stage} {line}")
     for name, prompts in {"": inputs.prompts, "eval.data: ": inputs.held_out}.items():
         if prompts and prompts.dropped:
             line = dropped_line(prompts, run.config.rollout.max_prompt_tokens)

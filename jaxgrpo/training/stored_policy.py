@@ -188,6 +188,7 @@ def find_policy(
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, rollout, config.train.seed, has_base
     )
+    _say_decoding(console, policy.engine)
     return dataclasses.replace(policy, world=world), prompts
 
 
@@ -229,6 +230,7 @@ def find_answerer(
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, config.rollout, config.train.seed
     )
+    _say_decoding(console, policy.engine)
     parser = functools.partial(find_parser, config.rollout.call_format, chat, settings.stop_tokens)
     return Answerer(policy, chat, parser)
 
@@ -269,6 +271,13 @@ def _policy_with_engine(
     width = rollout.max_prompt_tokens
     engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
     return _policy(pretrained, engine, mesh, rollout, seed)
+
+
+def _say_decoding(console: Console, engine: Any) -> None:
+    """Says why the platform's kernels do not decode, where they do not."""
+    kernel = engine.programs.attention
+    if kernel.why and process.is_main():
+        console.print(f"decoding by {kernel.name}: {kernel.why}", soft_wrap=True, markup=False)
 
 
 def judge_name(scorer: str | RewardFunction | None) -> str | None:

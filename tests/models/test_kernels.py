@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
@@ -127,3 +129,32 @@ def test_all_that_splash_cannot_compute_is_one_message():
 def test_an_unknown_kernel_is_answered_with_the_nearest():
     with pytest.raises(InputError, match="did you mean 'splash'"):
         choose_kernel("slpash", "tpu", MODEL, row=64)
+
+
+def test_a_kernel_that_jax_has_left_out_is_refused_and_missed_on_its_platform_alone(monkeypatch):
+    monkeypatch.delitem(sys.modules, "jaxgrpo.models.kernels.splash", raising=False)
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.ops.tpu", None)
+    kernel = choose_kernel("auto", "tpu", MODEL, row=64)
+    assert kernel.name == "xla"
+    assert kernel.why.startswith(f"splash cannot: JAX {jax.__version__} lacks what it is made of (")
+    with pytest.raises(InputError, match="lacks what it is made of"):
+        choose_kernel("splash", "tpu", MODEL, row=64)
+    assert choose_kernel("auto", "cpu", MODEL, row=64) is XLA
+    assert choose_kernel("auto", "gpu", MODEL, row=64, samples_per_row=1).name == "cudnn"
+
+
+def test_rows_of_several_samples_are_left_to_xla_where_jax_has_another_backward_pass(monkeypatch):
+    config = dataclasses.replace(MODEL, pattern=(LayerKind(),))
+
+    def chosen_kernel(samples_per_row: int):
+        return choose_kernel("auto", "gpu", config, row=64, samples_per_row=samples_per_row)
+
+    assert chosen_kernel(8).name == "cudnn"
+    rule = "_dot_product_attention_bwd_rule"
+    monkeypatch.setattr(fused_attention_stablehlo, rule, lambda scale, res, novel: None)
+    assert chosen_kernel(8).name == "xla"
+    assert "takes other arguments (" in chosen_kernel(8).why
+    assert "novel" in chosen_kernel(8).why
+    monkeypatch.delattr(fused_attention_stablehlo, rule)
+    assert "hides cuDNN's backward pass elsewhere" in chosen_kernel(8).why
+    assert chosen_kernel(1).name == "cudnn"

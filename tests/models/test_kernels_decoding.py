@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,6 +165,18 @@ def test_what_they_cannot_compute_is_named_and_left_to_xla(changes, dtype, reaso
     assert kernel.name == "xla"
     assert not kernel.has_lines
     assert reason in kernel.why
+
+
+@pytest.mark.parametrize("module", ["triton", "ops.gpu.decode_attention"])
+def test_where_jax_has_left_them_out_decoding_is_by_xla_and_says_so(monkeypatch, module):
+    monkeypatch.delitem(sys.modules, "jaxgrpo.models.kernels.pallas_decoding", raising=False)
+    monkeypatch.setitem(sys.modules, f"jax.experimental.pallas.{module}", None)
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    config = dataclasses.replace(KERNEL_SIZED, dtype="bfloat16")
+    kernel = attention.choose_decoding(device, tiny.model(config), "bfloat16")
+    assert kernel.name == "xla"
+    assert not kernel.has_lines
+    assert kernel.why.startswith(f"pallas cannot: JAX {jax.__version__} lacks what it is made of (")
 
 
 def test_they_are_for_gpus_alone():

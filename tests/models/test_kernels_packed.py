@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attended import ALONE, SEVERAL, assert_same, rows, with_gradients
+from attended import ALONE, APART, SEVERAL, assert_same, rows, with_gradients
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxgrpo.models import attention
@@ -76,7 +76,9 @@ def backward(query, key, value, spans, out, sums, slope):
 FORMULAS = Parts(forward, backward)
 
 
-@pytest.mark.parametrize("packed", [SEVERAL, ALONE, EMPTY], ids=["several", "one", "empty"])
+@pytest.mark.parametrize(
+    "packed", [SEVERAL, APART, ALONE, EMPTY], ids=["several", "apart", "one", "empty"]
+)
 def test_packed_rows_are_the_plain_ones_with_their_gradients(packed):
     *inputs, cotangent = map(jnp.asarray, attended.draws(packed, np.float32))
     actual, expected = (
@@ -90,15 +92,17 @@ def test_packed_rows_are_the_plain_ones_with_their_gradients(packed):
 
 
 @pytest.mark.full
-def test_rows_that_are_not_side_by_side_give_nan_and_leave_others_alone():
+def test_rows_whose_samples_are_in_pieces_or_out_of_order_give_nan_and_leave_others_alone():
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
-    gap = SEVERAL.segment.copy()
-    gap[0, 0, 0] = 0  # the row begins with a place without a token
-    odd = SEVERAL._replace(segment=gap)
     kernel = functools.partial(cudnn_packed.rows_with_prefix, parts=FORMULAS)
-    out = rows(functools.partial(kernel, most=3), odd, PLAIN, *inputs)
-    assert np.isnan(out[0, 0]).all()
-    assert np.isfinite(out[0, 1:]).all()
+    cut, turned = SEVERAL.segment.copy(), SEVERAL.segment.copy()
+    cut[0, 0, 2] = 0  # no token in the middle of a sample
+    turned[0, 0, :11] = 2 - (np.arange(11) >= 5)  # the second sample is the first
+    for segment in (cut, turned):
+        odd = SEVERAL._replace(segment=segment)
+        out = rows(functools.partial(kernel, most=3), odd, PLAIN, *inputs)
+        assert np.isnan(out[0, 0]).all()
+        assert np.isfinite(out[0, 1:]).all()
     out = rows(functools.partial(kernel, most=2), SEVERAL, PLAIN, *inputs)
     assert np.isnan(out[0, 2]).all()  # of three samples
     assert np.isfinite(out[0, :2]).all()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planned
 import pytest
 
 from jaxgrpo.core.chips import CHIPS, GIB
@@ -14,6 +16,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
 from jaxgrpo.planning import plan, topologies
 from jaxgrpo.training import memory
+from jaxgrpo.training.method import attention_lines
 
 NEEDS_CUDA = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
@@ -47,6 +50,39 @@ def test_the_memory_of_a_mesh_of_absent_devices_is_that_of_its_chip(name):
     topology = topologies.topology(name)
     mesh = sharding.make_mesh(devices=topology.devices)
     assert memory.device_bytes(mesh) == topology.chip.memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent(topologies.StandIn):
+    """A device whose allocator keeps no count."""
+
+    def memory_stats(self) -> None:
+        return None
+
+
+def test_a_gpu_that_does_not_say_its_memory_has_not_that_of_its_host(monkeypatch):
+    def memory_of(kind: str) -> int:
+        return memory.device_bytes(sharding.make_mesh(devices=[Silent(0, "gpu", kind, 0)]))
+
+    assert memory_of("NVIDIA H200") == CHIPS["h200"].memory
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    with pytest.raises(InputError, match=r"NVIDIA L4: its memory is not known.*: unset that"):
+        memory_of("NVIDIA L4")
+
+
+def test_what_a_gpu_has_no_room_for_may_have_room_in_a_larger_share_of_it(monkeypatch):
+    for name in memory.GPU_SHARES:
+        monkeypatch.delenv(name, raising=False)
+    mesh = sharding.make_mesh(devices=topologies.stand_ins("h200:1x1", 1))
+    too_much = memory.Memory(int(130 * GIB), 0, 0, 0, 0)
+    with pytest.raises(InputError, match=r"75% of a GPU's memory, with XLA_\w+=0\.9 more"):
+        memory.refuse_too_large(too_much, mesh)
+    for name in memory.GPU_SHARES:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "0.9")
+            with pytest.raises(InputError, match="does not fit") as caught:
+                memory.refuse_too_large(too_much, mesh)
+            assert "XLA_" not in str(caught.value)
 
 
 def test_slices_are_islands_and_what_crosses_them_is_known():
@@ -88,6 +124,17 @@ def test_gpus_are_hosts_and_the_gpus_of_each(name, hosts, devices):
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(hosts, -1, 1, 1), sharding.AXES)
     assert plan.islands(mesh) == {"data": hosts, "fsdp": 1, "tensor": 1, "context": 1}
     assert memory.device_bytes(mesh) == topology.chip.memory
+
+
+def test_what_computes_attention_on_a_gpu_that_is_not_here_is_known_with_the_reason():
+    devices, mesh = topologies.stand_ins("h200:1x1", 1), {"fsdp": 1, "tensor": 1}
+    run = planned.run(devices=devices, mesh=mesh)
+    lines = attention_lines(run.blueprint, run.engine)
+    assert lines == {"attention": "by cudnn", "decoding": "by pallas"}
+    run = planned.run(devices=devices, mesh=mesh, **{"model.dtype": "float32"})
+    lines = attention_lines(run.blueprint, run.engine)
+    assert lines["attention"].startswith("by xla: cudnn cannot: model.dtype = float32")
+    assert lines["decoding"].startswith("by xla: pallas cannot: model.dtype = float32")
 
 
 def too_large(name: str) -> str:

@@ -35,12 +35,21 @@ class Packed(NamedTuple):
         return tuple(map(jnp.asarray, self[:4]))
 
 
-def packed(rows: list[list[int]], row_prompt: list[int], lengths: list[int], width: int, size: int):
-    """Rows of completions of these lengths, side by side, in `size` places each."""
+def packed(
+    rows: list[list[int]],
+    row_prompt: list[int],
+    lengths: list[int],
+    width: int,
+    size: int,
+    align: int = 1,
+):
+    """Rows of completions of these lengths in `size` places each, side by side but for those that
+    would not begin at a multiple of `align`."""
     segment, position = np.zeros((2, 1, len(rows), size), np.int32)
     for row, completions in enumerate(rows):
         start = 0
         for number, length in enumerate(completions, 1):
+            start = -(-start // align) * align
             span = slice(start, start + length)
             segment[0, row, span] = number
             position[0, row, span] = lengths[row_prompt[row]] + np.arange(length)
@@ -50,6 +59,8 @@ def packed(rows: list[list[int]], row_prompt: list[int], lengths: list[int], wid
 
 
 SEVERAL = packed([[5, 6], [12], [3, 3, 3]], [1, 0, 1], [3, 5], width=5, size=12)
+APART = packed([[5, 4], [12], [3, 3, 2]], [1, 0, 1], [3, 5], width=5, size=12, align=4)
+"""As where layers recur: each sample begins with a chunk."""
 ALONE = packed([[9], [12], [1]], [1, 0, 1], [3, 5], width=5, size=12)
 """The same with one sample in each row."""
 

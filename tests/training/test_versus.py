@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.versus import contest, files, proof
+from benchmarks.versus import __main__, contest, files, proof
 from benchmarks.versus.contest import Step, ratios
 from benchmarks.versus.work import Work, parity, spread
 from benchmarks.workloads import WORKLOADS, Workload, make_prompts, model_config
@@ -44,6 +45,13 @@ def test_a_ratio_is_of_neighbours_and_on_ragged_work_per_token():
     theirs = [Step(3.0, 300, {}), Step(8.0, 300, {}), Step(20.0, 300, {})]
     exact, ragged = (ratios(theirs, ours, exact=is_exact)["ratio"] for is_exact in (True, False))
     np.testing.assert_allclose((exact, ragged), (4.0, 4.0 / 3))
+
+
+def test_a_trainer_that_computes_on_a_cpu_is_not_compared_on_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["versus", "--device", "cuda"])
+    with pytest.raises(SystemExit):
+        __main__.options()
+    assert "give --against torch" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
+
+import jax
+
+from jaxgrpo.core.errors import one_line
+
+
+def load(name: str) -> tuple[Any, list[str]]:
+    """A module of this package, and why it is None: JAX may have moved what it is made of.
+
+    What JAX calls experimental, or hides, may leave it in any release.
+    """
+    try:
+        return importlib.import_module(f"{__name__}.{name}"), []
+    except (ImportError, AttributeError) as error:
+        return None, [f"JAX {jax.__version__} lacks what it is made of ({one_line(error)})"]
 
 
 def compute_capability(device: Any) -> float | None:

@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, ModelConfig
-from jaxgrpo.models.kernels import compute_capability
+from jaxgrpo.models.kernels import compute_capability, load
 from jaxgrpo.models.kernels.plain import check_kind, lacking, take_per_bin
 
 WIDEST_HEAD, WIDEST_BEFORE_HOPPER = 256, 128
@@ -62,6 +62,9 @@ def refusals(
         )
     elif samples_per_row > 1 and any(kind.window is not None for kind in config.attention):
         problems.append("windows in rows of several samples: they reach into prompts")
+    if samples_per_row is not None and samples_per_row > 1:
+        packed, missing = load("cudnn_packed")
+        problems += missing or packed.refusals()
     if mesh is not None and mesh.shape["context"] > 1:
         problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
     return problems

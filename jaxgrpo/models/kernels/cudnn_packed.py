@@ -14,6 +14,7 @@ Source: jax._src.cudnn.fused_attention_stablehlo; FlashAttention, arXiv 2205.141
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, custom_batching
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxgrpo.core.errors import one_line
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue
 from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.kernels.cudnn import even
@@ -32,10 +34,10 @@ NEVER_SEEN = 1e30
 
 
 class Samples(NamedTuple):
-    """Where the samples of rows are: M at the most in each, from its first place on."""
+    """Where the samples of rows are: M at the most in each, one after another."""
 
     length: Array  # [B, M], 0 behind the last
-    start: Array  # [B, M]
+    start: Array  # [B, M], of those behind the last: its end
     index: Array  # [B, Q], the sample of each place; M: none
     place: Array  # [B, Q], from the sample's first token
 
@@ -60,10 +62,11 @@ def rows_with_prefix(
     most: int,
     parts: Parts | None = None,
 ) -> Attend:
-    """`attention.rows_with_prefix` for samples side by side from a row's first place.
+    """`attention.rows_with_prefix` for samples one after another, each in one piece.
 
-    Their positions count from the prompt's length. Other rows give NaN, and places without a token
-    0. No windows, and no soft caps.
+    There may be places without a token between them, as where each begins with a chunk of layers
+    that recur. Their positions count from the prompt's length. Other rows give NaN, and places
+    without a token 0. No windows, and no soft caps.
 
     Args:
       most: samples of a row.
@@ -71,17 +74,19 @@ def rows_with_prefix(
     """
     width = segment.shape[-1]
     segment, position = even(segment), even(position)
-    numbers = jnp.arange(1, most + 1, dtype=segment.dtype)
-    length = (segment[..., None] == numbers).sum(-2, dtype=jnp.int32)  # [D, R, M]
-    start = jnp.cumsum(length, -1, dtype=jnp.int32) - length
     real, at = segment > 0, jnp.arange(segment.shape[-1], dtype=jnp.int32)
+    is_in = segment[..., None] == jnp.arange(1, most + 1, dtype=segment.dtype)  # [D, R, Q, M]
+    length = is_in.sum(-2, dtype=jnp.int32)  # [D, R, M]
+    first = jnp.where(is_in, at[:, None], at.size).min(-2)
+    end = jnp.where(length > 0, first + length, 0).max(-1, keepdims=True)
+    start = jnp.minimum(first, end)  # of samples that are not there: behind the last
     index = jnp.where(real, segment - 1, most)
     place = at - jnp.take_along_axis(start, jnp.minimum(index, most - 1), axis=-1)
     before = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
-    ends = (start + length)[..., -1:]
     in_order = (place >= 0) & (place < jnp.take_along_axis(length, index % most, axis=-1))
     counted = position == before[..., None] + place
-    fits = jnp.where(real, in_order & counted & (segment <= most), at >= ends).all(-1)
+    fits = (in_order & counted & (segment <= most) | ~real).all(-1)
+    fits &= (jnp.diff(start) >= 0).all(-1)
     # An empty row has one sample of one token, which is not read: cuDNN wants some.
     length = length.at[..., 0].set(jnp.maximum(length[..., 0], 1))
 
@@ -164,6 +169,43 @@ NO_FUNCTION = (
 )
 
 
+UNUSED: dict[str, Any] = {
+    "seed": 42,
+    "dropout_rate": 0.0,
+    "variadic_args": (False, False),
+    "layout": 0,
+    "sliding_window_length": None,
+    "return_residual": False,
+    **NO_FUNCTION.options,
+}
+"""Arguments of JAX's rule for the backward pass by which it does nothing more than is needed."""
+USED = ("scale", "mask_type", "res", "grad_output")
+"""The others."""
+
+
+def refusals() -> list[str]:
+    """What this release of JAX has not as it is called here; empty if nothing.
+
+    JAX has no public name for cuDNN's backward pass with log-sum-exps that are given.
+    """
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        arguments = {*inspect.signature(fused._dot_product_attention_bwd_rule).parameters}
+    except (ImportError, AttributeError) as error:
+        return [
+            f"rows of several samples: JAX {jax.__version__} hides cuDNN's backward pass "
+            f"elsewhere ({one_line(error)})"
+        ]
+    if arguments == {*USED, *UNUSED}:
+        return []
+    unknown = ", ".join(sorted(arguments ^ {*USED, *UNUSED}))
+    return [
+        f"rows of several samples: cuDNN's backward pass of JAX {jax.__version__} takes other "
+        f"arguments ({unknown})"
+    ]
+
+
 def _a_key_each(query: Array, pair: Sequence[Array], spans: Samples | Array) -> list[Array]:
     """Keys and values with a head for each of the queries', where JAX needs that."""
     if GROUPED or not isinstance(spans, Samples):
@@ -218,16 +260,10 @@ def _cudnn_backward(query, key, value, spans: Samples | Array, out, sums, slope)
     rule: Any = fused._dot_product_attention_bwd_rule
     grads = rule(
         scale=1.0,
-        seed=42,
-        dropout_rate=0.0,
-        variadic_args=(False, False),
         mask_type=mask,
-        layout=0,
-        sliding_window_length=None,
-        return_residual=False,
         res=(query, *pair, absent, *lengths, absent, absent, *NO_FUNCTION.values, sums, out),
         grad_output=slope,
-        **NO_FUNCTION.options,
+        **UNUSED,
     )
     shape = (*key.shape[:3], -1, key.shape[3])
     return grads[0], *(

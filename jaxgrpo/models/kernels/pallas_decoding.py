@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+from jax.experimental.pallas.triton import CompilerParams, dot, load, store
 
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.cache import FP8, LINES, Lines
@@ -28,7 +28,7 @@ from jaxgrpo.models.kernels.plain import Partial, lacking
 
 with warnings.catch_warnings():  # JAX 0.11 says that it will leave it out
     warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas.ops.gpu import decode_attention
+    from jax.experimental.pallas.ops.gpu.decode_attention import attn_forward_kernel
 
 QUERIES = 16  # the fewest rows of a product on a GPU
 PROGRAMS = 512
@@ -100,7 +100,7 @@ def over_prompts(query: Array, prompts: Lines, length: Array, interpret: bool = 
     while pairs * blocks * parts < PROGRAMS and columns % (2 * parts * block) == 0:
         parts *= 2
 
-    attend: Any = decode_attention.attn_forward_kernel
+    attend: Any = attn_forward_kernel
     attend = functools.partial(
         attend, sm_scale=1.0, block_k=block, block_h=QUERIES, num_heads=width
     )
@@ -120,7 +120,7 @@ def over_prompts(query: Array, prompts: Lines, length: Array, interpret: bool = 
         in_specs=[query_spec, lines_spec, lines_spec, pl.BlockSpec((), lambda i, part: ())],
         out_specs=[value_spec, sums_spec, sums_spec],
         out_shape=[jax.ShapeDtypeStruct((parts, width, size), jnp.float32), sums, sums],
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="decode_prompts",
     )
@@ -177,7 +177,7 @@ def over_slots(
             *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in slots),
         ],
         input_output_aliases={7: 1, 8: 2},
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="decode_slots",
     )(index.reshape(-1), place.reshape(-1), query, *prompt_parts, token, *slots)
@@ -202,14 +202,14 @@ def _over_slot(rows: int, slots: int, index_ref: Any, place_ref: Any, *refs: Any
         columns = pl.ds(block * LINES, LINES)
         is_live = block * LINES + jnp.arange(LINES) < index
         key, value = (
-            triton.load(ref.at[columns, :], mask=is_live[:, None], other=0.0).astype(query.dtype)
+            load(ref.at[columns, :], mask=is_live[:, None], other=0.0).astype(query.dtype)
             for ref in (key_ref, value_ref)
         )
-        score = triton.dot(query, key.T)
+        score = dot(query, key.T)
         score = jnp.where(is_live[None, :], score, jnp.finfo(score.dtype).min)
         highest = score.max(-1)
         weight = jnp.exp(score - highest[:, None])
-        summed = triton.dot(weight.astype(value.dtype), value)
+        summed = dot(weight.astype(value.dtype), value)
         return _join(before, Partial(summed, highest, weight.sum(-1)))
 
     parts_at = [(row, head, part, *reader) for part in range(parts)]
@@ -225,7 +225,7 @@ def _over_slot(rows: int, slots: int, index_ref: Any, place_ref: Any, *refs: Any
     new_value = jnp.broadcast_to(value.astype(jnp.float32)[None, :], query.shape)
     out = _join(before, Partial(new_value, score, jnp.ones_like(score)))
     out = (out.value / out.total[:, None]).astype(out_ref.dtype)
-    triton.store(out_ref, out, mask=(heads < shared)[:, None])
+    store(out_ref, out, mask=(heads < shared)[:, None])
     key_out[index, :], value_out[index, :] = key, value
 
 
