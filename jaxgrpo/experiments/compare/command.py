@@ -136,7 +136,8 @@ def _show_plan(
     seeds = len(experiment.seeds) + len(experiment.tuning_seeds)
     best = experiment.judge_rates == "best"
     rates = "tuning seeds at all rates, the others at the best" if best else "at all rates"
-    runs = f"{experiment.number_of_runs} runs: {len(experiment.arms)} arms, {seeds} seeds, {rates}"
+    arms, counted_seeds = len(experiment.arms), f"{seeds} seed{'s' * (seeds != 1)}"
+    runs = f"{experiment.number_of_runs} runs: {arms} arms, {counted_seeds}, {rates}"
     summary = f"{runs}; {experiment.metric}, control {experiment.control}"
     console.print(summary, markup=False)
     title = "the arms differ in this, and in nothing else"

@@ -473,7 +473,9 @@ def _read_code(run: Path) -> frozenset[bytes]:
 
 
 def _base_numbers(run: Outcome) -> dict[str, float]:
-    return {name: value for name, value in run.numbers.items() if name.startswith("base/")}
+    """Those of its base that depend on nothing in which arms may differ, as their group sizes."""
+    names = run.numbers.keys() - {"base/flat_groups"}
+    return {name: run.numbers[name] for name in names if name.startswith("base/")}
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
