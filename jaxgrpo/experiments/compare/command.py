@@ -376,6 +376,8 @@ class _Taker:
         except process.StopRequested as stopped:
             reason = stopped.args[0].partition(";")[0]
             raise process.StopRequested(f"{reason}; {self._how_to_continue}") from None
+        except process.Diverged as diverged:
+            raise process.Diverged(f"{diverged}{_without(case, self._experiment)}") from None
         if first:
             self._check(case)
         if not self._experiment.keep_models and process.is_main():
@@ -387,6 +389,16 @@ class _Taker:
         self._say(f"{name}: {now - start:.1f} s, {_duration(seconds_left)} left")
         if process.stop_requested(0) and runs_left:
             raise process.StopRequested(f"stopped behind a run; {self._how_to_continue}")
+
+
+def _without(case: Case, experiment: Experiment) -> str:
+    """How to go on without a rate at which a run diverges, where a file names the rates."""
+    if experiment.source is None:
+        return ""
+    return (
+        f". A comparison takes every run of its file: take {case.rate:g} out of learning_rates, or "
+        f"of arms.{case.arm}.learning_rates; finished runs are kept"
+    )
 
 
 def _first_time(cases: Iterable[Case]) -> str | None:

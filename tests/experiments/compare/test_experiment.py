@@ -185,11 +185,11 @@ def test_group_sizes_differ_only_where_it_is_said_what_a_step_keeps(tmp_path):
 
 def test_bases_of_two_group_sizes_are_one_though_their_shares_of_flat_groups_differ(tmp_path):
     arms = {"grpo": {}, "two": {"rollout": {"group_size": 2}}}
-    taken = cases(tmp_path, arms=arms, hold="samples", seeds=1, dir=str(tmp_path / "out"))
+    all_cases = cases(tmp_path, arms=arms, hold="samples", seeds=1, dir=str(tmp_path / "out"))
 
     def read(passes):
         outcomes: dict[tuple[str, float], dict[int, results.Outcome]] = {}
-        for case, share in zip(taken, passes, strict=True):
+        for case, share in zip(all_cases, passes, strict=True):
             flat = share**case.config.rollout.group_size
             numbers = {"base/pass@1": share, "base/flat_groups": flat}
             outcome = results.Outcome(case, numbers, {}, np.zeros(1), np.zeros(1), {})
