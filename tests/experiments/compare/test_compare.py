@@ -432,3 +432,24 @@ def test_a_rate_at_which_a_run_diverges_is_named_and_can_be_taken_out(model, tmp
     arms["b"] = {"learning_rates": [0.5]}
     assert main(["compare", str(write(model, tmp_path, arms=arms, **options))]) == 0
     assert "2 of 2 runs are finished already" in capsys.readouterr().out
+
+
+FAILS = """
+def fails(completions, trainer_state, **columns):
+    assert trainer_state.global_step < 1, "in the second step"
+    return [float("y" in text) for text in completions]
+"""
+
+
+@pytest.mark.full
+def test_of_a_reward_that_fails_the_message_names_the_command_of_the_comparison(
+    model, tmp_path, capsys
+):
+    (tmp_path / "mine.py").write_text(FAILS)
+    rewards = {"rewards": [{"use": f"{tmp_path}/mine.py:fails"}]}
+    options: dict[str, Any] = {"arms": {"a": {}, "b": {}}, "control": "a", "seeds": 1}
+    file = write(model, tmp_path, steps=2, set=rewards, **options)
+    assert main(["compare", str(file)]) == 3
+    errors = " ".join(capsys.readouterr().err.split())
+    assert f"jaxgrpo train does not finish: continue with: jaxgrpo compare {file}" in errors
+    assert "remove " + str(tmp_path / "out/runs/a/lr_0.5/seed_0") + " first" in errors

@@ -14,7 +14,7 @@ import tomli_w
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
-from jaxgrpo.core.errors import ConfigError
+from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.experiments.compare import command, results
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.training import loop
@@ -355,3 +355,16 @@ def test_a_dry_run_traces_own_losses_of_every_arm(tmp_path, capsys, monkeypatch)
     arms["one"]["loss"]["surrogate"]["use"] = "clip"
     load(tmp_path, arms={name: arms[name] for name in ("grpo", "one")})
     assert main(["compare", "experiment.toml", "--dry-run"]) == 0
+
+
+def test_a_run_that_train_finished_is_no_finished_run_of_a_comparison(tmp_path):
+    first, *_ = cases(tmp_path, dir=str(tmp_path / "out"))
+    first.path.mkdir(parents=True)
+    (first.path / "config.toml").write_text(configs.to_toml(first.config))
+    assert not command.is_finished(first)
+    (first.path / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match=r"as jaxgrpo train leaves it.*remove the folder"):
+        command.is_finished(first)
+    (first.path / "successes").mkdir()
+    (first.path / "successes" / f"step_{first.config.train.steps}.json").write_text("{}")
+    assert command.is_finished(first)
