@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -166,12 +167,14 @@ def export(
 
 
 def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
-    """Numbers of an evaluation, with their intervals where they have one."""
+    """Numbers of an evaluation, with their intervals where they have one; a dash for none, as for
+    the AUROC where all samples are right."""
     rows = [["", "value", "95% interval"]]
     for name, value in metrics.items():
         if not is_end(name):
             ends = read_interval(metrics, name)
-            rows.append([name, f"{value:.3f}", "{:.3f} to {:.3f}".format(*ends) if ends else ""])
+            shown = f"{value:.3f}" if math.isfinite(value) else "–"
+            rows.append([name, shown, "{:.3f} to {:.3f}".format(*ends) if ends else ""])
     return terminal_table(rows, title=title, title_justify="center")
 
 

@@ -23,7 +23,7 @@ from jaxgrpo.rollout.judging import merge_logs, step_progress
 from jaxgrpo.rollout.texts import Texts, among_all, call_on_texts
 from jaxgrpo.training.inputs import load_run_rows
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import Document, facts, show_whole, terminal_table
+from jaxgrpo.training.records.console import LOOK, Document, facts, show_table
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import is_number
 from jaxgrpo.training.records.report.html import check_writable
@@ -36,15 +36,12 @@ TOTAL = "total"
 
 SHOWN = 60  # characters of a prompt in a message
 
-HEAD = (
-    *("step", "reward", "old mean", "new mean", "Spearman"),
-    *("side", "rank", "unscored", "flat", "informative"),
-)
+HEAD = ("step", "reward", "old", "new", "Spearman", "side", "rank", "unscored", "flat", "live")
 LEGEND = {
-    "old": "the weighted sum of the rewards that were saved",
-    "Spearman": "its correlation with the new reward, over the samples of the step",
+    "old, new": "means of the weighted sum that was saved, and of the new reward",
+    "Spearman": "the correlation of the two, over the samples of the step",
     "side, rank": "samples on another side of their group's mean, or with another rank in it",
-    "flat, informative": "groups that would become so",
+    "flat, live": "groups that would become so",
 }
 
 Row = Mapping[str, Any]
@@ -264,6 +261,6 @@ def _show(console: Console, numbers: Sequence[Row], left_out: int) -> None:
         ]
         for entry in numbers
     ]
-    show_whole(console, terminal_table([HEAD, *rows], text=(1,)))
+    show_table(console, [HEAD, *rows], text=(1,), collapse_padding=True, **LOOK)
     reason = {"left out": f"{left_out} samples, whose conversations were not saved"}
     facts(console, LEGEND | (reason if left_out else {}))

@@ -159,7 +159,8 @@ def make_evaluator(
         flat_groups       expected share of groups of policy.group_size that all agree, unbiased
         accuracy/level_L, accuracy/source_S    greedy, if rows have such a column
         NAME/low, NAME/high    95% bootstrap interval over prompts, of all above but the last two;
-                               of shares that are equal for all prompts Hoeffding's
+                               of shares that are equal for all prompts Hoeffding's; the KL of
+                               one prompt has none
         distinct_completions, distinct_answers    different ones per prompt, mean over prompts
 
     and the metrics of formats and confidences in `jaxgrpo.evaluation.diversity` and `.voting`.
@@ -211,7 +212,8 @@ def summarise(
     metrics: dict[str, float] = {}
     for name, values in per_prompt.items():
         metrics[name] = float(values.mean())
-        metrics[f"{name}/low"], metrics[f"{name}/high"] = _interval(name, values)
+        if len(values) > 1 or not name.startswith(KL):  # one distance says nothing of others
+            metrics[f"{name}/low"], metrics[f"{name}/high"] = _interval(name, values)
     if group_size <= samples:
         metrics["flat_groups"] = float(diagnostics.flat_share(successes, totals, group_size).mean())
     for column in ("level", "source"):

@@ -55,7 +55,7 @@ def student_interval(values: np.ndarray) -> np.ndarray:
     if count < 2:
         return np.full((2, *values.shape[1:]), np.nan)
     middle = values.mean(0)
-    reach = _student_quantile(count) * values.std(0, ddof=1) / np.sqrt(count)
+    reach = student_quantile(count - 1) * values.std(0, ddof=1) / np.sqrt(count)
     return np.stack([middle - reach, middle + reach])
 
 
@@ -73,7 +73,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
     count = len(above)
     if count < 2:
         return np.nan, np.nan
-    share = _student_quantile(count) ** 2 / count
+    share = student_quantile(count - 1) ** 2 / count
     (above_variance, covariance), (_, below_variance) = share * np.cov(above, below)
     top, bottom = np.mean(above), np.mean(below)
     # The ends are the roots of square r^2 - 2 middle r + constant.
@@ -84,11 +84,15 @@ def ratio_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
     return float((middle - reach) / square), float((middle + reach) / square)
 
 
-def _student_quantile(count: int) -> float:
-    """What Student's 95% interval of `count` values reaches, in standard errors."""
+def student_quantile(degrees: int) -> float:
+    """The .975 quantile of Student's t: what a 95% interval reaches, in standard errors.
+
+    >>> round(student_quantile(2), 3), round(student_quantile(10**9), 3)
+    (4.303, 1.96)
+    """
     from scipy.special import stdtrit  # slow to import, and only evaluation needs it
 
-    return float(stdtrit(count - 1, 0.975))
+    return float(stdtrit(degrees, 0.975))
 
 
 def studentised(

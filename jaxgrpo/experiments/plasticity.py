@@ -28,7 +28,7 @@ from jaxgrpo.experiments.compare import command
 from jaxgrpo.experiments.compare.experiment import MOST_SEEDS, Case, Experiment, make_cases
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import Document, show_whole, terminal_table
+from jaxgrpo.training.records.console import Document, show_table
 from jaxgrpo.training.records.reading import is_number, read_metrics
 from jaxgrpo.training.stored_policy import is_run, read_run
 from jaxgrpo.training.teachers import compare_tokens
@@ -199,7 +199,7 @@ def show(console: Console, numbers: Mapping[str, Any]) -> None:
         areas = numbers[arm]["areas"]
         cells = [f"{value:.3f}" for value in (np.mean(areas), *areas)]
         rows.append([arm, numbers[arm]["model"], *cells])
-    show_whole(console, terminal_table(rows, (0, 1), title=f"{numbers['metric']} over steps"))
+    show_table(console, rows, text=(0, 1), title=f"{numbers['metric']} over steps")
     ratio, low, high = (numbers[name] for name in ("ratio", "low", "high"))
     interval = f" (95% {low:.3f} to {high:.3f} over seeds)" if np.isfinite(low) else ""
     verdict = "no difference shown"

@@ -61,6 +61,7 @@ from jaxgrpo.training.pretrained import (
     sampling_settings,
 )
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.records import reading
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.training.setup import Setup
@@ -425,8 +426,4 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
     file = folder / "config.toml"
     if not is_run(run):
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
-    return folder, configs.from_text(text, str(file))
+    return folder, configs.from_text(reading.read_text(file) or "", str(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import minimal_config
 import numpy as np
 import pytest
 import small_run
+from rich.console import Console
 
-from jaxgrpo.cli import make_base
+from jaxgrpo.cli import make_base, rescore
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.data.tasks import calculator
@@ -132,6 +134,21 @@ def test_several_rewards_have_a_sum_by_the_weights_of_the_run(run, tmp_path, cap
     printed = capsys.readouterr().out
     assert "Spearman" in printed
     assert "groups that would become so" in printed
+
+
+def test_the_table_of_many_steps_fits_a_terminal_of_80_columns():
+    numbers = {
+        "reward": "correct", "old_mean": 0.5, "new_mean": -0.25, "spearman": -0.125,
+        "sign_changed": 1.0, "rank_changed": 0.5, "unscored": 1024, "now_flat": 16,
+        "now_informative": 128,
+    }  # fmt: skip
+    console = Console(file=(screen := io.StringIO()), width=80)
+    rescore._show(console, [{"step": step, **numbers} for step in range(100, 120)], 0)
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    (head,) = [line for line in lines if line.split() == [*rescore.HEAD]]
+    rows = [line for line in lines if "100.0%" in line]
+    assert len(rows) == 20
+    assert max(map(len, (head, *rows))) <= 80
 
 
 @pytest.mark.parametrize(

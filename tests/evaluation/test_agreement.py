@@ -57,3 +57,18 @@ def test_what_cannot_be_compared_is_not_a_number():
     assert nothing.samples == 0
     assert all(map(math.isnan, (nothing.old_mean, nothing.spearman, nothing.sign_changed)))
     assert math.isnan(spearman(np.ones(3), np.arange(3.0)))
+
+
+def test_sums_of_the_same_amount_are_equal_however_they_were_rounded():
+    """.1 + .6 and .7, as float32 numbers: a group of them teaches nothing, as in training."""
+    tenths = {number: float(np.float32(number / 10)) for number in (1, 6, 7)}
+    sums = np.array([tenths[1] + tenths[6], tenths[7], tenths[1] + tenths[6], 0.2 * 3, 0.3 * 2])
+    assert len(np.unique(sums)) == 4
+    group = np.array([0, 0, 0, 1, 1])
+    apart = compare(sums, np.array([1.0, 0, 0, 1, 0]), group)
+    assert (apart.now_flat, apart.now_informative) == (0, 2)
+    assert apart.sign_changed == apart.rank_changed == 1
+    same = compare(sums, np.array([0.7, 0.7, 0.7, 0.6, 0.6]), group)
+    assert (same.sign_changed, same.rank_changed, same.now_flat) == (0, 0, 0)
+    assert ranks(sums).tolist() == [4, 4, 4, 1.5, 1.5]
+    assert ranks(np.zeros(0)).tolist() == []

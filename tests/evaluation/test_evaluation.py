@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.evaluation.evaluate import Answers, Questions, summarise
-from jaxgrpo.evaluation.intervals import bootstrap
+from jaxgrpo.evaluation.intervals import bootstrap, read_interval
 from jaxgrpo.rewards import Reward
 
 
@@ -110,3 +110,13 @@ def test_nothing_of_a_second_pass_is_said_without_one():
     assert not [name for name in metrics if name.startswith(("brier", "format", "confidence"))]
     assert metrics["distinct_answers"] == 2
     assert metrics["distinct_completions"] == 1  # the tokens are all the same
+
+
+def test_the_distance_at_one_prompt_has_no_interval():
+    """Without width it would say that the distance is known; that of a share is Hoeffding's."""
+    more = rescored((1, 2, 2), kl=0.75, clamped=0.0, logp_gap=0.5)
+    sampled = answers([[1, 0]])._replace(rescored=more)
+    metrics = summarise(answers([[1]]), sampled, questions(1), 3)
+    assert metrics["kl_to_base"] == 1.5
+    assert read_interval(metrics, "kl_to_base") is None
+    assert read_interval(metrics, "pass@1") == pytest.approx((0, 1), abs=0.2)

@@ -363,6 +363,7 @@ WRONG = {
     "own.py:wide": "surrogate wide returned a loss of shape (3,)",
     "own.py": "name the function too, as own.py:my_advantage",
     "grop": "no recipe, surrogate, reduction or config is called so: did you mean 'grpo'?",
+    "token_men": "did you mean 'token_mean'?",
     "missing.toml": "missing.toml",
     "tree_rl": "tree_process reads ancestors, [P, G, D]",
     "l2t": "add_information_gain reads cut_answer_logp, a score of reference answers by a model",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import numpy as np
 import pytest
 import small_run
+from rich.console import Console
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
@@ -89,9 +91,56 @@ def test_too_few_points_and_unknown_metrics_are_refused(tmp_path):
     with pytest.raises(InputError, match="2 values of reward after the first and --skip 6"):
         fit.read_curve(str(tmp_path), "reward", skip=6)
     read = fit.read_curve(str(tmp_path), "reward")
-    assert read.compute.tolist() == [4, 6, 8, 10, 12, 14, 16]  # the first value is the start
+    assert read.compute.tolist() == [2, 4, 6, 8, 10, 12, 14]  # the first value is the start
     with pytest.raises(InputError, match="4 points in the first half"):
         foretell(read._replace(compute=np.array([1.0, 2, 3, 4, 21, 30, 40])))
+
+
+def test_a_metric_of_training_lies_at_the_compute_of_the_policy_that_drew_its_samples(tmp_path):
+    """In step 1 that is the base, and an evaluation of step 1 is behind its update."""
+    lines: list[dict[str, float]] = [{"step": 0, "eval/accuracy": 0.1}]
+    for step in range(1, 9):
+        lines.append({"step": step, "reward": step / 10, "eval/accuracy": 0.1, "flops": 2.0**step})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    drawn, evaluated = (fit.read_curve(str(tmp_path), name) for name in ("reward", "eval/accuracy"))
+    assert drawn.start == 0.1
+    assert drawn.value.tolist() == [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    assert drawn.compute.tolist() == [2, 6, 14, 30, 62, 126, 254]
+    assert evaluated.compute.tolist() == [2, 6, 14, 30, 62, 126, 254, 510]
+
+
+@pytest.mark.parametrize("points", [5, 8, 20])
+def test_enlarged_residuals_give_intervals_that_cover_as_often_as_is_said(points):
+    """A sigmoid that is linear in its numbers, so that a fit is one product."""
+    compute = curve(points).compute
+    slopes = []
+    for place, number in enumerate(TRUE.values()):
+        ends = [[*TRUE.values()], [*TRUE.values()]]
+        ends[0][place], ends[1][place] = 0.999 * number, 1.001 * number
+        low, high = (sigmoid(compute, 0.3, *numbers) for numbers in ends)
+        slopes.append(high - low)
+    solve, random = np.linalg.pinv(np.transpose(slopes)), np.random.default_rng(0)
+    missed = np.zeros(2)
+    for _ in range(500):
+        noise = random.normal(size=points)
+        estimate = solve @ noise  # the truth is 0
+        residuals = noise - np.transpose(slopes) @ estimate
+        draws = random.integers(0, points, (200, points))
+        for place, drawn in enumerate((fit.enlarged(residuals), residuals)):
+            low, high = np.quantile(estimate + drawn[draws] @ solve.T, [0.025, 0.975], axis=0)
+            missed[place] += ((low > 0) | (high < 0)).mean() / 500
+    assert missed[0] == pytest.approx(0.06, abs=0.025)
+    assert missed[1] > 0.085, "by the residuals as they are"
+
+
+def test_the_fit_of_a_run_fits_a_terminal_of_80_columns():
+    numbers = fit_curve(curve())._asdict() | {"points": 40, "flops": 2e4}
+    numbers["intervals"] = dict.fromkeys(fit.NAMES, (0.123, 12300.0))
+    console = Console(file=(screen := io.StringIO()), width=80)
+    fit.show_table(console, fit._rows({"runs/first": numbers}), title="reward over compute")
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("(0.123 to 1.23e+04)" in line for line in lines) == 3
 
 
 @pytest.mark.full
@@ -111,7 +160,8 @@ def test_a_run_counts_its_operations_and_the_command_fits_them(tmp_path, capsys)
     capsys.readouterr()
     assert main(["fit", str(run.path), "--metric", "reward", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)["runs"][str(run.path)]
-    assert numbers["flops"] == pytest.approx(sum(line["flops"] for line in lines))
+    # The reward of the last step is of the policy before its update.
+    assert numbers["flops"] == pytest.approx(sum(line["flops"] for line in lines[:-1]))
     assert numbers["points"] == 6
     assert main(["fit", str(run.path), "--metric", "reward"]) == 0
     assert "reward over compute" in capsys.readouterr().out

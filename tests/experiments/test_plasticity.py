@@ -55,6 +55,16 @@ def test_a_difference_is_shown_where_the_interval_does_not_hold_1(ends, words):
     assert f"plasticity {words}" in screen.getvalue()
 
 
+def test_the_areas_of_seven_seeds_fit_a_terminal_of_80_columns():
+    arm = {"model": "runs/first/model", "areas": [0.5] * 7}
+    numbers = {"metric": "reward", "seeds": list(range(7)), "trained": arm, "base": arm}
+    console = Console(file=(screen := io.StringIO()), width=80)
+    plasticity.show(console, {**numbers, "ratio": 1.0, "low": 0.875, "high": 1.125})
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("0.500" in line for line in lines) == 1 + 7, "the mean and the seeds are rows"
+
+
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
     """(folder of a run on the first task, config of the second)."""

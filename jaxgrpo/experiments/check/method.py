@@ -99,7 +99,8 @@ def read_method(name: str) -> Method:
         raise InputError(f"check {name}: name the function too, as {name}:my_advantage")
     if Path(name).suffix or Path(name).exists() or name in files.shipped():
         return _read_config(name)
-    names = {*registry.recipes, *files.shipped(), *loss_registry.surrogates}
+    parts = {*loss_registry.surrogates, *loss_registry.reductions}
+    names = {*registry.recipes, *files.shipped(), *parts}
     if name in loss_registry.surrogates:
         return make_method(name, surrogate=name)
     if name in loss_registry.reductions:

@@ -105,7 +105,8 @@ def find_finished(console: Console, experiment: Experiment, cases: Sequence[Case
 def is_finished(case: Case) -> bool:
     """Whether the run is complete: its summary is written last.
 
-    Raises: InputError if its folder holds a run with another config.
+    Raises: InputError if its folder holds a run with another config, or one that another command
+      finished.
     """
     if not (case.path / "config.toml").exists():
         return False
@@ -126,7 +127,15 @@ def is_finished(case: Case) -> bool:
             f"{case.path}: holds a run with another config:{''.join(changes)}\n"
             "remove the folder to run it again, or set dir to another one"
         )
-    return (case.path / "summary.json").exists()
+    if not (case.path / "summary.json").exists():
+        return False
+    last = case.path / "successes" / f"step_{case.config.train.steps}.json"
+    if not last.exists():
+        raise InputError(
+            f"{case.path}: holds a finished run without {last.name}, as jaxgrpo train leaves it: a "
+            "comparison also writes which prompts succeeded; remove the folder to run it again"
+        )
+    return True
 
 
 def _show_plan(
@@ -136,7 +145,8 @@ def _show_plan(
     seeds = len(experiment.seeds) + len(experiment.tuning_seeds)
     best = experiment.judge_rates == "best"
     rates = "tuning seeds at all rates, the others at the best" if best else "at all rates"
-    runs = f"{experiment.number_of_runs} runs: {len(experiment.arms)} arms, {seeds} seeds, {rates}"
+    arms, counted_seeds = len(experiment.arms), f"{seeds} seed{'s' * (seeds != 1)}"
+    runs = f"{experiment.number_of_runs} runs: {arms} arms, {counted_seeds}, {rates}"
     summary = f"{runs}; {experiment.metric}, control {experiment.control}"
     console.print(summary, markup=False)
     title = "the arms differ in this, and in nothing else"
@@ -375,6 +385,9 @@ class _Taker:
         except process.StopRequested as stopped:
             reason = stopped.args[0].partition(";")[0]
             raise process.StopRequested(f"{reason}; {self._how_to_continue}") from None
+        except process.RunEnded as error:
+            remedy = _remedy(error, case, self._experiment, self._how_to_continue)
+            raise type(error)(f"{error}. {remedy}") from None
         if first:
             self._check(case)
         if not self._experiment.keep_models and process.is_main():
@@ -386,6 +399,23 @@ class _Taker:
         self._say(f"{name}: {now - start:.1f} s, {_duration(seconds_left)} left")
         if process.stop_requested(0) and runs_left:
             raise process.StopRequested(f"stopped behind a run; {self._how_to_continue}")
+
+
+def _remedy(
+    error: process.RunEnded, case: Case, experiment: Experiment, how_to_continue: str
+) -> str:
+    """What to do about a run that has ended early. Its own message is for a run by itself, and
+    `jaxgrpo train` writes no `successes`."""
+    if isinstance(error, process.Diverged) and experiment.source is not None:
+        return (
+            f"A comparison takes every run of its file: take {case.rate:g} out of learning_rates, "
+            f"or of arms.{case.arm}.learning_rates; finished runs are kept"
+        )
+    hint = ""
+    if isinstance(error, process.RewardFailed):
+        hint = f"; where the file of the reward has changed, remove {case.path} first"
+    command = f"{how_to_continue}{hint}"
+    return f"This is a run of a comparison, which jaxgrpo train does not finish: {command}"
 
 
 def _first_time(cases: Iterable[Case]) -> str | None:

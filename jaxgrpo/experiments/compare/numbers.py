@@ -101,14 +101,15 @@ def passes(runs_by_arm: RunsByArm, level: float) -> dict[str, dict[str, Any]]:
 
 
 def groups(runs_by_arm: RunsByArm) -> dict[str, dict[str, dict[str, float]]]:
-    """arm -> share of groups -> its means over the first and the last tenth of the steps."""
+    """arm -> share of groups -> its means over the first and the last tenth of the steps; NaN where
+    none of these steps has it, as where no sample could be scored."""
     numbers = {}
     for arm, runs in runs_by_arm.items():
-        means = {name: np.mean([run.curves[name] for run in runs], axis=0) for name in GROUPS}
-        part = max(1, len(next(iter(means.values()))) // 10)
+        curves = {name: np.array([run.curves[name] for run in runs]) for name in GROUPS}
+        part = max(1, len(runs[0].curves[GROUPS[0]]) // 10)
         numbers[arm] = {
-            name: {"first": float(shares[:part].mean()), "last": float(shares[-part:].mean())}
-            for name, shares in means.items()
+            name: {"first": _mean(shares[:, :part]), "last": _mean(shares[:, -part:])}
+            for name, shares in curves.items()
         }
     return numbers
 
@@ -147,6 +148,12 @@ def costs(runs_by_arm: RunsByArm) -> dict[str, dict[str, float]]:
         }
         for arm, runs in runs_by_arm.items()
     }
+
+
+def _mean(values: np.ndarray) -> float:
+    """Of those that are numbers."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
 
 
 def _rows(experiment: Experiment, table: Table) -> list[dict[str, Any]]:

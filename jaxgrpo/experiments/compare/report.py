@@ -26,6 +26,8 @@ CURVES = {
 MARKERS = ("o", "^", "s")
 """Points of arms beyond the number of colours have other forms."""
 GROUPS = dict(zip(numbers.GROUPS, ("all fail", "all pass", "mixed", "live"), strict=True))
+NONE = "–"
+"""What a table shows where there is no number."""
 NO_P = (
     "No p: its learning rates are not the control's, and the best of them is chosen on the seeds "
     "it is judged on. Take tuning_seeds, or the same rates."
@@ -45,7 +47,7 @@ def render(
 ) -> str:
     """The whole HTML page."""
     name = experiment.source.stem if experiment.source else experiment.dir
-    arms = f"{', '.join(experiment.arms)} · {len(experiment.seeds)} seeds"
+    arms = f"{', '.join(experiment.arms)} · {_count(len(experiment.seeds), 'seed')}"
     about = html.text(f"{arms} · control {experiment.control}")
     body = [
         f'<h1>{html.text(name)}</h1>\n<div class="muted">{about}</div>',
@@ -106,8 +108,8 @@ def describe_detectable(experiment: Experiment) -> str:
     if not tested:
         return no_p_text
     text = (
-        f"{seeds} seeds: an exchange of labels gives no p below {least_p:.2g}, and none below "
-        f"{corrected_p:.2g} corrected for {_count(len(tested), 'comparison')} "
+        f"{_count(seeds, 'seed')}: an exchange of labels gives no p below {least_p:.2g}, and none "
+        f"below {corrected_p:.2g} corrected for {_count(len(tested), 'comparison')} "
         f"({', '.join(tested)} with {experiment.control})."
     )
     if corrected_p > experiment.level:
@@ -125,7 +127,7 @@ def format_rows(experiment: Experiment, table: Table, own_rates: bool = False) -
     head += [f"minus {experiment.control}", "95% interval", "p", "corrected p"]
     rows = [head]
     for row in table:
-        p = ["–" if value is None else f"{value:.2g}" for value in (row.p, row.corrected)]
+        p = [NONE if value is None else f"{value:.2g}" for value in (row.p, row.corrected)]
         pairs = *_pair(row.metric, ".3f"), *_pair(row.difference, "+.3f")
         rows.append([row.arm, *[f"{row.rate:g}"] * own_rates, *pairs, *p])
     return rows
@@ -133,9 +135,9 @@ def format_rows(experiment: Experiment, table: Table, own_rates: bool = False) -
 
 def _pair(estimate: Estimate | None, form: str) -> tuple[str, str]:
     if estimate is None:
-        return "–", "–"
+        return NONE, NONE
     value, low, high = (format(number, form) for number in estimate)
-    return value, f"{low} to {high}" if np.isfinite(estimate.low) else "–"
+    return value, f"{low} to {high}" if np.isfinite(estimate.low) else NONE
 
 
 def _answer(experiment: Experiment, best: Table) -> Section:
@@ -144,8 +146,9 @@ def _answer(experiment: Experiment, best: Table) -> Section:
     for row in best:
         if row.arm not in experiment.tested or row.difference is None:
             continue
-        value, low, high = (f"{number:+.3f}" for number in row.difference)
-        differs = f"{experiment.metric} differs by {value} (95% interval {low} to {high})"
+        value, interval = _pair(row.difference, "+.3f")
+        differs = f"{experiment.metric} differs by {value}"
+        differs += f" (95% interval {interval})" if interval != NONE else ""
         opening = f"{row.arm} against {experiment.control}"
         if row.corrected is None:
             text.append(f"{opening}: not tested. {differs}. {NO_P}")
@@ -188,7 +191,7 @@ def _tuning_section(experiment: Experiment, outcomes: Outcomes) -> list[Section]
     rates = sorted({rate for by_rate in means.values() for rate in by_rate})
     rows = [["arm", *(f"{rate:g}" for rate in rates)]]
     for arm, by_rate in means.items():
-        rows.append([arm, *(f"{by_rate[rate]:.3f}" if rate in by_rate else "–" for rate in rates)])
+        rows.append([arm, *(f"{by_rate[rate]:.3f}" if rate in by_rate else NONE for rate in rates)])
     seeds = _count(len(experiment.tuning_seeds), "tuning seed")
     return [Section(f"{experiment.metric} by learning rate, {seeds}", rows=rows)]
 
@@ -226,7 +229,7 @@ def _groups_section(runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
     rows = [["arm", *(f"{label}, first and last tenth" for label in GROUPS.values())]]
     for arm, shares in numbers.groups(runs_by_arm).items():
         rows.append(
-            [arm, *(f"{share['first']:.3f}, {share['last']:.3f}" for share in shares.values())]
+            [arm, *(f"{_share(ends['first'])}, {_share(ends['last'])}" for ends in shares.values())]
         )
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
 
@@ -238,7 +241,7 @@ def _distance_section(metric: str, points: Mapping[str, np.ndarray]) -> list[Sec
     for arm, (distances, gains) in points.items():
         gain = results.estimate_difference(gains, metric)
         distance = results.estimate(distances, numbers.DISTANCE)
-        per_nat = f"{gain.value / distance.value:.3f}" if distance.value > 0 else "–"
+        per_nat = f"{gain.value / distance.value:.3f}" if distance.value > 0 else NONE
         rows.append([arm, *_pair(gain, "+.3f"), *_pair(distance, ".3f"), per_nat])
     text = "From the base to the trained model. Distances are in nats per completion."
     return [Section("Gain and distance from the base", [text], rows)] if points else []
@@ -275,6 +278,10 @@ def _cost_section(runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
         "results.csv for each run."
     )
     return Section("Cost", [text], rows, timed=True)
+
+
+def _share(value: float) -> str:
+    return f"{value:.3f}" if np.isfinite(value) else NONE
 
 
 def _count(number: int, noun: str) -> str:

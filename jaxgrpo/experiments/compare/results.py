@@ -304,15 +304,15 @@ def standing(experiment: Experiment, row: Row) -> str:
 
 
 def detectable(experiment: Experiment) -> tuple[float, float, int]:
-    """The smallest p there can be, the same corrected, and the seeds it takes to get below the
-    level."""
+    """The smallest p there can be, the same corrected, and the seeds that get below the level."""
     comparisons, smallest = len(testable(experiment)), smallest_p(len(experiment.seeds))
     return smallest, min(1.0, comparisons * smallest), seeds_needed(comparisons, experiment.level)
 
 
+@functools.cache
 def smallest_p(seeds: int) -> float:
-    """The smallest two-sided p that an exchange of labels can give: 2 of 2^n."""
-    return 2.0 / 2**seeds if seeds <= EXACT else max(2.0 / 2**seeds, 1 / (DRAWN + 1))
+    """The smallest two-sided p that an exchange of labels can give: 2 of 2^n, or of those drawn."""
+    return sign_flip_test(np.ones(seeds))
 
 
 def choose(values: np.ndarray) -> int:
@@ -473,7 +473,9 @@ def _read_code(run: Path) -> frozenset[bytes]:
 
 
 def _base_numbers(run: Outcome) -> dict[str, float]:
-    return {name: value for name, value in run.numbers.items() if name.startswith("base/")}
+    """Those of its base that depend on nothing in which arms may differ, as their group sizes."""
+    names = run.numbers.keys() - {"base/flat_groups"}
+    return {name: run.numbers[name] for name in names if name.startswith("base/")}
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:

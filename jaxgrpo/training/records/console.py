@@ -6,6 +6,7 @@ What a model wrote is shown as text: no markup, no escape sequence in it acts on
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import textwrap
@@ -201,10 +202,16 @@ def terminal_table(
 
 
 def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **options: Any) -> None:
-    """Prints rows with every cell whole; where they are too wide for the console, as columns."""
+    """Prints rows with every cell whole; where they are too wide for the console, as columns if
+    that is narrower.
+
+    Args: options: of `terminal_table`; as columns, the first one alone holds text.
+    """
     table = terminal_table(rows, no_wrap=True, **options)
     if _width(console, table) > console.width:
-        table = terminal_table(list(zip(*rows, strict=True)), no_wrap=True, **options)
+        columns = list(zip(*rows, strict=True))
+        turned = terminal_table(columns, no_wrap=True, **{**options, "text": (0,)})
+        table = min(table, turned, key=functools.partial(_width, console))
     show_whole(console, table)
 
 

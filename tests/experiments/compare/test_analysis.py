@@ -207,3 +207,33 @@ def test_the_table_of_distances_has_the_gain_per_nat_and_intervals():
 def test_without_a_distance_or_a_base_nothing_is_said_of_it(name):
     experiment, runs = with_distance("lower", drop=(name,))
     assert numbers.distances(experiment, runs) == {}
+
+
+def test_of_one_seed_there_is_no_interval_and_none_is_shown():
+    values = {"control": {0.1: 0.5 + NOISE}, "arm": {0.1: 0.6 + NOISE}}
+    experiment, outcomes = compared(values)
+    alone = dataclasses.replace(experiment, seeds=(0,))
+    table = results.at_best(alone, outcomes)
+    (text,) = report._answer(alone, table).text
+    assert text == (
+        "arm against control: no difference shown. m differs by +0.100, corrected p = 1."
+    )
+    assert report.format_rows(alone, table)[2] == ["arm", "0.610", "–", "+0.100", "–", "1", "1"]
+    assert report.describe_detectable(alone).startswith("1 seed: an exchange of labels")
+
+
+def test_steps_without_a_scored_sample_count_in_no_share_of_groups():
+    """Of 20 steps the first and the last two are shown."""
+    nan = np.nan
+    curves = [
+        np.array([nan, 0.25, *[0.5] * 16, nan, nan]),
+        np.array([0.75, 0.5, *[0.5] * 16, nan, nan]),
+    ]
+    runs = [
+        Outcome(None, {}, dict.fromkeys(numbers.GROUPS, curve), *[np.zeros(1)] * 2, {})  # pyright: ignore
+        for curve in curves
+    ]
+    shares = numbers.groups({"arm": runs})["arm"]["groups/mixed"]
+    assert shares["first"] == pytest.approx((0.25 + 0.75 + 0.5) / 3)
+    assert np.isnan(shares["last"])
+    assert report._groups_section({"arm": runs}).rows[1] == ["arm", *["0.500, –"] * 4]

@@ -419,3 +419,37 @@ def test_runs_of_other_weights_or_other_code_are_told(compared, tmp_path):
         moved[case.arm, case.rate] = {0: outcomes[case.arm, case.rate][0]._replace(case=case)}
     (message,) = results.mixtures(moved)
     assert message == f"Runs with 2 states of {user_file}."
+
+
+@pytest.mark.full
+def test_a_rate_at_which_a_run_diverges_is_named_and_can_be_taken_out(model, tmp_path, capsys):
+    arms: dict[str, Any] = {"a": {}, "b": {"learning_rates": [0.5, 1e30]}}
+    options: dict[str, Any] = {"steps": 1, "seeds": 1, "control": "a"}
+    assert main(["compare", str(write(model, tmp_path, arms=arms, **options))]) == 5
+    errors = capsys.readouterr().err
+    assert "out/runs/b/lr_1e+30/seed_0: step 1: " in errors
+    assert "take 1e+30 out of learning_rates, or of arms.b.learning_rates" in errors
+    arms["b"] = {"learning_rates": [0.5]}
+    assert main(["compare", str(write(model, tmp_path, arms=arms, **options))]) == 0
+    assert "2 of 2 runs are finished already" in capsys.readouterr().out
+
+
+FAILS = """
+def fails(completions, trainer_state, **columns):
+    assert trainer_state.global_step < 1, "in the second step"
+    return [float("y" in text) for text in completions]
+"""
+
+
+@pytest.mark.full
+def test_of_a_reward_that_fails_the_message_names_the_command_of_the_comparison(
+    model, tmp_path, capsys
+):
+    (tmp_path / "mine.py").write_text(FAILS)
+    rewards = {"rewards": [{"use": f"{tmp_path}/mine.py:fails"}]}
+    options: dict[str, Any] = {"arms": {"a": {}, "b": {}}, "control": "a", "seeds": 1}
+    file = write(model, tmp_path, steps=2, set=rewards, **options)
+    assert main(["compare", str(file)]) == 3
+    errors = " ".join(capsys.readouterr().err.split())
+    assert f"jaxgrpo train does not finish: continue with: jaxgrpo compare {file}" in errors
+    assert "remove " + str(tmp_path / "out/runs/a/lr_0.5/seed_0") + " first" in errors

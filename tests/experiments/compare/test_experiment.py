@@ -8,13 +8,14 @@ import os
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
-from jaxgrpo.core.errors import ConfigError
-from jaxgrpo.experiments.compare import command
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.experiments.compare import command, results
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.training import loop
 
@@ -182,6 +183,24 @@ def test_group_sizes_differ_only_where_it_is_said_what_a_step_keeps(tmp_path):
     assert "32 x 8 = 256 samples, which is no multiple of it" in problem
 
 
+def test_bases_of_two_group_sizes_are_one_though_their_shares_of_flat_groups_differ(tmp_path):
+    arms = {"grpo": {}, "two": {"rollout": {"group_size": 2}}}
+    all_cases = cases(tmp_path, arms=arms, hold="samples", seeds=1, dir=str(tmp_path / "out"))
+
+    def read(passes):
+        outcomes: dict[tuple[str, float], dict[int, results.Outcome]] = {}
+        for case, share in zip(all_cases, passes, strict=True):
+            flat = share**case.config.rollout.group_size
+            numbers = {"base/pass@1": share, "base/flat_groups": flat}
+            outcome = results.Outcome(case, numbers, {}, np.zeros(1), np.zeros(1), {})
+            outcomes[case.arm, case.rate] = {0: outcome}
+        return outcomes
+
+    assert results.mixtures(read([0.5] * 4)) == []
+    (sign,) = results.mixtures(read([0.5, 0.5, 0.5, 0.6]))
+    assert sign == "Seed 0: runs begin at different bases (base/pass@1 differ)."
+
+
 def test_the_judge_of_evaluations_is_the_same_in_every_arm(tmp_path):
     arms = {"grpo": {}, "long": {"rewards": [{"use": "length"}, {"use": "arithmetic"}]}}
     (problem,) = problems(tmp_path, arms=arms)
@@ -336,3 +355,16 @@ def test_a_dry_run_traces_own_losses_of_every_arm(tmp_path, capsys, monkeypatch)
     arms["one"]["loss"]["surrogate"]["use"] = "clip"
     load(tmp_path, arms={name: arms[name] for name in ("grpo", "one")})
     assert main(["compare", "experiment.toml", "--dry-run"]) == 0
+
+
+def test_a_run_that_train_finished_is_no_finished_run_of_a_comparison(tmp_path):
+    first, *_ = cases(tmp_path, dir=str(tmp_path / "out"))
+    first.path.mkdir(parents=True)
+    (first.path / "config.toml").write_text(configs.to_toml(first.config))
+    assert not command.is_finished(first)
+    (first.path / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match=r"as jaxgrpo train leaves it.*remove the folder"):
+        command.is_finished(first)
+    (first.path / "successes").mkdir()
+    (first.path / "successes" / f"step_{first.config.train.steps}.json").write_text("{}")
+    assert command.is_finished(first)

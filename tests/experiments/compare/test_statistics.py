@@ -73,6 +73,11 @@ def test_many_seeds_are_judged_by_drawn_exchanges():
     assert estimate == pytest.approx(exact, abs=5 * error)
     assert estimate == results.sign_flip_test(difference)
     assert results.sign_flip_test(np.ones(40)) == results.smallest_p(40) > 0
+    # Of 13 seeds 2 of 2^13 exchanges reach it, and as many as happen to be of those drawn.
+    for seeds in (12, 13, 14, 15):
+        smallest = results.smallest_p(seeds)
+        assert results.sign_flip_test(np.linspace(0.5, 1.5, seeds)) == smallest
+        assert 1 / 20_001 <= smallest <= 3 * 2 / 2**seeds
 
 
 def test_holm_of_a_table_worked_by_hand():
