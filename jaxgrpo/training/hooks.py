@@ -18,6 +18,7 @@ from jax import Array
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
+from jaxgrpo.data.limits import ending_forks
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.counts import count_weights
@@ -211,7 +212,8 @@ def call_user(on_step: OnStep) -> Hook:
     """Calls a function of the user's."""
 
     def hook(step: StepEnd) -> StepEnd:
-        on_step(step.number, step.values)
+        with ending_forks("on_step"):
+            on_step(step.number, step.values)
         return step
 
     return hook
