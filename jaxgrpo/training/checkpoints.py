@@ -276,7 +276,9 @@ class Checkpoints(Closing):
             if jax.process_index() == 0:
                 entries = storage.folder_files(home).items()
                 files = {name: _fingerprint(p) for name, p in entries if p.name != "manifest.json"}
+                storage.flush_tree(home)
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
+                storage.flush(home, self.folder)
                 for old in self.steps()[: -self.keep]:
                     if old != best:
                         self._remove(old)

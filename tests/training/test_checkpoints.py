@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zlib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Stream, Waiting
+from jaxgrpo.training import checkpoints as checkpoints_module
 from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
 from jaxgrpo.training.parameters import Saved
 
@@ -200,6 +203,30 @@ def test_only_the_newest_steps_stay(tmp_path):
         restored, _ = checkpoints.restore(abstract(small(0)), step=6)
         assert bits(restored) == bits(small(6))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "6"]
+
+
+def test_a_step_is_on_the_disk_before_its_manifest_says_that_it_is_complete(tmp_path, monkeypatch):
+    """Else a power cut may leave a manifest, and of the files that it lists the names."""
+    flushed: set[int] = set()
+    flush, write = os.fsync, checkpoints_module.write_atomically
+
+    def flush_and_note(descriptor: int) -> None:
+        flush(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def write_behind_the_others(path: Path, content: str) -> None:
+        if path.name == "manifest.json":
+            files = [path.parent, *path.parent.rglob("*")]
+            assert len(files) > 5
+            assert [file for file in files if file.stat().st_ino not in flushed] == []
+        write(path, content)
+
+    monkeypatch.setattr(os, "fsync", flush_and_note)
+    monkeypatch.setattr(checkpoints_module, "write_atomically", write_behind_the_others)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, small(1), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
 
 
 def test_a_step_that_was_moved_and_linked_to_is_removed_without_a_loss(tmp_path):

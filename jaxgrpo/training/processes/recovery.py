@@ -149,6 +149,8 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
+        if (metrics := self.folder.path / "metrics.jsonl").exists():
+            storage.flush(metrics)  # before a checkpoint that says what is in it
         meta = {**self.progress.meta(), "inputs": self.inputs, "logged": self.folder.logged()}
         if self.adapters is not None:
             meta["lora"] = self.adapters
