@@ -228,7 +228,7 @@ PLACES = {
     "code/mine.py": 2,
     ".lock": 2,
     "checkpoints": 74,
-    "checkpoints/3": 74,
+    "checkpoints/3": 0,
     "summary.json": 74,
     "model": 74,
     "samples": 0,
@@ -239,7 +239,8 @@ PLACES = {
 def test_what_of_a_run_may_not_be_changed_is_named(
     base, tmp_path, saved_run, start, straight, tries
 ):
-    """As by `chattr +i`, which stops root too. Without samples a run goes on, and says so."""
+    """As by `chattr +i`, which stops root too. Without samples, and beside a step that cannot be
+    removed, a run goes on and says so."""
     for number, (place, code) in enumerate(PLACES.items()):
         home = tmp_path / str(number)
         file = copied(base, home, saved_run)

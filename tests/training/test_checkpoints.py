@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import subprocess
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +206,39 @@ def test_only_the_newest_steps_stay(tmp_path):
         restored, _ = checkpoints.restore(abstract(small(0)), step=6)
         assert bits(restored) == bits(small(6))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "6"]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder whose files cannot be removed."""
+    if os.geteuid():
+        folder.chmod(0o500)
+    elif subprocess.run(["chattr", "+i", folder], capture_output=True).returncode:
+        pytest.skip("root removes everything from this file system")
+    try:
+        yield
+    finally:
+        if os.geteuid():
+            folder.chmod(0o700)
+        else:
+            subprocess.run(["chattr", "-i", folder], check=True)
+
+
+@pytest.mark.parametrize("part", ["", "state"])
+def test_an_old_step_that_cannot_be_removed_fails_no_save_and_is_said(part, tmp_path, caplog):
+    """Nor does one of which a part stays."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, small(1), {})
+        checkpoints.wait()
+        with locked(tmp_path / "1" / part):
+            for step in (2, 3, 4):
+                checkpoints.save(step, small(step), {})
+                checkpoints.wait()
+        assert checkpoints.steps() == ([4] if part else [1, 4])
+        assert ("/1 is no step any more" if part else "older steps stay in") in caplog.text
+        checkpoints.save(5, small(5), {})
+        checkpoints.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
 
 
 def test_a_step_is_on_the_disk_before_its_manifest_says_that_it_is_complete(tmp_path, monkeypatch):
