@@ -224,9 +224,13 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     run, folder, keeper = opened.run, opened.folder, opened.keeper
     progress, model, pretrained = keeper.progress, folder.place / "model", run.inputs.pretrained
     ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
-    keeper.refuse_moved(run.config.train.steps)
     try:
+        keeper.refuse_moved(run.config.train.steps)
         pretrained.save(learner, folder.path, ends)
+    except InputError as error:  # the base is gone, or something else is in the model's place
+        raise InputError(
+            f"{model} could not be written: {error}; all steps are saved: go on by --resume auto"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise _unwritten(model, error) from error
     speed = progress.tokens / progress.seconds if progress.seconds else None
