@@ -363,13 +363,15 @@ def test_a_run_folder_and_its_checkpoints_may_be_links(tmp_path):
     assert len(read_metrics(tmp_path / "disk")) == 1
 
 
-@pytest.mark.parametrize("how", ["renamed", "replaced", "deleted"])
+@pytest.mark.parametrize("how", ["renamed", "replaced", "deleted", "a file"])
 def test_a_folder_that_is_moved_while_it_is_locked_is_noticed(tmp_path, how):
     with RunFolder(tmp_path / "run") as run:
         assert not run.is_moved()
         (tmp_path / "run").rename(tmp_path / "run2")
         if how == "deleted":
             (tmp_path / "run2" / ".lock").unlink()
+        if how == "a file":
+            (tmp_path / "run").write_text("mine")
         if how == "replaced":
             with RunFolder(tmp_path / "run"):
                 assert run.is_moved()

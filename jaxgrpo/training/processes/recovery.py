@@ -20,7 +20,7 @@ from jaxgrpo.data import storage
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import parent, process
 from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
@@ -85,7 +85,10 @@ class Keeper:
         """What of the run is saved, in a line."""
         # Nothing is asked of a bucket here: a watchdog says this, of a run that may wait for one.
         checkpoints, place = self.checkpoints, self.folder.place
-        step = checkpoints.newest if storage.is_url(place) else checkpoints.latest()
+        try:
+            step = checkpoints.newest if storage.is_url(place) else checkpoints.latest()
+        except OSError as error:
+            return f"{place} cannot be read ({describe(error)})"
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
     def resume_command(self) -> str:
@@ -102,14 +105,15 @@ class Keeper:
           must: wait for it, and end the run where it fails.
         Raises: process.NotSaved.
         """
-        self.refuse_moved(number)
         newest_before, checkpoints = self.checkpoints.newest, self.checkpoints
         several = jax.process_count() > 1
-        problem = _first_error(checkpoints.wait)  # of the save before this one
+        refuse = functools.partial(self.refuse_moved, number)
+        problem = _first_error(refuse, checkpoints.wait)  # of the save before this one
         # That may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, learner, stream)
             save_error = _first_error(
+                refuse,
                 self.folder.catch_up,
                 self.folder.publish,
                 save,
@@ -133,7 +137,8 @@ class Keeper:
         )
 
     def refuse_moved(self, number: int) -> None:
-        """Raises: process.NotSaved where the run's folder was moved or deleted meanwhile."""
+        """Raises: process.NotSaved where the run's folder was moved or deleted meanwhile; OSError
+        where that cannot be seen."""
         if self.folder.is_moved():
             raise process.NotSaved(
                 f"step {number}: {self.folder.path} is not the folder that this run began in: it, "
@@ -167,9 +172,11 @@ class Keeper:
         except RewardError as error:
             if number < 2:
                 raise
-            self.refuse_moved(number)
+            refuse = functools.partial(self.refuse_moved, number)
             last = [] if before is None else [functools.partial(self._save, number - 1, *before)]
-            unsaved = _first_error(*last, self.checkpoints.wait)
+            if jax.process_count() == 1:  # the save before may have failed, and this one may not
+                _first_error(self.checkpoints.wait)
+            unsaved = _first_error(refuse, *last, self.checkpoints.wait)
             saved_line = self.saved_line()
             if unsaved:
                 saved_line = f"{describe(unsaved)}; {saved_line}"
@@ -192,7 +199,7 @@ class Keeper:
             )
         if problem is None:
             return
-        self.checkpoints.wait()
+        _first_error(self.checkpoints.wait)
         checkpoint = max(
             (step for step in self.checkpoints.steps() if step <= last_good_step), default=None
         )
@@ -227,11 +234,13 @@ def remedy(error: BaseException) -> str:
     while not getattr(error, "errno", None) and error.__cause__ is not None:
         error = error.__cause__
     number = getattr(error, "errno", None)
+    if number == errno.ENOENT:
+        return "put back what is missing"
     if number == errno.EROFS:
         return "let it be written again (after faults of a disk it may be read-only)"
     if number in (errno.EACCES, errno.EPERM):
         return "give back the permission to write there"
-    return "make space"
+    return "make space" if number in (None, *parent.FULL) else "mend that"
 
 
 def _first_error(*calls: Callable[[], None]) -> OSError | None:

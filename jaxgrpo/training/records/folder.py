@@ -227,7 +227,7 @@ class RunFolder(Closing):
             return False
         try:
             return os.stat(self.path / LOCK).st_ino != os.fstat(self._lock).st_ino
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
 
     def _refuse_moved(self) -> None:
