@@ -210,7 +210,6 @@ def save_if_due(opened: OpenRun, step: StepEnd) -> None:
     if stop or number in (best_step, last) or is_due(number, config.checkpoint.every):
         opened.watch.phase(f"step {number}: save")
         sharding.give_back(opened.run.inputs.pretrained.mesh)
-        opened.checkpoints.best = best_step
         keeper.save(step.learner, step.stream, number, must=bool(stop) or number == last)
     if stop and number < last:
         raise process.StopRequested(

@@ -38,6 +38,8 @@ class Progress:
     best_metric: str | None  # the checkpoint.keep_best that it is the best by
     base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
     resets: Resets
+    # What `best` was before, the worst first.
+    earlier_bests: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
     unsaved: int = 0  # checkpoints in a row that failed
@@ -58,6 +60,15 @@ class Progress:
                 f"the meta.json of the checkpoint is not what a run writes ({error}): choose "
                 "another run.dir"
             ) from None
+
+    def replace_best(self, step: int, value: float) -> None:
+        """The best one before it counts again if this step cannot be saved."""
+        self.earlier_bests += [] if self.best is None else [self.best]
+        self.best = step, value
+
+    def forget_best(self) -> None:
+        """Later evaluations are compared with none before."""
+        self.best, self.earlier_bests = None, []
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
@@ -154,12 +165,28 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
+        """Begins to save. The save before it has ended."""
+        self._settle_best(number)
         if (metrics := self.folder.path / "metrics.jsonl").exists():
             storage.flush(metrics)  # before a checkpoint that says what is in it
         meta = {**self.progress.meta(), "inputs": self.inputs, "logged": self.folder.logged()}
         if self.adapters is not None:
             meta["lora"] = self.adapters
         self.checkpoints.save(number, parameters.to_save(learner, stream), meta)
+
+    def _settle_best(self, number: int) -> None:
+        """Keeps the checkpoint of the best step. Where that could not be saved, the best one before
+        it stays, and later evaluations are compared with that."""
+        progress, checkpoints = self.progress, self.checkpoints
+        best = progress.best
+        if best and jax.process_count() == 1:  # several end by a save that fails
+            steps = {number, *checkpoints.steps()}
+            progress.earlier_bests = [pair for pair in progress.earlier_bests if pair[0] in steps]
+            if best[0] not in steps:
+                progress.best = progress.earlier_bests.pop() if progress.earlier_bests else None
+                now = f"step {progress.best[0]}" if progress.best else "none"
+                self.display.say(f"step {best[0]}, the best, was not saved; the best is now {now}")
+        checkpoints.best = progress.best[0] if progress.best else None
 
     @contextlib.contextmanager
     def saving(self, number: int, before: tuple[Learner, Stream] | None = None) -> Iterator[None]:
