@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import jax
-from safetensors import SafetensorError
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.files import Config, make_config
@@ -35,7 +34,7 @@ from jaxgrpo.training.export import export
 from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, make_hooks
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
-from jaxgrpo.training.processes.recovery import remedy
+from jaxgrpo.training.processes.recovery import writing_results
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_samples
 from jaxgrpo.training.rewarding import with_logged
@@ -223,15 +222,9 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     run, folder, keeper = opened.run, opened.folder, opened.keeper
     progress, model, pretrained = keeper.progress, folder.place / "model", run.inputs.pretrained
     ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
-    try:
+    with writing_results(model):
         keeper.refuse_moved(run.config.train.steps)
         pretrained.save(learner, folder.path, ends)
-    except InputError as error:  # the base is gone, or something else is in the model's place
-        raise InputError(
-            f"{model} could not be written: {error}; all steps are saved: go on by --resume auto"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        raise _unwritten(model, error) from error
     speed = progress.tokens / progress.seconds if progress.seconds else None
     summary: dict[str, Any] = {
         "step": int(sharding.to_host(learner.step)),
@@ -252,20 +245,11 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     if progress.best:
         step, value = progress.best
         summary["best"] = {"step": step, progress.best_metric: value}
-    try:
+    with writing_results(folder.path / "summary.json"):
         summary = opened.log.finish(summary)
-    except OSError as error:
-        raise _unwritten(folder.path / "summary.json", error) from error
     keeper.publish()
     opened.display.say(f"parameter hash {summary['parameter_hash']}")
     adapter = "" if pretrained.model.config.lora is None else "adapter, "
     files = f"model, {adapter}metrics.jsonl"
     opened.display.say(f"{folder.place}: report.html, {files}, samples")
     return summary
-
-
-def _unwritten(place: Place, error: Exception) -> process.NotSaved:
-    """At the end of a run, all of whose steps are saved."""
-    return process.NotSaved(
-        f"{place} could not be written: {error}; {remedy(error)} and go on by --resume auto"
-    )

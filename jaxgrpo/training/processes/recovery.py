@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from safetensors import SafetensorError
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import Checkpoints
@@ -240,6 +242,23 @@ class Keeper:
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
             f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
         )
+
+
+@contextlib.contextmanager
+def writing_results(place: Place) -> Iterator[None]:
+    """Within it the end of a run is written, all of whose steps are saved.
+
+    Raises: process.NotSaved where something cannot be written; InputError where the base is gone,
+      or something else is at its place.
+    """
+    try:
+        yield
+    except InputError as error:
+        text = f"{place} could not be written: {error}; all steps are saved"
+        raise InputError(f"{text}: go on by --resume auto") from error
+    except (OSError, SafetensorError) as error:
+        text = f"{place} could not be written: {error}; {remedy(error)}"
+        raise process.NotSaved(f"{text} and go on by --resume auto") from error
 
 
 def describe(error: OSError) -> str:
