@@ -32,6 +32,7 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training.fingerprints import refuse_changed_base
 from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.process import StopRequested
@@ -131,6 +132,8 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
         with writing_results(folder.place):
             keeper.refuse_moved(last)
+            facts = run.inputs, config.data.chat_template, input_facts
+            process.broadcast(lambda: refuse_changed_base(*facts))
             _write(folder, pretrained, learner, ends, summary)
         _say(console, f"{summary['model']}: for model.path of a run")
         process.meet()

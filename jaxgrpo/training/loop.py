@@ -31,6 +31,7 @@ from jaxgrpo.rewards import Rewards
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
+from jaxgrpo.training.fingerprints import refuse_changed_base
 from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, make_hooks
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
@@ -224,6 +225,8 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
     with writing_results(model):
         keeper.refuse_moved(run.config.train.steps)
+        facts = run.inputs, run.config.data.chat_template, keeper.inputs
+        process.broadcast(lambda: refuse_changed_base(*facts))
         pretrained.save(learner, folder.path, ends)
     speed = progress.tokens / progress.seconds if progress.seconds else None
     summary: dict[str, Any] = {
