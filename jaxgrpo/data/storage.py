@@ -300,7 +300,7 @@ def remove_tree(path: Place, quietly: bool = False) -> None:
 def flush(*paths: Place) -> None:
     """Waits until files, or the names in folders, are on the disk: a power cut then leaves them.
 
-    Objects in a bucket are, once they are written. Raises: OSError.
+    Objects in a bucket are, once they are written. Raises: OSError with the path.
     """
     for path in paths:
         if is_url(path):
@@ -310,7 +310,7 @@ def flush(*paths: Place) -> None:
             os.fsync(descriptor)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # it cannot flush a folder
-                raise
+                raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         finally:
             os.close(descriptor)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import zlib
 from pathlib import Path
 
@@ -292,6 +293,18 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     with pytest.raises(IsADirectoryError):
         write_atomically(file, "new")
     assert file.read_text() == "old"
+
+
+def test_a_full_disk_is_named_with_the_file_that_it_does_not_take(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write_atomically(tmp_path / "page", "x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(tmp_path / "page") in str(error.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_config_and_own_code_are_kept_beside_the_results(tmp_path):

@@ -169,7 +169,8 @@ class Keeper:
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
         """Begins to save. The save before it has ended."""
         self._settle_best(number)
-        if (metrics := self.folder.path / "metrics.jsonl").exists():
+        metrics = self.folder.path / "metrics.jsonl"
+        if process.is_main() and metrics.exists():
             storage.flush(metrics)  # before a checkpoint that says what is in it
         meta = {**self.progress.meta(), "inputs": self.inputs, "logged": self.folder.logged()}
         if self.adapters is not None:
