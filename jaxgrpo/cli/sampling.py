@@ -200,10 +200,14 @@ class SampleFile(Closing):
         return finished_prompts
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds rows, and has them leave this process."""
+        """Adds rows, and has them leave this process. Raises: OSError that names the file."""
         lines = (json.dumps(plain(dict(row)), ensure_ascii=False) + "\n" for row in rows)
-        self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
-        self._file.flush()
+        try:
+            self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
+            self._file.flush()
+        except OSError as error:
+            self._file.raw.close()  # without what is not written: it is sampled again
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         if self._file is not None:

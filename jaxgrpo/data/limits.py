@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import queue
 import resource
 import signal
@@ -187,6 +188,26 @@ class EventLoop:
                 future.cancel()  # where a signal came while it waits, too
 
         return result
+
+
+@contextlib.contextmanager
+def ending_forks(name: str) -> Iterator[None]:
+    """Ends a process that the block forks and that comes to the end of the block.
+
+    It would take the steps of a run a second time, and write them into the same folder.
+
+    Args:
+      name: of the code in the block, for the message.
+    """
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            text = f"{name}: a process that it forked did not end by itself, and is ended\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode("utf-8", "backslashreplace"))
+            os._exit(1)
 
 
 @contextlib.contextmanager

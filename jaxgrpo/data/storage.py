@@ -297,6 +297,30 @@ def remove_tree(path: Place, quietly: bool = False) -> None:
         remove(f"{os.fspath(path)}/{name}")
 
 
+def flush(*paths: Place) -> None:
+    """Waits until files, or the names in folders, are on the disk: a power cut then leaves them.
+
+    Objects in a bucket are, once they are written. Raises: OSError with the path.
+    """
+    for path in paths:
+        if is_url(path):
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # it cannot flush a folder
+                raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        finally:
+            os.close(descriptor)
+
+
+def flush_tree(folder: Place) -> None:
+    """`flush` of a folder with all that is in it. Raises: OSError."""
+    if not is_url(folder):
+        flush(*folder.rglob("*"), folder)
+
+
 def folder_files(folder: Place) -> dict[str, Place]:
     """Name below a folder, here or in a bucket -> each file."""
     if is_url(folder):

@@ -32,10 +32,12 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training.fingerprints import refuse_changed_base
 from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.process import StopRequested
-from jaxgrpo.training.records.console import facts, show_config
+from jaxgrpo.training.processes.recovery import Keeper, Progress, writing_results
+from jaxgrpo.training.records.console import Display, facts, show_config
 from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
 from jaxgrpo.training.records.reading import read_metrics
 from jaxgrpo.training.setup import Setup, setup
@@ -102,7 +104,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     """Trains as `config_for` says and writes RUN/model. Returns what summary.json holds.
 
     Raises: InputError before anything long starts; StopRequested after a stop signal, when the
-    step is saved.
+    step is saved; NotSaved where it cannot be.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
@@ -113,39 +115,65 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         saved_step, meta = opening.newest_checkpoint(checkpoints, folder, every)
         run, input_facts = opening.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
         batch = make_answer_batches(run)
-        learner, stream, pretrained = run.learner, run.stream, run.inputs.pretrained
         if saved_step is not None:
             learner, stream = opening.restore(run, checkpoints, saved_step)
-        folder.rewind(saved_step)
-        folder.write_config(configs.to_toml(run.config))
+            run = run._replace(learner=learner, stream=stream)
+        for problem in folder.problems(saved_step, meta.get("logged")):
+            _say(console, problem)
+        opening.begin_folder(run, folder, saved_step)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
-        adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
-        meta = {"inputs": input_facts} | ({} if adapters is None else {"lora": adapters})
-        last, line = config.train.steps, {}
-        for number in range((saved_step or 0) + 1, last + 1):
-            learner, line = _step(run, learner, batch(number - 1))
-            folder.write_metrics(number, line)
-            if number == last or number % -(-last // LINES) == 0:
-                _say(console, f"step {number} of {last}: {_words(line)}")
-            stop = process.stop_requested(number)
-            if stop or number == last or number % config.checkpoint.every == 0:
-                checkpoints.save(number, parameters.to_save(learner, stream), meta)
-            if stop and number < last:
-                checkpoints.wait()
-                raise StopRequested(
-                    f"stopped after step {number} of {last}, saved in {folder.place}; continue "
-                    "with the same command and --resume auto"
-                )
-        checkpoints.wait()
+        keeper = _make_keeper(run, folder, checkpoints, input_facts)
+        learner, line = _take_steps(console, run, keeper, batch, saved_step or 0)
+        last, pretrained = config.train.steps, run.inputs.pretrained
         # A run that was finished before has the metrics of its last step in its file.
         line = line or process.broadcast(lambda: [{}, *read_metrics(folder.path)][-1])
         summary = {"step": last, **line, "model": str(folder.place / "model")}
         summary["parameter_hash"] = parameter_hash(learner.trainable)
         ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
-        _write(folder, pretrained, learner, ends, summary)
+        with writing_results(folder.place):
+            keeper.refuse_moved(last)
+            facts = run.inputs, config.data.chat_template, input_facts
+            process.broadcast(lambda: refuse_changed_base(*facts))
+            _write(folder, pretrained, learner, ends, summary)
         _say(console, f"{summary['model']}: for model.path of a run")
         process.meet()
     return summary
+
+
+def _make_keeper(
+    run: Setup, folder: RunFolder, checkpoints: Checkpoints, input_facts: dict[str, Any]
+) -> Keeper:
+    pretrained = run.inputs.pretrained
+    display = Display(run.config.train.steps, 0, process.is_main())
+    adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
+    state = folder, checkpoints, display, Progress.from_meta({}), input_facts
+    return Keeper(run.config.source, 0, *state, adapters=adapters)
+
+
+def _take_steps(
+    console: Console,
+    run: Setup,
+    keeper: Keeper,
+    batch: Callable[[int], Rollouts],
+    finished_steps: int,
+) -> tuple[Learner, dict[str, float]]:
+    """The learner after the last step, and the metrics of that; {} where none was left to take."""
+    learner, line, last = run.learner, {}, run.config.train.steps
+    for number in range(finished_steps + 1, last + 1):
+        learner, line = _step(run, learner, batch(number - 1))
+        with contextlib.suppress(OSError):  # it waits for space, and no step is saved without
+            keeper.folder.write_metrics(number, line)
+        if number == last or number % -(-last // LINES) == 0:
+            _say(console, f"step {number} of {last}: {_words(line)}")
+        stop = process.stop_requested(number)
+        if stop or number == last or number % run.config.checkpoint.every == 0:
+            keeper.save(learner, run.stream, number, must=bool(stop) or number == last)
+        if stop and number < last:
+            raise StopRequested(
+                f"stopped after step {number} of {last}, saved in {keeper.folder.place}; continue "
+                "with the same command and --resume auto"
+            )
+    return learner, line
 
 
 def _write(

@@ -246,14 +246,15 @@ class Checkpoints(Closing):
             return False
 
     def _remove(self, step: int) -> None:
-        # The manifest first: what a kill leaves of the rest is then no step.
+        """Makes it no step first, for a kill may come, and removes its files. Raises: OSError."""
         home = self.folder / str(step)
         if not storage.is_url(home) and os.path.islink(home):
             logger.warning("%s is a link: it is removed, and what it points to stays", home)
-        else:
-            if not self._manifest(step).is_dir():
-                self._manifest(step).unlink(missing_ok=True)
-        storage.remove_tree(home)
+        elif not self._manifest(step).is_dir():
+            self._manifest(step).unlink(missing_ok=True)
+        storage.remove_tree(home, quietly=True)
+        if os.path.lexists(home):
+            logger.warning("%s is no step any more, but a part of it cannot be removed", home)
 
     def _refuse_unless_next(self, step: int) -> None:
         if self.newest is not None and step < self.newest:
@@ -276,13 +277,23 @@ class Checkpoints(Closing):
             if jax.process_index() == 0:
                 entries = storage.folder_files(home).items()
                 files = {name: _fingerprint(p) for name, p in entries if p.name != "manifest.json"}
+                storage.flush_tree(home)
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
-                for old in self.steps()[: -self.keep]:
-                    if old != best:
-                        self._remove(old)
+                storage.flush(home, self.folder)
         except Exception as error:
             raise self._not_saved(home, error) from error
         self.newest = step
+        if jax.process_index() == 0:
+            self._remove_older(best)
+
+    def _remove_older(self, best: int | None) -> None:
+        """A step that cannot be removed is said; the save before it has not failed."""
+        try:
+            for step in reversed(self.steps()[: -self.keep]):  # one that stays stops no newer one
+                if step != best:
+                    self._remove(step)
+        except Exception as error:  # of a bucket too
+            logger.warning("older steps stay in %s: %s", self.folder, one_line(error))
 
     def _not_saved(self, home: Place, error: Exception) -> OSError:
         """What to raise; nothing is left of a step that is not complete."""

@@ -22,7 +22,7 @@ from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data.prompts import PromptData, name_row
 from jaxgrpo.data.storage import checksum
-from jaxgrpo.models.hf import adapters, folders, texts, weights
+from jaxgrpo.models.hf import adapters, folders, replacing, texts, weights
 from jaxgrpo.training.inputs import Inputs
 
 REMEDY = "give every process of a run the same config, code, data and base model"
@@ -88,8 +88,24 @@ def input_facts(
       teachers: paths of the models that scores read.
       own_files: files of own code that the config names.
     """
+    facts: dict[str, Any] = _model_facts(run_inputs, chat_template)
+    for path in teachers:
+        sums_by_name = folders.fingerprint(path).items()
+        facts["base"] |= {f"{path}/{name}": sums for name, sums in sums_by_name}
+    adapter = [] if adapter_path is None else adapters.adapter_files(adapter_path)
+    facts["base"] |= file_checksums(adapter)
+    facts["code"] = file_checksums(own_files)
+    if run_inputs.replay is None:
+        rows, encoded = run_inputs.prompts.rows, run_inputs.prompts.encoded
+        tokens = (part for ids in encoded for part in (b"|", ids.tobytes()))
+        facts |= {"rows": describe_rows(rows), "prompts": checksum(tokens)}
+    return facts
+
+
+def _model_facts(run_inputs: Inputs, chat_template: str) -> dict[str, dict[str, Any]]:
+    """What a run reads of its model's folder: "template", "tokenizer" and "base"."""
     folder, chat = run_inputs.pretrained.folder, run_inputs.chat
-    base = folders.fingerprint(folder)
+    base: dict[str, Any] = folders.fingerprint(folder)
     template: dict[str, Any] = {
         name: base.pop(name) for name in list(base) if "chat_template" in name
     }
@@ -102,16 +118,38 @@ def input_facts(
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
         fields = weights.read_json(folder / name)
         tokenizer[name] = _json_checksum({**fields, "chat_template": None})
-    for path in teachers:
-        base |= {f"{path}/{name}": sums for name, sums in folders.fingerprint(path).items()}
-    adapter = [] if adapter_path is None else adapters.adapter_files(adapter_path)
-    facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
-    facts |= {"base": {**base, **file_checksums(adapter)}, "code": file_checksums(own_files)}
-    if run_inputs.replay is None:
-        rows, encoded = run_inputs.prompts.rows, run_inputs.prompts.encoded
-        tokens = (part for ids in encoded for part in (b"|", ids.tobytes()))
-        facts |= {"rows": describe_rows(rows), "prompts": checksum(tokens)}
-    return facts
+    return {"template": template, "tokenizer": tokenizer, "base": base}
+
+
+def refuse_changed_base(
+    run_inputs: Inputs, chat_template: str, old_inputs: Mapping[str, Any]
+) -> None:
+    """Refuses to write a trained model whose folder would get files of another base.
+
+    Args:
+      chat_template: `data.chat_template`.
+      old_inputs: `input_facts` of the run at its start.
+
+    Raises: InputError that names what is missing or differs.
+    """
+    changed = set[str]()
+    for kind, new in _model_facts(run_inputs, chat_template).items():
+        old = old_inputs[kind]
+        names = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+        changed |= {name for name in names if name in new or _is_file_of_base(name)}
+    if changed:
+        where = f"model.path = {run_inputs.pretrained.path}: {', '.join(sorted(changed))}"
+        raise InputError(
+            f"{where} changed since the run began, and files of the base go into the trained "
+            "model: put them back"
+        )
+
+
+def _is_file_of_base(name: str) -> bool:
+    """Whether a name of `input_facts` is a file of the base: those of teachers have their path, and
+    adapters have names of their own."""
+    is_template = name.startswith(f"{replacing.TEMPLATES}/")
+    return is_template or not ("/" in name or name in (adapters.CONFIG, adapters.WEIGHTS))
 
 
 def refuse_changes(

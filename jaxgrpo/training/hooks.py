@@ -18,6 +18,7 @@ from jax import Array
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
+from jaxgrpo.data.limits import ending_forks
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.counts import count_weights
@@ -211,7 +212,8 @@ def call_user(on_step: OnStep) -> Hook:
     """Calls a function of the user's."""
 
     def hook(step: StepEnd) -> StepEnd:
-        on_step(step.number, step.values)
+        with ending_forks("on_step"):
+            on_step(step.number, step.values)
         return step
 
     return hook
@@ -230,7 +232,7 @@ def forget_other_best(opened: OpenRun) -> None:
         step = progress.best[0]
         old_metric = progress.best_metric or "a metric that was not saved"
         opened.display.say(f"step {step} was the best by {old_metric}: it is kept no longer")
-        progress.best = None
+        progress.forget_best()
     progress.best_metric = metric
 
 
@@ -261,7 +263,7 @@ class Evaluations:
         if metric is not None and number > 0:
             value = metrics[metric.removeprefix("eval/")]
             if is_better(value, best[1] if best else None):
-                self.progress.best = (number, value)
+                self.progress.replace_best(number, value)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         return named | {"time/evaluate": time.monotonic() - began}
 
@@ -291,7 +293,7 @@ class Evaluations:
             opened.log.step(0, values)
         else:
             self._say_changed(saved_facts, facts, step)
-            progress.best = None
+            progress.forget_best()
             values = self.measure(policy_for_run(run).read_params(), 0)
             lines = {0: values}
             if step == run.config.train.steps:

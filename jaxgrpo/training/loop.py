@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import jax
-from safetensors import SafetensorError
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.files import Config, make_config
@@ -32,10 +31,11 @@ from jaxgrpo.rewards import Rewards
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
+from jaxgrpo.training.fingerprints import refuse_changed_base
 from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, make_hooks
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
-from jaxgrpo.training.processes.recovery import remedy
+from jaxgrpo.training.processes.recovery import writing_results
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_samples
 from jaxgrpo.training.rewarding import with_logged
@@ -210,7 +210,6 @@ def save_if_due(opened: OpenRun, step: StepEnd) -> None:
     if stop or number in (best_step, last) or is_due(number, config.checkpoint.every):
         opened.watch.phase(f"step {number}: save")
         sharding.give_back(opened.run.inputs.pretrained.mesh)
-        opened.checkpoints.best = best_step
         keeper.save(step.learner, step.stream, number, must=bool(stop) or number == last)
     if stop and number < last:
         raise process.StopRequested(
@@ -224,11 +223,11 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     run, folder, keeper = opened.run, opened.folder, opened.keeper
     progress, model, pretrained = keeper.progress, folder.place / "model", run.inputs.pretrained
     ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
-    keeper.refuse_moved(run.config.train.steps)
-    try:
+    with writing_results(model):
+        keeper.refuse_moved(run.config.train.steps)
+        facts = run.inputs, run.config.data.chat_template, keeper.inputs
+        process.broadcast(lambda: refuse_changed_base(*facts))
         pretrained.save(learner, folder.path, ends)
-    except (OSError, SafetensorError) as error:
-        raise _unwritten(model, error) from error
     speed = progress.tokens / progress.seconds if progress.seconds else None
     summary: dict[str, Any] = {
         "step": int(sharding.to_host(learner.step)),
@@ -249,20 +248,11 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
     if progress.best:
         step, value = progress.best
         summary["best"] = {"step": step, progress.best_metric: value}
-    try:
+    with writing_results(folder.path / "summary.json"):
         summary = opened.log.finish(summary)
-    except OSError as error:
-        raise _unwritten(folder.path / "summary.json", error) from error
     keeper.publish()
     opened.display.say(f"parameter hash {summary['parameter_hash']}")
     adapter = "" if pretrained.model.config.lora is None else "adapter, "
     files = f"model, {adapter}metrics.jsonl"
     opened.display.say(f"{folder.place}: report.html, {files}, samples")
     return summary
-
-
-def _unwritten(place: Place, error: Exception) -> process.NotSaved:
-    """At the end of a run, all of whose steps are saved."""
-    return process.NotSaved(
-        f"{place} could not be written: {error}; {remedy(error)} and go on by --resume auto"
-    )

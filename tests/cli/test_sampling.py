@@ -1,6 +1,7 @@
 """`jaxgrpo sample`: rows batch by batch, files that are continued, what is refused."""
 
 import json
+import resource
 import signal
 import time
 
@@ -143,6 +144,31 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_p
         file.resume({}, PROMPTS, SAMPLES, BATCH, False)
         code, output = sample()
         assert (code, "another process writes samples into it" in output) == (2, True)
+
+
+def test_a_full_disk_is_named_and_what_is_written_is_continued(tmp_path):
+    rows = [{"prompt": "a" * 60, "row": row, "sample": 0} for row in range(9)]
+    prompts, path = ["a" * 60] * 9, tmp_path / "s.jsonl"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write() -> int:
+        with SampleFile(str(path)) as file:
+            begin = file.resume({}, prompts, 1, 2, False)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (400, limit[1]))
+            for place in range(begin, 9, 2):
+                file.append(rows[place : place + 2])
+        return begin
+
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert error.value.filename == str(path)
+    with SampleFile(str(path)) as file:
+        assert file.resume({}, prompts, 1, 2, False) == 4
+        file.append(rows[4:])
+    assert [row["row"] for row in read(path)] == [*range(9)]
 
 
 @pytest.mark.full

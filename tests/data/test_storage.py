@@ -16,7 +16,7 @@ import pytest
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import sources, storage
+from jaxgrpo.data import mirror, sources, storage
 from jaxgrpo.experiments.compare import experiment
 from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_writable
@@ -179,3 +179,14 @@ def test_nothing_is_above_the_root_and_a_pipe_is_not_replaced(tmp_path):
     with pytest.raises(InputError, match="pipe is no file, and one is written there"):
         write_atomically(pipe, "text")
     assert pipe.is_fifo()
+
+
+def test_a_name_of_a_host_that_a_full_disk_left_empty_is_drawn_again(tmp_path):
+    """Two hosts of one name would each take the other's lock for its own."""
+    copy = object.__new__(mirror.Mirror)
+    copy.folder = tmp_path / "run"
+    (tmp_path / "id").touch()
+    name = copy._load_host_id()
+    assert len(name) == 32
+    assert copy._load_host_id() == name == (tmp_path / "id").read_text()
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["id"]

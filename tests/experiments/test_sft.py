@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,24 @@ def test_a_warm_start_that_is_continued_ends_as_one_that_was_not(trained, tmp_pa
     write(tmp_path, ROWS[::-1])
     assert main(["sft", str(file), "--resume", "auto", "--set", "train.steps=61"]) == 2
     assert "rows" in capsys.readouterr().err
+
+
+@pytest.mark.fault(13)
+def test_a_warm_start_on_a_full_disk_ends_in_a_line_and_is_continued(trained, tmp_path, capsys):
+    file, size = write(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    command = ["sft", str(file), "--set", "train.steps=8"]
+    assert main(["sft", str(file), "--set", "train.steps=4"]) == 0
+    capsys.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, size[1]))
+    try:
+        assert main([*command, "--resume", "auto"]) == 74
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, size)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: step 8: ")
+    assert line.endswith("make space and go on by --resume auto")
+    assert main([*command, "--resume", "auto"]) == 0
+    assert small_run.metrics(tmp_path / "run-sft") == small_run.metrics(trained)[:8]
 
 
 @pytest.mark.full

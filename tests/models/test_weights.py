@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import errno
 import itertools
+import resource
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -371,3 +373,20 @@ def test_every_process_ends_when_one_finds_a_wrong_value(tmp_path, python, envir
     assert [process.returncode for process in started] == [0, 0], errors + more
     assert "not read in process 1 (processes count from 0): see the message there" in first
     assert "model.embed_tokens.weight holds 1 values that are not finite" in second
+
+
+def test_a_full_disk_under_a_file_of_tensors_is_an_error_of_the_system_with_its_name(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size, read = {"a": 400_000}, lambda name: np.ones(100_000, np.float32)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            weights.write_tensors(tmp_path, size, read, 10**9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert error.value.errno == errno.EFBIG
+    assert error.value.filename == str(tmp_path / "model.safetensors")
+    weights.write_tensors(tmp_path, size, read, 10**9)
+    mode = (tmp_path / "config.json").stat().st_mode
+    assert (tmp_path / "model.safetensors").stat().st_mode == mode

@@ -14,6 +14,7 @@ import small_run
 from quick import full_but
 
 from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
@@ -173,3 +174,23 @@ def test_a_file_of_own_code_that_cannot_be_loaded_is_one_message(key, name, tmp_
     assert f"{use}' cannot be loaded ({tmp_path}/mine.py" in errors
     assert errors.count("\n") == 1
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("", "/base' is no folder: "), ("tokenizer.json", ": tokenizer.json changed since the run b")],
+)
+def test_a_base_that_goes_away_under_a_run_costs_no_step(name, problem, tmp_path):
+    """As where somebody cleans the cache of a hub. The model is written with files of the base."""
+    base, aside = tmp_path / "base", tmp_path / "aside"
+    shutil.copytree(small_run.base(), base)
+    config = small_run.config(tmp_path / "r", **{"model.path": str(base), "train.steps": 1})
+    message = rf"r/model could not be written: .*{problem}.*; all steps are saved: go on by --resum"
+    with pytest.raises(InputError, match=message):
+        loop.train(config, on_step=lambda *_: (base / name).rename(aside))
+    with Checkpoints(tmp_path / "r" / "checkpoints") as checkpoints:
+        assert checkpoints.latest() == 1
+    assert not (tmp_path / "r" / "model").exists()
+    aside.rename(base / name)
+    assert loop.train(config, resume="auto").summary["step"] == 1

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
 import resource
 import time
+from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_run
+from checkpointed import small_run_state
 
+from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes.recovery import Keeper, Progress
+from jaxgrpo.training.records.console import Display
+from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import TensorBoard
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(13)]
@@ -128,3 +137,83 @@ def test_a_reward_may_change_the_working_directory_of_a_run_in_a_relative_folder
     assert list(elsewhere.iterdir()) == []
     with contextlib.chdir(tmp_path):
         assert run.export("out").joinpath("config.json").exists()
+
+
+@pytest.fixture
+def keeper(tmp_path) -> Iterator[Keeper]:
+    """Of a run that keeps its newest checkpoint and the best one."""
+    with RunFolder(tmp_path / "r") as folder, Checkpoints(folder.checkpoints, 1) as checkpoints:
+        folder.rewind(None)
+        display = Display(9, 0, active=True)
+        yield Keeper(None, 3, folder, checkpoints, display, Progress.from_meta({}), {})
+
+
+def save(keeper: Keeper, step: int, value: float | None = None, is_full: bool = False) -> None:
+    """Saves a step to its end; with a value it is the best one."""
+    if value is not None:
+        keeper.progress.replace_best(step, value)
+    limit(TEXTS if is_full else resource.RLIM_INFINITY)
+    keeper.save(*small_run_state(step), step, must=False)
+    if keeper.checkpoints._pending:
+        wait([keeper.checkpoints._pending])
+    limit(resource.RLIM_INFINITY)
+
+
+def test_a_best_step_that_was_not_saved_leaves_the_one_before_it(keeper, capsys):
+    save(keeper, 2, 0.5)
+    save(keeper, 4, 0.9, is_full=True)
+    save(keeper, 6)
+    assert keeper.checkpoints.steps() == [2, 6]
+    assert keeper.checkpoints.meta(6)["best"] == [2, 0.5]
+    assert "step 4, the best, was not saved; the best is now step 2" in capsys.readouterr().out
+    save(keeper, 7, 0.7)  # better than what is saved, and not than what is lost
+    save(keeper, 8)
+    assert keeper.checkpoints.steps() == [7, 8]
+    assert keeper.progress.best == (7, 0.7)
+
+
+def test_a_best_step_without_a_saved_one_before_it_is_none(keeper):
+    save(keeper, 2, 0.5, is_full=True)
+    save(keeper, 4)
+    assert keeper.progress.best is None
+    assert keeper.checkpoints.steps() == [4]
+
+
+def test_a_reward_that_fails_behind_a_save_that_failed_has_its_last_step_saved(keeper):
+    save(keeper, 2)
+    save(keeper, 4, is_full=True)
+    with (
+        pytest.raises(process.RewardFailed, match=r"no grader\n.*holds step 5; mend the reward"),
+        keeper.saving(6, small_run_state(5)),
+    ):
+        raise RewardError("no grader")
+    assert keeper.checkpoints.steps() == [5]
+
+
+def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):
+    save(keeper, 2)
+    save(keeper, 4, is_full=True)
+    values = {"weights/growth": math.inf, "weights/norm": math.inf, "learning_rate": 0.1}
+    values |= {"skipped_updates/not_finite": 0.0, "sampling/not_finite": 0.0}
+    with pytest.raises(process.Diverged, match="the last good checkpoint is of step 2"):
+        keeper.refuse_diverged(5, values)
+
+
+def test_a_file_system_that_is_gone_for_a_while_costs_a_checkpoint(keeper, monkeypatch, capsys):
+    """As one in user space whose program has died."""
+
+    def look_away(folder: RunFolder) -> bool:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(folder.path / ".lock"))
+
+    save(keeper, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "is_moved", look_away)
+        save(keeper, 4)
+        output = capsys.readouterr().out
+        assert "step 4: " in output
+        assert "Transport endpoint is not connected; the run goes on" in output
+        with pytest.raises(process.NotSaved, match="not connected; mend that and go on by --res"):
+            keeper.save(*small_run_state(5), 5, must=True)
+    assert keeper.checkpoints.steps() == [2]
+    save(keeper, 6)
+    assert keeper.checkpoints.steps() == [6]

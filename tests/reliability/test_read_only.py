@@ -12,6 +12,8 @@ from typing import Any
 import faulty_runs
 import pytest
 
+from jaxgrpo.training.checkpoints import Checkpoints
+
 pytestmark = [
     pytest.mark.full,
     pytest.mark.fault(13),
@@ -44,6 +46,15 @@ def mount(*options: Any) -> None:
         subprocess.run(["mount", *map(str, options)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this machine mounts nothing: {error}")
+
+
+def make_ext4(image: Path) -> None:
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    try:
+        subprocess.run(["mkfs.ext4", "-qF", str(image)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine makes no ext4: {error}")
 
 
 @contextlib.contextmanager
@@ -140,12 +151,7 @@ def test_a_disk_that_fails_under_a_run_is_named_and_it_continues_once_it_is_repa
     """ext4 turns read-only by itself where it finds a fault; the kernel can be asked for one."""
     image, disk = tmp_path / "image", tmp_path / "disk"
     disk.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(64 << 20)
-    try:
-        subprocess.run(["mkfs.ext4", "-qF", str(image)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine makes no ext4: {error}")
+    make_ext4(image)
     mount("-o", "loop,errors=remount-ro", image, disk)
     try:
         source = subprocess.check_output(["findmnt", "-no", "SOURCE", str(disk)], text=True)
@@ -162,6 +168,41 @@ def test_a_disk_that_fails_under_a_run_is_named_and_it_continues_once_it_is_repa
         mount("-o", "loop", image, disk)
         config = write(base, tmp_path, **run_folder)
         continue_to_the_end(start, config, disk / "r", straight)
+    finally:
+        unmount(disk)
+
+
+CUT = """
+import shutil, sys
+import numpy as np
+from pathlib import Path
+from jaxgrpo.training.checkpoints import Checkpoints
+
+disk, image, copy = map(Path, sys.argv[1:])
+with Checkpoints(disk / "checkpoints", keep=1) as checkpoints:
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"weight": np.arange(50_000.0)}, {})
+        checkpoints.wait()
+    shutil.copyfile(image, copy)
+"""
+
+
+def test_a_power_cut_right_behind_a_save_leaves_it_whole(tmp_path, python, environment):
+    """The image of a file system is then what has been written to its disk, and no more."""
+    image, copy, disk = (tmp_path / name for name in ("image", "copy", "disk"))
+    disk.mkdir()
+    make_ext4(image)
+    mount("-o", "loop", image, disk)
+    try:
+        command = [python, "-c", CUT, *map(str, (disk, image, copy))]
+        subprocess.run(command, env=environment(), check=True)
+    finally:
+        unmount(disk)
+    mount("-o", "loop", copy, disk)
+    try:
+        with Checkpoints(disk / "checkpoints") as checkpoints:
+            assert checkpoints.latest() == 3
+            assert checkpoints.choose() == 3
     finally:
         unmount(disk)
 
@@ -187,7 +228,7 @@ PLACES = {
     "code/mine.py": 2,
     ".lock": 2,
     "checkpoints": 74,
-    "checkpoints/3": 74,
+    "checkpoints/3": 0,
     "summary.json": 74,
     "model": 74,
     "samples": 0,
@@ -198,7 +239,8 @@ PLACES = {
 def test_what_of_a_run_may_not_be_changed_is_named(
     base, tmp_path, saved_run, start, straight, tries
 ):
-    """As by `chattr +i`, which stops root too. Without samples a run goes on, and says so."""
+    """As by `chattr +i`, which stops root too. Without samples, and beside a step that cannot be
+    removed, a run goes on and says so."""
     for number, (place, code) in enumerate(PLACES.items()):
         home = tmp_path / str(number)
         file = copied(base, home, saved_run)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import resource
 import signal
 import subprocess
 import threading
@@ -17,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.processes.watchdog import STUCK, Watchdog
+from jaxgrpo.training.processes.watchdog import STUCK, TICK, Watchdog
 from jaxgrpo.training.records import console
 from jaxgrpo.training.records.console import Display
 
@@ -160,6 +162,27 @@ def test_a_watchdog_that_is_left_watches_no_more():
     assert count >= 2
     time.sleep(1.5)
     assert len(reports) == count
+
+
+def test_a_run_with_more_than_1024_open_files_is_watched(monkeypatch):
+    """As where an environment holds connections, or many processes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1500:
+        pytest.skip("this user may not open as many")
+    ended: list[str] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda watch, code, text: ended.append(text))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1500), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Watchdog(lambda *_: None, lambda: "", 60.0, 0.0) as watch:
+            time.sleep(0.1)
+            watch._thread.join(1.5 * TICK)
+            assert watch._thread.is_alive(), ended
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ended == []
 
 
 def make_display(terminal, clock):

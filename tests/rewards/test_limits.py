@@ -1,10 +1,12 @@
 """Rewards that never come back, end the process, or leave threads behind."""
 
 import asyncio
+import os
 import re
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -142,6 +144,37 @@ def test_threads_that_a_hung_reward_leaves_are_known_as_long_as_they_live():
         call({"mine": 0.2}, mine=mine)
     assert limits.has_left_threads()
     end.set()
+
+
+FORKED: list[int] = []
+
+
+def forks(completions):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks
+        FORKED.append(os.fork())
+    return [1.0] * len(completions)
+
+
+def forks_and_raises(completions):
+    forks(completions)
+    if FORKED[-1] == 0:
+        raise ValueError("in the child")
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("forking", [forks, forks_and_raises])
+def test_a_process_that_a_reward_forks_does_not_come_back_into_the_run(forking, capfd):
+    trainer = os.getpid()
+    try:
+        scores, _ = call(mine=forking)
+    finally:
+        if os.getpid() != trainer:  # it would run the other tests
+            os._exit(0)
+    np.testing.assert_array_equal(scores["mine"], [1, 1, 1])
+    assert os.waitstatus_to_exitcode(os.waitpid(FORKED[-1], 0)[1]) == 1
+    line = "rewards.mine: a process that it forked did not end by itself, and is ended\n"
+    assert line in capfd.readouterr().err
 
 
 def leaves(completions):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import subprocess
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Stream, Waiting
+from jaxgrpo.training import checkpoints as checkpoints_module
 from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
 from jaxgrpo.training.parameters import Saved
 
@@ -200,6 +206,63 @@ def test_only_the_newest_steps_stay(tmp_path):
         restored, _ = checkpoints.restore(abstract(small(0)), step=6)
         assert bits(restored) == bits(small(6))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "6"]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder whose files cannot be removed."""
+    if os.geteuid():
+        folder.chmod(0o500)
+    elif subprocess.run(["chattr", "+i", folder], capture_output=True).returncode:
+        pytest.skip("root removes everything from this file system")
+    try:
+        yield
+    finally:
+        if os.geteuid():
+            folder.chmod(0o700)
+        else:
+            subprocess.run(["chattr", "-i", folder], check=True)
+
+
+@pytest.mark.parametrize("part", ["", "state"])
+def test_an_old_step_that_cannot_be_removed_fails_no_save_and_is_said(part, tmp_path, caplog):
+    """Nor does one of which a part stays."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, small(1), {})
+        checkpoints.wait()
+        with locked(tmp_path / "1" / part):
+            for step in (2, 3, 4):
+                checkpoints.save(step, small(step), {})
+                checkpoints.wait()
+        assert checkpoints.steps() == ([4] if part else [1, 4])
+        assert ("/1 is no step any more" if part else "older steps stay in") in caplog.text
+        checkpoints.save(5, small(5), {})
+        checkpoints.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+
+
+def test_a_step_is_on_the_disk_before_its_manifest_says_that_it_is_complete(tmp_path, monkeypatch):
+    """Else a power cut may leave a manifest, and of the files that it lists the names."""
+    flushed: set[int] = set()
+    flush, write = os.fsync, checkpoints_module.write_atomically
+
+    def flush_and_note(descriptor: int) -> None:
+        flush(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def write_behind_the_others(path: Path, content: str) -> None:
+        if path.name == "manifest.json":
+            files = [path.parent, *path.parent.rglob("*")]
+            assert len(files) > 5
+            assert [file for file in files if file.stat().st_ino not in flushed] == []
+        write(path, content)
+
+    monkeypatch.setattr(os, "fsync", flush_and_note)
+    monkeypatch.setattr(checkpoints_module, "write_atomically", write_behind_the_others)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, small(1), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
 
 
 def test_a_step_that_was_moved_and_linked_to_is_removed_without_a_loss(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import zlib
 from pathlib import Path
 
@@ -294,6 +295,18 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     assert file.read_text() == "old"
 
 
+def test_a_full_disk_is_named_with_the_file_that_it_does_not_take(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write_atomically(tmp_path / "page", "x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(tmp_path / "page") in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_config_and_own_code_are_kept_beside_the_results(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -363,13 +376,15 @@ def test_a_run_folder_and_its_checkpoints_may_be_links(tmp_path):
     assert len(read_metrics(tmp_path / "disk")) == 1
 
 
-@pytest.mark.parametrize("how", ["renamed", "replaced", "deleted"])
+@pytest.mark.parametrize("how", ["renamed", "replaced", "deleted", "a file"])
 def test_a_folder_that_is_moved_while_it_is_locked_is_noticed(tmp_path, how):
     with RunFolder(tmp_path / "run") as run:
         assert not run.is_moved()
         (tmp_path / "run").rename(tmp_path / "run2")
         if how == "deleted":
             (tmp_path / "run2" / ".lock").unlink()
+        if how == "a file":
+            (tmp_path / "run").write_text("mine")
         if how == "replaced":
             with RunFolder(tmp_path / "run"):
                 assert run.is_moved()

@@ -20,7 +20,6 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
 from jaxgrpo.training.collecting import replay
-from jaxgrpo.training.records import rollout_files
 from jaxgrpo.training.setup import setup
 
 REQUIRED = (
@@ -336,7 +335,10 @@ def test_a_file_that_changes_during_a_replay_is_noticed(files, tmp_path):
     file = shutil.copy(files[0], tmp_path / "x.safetensors")
     saved = setup(config(tmp_path / "r"), rollouts=[files[0], file]).inputs.replay
     assert saved is not None
-    rollouts = rollout_files.load(files[1])
-    rollout_files.save(file, rollouts, 1)
-    with pytest.raises(InputError, match="other prompts than when the run began"):
+    saved.load(1)
+    saved.load(0)  # so that the other is read again
+    edited(file, files[0], behavior_logp=lambda logp: logp - 0.5)
+    with pytest.raises(InputError, match=r"x\.safetensors: its crc32 is .* when the run began"):
         saved.load(1)
+    shutil.copy(files[0], file)
+    saved.load(1)

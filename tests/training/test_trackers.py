@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
+import signal
 import sys
+import time
+from pathlib import Path
 
 import minimal_config
 import pytest
 from event_files import events, records, wandb_history
+from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.ranges import wandb_problem
 from jaxgrpo.core.errors import ConfigError, InputError
-from jaxgrpo.training.records.logbook import TensorBoard, WandB, numbers
+from jaxgrpo.training.records.console import Display
+from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.logbook import Logbook, TensorBoard, WandB, numbers
+from jaxgrpo.training.records.reading import read_metrics
 
 
 def test_event_files_hold_every_number_under_its_step(tmp_path):
@@ -58,6 +68,38 @@ def test_a_resumed_run_is_the_same_run_there(tmp_path):
         run.close()
     names = {file.name for file in tmp_path.glob("wandb/offline-run-*/*.wandb")}
     assert names == {f"run-{(tmp_path / 'wandb_id.txt').read_text()}.wandb"}
+
+
+def kill_process_of_wandb() -> None:
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
+            is_core = b"wandb-core" in (place / "cmdline").read_bytes()
+            if int(parent) == os.getpid() and is_core:
+                os.kill(int(place.name), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its process is found in /proc")
+def test_weights_and_biases_whose_process_is_killed_ends_no_run(tmp_path):
+    options = {"project": "p", "mode": "offline"}
+    tracking = {"tensorboard": False, "wandb": options}
+    config, out = configs.from_dict(minimal_config.tables(tracking=tracking)), io.StringIO()
+    display = Display(9, 0, active=True)
+    display.console = Console(file=out, width=500)
+    with RunFolder(tmp_path / "r") as folder:
+        folder.write_config("")
+        with Logbook(config.run, config.tracking, "", folder, display, 0) as log:
+            log.step(1, {"reward": 0.5})
+            kill_process_of_wandb()
+            for step in range(2, 9):  # the first ones may find the connection open
+                log.step(step, {"reward": 0.5})
+                time.sleep(0.1)
+    assert len(read_metrics(tmp_path / "r")) == 8
+    assert out.getvalue().count("WandB not written: ") == 1
+    assert out.getvalue().count("WandB not closed: ") == 1
+    again = WandB(tmp_path / "r", options, {})
+    again.write(9, {"reward": 0.5})
+    again.close()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-from safetensors.numpy import save_file
 
 from jaxgrpo.core.errors import InputError, refuse_all, without_passwords
 from jaxgrpo.core.types import Params
@@ -172,8 +171,7 @@ def save(
         arrays = {name: weights.gathered(parts) for name, parts in tensors.items()}
         if folder is not None:
             (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-            save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
-            (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
+            weights.write_file(arrays, folder / WEIGHTS, folder / CONFIG)
             replacing.write_card(folder)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo adapters.save")

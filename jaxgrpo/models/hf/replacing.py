@@ -129,13 +129,12 @@ def replaced(folder: Path, refuse: Callable[[Path], None]) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        for path in [*partial.rglob("*"), partial]:
-            _flush(path)
+        storage.flush_tree(partial)
         _remove(previous)
         if folder.exists():
             folder.rename(previous)
         partial.rename(folder)
-        _flush(folder.parent)
+        storage.flush(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
@@ -146,11 +145,3 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -463,12 +464,24 @@ def write_tensors(
         tensors = ((name, read(name)) for name in names)
         shard = {name: tensor for name, tensor in tensors if folder is not None}
         if folder is not None:
-            save_file(shard, folder / file, metadata={"format": "pt"})
-            # The library makes files that only their owner may read: as open as the others here.
-            (folder / file).chmod((folder / "config.json").stat().st_mode)
+            write_file(shard, folder / file, folder / "config.json")
     if folder is not None and plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_file(tensors: Mapping[str, np.ndarray], file: Path, neighbour: Path) -> None:
+    """Writes a file of tensors, which those may read who may read its neighbour.
+
+    Raises: OSError with the file's name, as on a full disk.
+    """
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+    file.chmod(neighbour.stat().st_mode)  # the library's are for their owner alone
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -158,11 +158,21 @@ def read_files(
 
     @functools.lru_cache(maxsize=1)  # three functions of a step read it
     def load_fitted(place: int) -> Rollouts:
+        _refuse_changed(paths[place], sums[place])
         rollouts = _fit_to_config(rollout, paths[place], load(paths[place]), numbers)
         return _with_shared_versions(rollouts, shared[place])
 
     data = PromptData([{"prompt": text} for text in texts], encoded, 0)
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, load_fitted)
+
+
+def _refuse_changed(path: Path, expected: str) -> None:
+    """Raises: InputError where a file is not what it was when the run began. Args: its crc32."""
+    if path.is_file() and (present := checksum([path.read_bytes()])) != expected:
+        raise InputError(
+            f"{path}: its crc32 is {present}, and was {expected} when the run began: put the file "
+            "back and go on by the same command with --resume auto"
+        )
 
 
 def _with_shared_versions(rollouts: Rollouts, count: float) -> Rollouts:
@@ -237,11 +247,8 @@ def _check_sizes(rollout: RolloutKeys, path: Path, rollouts: Rollouts) -> None:
 
 def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Rows) -> Rollouts:
     """The rollouts in the sizes of the config, with the rows of the replay."""
-    _check_sizes(rollout, path, rollouts)
     steps = rollout.max_completion_tokens
     keys = [key for key, _ in _prompts(path, rollouts)]
-    if not numbers.keys() >= set(keys):
-        raise InputError(f"{path}: other prompts than when the run began: put the file back")
 
     def pad(array: np.ndarray, size: int) -> np.ndarray:
         pairs = [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])]

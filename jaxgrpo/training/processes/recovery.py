@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from safetensors import SafetensorError
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import parameters
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import parent, process
 from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
@@ -38,6 +40,8 @@ class Progress:
     best_metric: str | None  # the checkpoint.keep_best that it is the best by
     base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
     resets: Resets
+    # What `best` was before, the worst first.
+    earlier_bests: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
     unsaved: int = 0  # checkpoints in a row that failed
@@ -58,6 +62,15 @@ class Progress:
                 f"the meta.json of the checkpoint is not what a run writes ({error}): choose "
                 "another run.dir"
             ) from None
+
+    def replace_best(self, step: int, value: float) -> None:
+        """The best one before it counts again if this step cannot be saved."""
+        self.earlier_bests += [] if self.best is None else [self.best]
+        self.best = step, value
+
+    def forget_best(self) -> None:
+        """Later evaluations are compared with none before."""
+        self.best, self.earlier_bests = None, []
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
@@ -85,7 +98,10 @@ class Keeper:
         """What of the run is saved, in a line."""
         # Nothing is asked of a bucket here: a watchdog says this, of a run that may wait for one.
         checkpoints, place = self.checkpoints, self.folder.place
-        step = checkpoints.newest if storage.is_url(place) else checkpoints.latest()
+        try:
+            step = checkpoints.newest if storage.is_url(place) else checkpoints.latest()
+        except OSError as error:
+            return f"{place} cannot be read ({describe(error)})"
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
     def resume_command(self) -> str:
@@ -102,14 +118,15 @@ class Keeper:
           must: wait for it, and end the run where it fails.
         Raises: process.NotSaved.
         """
-        self.refuse_moved(number)
         newest_before, checkpoints = self.checkpoints.newest, self.checkpoints
         several = jax.process_count() > 1
-        problem = _first_error(checkpoints.wait)  # of the save before this one
+        refuse = functools.partial(self.refuse_moved, number)
+        problem = _first_error(refuse, checkpoints.wait)  # of the save before this one
         # That may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, learner, stream)
             save_error = _first_error(
+                refuse,
                 self.folder.catch_up,
                 self.folder.publish,
                 save,
@@ -133,7 +150,8 @@ class Keeper:
         )
 
     def refuse_moved(self, number: int) -> None:
-        """Raises: process.NotSaved where the run's folder was moved or deleted meanwhile."""
+        """Raises: process.NotSaved where the run's folder was moved or deleted meanwhile; OSError
+        where that cannot be seen."""
         if self.folder.is_moved():
             raise process.NotSaved(
                 f"step {number}: {self.folder.path} is not the folder that this run began in: it, "
@@ -149,10 +167,29 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
+        """Begins to save. The save before it has ended."""
+        self._settle_best(number)
+        metrics = self.folder.path / "metrics.jsonl"
+        if process.is_main() and metrics.exists():
+            storage.flush(metrics)  # before a checkpoint that says what is in it
         meta = {**self.progress.meta(), "inputs": self.inputs, "logged": self.folder.logged()}
         if self.adapters is not None:
             meta["lora"] = self.adapters
         self.checkpoints.save(number, parameters.to_save(learner, stream), meta)
+
+    def _settle_best(self, number: int) -> None:
+        """Keeps the checkpoint of the best step. Where that could not be saved, the best one before
+        it stays, and later evaluations are compared with that."""
+        progress, checkpoints = self.progress, self.checkpoints
+        best = progress.best
+        if best and jax.process_count() == 1:  # several end by a save that fails
+            steps = {number, *checkpoints.steps()}
+            progress.earlier_bests = [pair for pair in progress.earlier_bests if pair[0] in steps]
+            if best[0] not in steps:
+                progress.best = progress.earlier_bests.pop() if progress.earlier_bests else None
+                now = f"step {progress.best[0]}" if progress.best else "none"
+                self.display.say(f"step {best[0]}, the best, was not saved; the best is now {now}")
+        checkpoints.best = progress.best[0] if progress.best else None
 
     @contextlib.contextmanager
     def saving(self, number: int, before: tuple[Learner, Stream] | None = None) -> Iterator[None]:
@@ -165,9 +202,11 @@ class Keeper:
         except RewardError as error:
             if number < 2:
                 raise
-            self.refuse_moved(number)
+            refuse = functools.partial(self.refuse_moved, number)
             last = [] if before is None else [functools.partial(self._save, number - 1, *before)]
-            unsaved = _first_error(*last, self.checkpoints.wait)
+            if jax.process_count() == 1:  # the save before may have failed, and this one may not
+                _first_error(self.checkpoints.wait)
+            unsaved = _first_error(refuse, *last, self.checkpoints.wait)
             saved_line = self.saved_line()
             if unsaved:
                 saved_line = f"{describe(unsaved)}; {saved_line}"
@@ -190,7 +229,7 @@ class Keeper:
             )
         if problem is None:
             return
-        self.checkpoints.wait()
+        _first_error(self.checkpoints.wait)
         checkpoint = max(
             (step for step in self.checkpoints.steps() if step <= last_good_step), default=None
         )
@@ -204,6 +243,23 @@ class Keeper:
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
             f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
         )
+
+
+@contextlib.contextmanager
+def writing_results(place: Place) -> Iterator[None]:
+    """Within it the end of a run is written, all of whose steps are saved.
+
+    Raises: process.NotSaved where something cannot be written; InputError where the base is gone,
+      or something else is at its place.
+    """
+    try:
+        yield
+    except InputError as error:
+        text = f"{place} could not be written: {error}; all steps are saved"
+        raise InputError(f"{text}: go on by --resume auto") from error
+    except (OSError, SafetensorError) as error:
+        text = f"{place} could not be written: {error}; {remedy(error)}"
+        raise process.NotSaved(f"{text} and go on by --resume auto") from error
 
 
 def describe(error: OSError) -> str:
@@ -225,11 +281,13 @@ def remedy(error: BaseException) -> str:
     while not getattr(error, "errno", None) and error.__cause__ is not None:
         error = error.__cause__
     number = getattr(error, "errno", None)
+    if number == errno.ENOENT:
+        return "put back what is missing"
     if number == errno.EROFS:
         return "let it be written again (after faults of a disk it may be read-only)"
     if number in (errno.EACCES, errno.EPERM):
         return "give back the permission to write there"
-    return "make space"
+    return "make space" if number in (None, *parent.FULL) else "mend that"
 
 
 def _first_error(*calls: Callable[[], None]) -> OSError | None:

@@ -101,7 +101,9 @@ class Watchdog:
             self._end(1, f"the watch of the run failed ({type(error).__name__}: {error}): {why}")
 
     def _listen(self) -> None:
-        if select.select([self._bell], [], [], TICK)[0]:
+        poller = select.poll()  # select.select refuses descriptors from 1024 on
+        poller.register(self._bell, select.POLLIN)
+        if poller.poll(1000 * TICK):
             for number in os.read(self._bell, 64):
                 if number in process.STOP_SIGNALS:
                     self._hear(number)

@@ -106,9 +106,10 @@ def write_atomically(path: Place, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):  # on a full disk it would take what is left
             temporary.unlink()
+        error.filename = error.filename or os.fspath(path)  # which a write does not know
         raise
 
 
@@ -162,8 +163,7 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
         )
     if not storage.may_write(ancestor):
         raise InputError(f"{where}: {ancestor} cannot be written: give a folder that can")
-    names = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
-    if names and not resume:
+    if not resume and (names := sorted(p.name for p in folder.glob("*") if p.name != LOCK)):
         holds = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         raise InputError(
             f"{where} is not empty (it holds {holds}): "
@@ -227,7 +227,7 @@ class RunFolder(Closing):
             return False
         try:
             return os.stat(self.path / LOCK).st_ino != os.fstat(self._lock).st_ino
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
 
     def _refuse_moved(self) -> None:

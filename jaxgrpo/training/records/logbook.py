@@ -20,7 +20,7 @@ import jax
 from jaxgrpo.config.keys import RunKeys, TrackingKeys
 from jaxgrpo.config.own_code import installed
 from jaxgrpo.config.ranges import wandb_problem
-from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.core.errors import InputError, one_line, without_passwords
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records import alarms, rollout_files
@@ -81,7 +81,11 @@ class Logbook(Closing):
         if self._report and not self._finished:
             self._report.write(STOPPED)
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except OSError as error:
+                name = type(tracker).__name__
+                self._display.say(f"{name} not closed: {error}; metrics.jsonl has all numbers")
 
     def step(self, number: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a step, and says what begins to go wrong with it.
@@ -91,9 +95,7 @@ class Logbook(Closing):
         self._attempt("metrics", number, lambda: self._folder.write_metrics(number, values))
         if not self._active:
             return
-        for tracker in self._trackers:
-            name = type(tracker).__name__
-            self._attempt(name, number, lambda tracker=tracker: tracker.write(number, values))
+        self._write_trackers(number, values)
         self._state, new_alarms = alarms.see(self._state, {"step": number, **values})
         self._alarms += new_alarms
         for alarm in new_alarms:
@@ -109,8 +111,12 @@ class Logbook(Closing):
             return
         self._state, self._alarms = alarms.replay(read_metrics(self._folder.path))
         for number, values in lines.items():
-            for tracker in self._trackers:
-                tracker.write(number, values)
+            self._write_trackers(number, values)
+
+    def _write_trackers(self, number: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            name = type(tracker).__name__
+            self._attempt(name, number, lambda tracker=tracker: tracker.write(number, values))
 
     def samples(
         self, number: int, rows: Iterable[Mapping[str, Any]], weights: Mapping[str, float]
@@ -313,10 +319,30 @@ class WandB:
         self.place: str = str(place)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log({"step": step, **numbers(metrics)})
+        """Raises: OSError where wandb's process is gone, as where memory ran out."""
+        with _failing_as_os_error():
+            self._run.log({"step": step, **numbers(metrics)})
 
     def close(self) -> None:
-        self._run.finish()
+        """Raises: OSError as `write`."""
+        import wandb
+
+        with _failing_as_os_error():
+            try:
+                self._run.finish()
+            except Exception:
+                with contextlib.suppress(Exception):
+                    wandb.teardown()  # else it fails again, with a traceback, as Python ends
+                raise
+
+
+@contextlib.contextmanager
+def _failing_as_os_error() -> Iterator[None]:
+    """What wandb raises, of a dozen kinds, becomes an OSError."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(one_line(error) or type(error).__name__) from error
 
 
 Tracker = TensorBoard | WandB
