@@ -47,7 +47,7 @@ def _count(text: str) -> int:
 TARGET = argument(
     "target",
     "MODEL|RUN|CONFIG",
-    "a model folder, a run folder, or a config whose model is meant",
+    "a model folder or owner/name, a run folder, or a config: a TOML file or a shipped one's name",
 )
 SET = several(
     "--set",
