@@ -36,6 +36,11 @@ def samples(default: str) -> Argument:
     return argument(flags, "N", f"per prompt, {default}", type=_count, dest="samples")
 
 
+def prompts(default: str) -> Argument:
+    """How many of the data are asked."""
+    return argument("--num-prompts", "N", f"of the data; {default}", type=int, dest="prompts")
+
+
 def _count(text: str) -> int:
     try:
         return int(text)
@@ -47,7 +52,7 @@ def _count(text: str) -> int:
 TARGET = argument(
     "target",
     "MODEL|RUN|CONFIG",
-    "a model folder, a run folder, or a config whose model is meant",
+    "a model folder or owner/name, a run folder, or a config: a TOML file or a shipped one's name",
 )
 SET = several(
     "--set",
@@ -56,7 +61,6 @@ SET = several(
     dest="overrides",
 )
 
-PROMPTS = argument("--num-prompts", "N", "of the data; all by default", type=int, dest="prompts")
 JSON = switch("--json", "print one JSON document instead; notes go to stderr", dest="as_json")
 
 DRAWING = (
@@ -170,7 +174,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--data", None, "as data.path; by default that of the run or config"),
         argument("--reward", None, "judges success; by default the first of the run or config"),
         samples("16 by default"),
-        PROMPTS,
+        prompts("all by default"),
         argument("--level", "L", "of intervals, 0.99 by default", type=float),
         argument(
             "--methods",
@@ -188,7 +192,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--data", None, "as data.path; of a run: its eval.data by default"),
         argument("--scorer", None, "a reward that judges success; else that of the run or config"),
         samples("by default eval.samples of the run or config, 16 of a model folder"),
-        PROMPTS,
+        prompts("by default eval.prompts of the run or config, else all"),
         argument("--base", "MODEL", "measure the KL to this model; of a run: as eval.kl_to_base"),
         argument(
             "--answers",

@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING
+from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, TARGET
 from jaxgrpo.config.files import shipped
 from jaxgrpo.config.keys import KEYS
 
-WITH_CONFIG = ("train", "plan", "sft", "check")
+WITH_CONFIG = (
+    *("train", "plan", "sft", "check"),
+    *(name for name, command in COMMANDS.items() if TARGET in command),
+)
 """Commands that take the name of a shipped config."""
 
 SCRIPT = """\

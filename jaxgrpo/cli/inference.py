@@ -62,12 +62,13 @@ def evaluate(
     """What `jaxgrpo eval` measures: greedy accuracy, pass@k, majority votes, their intervals.
 
     Args:
-      target: a model folder, a run folder, or a config file whose model is meant.
+      target: a model folder, a run folder, a config file, or a shipped config's name.
       data: as data.path, or rows; of a run its eval.data by default.
       scorer: the name of a reward or a function that judges success, above 0.5; by
         default that of the run or config.
       samples: per prompt; of a run or config its eval.samples by default, else 16.
-      prompts: how many, from the start of the data; all by default.
+      prompts: how many, from the start of the data; of a run or config its eval.prompts by
+        default, else all.
       base: a model folder or a name on the hub that the KL is measured from.
       overrides: tables of the config, rollout={"temperature": 0.5}, as in `train`.
 

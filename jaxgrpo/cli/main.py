@@ -128,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (text, calls, *arguments) in COMMANDS.items():
-        command_parser = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
+        command_parser = commands.add_parser(
+            name, help=text, description=text, argument_default=argparse.SUPPRESS
+        )
         command_parser.set_defaults(calls=calls)
         for flags, options in arguments:
             command_parser.add_argument(*flags, **options)

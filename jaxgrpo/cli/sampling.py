@@ -63,7 +63,7 @@ def sample(
     """Samples completions of prompts, as `jaxgrpo sample` draws them.
 
     Args:
-      target: a model folder, a run folder, or a config file whose model is meant.
+      target: a model folder, a run folder, a config file, or a shipped config's name.
       prompts: texts, or lists of messages.
       samples: of each prompt.
       temperature, top_k, top_p, max_tokens: by default as the run or config says; the temperature 0

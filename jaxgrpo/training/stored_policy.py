@@ -115,7 +115,7 @@ class StoredPolicy(Policy):
 def config_for(
     target: str | Place, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
+    """The config by which a target is sampled: a run's own, a config's, or DEFAULTS for a model.
 
     A model of fewer positions than those of DEFAULTS has as many tokens.
 
@@ -129,7 +129,7 @@ def config_for(
         tables["model"] = {**tables["model"], "path": str(storage.place(folder / "model"))}
         tables["model"].pop("revision", None)
         tables.pop("lora", None)  # merged there
-    elif Path(target).suffix == ".toml":
+    elif is_config(target):
         file_config = configs.load(target)
         tables, source = configs.to_tables(file_config), file_config.source
     else:
@@ -418,6 +418,12 @@ def is_run(target: str | Place) -> bool:
         return storage.read(f"{os.fspath(target).rstrip('/')}/config.toml") is not None
     except OSError as error:
         raise InputError(f"{target} cannot be read: {error}") from error
+
+
+def is_config(target: str | Place) -> bool:
+    """Whether it is a TOML file, or the name of a shipped config and no folder that is there."""
+    is_shipped = os.fspath(target) in configs.shipped() and not os.path.exists(target)
+    return is_shipped or Path(target).suffix == ".toml"
 
 
 def read_run(run: str | Place) -> tuple[Place, Config]:

@@ -74,6 +74,12 @@ def test_help_lists_the_commands_and_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"jaxgrpo {jaxgrpo.__version__}\n"
 
 
+def test_the_help_of_a_command_says_what_it_does(capsys):
+    for name, (text, *_) in COMMANDS.items():
+        assert main([name, "--help"]) == 0
+        assert text in " ".join(capsys.readouterr().out.split()), name
+
+
 def test_the_help_of_every_command_names_its_defaults():
     for name, (_, calls, *arguments) in COMMANDS.items():
         further = make_base.make_base if name == "make-base" else main  # what options are passed to

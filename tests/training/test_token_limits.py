@@ -16,7 +16,7 @@ from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.hf import families, texts
 from jaxgrpo.training import pretrained
-from jaxgrpo.training.stored_policy import LIMITS, config_for
+from jaxgrpo.training.stored_policy import LIMITS, NO_REWARD, config_for
 
 PROMPT, COMPLETION = LIMITS
 LONGROPE = {
@@ -84,6 +84,20 @@ def test_limits_that_are_asked_for_are_not_changed_and_the_message_says_what_fit
     rope = dataclasses.replace(stored, max_positions=10_000, position_limit=64)
     with pytest.raises(InputError, match=r"up to 64: .*--set rollout.max_prompt_tokens=16 "):
         pretrained.check_length(config.rollout, model, rope)
+
+
+def test_a_shipped_config_is_read_by_its_name_unless_a_folder_has_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config_for("quickstart", {"model.path": write_model(tmp_path / "base")})
+    assert limits(config) == (8, 24)
+    assert ([reward.use for reward in config.rewards], config.data.path) == (
+        ["arithmetic"],
+        "task:arithmetic:train",
+    )
+    write_model(tmp_path / "quickstart")
+    config = config_for("quickstart")
+    assert config.model.path == str(tmp_path / "quickstart")
+    assert (config.rewards[0].use, config.data.path) == (NO_REWARD, None)
 
 
 def test_a_run_keeps_the_limits_of_its_config(tmp_path):

@@ -56,7 +56,7 @@ def probe(
     """What `jaxgrpo probe` finds: whether groups of samples would carry a signal, before training.
 
     Args:
-      target: a model folder, a run folder, or a config file, whose model is probed.
+      target: a model folder, a run folder, a config file, or a shipped config's name.
       data: as data.path, or rows; by default the training data of the run or config.
       reward: the name of one or a function; by default the first of the run or config.
       samples: N per prompt; 16 by default.
