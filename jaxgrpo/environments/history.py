@@ -103,7 +103,8 @@ class History(NamedTuple):
             stops = ", ".join(map(repr, self._stops()))
             raise InputError(
                 f"{self.chat.name} ends a turn with none of the tokens that end samples ({stops}): "
-                "set data.chat_template to one that does, or rollout.stop_tokens to what it writes"
+                "set data.chat_template to one that does, or add what it writes to eos_token_id of "
+                "generation_config.json, in a copy of the model's folder"
             )
         return min(place for place in places if place >= 0)
 
