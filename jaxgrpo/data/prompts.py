@@ -287,7 +287,7 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
     value = row[prompt]
     if isinstance(value, str):
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, np.ndarray)):
         return conversations.read_messages(value, f"{where}: column {prompt!r}")
     raise InputError(
         f"{where}: column {prompt!r} holds {_kind(value)} where a prompt is a text or a list of "

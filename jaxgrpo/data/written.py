@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import decimal
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,19 @@ def widen(value: Any, bits: int) -> Any:
     """
     narrow = {16: np.float16, 32: np.float32}[bits]
     return None if value is None else float(text_of_value(narrow(value)))
+
+
+def as_lists(value: Any) -> Any:
+    """A value whose arrays are lists, however deep: pandas reads the lists of a table as arrays.
+
+    >>> as_lists({"a": np.array([{"b": np.array([1, 2])}])})
+    {'a': [{'b': [1, 2]}]}
+    """
+    if isinstance(value, Mapping):
+        return {name: as_lists(entry) for name, entry in value.items()}
+    if isinstance(value, np.ndarray):
+        return as_lists(value.tolist())
+    return list(map(as_lists, value)) if isinstance(value, (list, tuple)) else value
 
 
 def split_options(name: str) -> tuple[str, dict[str, Any]]:
