@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import limits
-from jaxgrpo.data.written import as_lists
+from jaxgrpo.data.written import storable
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -75,15 +75,15 @@ class Chat(NamedTuple):
 
 def read_messages(value: Any, where: str) -> Conversation:
     """A prompt column's list of messages, checked. Entries that are None, as tables have them
-    if some messages lack a key, are left out; a message that holds calls of tools alone has the
-    text "".
+    if some messages lack a key, are left out, and other values are `storable`: messages are
+    written to files. A message that holds calls of tools alone has the text "".
 
     Raises: InputError if it is no list of messages with a role and a text.
     """
     if not len(value):
         raise InputError(f"{where} holds no message: write at least one, by the user")
     messages = []
-    for place, message in enumerate(as_lists(value)):
+    for place, message in enumerate(storable(list(value))):
         entries = message if isinstance(message, Mapping) else {}
         if entries.get("content") is None and entries.get("tool_calls"):
             entries = {**entries, "content": ""}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import threading
 import time
 
@@ -179,6 +181,14 @@ def test_a_message_of_calls_alone_is_written_and_a_call_that_is_left_out_is_refu
             write(chat, prompt, "row 3")
     with pytest.raises(InputError, match="line 4, message 0: expected"):
         read_messages([{**CALLING, "tool_calls": []}], "line 4")
+
+
+def test_values_of_messages_that_json_does_not_know_are_texts():
+    """Prompts stand in samples/: a date in a message ended a run at its first step."""
+    odd = {"at": datetime.date(2026, 11, 28), "turn": np.int64(1), "board": object(), "no": None}
+    (message,) = read_messages(({**USER, **odd},), "line 4")
+    known = {"at": "datetime.date(2026, 11, 28)", "turn": 1, "board": "<object object>"}
+    assert json.loads(json.dumps(message)) == {**USER, **known}
 
 
 def test_rewards_get_texts_for_texts_and_messages_for_messages():
