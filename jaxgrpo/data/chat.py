@@ -312,6 +312,23 @@ def render(
     return text
 
 
+def encode(chat: Chat, text: str, special: bool = False) -> list[int]:
+    """The tokens of a text that is written already.
+
+    Args:
+      special: whether the tokenizer adds special tokens.
+
+    Raises: InputError on a token that the model has no embedding for.
+    """
+    ids = list(chat.tokenizer(text, add_special_tokens=special)["input_ids"])
+    if chat.vocab_size is not None and (token := max(ids, default=0)) >= chat.vocab_size:
+        raise InputError(
+            f"the text has the token {token}, {chat.tokenizer.convert_ids_to_tokens(token)!r}, but "
+            f"the model has embeddings for 0 to {chat.vocab_size - 1}: take it out of the text"
+        )
+    return ids
+
+
 @contextlib.contextmanager
 def _clock_at(time: str | None) -> Iterator[None]:
     """Within it CLOCK tells this time. transformers defines it, and takes no other one."""

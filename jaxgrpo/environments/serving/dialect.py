@@ -267,7 +267,7 @@ class Dialect:
         return text
 
     def _encode(self, text: str, has_special: bool) -> list[int]:
-        return list(self.chat.tokenizer(text, add_special_tokens=has_special)["input_ids"])
+        return chats.encode(self.chat, text, has_special)
 
     def text(self, completion: Completion, skips: bool, has_end: bool | None = None) -> str:
         """The text of a completion, up to the text that stopped it.
