@@ -1,4 +1,4 @@
-"""How values are written: numbers in what prompts, gold answers and rewards see, options of names.
+"""How values are written: numbers in prompts, gold answers and rewards, values in JSON, options.
 
 A module by itself, since data, rewards, environments and rollout must write and read them alike.
 """
