@@ -334,9 +334,14 @@ def _kind(value: Any) -> str:
     """Words for the type of a value."""
     if isinstance(value, numbers.Number) and not isinstance(value, bool):
         return "a number"
-    names = {str: "a text", list: "a list", tuple: "a list", bool: "true or false"}
-    names[type(None)] = "nothing (null)"
-    return names.get(type(value), f"a {type(value).__name__}")
+    names: dict[str, tuple[type, ...]] = {
+        "a text": (str,),
+        "a list": (list, tuple, np.ndarray),
+        "true or false": (bool, np.bool_),
+        "nothing (null)": (type(None),),
+    }
+    matches = (name for name, kinds in names.items() if isinstance(value, kinds))
+    return next(matches, f"a {type(value).__name__}")
 
 
 def is_template(text: str) -> bool:

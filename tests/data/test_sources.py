@@ -251,6 +251,16 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
     assert [row["gold"] for row in read_rows(from_python(gaps))] == [None, None, None, "2"]
 
 
+def test_values_of_numpy_are_of_the_kinds_of_python():
+    values = [np.int64(1), 2.5, np.float32(3)], [np.bool_(True), False], [np.array(["a"]), ["b"]]
+    for answers in values:
+        rows = [
+            {"q": kind(n), "gold": answer}
+            for n, (kind, answer) in enumerate(zip([np.str_, str, str], answers, strict=False))
+        ]
+        assert [row["prompt"] for row in load_rows(rows, "q", "gold")] == [row["q"] for row in rows]
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
