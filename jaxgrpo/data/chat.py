@@ -74,9 +74,9 @@ class Chat(NamedTuple):
 
 
 def read_messages(value: Any, where: str) -> Conversation:
-    """A prompt column's list of messages, checked. Entries that are None, as tables have them
-    if some messages lack a key, are left out, and other values are `storable`: messages are
-    written to files. A message that holds calls of tools alone has the text "".
+    """A prompt column's list of messages, checked. Entries that are None, however deep, are left
+    out: tables have them where messages, or calls of tools, lack a key that others have. Other
+    values are `storable`: messages are written to files. A message of calls alone has the text "".
 
     Raises: InputError if it is no list of messages with a role and a text.
     """
@@ -92,8 +92,15 @@ def read_messages(value: Any, where: str) -> Conversation:
                 f'{where}, message {place}: expected {{"role": "user", "content": "some text"}} '
                 f"but got {_shown(message)}"
             )
-        messages.append({name: entry for name, entry in entries.items() if entry is not None})
+        messages.append(_without_absent(entries))
     return messages
+
+
+def _without_absent(value: Any) -> Any:
+    """A value of JSON without the entries of objects that are None."""
+    if isinstance(value, Mapping):
+        return {name: _without_absent(entry) for name, entry in value.items() if entry is not None}
+    return [*map(_without_absent, value)] if isinstance(value, list) else value
 
 
 def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[list[Any], list[Any]]:

@@ -169,7 +169,10 @@ CALLS = (  # as Qwen's templates write them
 def test_a_message_of_calls_alone_is_written_and_a_call_that_is_left_out_is_refused(
     tokenizer, tmp_path
 ):
-    for message in (CALLING, {**CALLING, "tool_calls": np.array(CALLING["tool_calls"])}):
+    (call,) = CALLING["tool_calls"]
+    function = {"name": "look_up", "arguments": {"n": 2, "argument of other calls": None}}
+    padded = {**CALLING, "tool_calls": [{**call, "function": function, "id": None}]}
+    for message in (CALLING, {**CALLING, "tool_calls": np.array(CALLING["tool_calls"])}, padded):
         prompt = read_messages([USER, message, {"role": "tool", "content": "4"}], "line 4")
         assert prompt[1] == {**CALLING, "content": ""}
         (tmp_path / "chat.jinja").write_text(CALLS)
