@@ -30,7 +30,6 @@ SHORT = {
     "environments/call_program.py": "other processes load it, and this one does not",
     "cli/importing.py": "a command and what it prints; the files are read in models/gguf",
     "models/backward.py": "a decorator that models, kernels and updates share",
-    "data/written.py": "data, rewards and rollout must write a number alike",
     **{
         f"models/hf/families/{name}.py": "families have a file per relative"
         for name in ("mistral", "olmo", "qwen")

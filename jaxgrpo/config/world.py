@@ -270,7 +270,7 @@ def _answered(
     if settings.stop_strings is not None:
         raise InputError(
             "rollout.stop_strings: rules in JAX see tokens and no text; end turns by a token "
-            "(rollout.stop_tokens) or write the environment as a class"
+            "(eos_token_id of generation_config.json) or write the environment as a class"
         )
     return settings._replace(answering=answering)
 

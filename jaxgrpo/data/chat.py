@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import limits
+from jaxgrpo.data.written import storable
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -27,8 +28,14 @@ Conversation = list[Message]
 CHOICES = ("auto", "none")
 """Values of data.chat_template that are no file."""
 
-OURS = ("add_generation_prompt", "continue_final_message", "messages")
-"""Variables of chat templates that the role of the last message sets."""
+_BY_ROLE = "the role of a prompt's last message decides it"
+OURS = {
+    "add_generation_prompt": _BY_ROLE,
+    "continue_final_message": _BY_ROLE,
+    "messages": "the prompt is what it holds",
+    "tools": "the key tools says which there are",
+}
+"""Variables of chat templates that no option sets -> what does."""
 
 
 CLOCK = "strftime_now"
@@ -67,23 +74,33 @@ class Chat(NamedTuple):
 
 
 def read_messages(value: Any, where: str) -> Conversation:
-    """A prompt column's list of messages, checked. Entries that are None, as tables have them
-    if some messages lack a key, are left out.
+    """A prompt column's list of messages, checked. Entries that are None, however deep, are left
+    out: tables have them where messages, or calls of tools, lack a key that others have. Other
+    values are `storable`: messages are written to files. A message of calls alone has the text "".
 
     Raises: InputError if it is no list of messages with a role and a text.
     """
-    if not value:
+    if not len(value):
         raise InputError(f"{where} holds no message: write at least one, by the user")
     messages = []
-    for place, message in enumerate(value):
+    for place, message in enumerate(storable(list(value))):
         entries = message if isinstance(message, Mapping) else {}
+        if entries.get("content") is None and entries.get("tool_calls"):
+            entries = {**entries, "content": ""}
         if not all(isinstance(entries.get(name), str) for name in ("role", "content")):
             raise InputError(
                 f'{where}, message {place}: expected {{"role": "user", "content": "some text"}} '
                 f"but got {_shown(message)}"
             )
-        messages.append({name: entry for name, entry in entries.items() if entry is not None})
+        messages.append(_without_absent(entries))
     return messages
+
+
+def _without_absent(value: Any) -> Any:
+    """A value of JSON without the entries of objects that are None."""
+    if isinstance(value, Mapping):
+        return {name: _without_absent(entry) for name, entry in value.items() if entry is not None}
+    return [*map(_without_absent, value)] if isinstance(value, list) else value
 
 
 def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[list[Any], list[Any]]:
@@ -144,8 +161,8 @@ def make_chat(
 
 
 def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
-    """Raises InputError with the first variable that the template does not read, or that the
-    messages set.
+    """Raises InputError with the first variable that the template does not read, or that prompts
+    and tools set.
 
     Args:
       where: they are given.
@@ -153,9 +170,7 @@ def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
     names = _names_in(chat.template or "", chat.name)
     for option in options:
         if option in OURS:
-            raise InputError(
-                f"{where}.{option}: the role of a prompt's last message decides it; leave it out"
-            )
+            raise InputError(f"{where}.{option}: {OURS[option]}; leave it out")
         if option == CLOCK:
             raise InputError(
                 f"{where}.{option}: is a function; set data.template_time to the time that it "
@@ -196,6 +211,12 @@ def write(
         forms = _forms(message["content"], is_last)
         if not any(_squeezed(form) in squeezed for form in forms):
             raise _lost(chat, messages, place, where)
+        if call := next((name for name in _called_names(message) if name not in text), None):
+            raise InputError(
+                f"{where}: {chat.name} does not write the call of {call!r} in "
+                f"{_message_words(chat, place)}: set data.chat_template to a template that writes "
+                "tool_calls, or write the call into the message's text"
+            )
     start = messages[-1]["content"]
     if is_opened is None and _is_begun(messages) and not text.endswith(start):
         raise InputError(
@@ -298,6 +319,23 @@ def render(
     return text
 
 
+def encode(chat: Chat, text: str, special: bool = False) -> list[int]:
+    """The tokens of a text that is written already.
+
+    Args:
+      special: whether the tokenizer adds special tokens.
+
+    Raises: InputError on a token that the model has no embedding for.
+    """
+    ids = list(chat.tokenizer(text, add_special_tokens=special)["input_ids"])
+    if chat.vocab_size is not None and (token := max(ids, default=0)) >= chat.vocab_size:
+        raise InputError(
+            f"the text has the token {token}, {chat.tokenizer.convert_ids_to_tokens(token)!r}, but "
+            f"the model has embeddings for 0 to {chat.vocab_size - 1}: take it out of the text"
+        )
+    return ids
+
+
 @contextlib.contextmanager
 def _clock_at(time: str | None) -> Iterator[None]:
     """Within it CLOCK tells this time. transformers defines it, and takes no other one."""
@@ -322,20 +360,33 @@ def _forms(content: str, is_last: bool) -> list[str]:
     return [form for text in texts for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
 
 
+def _called_names(message: Message) -> Iterator[str]:
+    """The tools that a message calls."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+            yield name
+
+
 def _squeezed(text: str) -> str:
     """A text without spaces and line ends, which templates strip."""
     return "".join(text.split())
 
 
 def _lost(chat: Chat, messages: Conversation, place: int, where: str) -> InputError:
-    message = messages[place]
-    is_ours = chat.system is not None and place == 0
-    source = "data.system" if is_ours else f"message {place - (chat.system is not None)}"
+    message, words = messages[place], _message_words(chat, place)
     return InputError(
-        f"{where}: {chat.name} does not write the text of {source}, {_shown(message['content'])} "
+        f"{where}: {chat.name} does not write the text of {words}, {_shown(message['content'])} "
         f"with role {message['role']!r}: use a role that the template writes, usually user, "
         "assistant or system, or set data.chat_template to a template that writes it"
     )
+
+
+def _message_words(chat: Chat, place: int) -> str:
+    """Words for a message, behind that of data.system."""
+    is_ours = chat.system is not None and place == 0
+    return "data.system" if is_ours else f"message {place - (chat.system is not None)}"
 
 
 def _names_in(template: str, name: str) -> set[str]:

@@ -287,7 +287,7 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
     value = row[prompt]
     if isinstance(value, str):
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, np.ndarray)):
         return conversations.read_messages(value, f"{where}: column {prompt!r}")
     raise InputError(
         f"{where}: column {prompt!r} holds {_kind(value)} where a prompt is a text or a list of "
@@ -334,9 +334,14 @@ def _kind(value: Any) -> str:
     """Words for the type of a value."""
     if isinstance(value, numbers.Number) and not isinstance(value, bool):
         return "a number"
-    names = {str: "a text", list: "a list", tuple: "a list", bool: "true or false"}
-    names[type(None)] = "nothing (null)"
-    return names.get(type(value), f"a {type(value).__name__}")
+    names: dict[str, tuple[type, ...]] = {
+        "a text": (str,),
+        "a list": (list, tuple, np.ndarray),
+        "true or false": (bool, np.bool_),
+        "nothing (null)": (type(None),),
+    }
+    matches = (name for name, kinds in names.items() if isinstance(value, kinds))
+    return next(matches, f"a {type(value).__name__}")
 
 
 def is_template(text: str) -> bool:

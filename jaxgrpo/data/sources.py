@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import storage, tasks
-from jaxgrpo.data.written import widen
+from jaxgrpo.data.written import as_lists, widen
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
@@ -248,7 +248,7 @@ def _column(name: Any, values: Any) -> list[Any]:
     if not hasattr(values, "dtype"):
         return list(values)
     if values.dtype == object:
-        return [None if is_gap(value) else value for value in values]
+        return [None if is_gap(value) else as_lists(value) for value in values]
     import pyarrow as pa
 
     with refusing(

@@ -1,4 +1,4 @@
-"""How values are written: numbers in what prompts, gold answers and rewards see, options of names.
+"""How values are written: numbers in prompts, gold answers and rewards, values in JSON, options.
 
 A module by itself, since data, rewards, environments and rollout must write and read them alike.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import decimal
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, written
+
+LONGEST = 8_000  # bits of a whole number in JSON: Python reads and writes some 14,000
 
 
 def text_of_value(value: Any) -> str:
@@ -40,6 +44,47 @@ def widen(value: Any, bits: int) -> Any:
     """
     narrow = {16: np.float16, 32: np.float32}[bits]
     return None if value is None else float(text_of_value(narrow(value)))
+
+
+def as_lists(value: Any) -> Any:
+    """A value whose arrays are lists, however deep: pandas reads the lists of a table as arrays.
+
+    >>> as_lists({"a": np.array([{"b": np.array([1, 2])}])})
+    {'a': [{'b': [1, 2]}]}
+    """
+    if isinstance(value, Mapping):
+        return {name: as_lists(entry) for name, entry in value.items()}
+    if isinstance(value, np.ndarray):
+        return as_lists(value.tolist())
+    return list(map(as_lists, value)) if isinstance(value, (list, tuple)) else value
+
+
+def storable(value: Any) -> Any:
+    """A value as JSON holds it: arrays as lists, what is no number or text as its repr.
+
+    >>> storable({"at": np.array([1]), 2: decimal.Decimal("0.5")})
+    {'at': [1], '2': "Decimal('0.5')"}
+    """
+    if isinstance(value, int) and value.bit_length() > LONGEST:
+        return written(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return storable(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): storable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [storable(entry) for entry in value]
+    return without_addresses(written(value))
+
+
+def without_addresses(text: str) -> str:
+    """The repr of an object without its place in memory, which differs from start to start.
+
+    >>> without_addresses("<Board at 0x7f2c>")
+    '<Board>'
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def split_options(name: str) -> tuple[str, dict[str, Any]]:

@@ -54,8 +54,8 @@ class History(NamedTuple):
           last_token: of the turn; None: nothing was drawn.
         """
         if self.chat.template is None:
-            return _encode(self.chat, "".join(message["content"] for message in messages))
-        ids = _encode(self.chat, self.text(messages))
+            return chats.encode(self.chat, "".join(message["content"] for message in messages))
+        ids = chats.encode(self.chat, self.text(messages))
         # The model has drawn the token that the template ends a turn with; another one that ends
         # turns stands in its place.
         return ids[last_token in self.stop_tokens and ids[0] in self.stop_tokens :]
@@ -103,7 +103,8 @@ class History(NamedTuple):
             stops = ", ".join(map(repr, self._stops()))
             raise InputError(
                 f"{self.chat.name} ends a turn with none of the tokens that end samples ({stops}): "
-                "set data.chat_template to one that does, or rollout.stop_tokens to what it writes"
+                "set data.chat_template to one that does, or add what it writes to eos_token_id of "
+                "generation_config.json, in a copy of the model's folder"
             )
         return min(place for place in places if place >= 0)
 
@@ -123,7 +124,7 @@ class History(NamedTuple):
 
     def encode(self, text: str) -> list[int]:
         """The tokens of what the template has written."""
-        return _encode(self.chat, text)
+        return chats.encode(self.chat, text)
 
     def frame(self) -> Frame:
         """What stands around a message of the user, whatever it says.
@@ -134,8 +135,8 @@ class History(NamedTuple):
             return Frame((), (), ())
         text = self.text([{"role": "user", "content": ANSWER}])
         before, _, after = text.partition(ANSWER)
-        parts = [_encode(self.chat, part) for part in (before, ANSWER, after)]
-        if [*parts[0], *parts[1], *parts[2]] != _encode(self.chat, text):
+        parts = [chats.encode(self.chat, part) for part in (before, ANSWER, after)]
+        if [*parts[0], *parts[1], *parts[2]] != chats.encode(self.chat, text):
             raise InputError(
                 f"{self.chat.name}: its tokens reach into the messages that answer turns: rules in "
                 "JAX need a template that sets messages apart by tokens of its own"
@@ -218,7 +219,3 @@ def _with_arguments_as_text(message: Message) -> Message:
         for function in [call["function"]]
     ]
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _encode(chat: Chat, text: str) -> list[int]:
-    return list(chat.tokenizer(text, add_special_tokens=False)["input_ids"])

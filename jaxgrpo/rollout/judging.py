@@ -21,9 +21,10 @@ from jax.sharding import Mesh
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts, Rollouts, Stream, Waiting
 from jaxgrpo.data.sources import Mixture
+from jaxgrpo.data.written import storable
 from jaxgrpo.environments.conversations import Conversation
 from jaxgrpo.models import sharding
-from jaxgrpo.rewards.calling import SPOKEN, RewardLog, flipped, merge_metrics, storable
+from jaxgrpo.rewards.calling import SPOKEN, RewardLog, flipped, merge_metrics
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState
 from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers

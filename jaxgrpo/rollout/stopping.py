@@ -39,7 +39,11 @@ class StopStrings:
         begin = max(0, num_searched - self.bytes - MARGIN) if num_searched >= fewest else 0
         if len(tokens) < fewest or not self._is_in(tokens[begin:]):
             return None
-        for count in range(max(num_searched + 1, fewest), len(tokens) + 1):
+        first = max(num_searched + 1, fewest)
+        for count in range(first, len(tokens) + 1):
+            # What the last token completes is in the last tokens; only the first text is longer.
+            if count > first:
+                begin = max(begin, count - self.bytes - MARGIN)
             if self._is_in(tokens[begin:count]):
                 return count
         return None

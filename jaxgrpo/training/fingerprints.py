@@ -7,7 +7,6 @@ what it read before, and whether it is evaluated on the same questions.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,11 @@ from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data.prompts import PromptData, name_row
 from jaxgrpo.data.storage import checksum
+from jaxgrpo.data.written import without_addresses
 from jaxgrpo.models.hf import adapters, folders, replacing, texts, weights
 from jaxgrpo.training.inputs import Inputs
 
 REMEDY = "give every process of a run the same config, code, data and base model"
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""In the repr of an object: its place in memory."""
-
 LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracking")
 """Keys, and a table, that may differ between machines: what is found there is compared instead."""
 
@@ -256,7 +253,7 @@ def _row_bytes(row: Mapping[str, Any], where: str) -> bytes:
         try:
             return json.dumps(row, default=_json_value).encode()
         except TypeError:  # a key within it is no text
-            return _ADDRESS.sub("", repr(row)).encode("utf-8", "backslashreplace")
+            return without_addresses(repr(row)).encode("utf-8", "backslashreplace")
 
 
 def _json_value(value: Any) -> Any:
@@ -267,7 +264,7 @@ def _json_value(value: Any) -> Any:
         return checksum([value.tobytes()])
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    return _ADDRESS.sub("", repr(value))
+    return without_addresses(repr(value))
 
 
 def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str = REMEDY) -> None:

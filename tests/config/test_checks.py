@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
 
 import pytest
-from minimal_config import MINIMAL, problems, read
+from minimal_config import MINIMAL, keys, problems, read
 
 from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError, find
@@ -231,3 +233,21 @@ def test_formats_keep_their_order_and_survive_being_written():
     again = files.from_dict(tomllib.loads(files.to_toml(config)))
     assert list(again.eval.formats.items()) == list(formats.items())
     assert again.eval == config.eval
+
+
+def test_messages_name_keys_that_exist(repository):
+    """A remedy by a key that no config has leads nowhere."""
+    names, mentioned = {name for name, _ in keys()}, set()
+    key = re.compile(r"(?<![\w.])(?:rollout|train|eval|checkpoint|reference)\.[a-z_]*[a-z]\b")
+    for file in (repository / "jaxgrpo").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = (node for node in nodes if isinstance(node, ast.Constant))
+        mentioned |= {
+            name
+            for node in texts
+            if isinstance(node.value, str) and id(node) not in docstrings
+            for name in key.findall(node.value)
+        }
+    assert len(mentioned) > 40
+    assert mentioned - names == set()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import threading
 import time
 
 import gsm8k
+import numpy as np
 import pytest
 from transformers.utils import chat_template_utils
 
@@ -103,6 +106,8 @@ def test_system_text_and_options_need_a_template_that_reads_them(tokenizer, bare
         chat_with(bare, file, enable_thinkin=False)
     with pytest.raises(InputError, match="add_generation_prompt: the role of a prompt's last mess"):
         chat_with(bare, file, add_generation_prompt=False)
+    with pytest.raises(InputError, match=r"kwargs\.tools: the key tools says which there are; l"):
+        chat_with(bare, file, tools=[])
 
 
 def test_two_system_messages_are_refused(tokenizer):
@@ -148,6 +153,45 @@ def test_a_template_file_that_cannot_be_read_is_refused(tokenizer, tmp_path):
 def test_what_is_no_conversation_is_refused_with_its_place(value, message):
     with pytest.raises(InputError, match=message):
         read_messages(value, "line 4")
+
+
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": {"n": 2}}}],
+}
+CALLS = (  # as Qwen's templates write them
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}{% endfor %}<a>"
+)
+
+
+def test_a_message_of_calls_alone_is_written_and_a_call_that_is_left_out_is_refused(
+    tokenizer, tmp_path
+):
+    (call,) = CALLING["tool_calls"]
+    function = {"name": "look_up", "arguments": {"n": 2, "argument of other calls": None}}
+    padded = {**CALLING, "tool_calls": [{**call, "function": function, "id": None}]}
+    for message in (CALLING, {**CALLING, "tool_calls": np.array(CALLING["tool_calls"])}, padded):
+        prompt = read_messages([USER, message, {"role": "tool", "content": "4"}], "line 4")
+        assert prompt[1] == {**CALLING, "content": ""}
+        (tmp_path / "chat.jinja").write_text(CALLS)
+        chat = chat_with(tokenizer, tmp_path / "chat.jinja")
+        assert write(chat, prompt, "row 0") == '<user>2+2?<assistant>(look_up {"n": 2})<tool>4<a>'
+        (tmp_path / "chat.jinja").write_text(CALLS.replace("tool_calls", "calls"))
+        chat = chat_with(tokenizer, tmp_path / "chat.jinja", "Be brief.")
+        with pytest.raises(InputError, match=r"row 3: .* write the call of 'look_up' in mess.* 1"):
+            write(chat, prompt, "row 3")
+    with pytest.raises(InputError, match="line 4, message 0: expected"):
+        read_messages([{**CALLING, "tool_calls": []}], "line 4")
+
+
+def test_values_of_messages_that_json_does_not_know_are_texts():
+    """Prompts stand in samples/: a date in a message ended a run at its first step."""
+    odd = {"at": datetime.date(2026, 11, 28), "turn": np.int64(1), "board": object(), "no": None}
+    (message,) = read_messages(({**USER, **odd},), "line 4")
+    stored = {"at": "datetime.date(2026, 11, 28)", "turn": 1, "board": "<object object>"}
+    assert json.loads(json.dumps(message)) == {**USER, **stored}
 
 
 def test_rewards_get_texts_for_texts_and_messages_for_messages():

@@ -19,6 +19,13 @@ from jaxgrpo.data.sources import Source, from_python, read
 ROWS = [{"question": "1+1", "gold": "2"}, {"question": "ü\n", "gold": "0"}]
 
 
+def as_parquet(frame):
+    """A DataFrame as the bytes of a file; what is read of it has arrays for lists."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pandas(frame), sink)
+    return sink.getvalue()
+
+
 def read_rows(located):
     return [row for _, row in located]
 
@@ -232,8 +239,26 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
     assert read_rows(from_python(pd.DataFrame(columns, index=[7, 7, 9]))) == rows
     assert read_rows(from_python({"train": pd.DataFrame(columns)})) == rows
     assert type(from_python(columns)[2][1]["count"]) is int
+    talk = [{"role": "user", "content": "2", "tool_calls": [{"name": "f"}] * 2}]
+    lists = pd.DataFrame({"prompt": [talk, talk], "gold": [["1", "2"], None]})
+    arrays = pq.read_table(pa.BufferReader(as_parquet(lists))).to_pandas()
+    assert type(arrays["prompt"][0]) is np.ndarray
+    for frame in (lists, arrays):
+        assert read_rows(from_python(frame)) == lists.to_dict("records")
+        first, _ = load_rows(frame.to_dict("records"), "prompt", "gold")
+        assert first["prompt"] == talk
     gaps = pd.DataFrame({"gold": pd.Series([pd.NA, pd.NaT, float("nan"), "2"], dtype=object)})
     assert [row["gold"] for row in read_rows(from_python(gaps))] == [None, None, None, "2"]
+
+
+def test_values_of_numpy_are_of_the_kinds_of_python():
+    values = [np.int64(1), 2.5, np.float32(3)], [np.bool_(True), False], [np.array(["a"]), ["b"]]
+    for answers in values:
+        rows = [
+            {"q": kind(n), "gold": answer}
+            for n, (kind, answer) in enumerate(zip([np.str_, str, str], answers, strict=False))
+        ]
+        assert [row["prompt"] for row in load_rows(rows, "q", "gold")] == [row["q"] for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no environment at all": ({"environment": {}}, "environment = {}", "name at least one class"),
     # trl 6044: the difference of two renderings was off by the end of the turn
     "a template that closes no turn": (
-        written("open"), "open.jinja ends a turn", "rollout.stop_tokens"
+        written("open"), "open.jinja ends a turn", "eos_token_id of generation_config.json"
     ),
     "a template without an end": (
         written("endless"), "ends a turn with none", "data.chat_template"

@@ -89,6 +89,15 @@ def test_a_template_that_cannot_go_on_is_refused_before_anything_starts(style, m
         check(history(style), has_tools=True)
 
 
+@pytest.mark.parametrize("style", ["closed", None])
+def test_a_reply_with_a_token_that_the_model_lacks_is_refused(style):
+    """A tokenizer may have more tokens than its model; what the engine refuses ends a run."""
+    chat = chatting.chat(style)._replace(vocab_size=1)
+    lacking = History(chat, chatting.stop_tokens("closed"))
+    with pytest.raises(InputError, match=r"has the token \d+, '.+', but the model .* 0 to 0: take"):
+        lacking.between([ANSWER], None)
+
+
 def test_every_rendering_is_given_the_same_tools():
     schema = {"type": "function", "function": {"name": "look"}}
     shown = chatting.chat("closed")._replace(tools=(schema,))

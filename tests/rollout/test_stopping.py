@@ -80,9 +80,19 @@ def test_looking_piece_by_piece_finds_the_same_end(fewest):
         while end is None and searched < len(tokens):
             upto = searched + int(random.integers(1, 40))
             end, searched = stop.end(tokens[:upto], searched, fewest), upto
-        assert end == want
+        assert end == stop.end(tokens, 0, fewest) == want
         ends += want is not None
     assert 10 < ends < 60
+
+
+def test_the_work_of_a_search_grows_with_the_tokens_and_not_with_their_square():
+    tokenizer, sizes = byte_tokenizer(), []
+    stop = StopStrings(tokenizer, ["</x"])
+    is_in = stop._is_in
+    stop._is_in = lambda tokens: sizes.append(len(tokens)) or is_in(tokens)
+    tokens = np.asarray(tokenizer("a" * 2000 + "</x")["input_ids"])
+    assert stop.end(tokens, 0) == len(tokens) == 2003
+    assert sum(sizes) < 10 * len(tokens)
 
 
 def cut(plain, ends):

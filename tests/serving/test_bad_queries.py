@@ -49,6 +49,8 @@ TEXTS = [
     ({"prompt": "a", "max_tokens": 25}, "max_tokens = 25: at most 24 behind a prompt of 1 tokens"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens = 0: expected a whole number from 1"),
     ({"prompt": "a", "max_tokens": "3"}, "max_tokens = '3': expected a whole number"),
+    ({"prompt": "a\ud800"}, "half of a surrogate pair: write the character"),
+    ({"prompt": "a", "stop": "\udc00"}, "half of a surrogate pair: write the character"),
     ({"prompt": "a", "n": 0}, "n = 0: expected a whole number from 1 to 128"),
     ({"prompt": "a", "temperature": 0.7}, "temperature = 0.7: expected 1, with which all samples"),
     ({"prompt": "a", "temperature": "hot"}, "temperature = 'hot': expected 1"),
@@ -76,6 +78,14 @@ CHATS = [
     ),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected a text"),
     (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        "messages[0].content: only parts of type text are read",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": 5}]},
+        "messages[0].tool_calls: expected a list of calls",
+    ),
+    (
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]},
         "messages[0].tool_calls: expected functions with name and arguments",
     ),
@@ -102,6 +112,7 @@ CHATS = [
     ({"messages": GO, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens differ"),
     ({"messages": GO, "chat_template_kwargs": {"think": True}}, "chat_template_kwargs.think: the"),
     ({"messages": GO, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
+    ({"messages": GO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools: the"),
     ({"messages": GO, "response_format": {"type": "json_object"}}, "response_format = "),
 ]
 GENERATES = [

@@ -267,7 +267,7 @@ class Dialect:
         return text
 
     def _encode(self, text: str, has_special: bool) -> list[int]:
-        return list(self.chat.tokenizer(text, add_special_tokens=has_special)["input_ids"])
+        return chats.encode(self.chat, text, has_special)
 
     def text(self, completion: Completion, skips: bool, has_end: bool | None = None) -> str:
         """The text of a completion, up to the text that stopped it.
@@ -352,11 +352,17 @@ def _read_message(value: Any, where: str) -> Message:
     message = {name: entry for name, entry in value.items() if entry is not None and entry != []}
     content, calls = message.get("content", ""), message.get("tool_calls", [])
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
+        if not all(isinstance(text, str) for text in texts):
             raise Refusal(400, f"{where}.content: only parts of type text are read", where)
-        content = "".join(str(part.get("text", "")) for part in content)
+        content = "".join(texts)
     if not isinstance(content, str) or ("content" not in message and not calls):
         raise Refusal(400, f"{where}.content: expected a text, or a list of parts of text", where)
+    if not isinstance(calls, list):
+        raise Refusal(400, f"{where}.tool_calls: expected a list of calls", where)
     message["content"] = content
     if calls:
         message["tool_calls"] = [_read_call(call, where) for call in calls]

@@ -204,6 +204,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._read = len(content)
         try:
             document = json.loads(content)
+            json.dumps(document, ensure_ascii=False).encode()  # JSON writes halves of characters
+        except UnicodeEncodeError:
+            problem = "a text in the document has half of a surrogate pair: write the character"
+            raise Refusal(400, problem) from None
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"the document is no JSON: {error}") from None
         if not isinstance(document, dict):

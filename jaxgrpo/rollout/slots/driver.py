@@ -68,7 +68,7 @@ class SlotEngine:
             raise InputError(
                 "rollout.stop_strings: a model with layers that recur cannot take back tokens "
                 "behind a string that ends a turn, since they are in its states; with samples of "
-                "several turns let tokens end them (rollout.stop_tokens)"
+                "several turns let tokens end them (eos_token_id of generation_config.json)"
             )
         self.model, self.settings, self.mesh = model, settings, mesh
         self.width, self.free = width, free
