@@ -32,6 +32,15 @@ def text_of_value(value: Any) -> str:
     return str(value)
 
 
+def is_too_long(value: Any) -> bool:
+    """Whether it is a whole number of too many digits: Python reads and writes some 14,000 bits.
+
+    >>> is_too_long(10**3000), is_too_long(10**4000)
+    (False, True)
+    """
+    return isinstance(value, int) and value.bit_length() > 12_000
+
+
 def widen(value: Any, bits: int) -> Any:
     """A float that came from a column of `bits` as the shortest number that is that float.
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import cut, no_text, own_line, written
 from jaxgrpo.data.limits import EventLoop, TimedOut
+from jaxgrpo.data.written import is_too_long
 from jaxgrpo.rewards.limits import SLACK, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
     BY_NAME,
@@ -35,7 +36,6 @@ SPOKEN = ""
 """The entry of `RewardLog.columns` that no reward logged: the prompt and messages of samples that
 were answered, and why one cannot be scored."""
 SHOWN = 300  # characters of each text in a message
-LONGEST = 8_000  # bits of a whole number in JSON: Python reads and writes some 14,000
 SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
 
 _LOOP = EventLoop("jaxgrpo-rewards")
@@ -364,10 +364,8 @@ async def _gather(awaitables: Sequence[tuple[Awaitable[Any], float | None]]) -> 
 
 def storable(value: Any) -> Any:
     """A logged value as JSON holds it: arrays as lists, what is no number or text as its repr."""
-    if isinstance(value, int) and value.bit_length() > LONGEST:
-        return written(value)
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return written(value) if is_too_long(value) else value
     if hasattr(value, "tolist"):
         return storable(value.tolist())
     if isinstance(value, Mapping):
