@@ -61,6 +61,7 @@ from jaxgrpo.training.pretrained import (
     sampling_settings,
 )
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.reading import read_text
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.training.setup import Setup
@@ -414,10 +415,6 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     file = folder / "config.toml"
-    if not is_run(run):
+    if not is_run(run) or (text := read_text(file)) is None:
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
     return folder, configs.from_text(text, str(file))
