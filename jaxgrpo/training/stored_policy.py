@@ -185,9 +185,8 @@ def find_policy(
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
-    settings = _at_temperature(settings, temperature)
     policy = _policy_with_engine(
-        pretrained, settings, config.mesh, rollout, config.train.seed, has_base
+        pretrained, settings, config.mesh, rollout, config.train.seed, temperature, has_base
     )
     return dataclasses.replace(policy, world=world), prompts
 
@@ -226,16 +225,11 @@ def find_answerer(
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     settings = sampling_settings(config.rollout, pretrained)
     settings = settings._replace(max_turns=2, own_rows=True, interruption=None, early_stop=None)
-    settings = _at_temperature(settings, temperature)
     policy = _policy_with_engine(
-        pretrained, settings, config.mesh, config.rollout, config.train.seed
+        pretrained, settings, config.mesh, config.rollout, config.train.seed, temperature
     )
     parser = functools.partial(find_parser, config.rollout.call_format, chat, settings.stop_tokens)
     return Answerer(policy, chat, parser)
-
-
-def _at_temperature(settings: SamplingSettings, temperature: float | None) -> SamplingSettings:
-    return settings if temperature is None else settings._replace(temperature=temperature)
 
 
 def _find_model(
@@ -257,8 +251,11 @@ def _policy_with_engine(
     mesh_keys: MeshKeys,
     rollout: RolloutKeys,
     seed: int,
+    temperature: float | None,
     has_base: bool = False,
 ) -> StoredPolicy:
+    if temperature is not None:
+        settings = settings._replace(temperature=temperature)
     model = pretrained.model
     mesh = sharding.sampling_mesh(pretrained.mesh, mesh_keys.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
