@@ -29,7 +29,7 @@ from jaxgrpo.update.forward import Blueprint, Teacher, param_layout, params_of
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 P, G, WIDTH, STEPS, K = 4, 4, 6, 5, 3
 RATE, TEMPERATURE, SHARE = 0.1, 0.8, 0.6
@@ -39,12 +39,6 @@ LARGER = dataclasses.replace(WIDE, hidden_size=48, num_layers=3, head_dim=12)
 FIRST, SECOND = "models/first", "models/second"
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 CHOICE = np.array([0, 1, 1, 0], np.int32)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from jaxgrpo.update.forward import Blueprint, param_layout, params_of
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 TRUNCATED = np.zeros((4, 4), bool)
@@ -38,12 +38,6 @@ ADAPTED = dataclasses.replace(WIDE, lora=LoraConfig(rank=2, alpha=4.0))
 TEMPERATURE, RATE, BETA = 0.8, 0.1, 0.3
 CHAIN = [{"use": "sum_rewards"}, {"use": "mask_truncated"}, {"use": "subtract_group_mean"}]
 GVPO = losses.Objective(losses.gvpo(BETA), losses.sequence_sum())
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @functools.cache

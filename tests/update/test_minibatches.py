@@ -26,7 +26,7 @@ from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 MIXED = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 ONE_LIVE = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], np.float32)
@@ -36,12 +36,6 @@ RATE = 0.3  # so large that the second iteration is beyond the bounds of the rat
 CLIP = losses.Objective(losses.clip(), losses.token_mean())
 
 _programs: dict = {}
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def built(minibatches=2, num_iterations=1, **changes):

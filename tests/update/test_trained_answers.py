@@ -30,7 +30,7 @@ from jaxgrpo.update.forward import Blueprint, param_layout, params_of
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 P, G, WIDTH, STEPS, RATE = 4, 4, 6, 8, 0.1
 PREFIX, ANSWER = [2, 0, 1, 2], [2, 1, 3, 2]
@@ -41,12 +41,6 @@ UNREACHED, CUT = [(0, 2), (3, 0)], [(3, 2)]
 """(prompt, sample): ended by themselves without an answer; cut by the limit"""
 WIDE = dataclasses.replace(tiny.UNIFORM, dtype="float64")
 WEIGHT = 0.7
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @functools.cache
