@@ -48,6 +48,7 @@ os.environ["HF_DATASETS_CACHE"] = str(REPOSITORY / ".cache" / "datasets")
 import forked
 import jax
 import jaxtyping
+import numpy as np
 import programs
 import pytest
 
@@ -96,6 +97,13 @@ def strict_numbers(request: pytest.FixtureRequest):
             stack.enter_context(jax.numpy_dtype_promotion("strict"))
             stack.enter_context(jax.numpy_rank_promotion("raise"))
         yield
+
+
+@pytest.fixture
+def float64():
+    """A test's arrays have 64 bits unless they say otherwise."""
+    with jax.enable_x64(True):
+        yield np.float64
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -57,7 +57,6 @@ def stateless(
     kind: Kind = "signal->signal",
     levels: tuple[int, ...] = (2, 3),
     relative: bool = False,
-    provides: tuple[str, ...] = (),
     importance: bool = False,
     shrinks: bool = False,
     accepts: Callable[[RolloutSpec], Any] = lambda spec: None,
@@ -80,7 +79,6 @@ def stateless(
 
     return AdvantageTransform(
         *(name, init, update, needs, kind, levels, relative),
-        provides=provides,
         importance=importance,
         shrinks=shrinks,
     )

@@ -155,9 +155,7 @@ def variance(
     return jnp.where(number > ddof, _divided(squares, number - ddof), 0)
 
 
-def is_flat(
-    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1
-) -> Bool[Array, "..."]:
+def is_flat(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Bool[Array, "..."]:
     """True where all unmasked entries are equal (max == min), or fewer than two are unmasked.
 
     Exact, never by a standard deviation: seven equal float32 rewards of 0.1 have std 7e-9.
@@ -166,7 +164,7 @@ def is_flat(
     >>> is_flat(value, jnp.ones((2, 3), bool)).tolist()
     [[True], [False]]
     """
-    return summary(value, mask, axis).flat
+    return summary(value, mask).flat
 
 
 def cross_rollout_variance(

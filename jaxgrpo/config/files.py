@@ -24,7 +24,7 @@ from jaxgrpo.config import checks, keys, reading
 from jaxgrpo.config.keys import SECTIONS, Config, config_folder, is_path
 from jaxgrpo.config.own_code import named_file, python_name
 from jaxgrpo.config.reading import show
-from jaxgrpo.core.errors import ConfigError, no_text, suggest
+from jaxgrpo.core.errors import ConfigError, differing_names, no_text, suggest
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.storage import is_url
@@ -174,8 +174,8 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     locked = old.optimizer.schedule != "constant", bool(old.reference.reset_patience)
     return [
         f"{name}: {_value_text(old_values, name)} -> {_value_text(new_values, name)}"
-        for name in sorted(old_values.keys() | new_values.keys())
-        if old_values.get(name) != new_values.get(name) and not _may_change(name, *locked)
+        for name in differing_names(old_values, new_values)
+        if not _may_change(name, *locked)
     ]
 
 

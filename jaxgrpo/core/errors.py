@@ -241,6 +241,15 @@ def suggest(name: Any, choices: Iterable[str]) -> str:
     return f"{hint}Known: {', '.join(choices) or 'none'}"
 
 
+def differing_names(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    """The names under which two tables have different values; one without a name has None there.
+
+    >>> differing_names({"a": 1, "b": 2}, {"a": 1, "c": 3})
+    ['b', 'c']
+    """
+    return sorted(name for name in {*left, *right} if left.get(name) != right.get(name))
+
+
 def find(kind: str, name: Any, table: Mapping[str, T]) -> T:
     """The entry of a table. Raises: InputError naming the nearest entry."""
     if not isinstance(name, str) or name not in table:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import storage, tasks
-from jaxgrpo.data.written import as_lists, widen
+from jaxgrpo.data.written import as_lists, is_too_long, widen
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
@@ -60,8 +60,6 @@ MODEL_FILES = ("*.json", WEIGHTS, "*.txt", "*.jinja", "*.model")
 OTHER_LAYOUTS = ("*/*.safetensors", "consolidated*.safetensors")
 """Files in which some models have the same weights again, for other readers than transformers."""
 DATA_SET = "data set"
-LONGEST = 12_000
-"""Bits of a whole number. Python writes some 14,000, and JSON is not read beyond them either."""
 MEND = "write it as text, or take it out"
 FORMS = "a .jsonl, .csv or .parquet file, a folder, owner/name on the hub, or task:NAME:SPLIT"
 
@@ -202,7 +200,7 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
             problem = ""
             if not isinstance(name, str):
                 problem = "has a name that is no text: write one"
-            elif isinstance(value, int) and value.bit_length() > LONGEST:
+            elif is_too_long(value):
                 problem = "has a number that Python does not write: give a text"
             if problem:
                 raise InputError(f"dataset, row {place}: column {name!r} {problem}")

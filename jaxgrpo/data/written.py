@@ -15,8 +15,6 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, written
 
-LONGEST = 8_000  # bits of a whole number in JSON: Python reads and writes some 14,000
-
 
 def text_of_value(value: Any) -> str:
     """A value as text: a number with the fewest digits that tell it, and without an exponent.
@@ -34,6 +32,15 @@ def text_of_value(value: Any) -> str:
         text = format(value, "f")
         return text.rstrip("0").rstrip(".") if "." in text else text
     return str(value)
+
+
+def is_too_long(value: Any) -> bool:
+    """Whether it is a whole number of too many digits: Python reads and writes some 14,000 bits.
+
+    >>> is_too_long(10**3000), is_too_long(10**4000)
+    (False, True)
+    """
+    return isinstance(value, int) and value.bit_length() > 12_000
 
 
 def widen(value: Any, bits: int) -> Any:
@@ -65,7 +72,7 @@ def storable(value: Any) -> Any:
     >>> storable({"at": np.array([1]), 2: decimal.Decimal("0.5")})
     {'at': [1], '2': "Decimal('0.5')"}
     """
-    if isinstance(value, int) and value.bit_length() > LONGEST:
+    if is_too_long(value):
         return written(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

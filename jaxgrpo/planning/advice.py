@@ -24,6 +24,8 @@ ROOM = 0.9
 programs of tests/planning."""
 MOST_TENSOR = 16
 """Devices that are tried for the axis "tensor"."""
+MOST_SHOWN = 3
+"""Configurations that are looked for."""
 _PROMPTS = "rollout.prompts_per_step"
 LORA: dict[str, float] = {"lora.rank": 64, "lora.alpha": 64.0}
 """Rank of the paper's runs in configs/experiments/x3_paper.toml; alpha as rank: scale 1."""
@@ -79,7 +81,7 @@ class Search(NamedTuple):
             nearest = nearest or candidate
         return nearest or self._candidate(shapes[0])
 
-    def remedies(self, began: float, most: int = 3) -> list[Candidate]:
+    def remedies(self, began: float) -> list[Candidate]:
         """The nearest configurations that should fit, the fewest changes first.
 
         What may change: the mesh, the micro-batch, the slots, what is recomputed, and last whether
@@ -91,15 +93,15 @@ class Search(NamedTuple):
         candidates: list[Candidate] = []
         until = began + SECONDS
         for changes in self._changes():
-            if len(candidates) == most or time.monotonic() > until:
+            if len(candidates) == MOST_SHOWN or time.monotonic() > until:
                 break
             candidate = self._build_candidate(changes)
             if candidate is not None and candidate.peak <= self._room:
                 candidates.append(candidate)
         return candidates
 
-    def fastest(self, telling: Telling, most: int = 3) -> Iterator[tuple[Candidate, Plan]]:
-        """All meshes, fastest first by formula: those that fit, each compiled, until `most` do.
+    def fastest(self, telling: Telling) -> Iterator[tuple[Candidate, Plan]]:
+        """The meshes that fit and are fastest by formula, each compiled.
 
         Args:
           telling: as in `plan.plan`.
@@ -110,7 +112,7 @@ class Search(NamedTuple):
             for candidate in candidates
             if candidate is not None and candidate.peak <= self._room
         ]
-        for candidate in sorted(fitting, key=lambda fit: fit.seconds)[:most]:
+        for candidate in sorted(fitting, key=lambda fit: fit.seconds)[:MOST_SHOWN]:
             run = programs.build_run(self.changed(candidate.changes), self.topology.devices)
             yield candidate, plan.plan(run, self.topology, telling=telling)
 

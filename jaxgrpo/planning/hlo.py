@@ -22,7 +22,7 @@ _BRANCHES = re.compile(r"\b(?:true|false)_computation=%?([\w.-]+)")
 _LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"index=(\d+)")
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+CHANNEL = re.compile(r"channel_id=(\d+)")
 _NAMED_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
     r"\s*\{([^}]*)\}"
@@ -241,7 +241,7 @@ def collectives(
             if kind == "all-reduce" and (sliced := _sliced_output(instruction, bodies[name])):
                 kind, outputs = "reduce-scatter", sliced
             collective = Collective(kind, group_axes, tuple(outputs), group, *place, operation)
-            channel = _CHANNEL.search(instruction.tail)
+            channel = CHANNEL.search(instruction.tail)
             if name in parts and channel:
                 key = kind, channel[1]
                 if key not in by_channel or collective.trips < by_channel[key].trips:

@@ -23,7 +23,6 @@ PARTED = hlo.KINDS
 _LAID_OUT = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
 _OF_START = re.compile(r"^\(\(.*?\), |, s32\[\][^,]*\)$")
 """Of the result of an instruction that starts: what it takes, and its context."""
-_CHANNEL = re.compile(r"channel_id=(\d+)")
 _ALIASED = re.compile(r"\{\d+\}: \((\d+), \{\}\)")
 """Of an instruction: the operand in whose place it gives a part of its result."""
 _PLANNED = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Assume\w+|Async\w+)"')
@@ -66,7 +65,7 @@ def read_traffic(
             ]
             # Those of a collective may stand in a loop that it is not part of.
             for part in parts:
-                key = part.code, _CHANNEL.findall(part.tail)[0]
+                key = part.code, hlo.CHANNEL.findall(part.tail)[0]
                 size = place.trips * _bytes(part.result, everywhere=True)
                 parted[key] = min(size, parted.get(key, size))
             continue

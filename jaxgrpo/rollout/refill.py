@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgrpo.core.errors import differing_names
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Stream, rollout_arrays
 from jaxgrpo.models import sharding
@@ -185,10 +186,7 @@ def _checked(rollouts: Rollouts, room: Rollouts) -> Rollouts:
         return {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in named.items()}
 
     actual, expected = shapes(rollouts), shapes(room)
-    wrong = sorted(
-        name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)
-    )
-    if wrong:
+    if wrong := differing_names(actual, expected):
         actual_array = actual.get(wrong[0], "nothing")
         expected_array = expected.get(wrong[0], "nothing")
         raise ValueError(

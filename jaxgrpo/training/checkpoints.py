@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxgrpo.core.errors import InputError, one_line
+from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources, storage
 from jaxgrpo.data.storage import Place
@@ -464,8 +464,7 @@ def _refuse_unless_equal(
 ) -> None:
     """Raises InputError naming the first leaf whose name, dtype or shape differs."""
     expected = {name: _description(leaf) for name, leaf in abstract_leaves.items()}
-    wrong = [name for name in sorted(stored | expected) if stored.get(name) != expected.get(name)]
-    if wrong:
+    if wrong := differing_names(stored, expected):
         sides = (table.get(wrong[0], ["nothing"]) for table in (stored, expected))
         stored_text, expected_text = (" ".join(map(str, entry)) for entry in sides)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

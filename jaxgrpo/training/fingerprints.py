@@ -18,7 +18,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import INPUTS, EvalKeys, RunKeys, source_paths
 from jaxgrpo.config.own_code import find_source, short_name, with_imports
-from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.core.errors import InputError, differing_names, refusing
 from jaxgrpo.data.prompts import PromptData, name_row
 from jaxgrpo.data.storage import checksum
 from jaxgrpo.data.written import without_addresses
@@ -197,9 +197,8 @@ def _change(
             "other tokens for the same rows, template and tokenizer: another version of "
             "transformers or tokenizers, or a template that draws at random"
         )
-    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     where = f" in model.path = {paths['model.path']}" if kind in ("tokenizer", "base") else ""
-    return f"{', '.join(names)}{where}"
+    return f"{', '.join(differing_names(old, new))}{where}"
 
 
 def describe_rows(
@@ -287,12 +286,7 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str = RE
     all_facts = gather_json(local_facts)
     main_facts = all_facts[0]
     for number, process_facts in enumerate(all_facts):
-        names = sorted(
-            n
-            for n in main_facts.keys() | process_facts.keys()
-            if main_facts.get(n) != process_facts.get(n)
-        )
-        if names:
+        if names := differing_names(main_facts, process_facts):
             main_value, process_value = (
                 side.get(names[0], "nothing") for side in (main_facts, process_facts)
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax import Array
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, differing_names
 from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.limits import ending_forks
@@ -306,7 +306,7 @@ class Evaluations:
 
         Raises: InputError where evaluations decide about resets of the reference.
         """
-        names = sorted(n for n in saved_facts | facts if saved_facts.get(n) != facts.get(n))
+        names = differing_names(saved_facts, facts)
         changed = f"{', '.join(names)} changed" if names else "another base is logged"
         changed = changed if saved_facts else "the base's was not saved"
         if saved_facts and names and self.opened.run.config.reference.reset_patience:

@@ -61,7 +61,7 @@ from jaxgrpo.training.pretrained import (
     sampling_settings,
 )
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records import reading
+from jaxgrpo.training.records.reading import read_text
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.training.setup import Setup
@@ -185,9 +185,8 @@ def find_policy(
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
-    settings = _at_temperature(settings, temperature)
     policy = _policy_with_engine(
-        pretrained, settings, config.mesh, rollout, config.train.seed, has_base
+        pretrained, settings, config.mesh, rollout, config.train.seed, temperature, has_base
     )
     _say_decoding(console, policy.engine)
     return dataclasses.replace(policy, world=world), prompts
@@ -227,17 +226,12 @@ def find_answerer(
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     settings = sampling_settings(config.rollout, pretrained)
     settings = settings._replace(max_turns=2, own_rows=True, interruption=None, early_stop=None)
-    settings = _at_temperature(settings, temperature)
     policy = _policy_with_engine(
-        pretrained, settings, config.mesh, config.rollout, config.train.seed
+        pretrained, settings, config.mesh, config.rollout, config.train.seed, temperature
     )
     _say_decoding(console, policy.engine)
     parser = functools.partial(find_parser, config.rollout.call_format, chat, settings.stop_tokens)
     return Answerer(policy, chat, parser)
-
-
-def _at_temperature(settings: SamplingSettings, temperature: float | None) -> SamplingSettings:
-    return settings if temperature is None else settings._replace(temperature=temperature)
 
 
 def _find_model(
@@ -259,8 +253,11 @@ def _policy_with_engine(
     mesh_keys: MeshKeys,
     rollout: RolloutKeys,
     seed: int,
+    temperature: float | None,
     has_base: bool = False,
 ) -> StoredPolicy:
+    if temperature is not None:
+        settings = settings._replace(temperature=temperature)
     model = pretrained.model
     mesh = sharding.sampling_mesh(pretrained.mesh, mesh_keys.sampling_tensor)
     parameter_bytes = memory.parameters(model, mesh)
@@ -430,6 +427,6 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     file = folder / "config.toml"
-    if not is_run(run):
+    if not is_run(run) or (text := read_text(file)) is None:
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
-    return folder, configs.from_text(reading.read_text(file) or "", str(file))
+    return folder, configs.from_text(text, str(file))

@@ -23,13 +23,9 @@ from jaxgrpo.advantages import (
 from jaxgrpo.advantages.weights import _fingerprints
 from jaxgrpo.core.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 NAN = np.nan
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def run(recipe, rewards, options=None, **fields):

@@ -17,16 +17,12 @@ from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import RolloutSpec
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 LENGTH = 2
 SEQUENCES = np.array(list(itertools.product(range(2), repeat=LENGTH)))  # [4, 2]
 PREFIX = np.stack([np.zeros(4, int), 1 + SEQUENCES[:, 0]], 1)
 RANDOM = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def token_logps(table):

@@ -35,13 +35,6 @@ def dtype(request):
         yield request.param
 
 
-@pytest.fixture
-def wide():
-    """For laws that compile programs of their own: float64 alone, exact."""
-    with jax.enable_x64(True):
-        yield np.float64
-
-
 def check_equal(left, right, tolerance: float) -> None:
     assert left.keys() == right.keys()
     for label in left:
@@ -107,8 +100,8 @@ def test_permuted_prompts_give_permuted_advantages_unless_ordered(dtype):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recipe ", ""], ids=["recipes", "all"])
-def test_a_group_is_as_live_alone_as_among_any_others_unless_groups_are_compared(wide, kind):
-    rollouts = laws.make_rollouts(wide)
+def test_a_group_is_as_live_alone_as_among_any_others_unless_groups_are_compared(float64, kind):
+    rollouts = laws.make_rollouts(float64)
     relative = {label: chain for label, chain in laws.chains().items() if chain.relative}
     relative |= laws.behind_a_baseline()
     transforms = {label: chain for label, chain in relative.items() if label.startswith(kind)}
@@ -156,7 +149,7 @@ def test_masks_only_shrink(dtype):
 
 
 @pytest.mark.full
-def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(wide):
+def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(float64):
     traces = []
 
     @jax.jit
@@ -167,12 +160,12 @@ def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(wide):
             for label, transform in laws.chains().items()
         }
 
-    first = laws.make_rollouts(wide)
+    first = laws.make_rollouts(float64)
     states = {
         label: laws.first_state(transform, first) for label, transform in laws.chains().items()
     }
     for seed in range(3):
-        outcome = step(laws.make_rollouts(wide, seed), states)
+        outcome = step(laws.make_rollouts(float64, seed), states)
         after = {label: state for label, (_, state, _) in outcome.items()}
         assert jax.tree.structure(after) == jax.tree.structure(states)
         for old, new in zip(jax.tree.leaves(states), jax.tree.leaves(after), strict=True):
@@ -205,14 +198,14 @@ def check_four_devices(kind):
 
 
 @pytest.mark.full
-def test_jit_gives_what_plain_calls_give(wide):
-    rollouts = laws.make_rollouts(wide)
-    check_equal(compiled(rollouts), laws.run_all(rollouts), TOLERANCE[wide])
+def test_jit_gives_what_plain_calls_give(float64):
+    rollouts = laws.make_rollouts(float64)
+    check_equal(compiled(rollouts), laws.run_all(rollouts), TOLERANCE[float64])
 
 
 @pytest.mark.slow
-def test_no_gradient_flows_through(wide):
-    rollouts = laws.make_rollouts(wide)
+def test_no_gradient_flows_through(float64):
+    rollouts = laws.make_rollouts(float64)
 
     @jax.jit
     def slope(rewards, fields, behavior_logp):
@@ -266,10 +259,10 @@ def test_rewards_of_every_dtype_are_computed_in_at_least_float32(name):
 
 
 @pytest.mark.full
-def test_parts_work_under_vmap(wide):
-    rollouts = [laws.make_rollouts(wide, seed) for seed in (0, 1)]
+def test_parts_work_under_vmap(float64):
+    rollouts = [laws.make_rollouts(float64, seed) for seed in (0, 1)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rollouts)
     batched = jax.jit(jax.vmap(laws.run_all))(stacked)
     for index, single in enumerate(rollouts):
         alone = jax.tree.map(operator.itemgetter(index), batched)
-        check_equal(alone, compiled(single), TOLERANCE[wide])
+        check_equal(alone, compiled(single), TOLERANCE[float64])

@@ -23,6 +23,8 @@ from jaxgrpo.advantages import (
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Rollouts
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 RANDOM = np.random.default_rng(0)
 P, G, T = 4, 5, 6
 MASK = np.arange(T) < RANDOM.integers(1, T + 1, (P, G, 1))
@@ -36,12 +38,6 @@ TOKENS = MASK & SCORED[..., None]
 DRIFT_SUM = np.where(MASK, DRIFT, 0).sum(-1)
 LENGTH = MASK.sum(-1)
 DRIFT_MEAN = DRIFT_SUM / np.maximum(LENGTH, 1)
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def run(*steps, drift: Any = DRIFT, reward: Any = REWARD):

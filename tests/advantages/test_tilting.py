@@ -10,13 +10,9 @@ import pytest
 from jaxgrpo.advantages import beta_of_mu, kappa, mu_of_beta, target_validity
 from jaxgrpo.core.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 BETAS = np.array([0.02, 0.1, 0.5, 1.0, 4.0, 100.0])
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def tilted(base, valid, beta):

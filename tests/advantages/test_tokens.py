@@ -28,18 +28,14 @@ from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.advantages.tokens import sum_behind
 from jaxgrpo.core.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 RANDOM = np.random.default_rng(0)
 P, G, T = 3, 4, 7
 MASK = RANDOM.random((P, G, T)) < 0.7
 MASK[0, 0] = False  # a sample without tokens
 REWARD = RANDOM.normal(size=(P, G))
 LOGP = {name: -RANDOM.exponential(size=(P, G, T)) for name in ("trainer_logp", "reference_logp")}
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def run(steps, rewards, **fields):

@@ -23,6 +23,8 @@ from jaxgrpo.advantages import (
 )
 from jaxgrpo.core.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 RANDOM = np.random.default_rng(0)
 P, G, D = 3, 8, 4
 LOCAL = tree_process(global_weight=0.0, leaf_power=0.0)
@@ -49,12 +51,6 @@ FIELDS = {
     "token_mask": np.ones((P, G, D), bool),
     "tree": PATH[..., 1],
 }
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def run(step, rewards: Any = REWARD, **fields):

@@ -10,13 +10,9 @@ import pytest
 from jaxgrpo.evaluation.voting import trace_confidence
 from jaxgrpo.models.logprobs import token_confidence
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 BINS, LENGTH, VOCAB = 2, 23, 50
-
-
-@pytest.fixture(autouse=True)
-def wide():
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture

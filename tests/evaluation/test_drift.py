@@ -6,17 +6,13 @@ import dataclasses
 
 import jax
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.models import sharding
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.preparing import Preparer
 
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
@@ -25,15 +21,13 @@ TEMPERATURE = 0.8
 
 def prepared(recipe, objective, anchor, compact=True):
     """Metrics of a step whose frozen policy is another model, and what that model says."""
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    blueprint = Blueprint(
-        model=tiny.model(),
+    blueprint = make_blueprint(
+        tiny.UNIFORM,
+        (4, 4, 6, 5),
+        100,
+        temperature=TEMPERATURE,
         chain=advantages.build(recipe),
         objective=objective,
-        optimizer=optax.sgd(0.1),
-        geometry=Geometry(4, 4, 6, 5, 1, 100),
-        sampling=SamplingSettings(5, TEMPERATURE, (tiny.END,), tiny.PAD),
-        mesh=mesh,
         compact=compact,
     )
     learner = first_learner(blueprint, tiny.params(), 8, ("reward",))

@@ -11,9 +11,3 @@ import pytest
 def dtype(request):
     with jax.enable_x64(request.param is np.float64):
         yield request.param
-
-
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield np.float64

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import large_params
 
 from jaxgrpo.models.api import (
     AttentionKind,
@@ -55,17 +56,6 @@ def model(request) -> Model:
 @pytest.fixture(scope="module")
 def params(model):
     return large_params(model)
-
-
-def large_params(model):
-    """Weights large enough that every layer moves the logits."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, spec):
-        is_scale = path[-1].key == "scale"
-        return jnp.asarray(is_scale + rng.normal(scale=0.2, size=spec.shape), spec.dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, model.shapes)
 
 
 RNG = np.random.default_rng(0)

@@ -18,16 +18,10 @@ WIDE = dataclasses.replace(NARROW, float32_head=True)
 KEY = jax.random.key_data(jax.random.key(3))
 
 
-def params(config):
-    """The float32 parameters of one model, rounded as `config` computes in them."""
-    shapes = tiny.model(config).shapes
-    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), tiny.params(), shapes)
-
-
 def gap(config):
     """|sampler's - trainer's log-prob| at the tokens of many samples."""
     settings = SamplingSettings(12, 1.0, (tiny.END,), tiny.PAD, 12)
-    values = params(config)
+    values = tiny.cast_params(config)
     prompts = tiny.prompts(16)
     rollouts = draw_all(make_engine(tiny.model(config), settings, prompts), values, prompts, KEY, 8)
     want = tiny.whole_logps(config, values, rollouts)

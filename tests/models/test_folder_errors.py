@@ -7,10 +7,10 @@ import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny import leaf_bytes, normal_params
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig, Rope
@@ -32,13 +32,6 @@ CONFIG = ModelConfig(
 )
 
 
-def random_params(model, seed=0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda spec: jnp.asarray(rng.normal(size=spec.shape), spec.dtype), model.shapes
-    )
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Name -> folder of a small model."""
@@ -46,7 +39,7 @@ def saved(tmp_path_factory):
     for name, tied in (("tied", True), ("untied", False)):
         model = build(dataclasses.replace(CONFIG, tie_embeddings=tied))
         folders[name] = tmp_path_factory.mktemp("models") / name
-        save_model(model, random_params(model), folders[name])
+        save_model(model, normal_params(model), folders[name])
     return folders
 
 
@@ -62,10 +55,6 @@ def copy(saved, tmp_path):
         return folder
 
     return make
-
-
-def leaf_bytes(params) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
 def test_configs_of_transformers_4_and_5_say_the_same(copy):
@@ -235,7 +224,7 @@ def test_a_path_that_is_no_folder_says_what_it_was_taken_for(tmp_path):
 
 def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
     model = build(CONFIG)
-    params, later = random_params(model), random_params(model, seed=1)
+    params, later = normal_params(model), normal_params(model, seed=1)
     folder = tmp_path / "m"
     save_model(model, params, folder)
     save_model(model, later, folder)
@@ -274,13 +263,13 @@ def test_a_folder_that_is_not_wholly_a_model_of_ours_keeps_its_files(tmp_path, f
     for name, text in files.items():
         (folder / name).write_text(text)
     with pytest.raises(InputError, match=f"holds {named}.*it is not replaced; choose another"):
-        save_model(model, random_params(model), folder)
+        save_model(model, normal_params(model), folder)
     assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
 def test_a_model_with_our_card_and_an_empty_folder_are_replaced(tmp_path):
     model, folder = build(CONFIG), tmp_path / "m"
-    params = random_params(model)
+    params = normal_params(model)
     folder.mkdir()
     save_model(model, params, folder, card="# Trained with jaxgrpo 0.1.0\n", max_shard_bytes=8_000)
     save_model(model, params, folder)

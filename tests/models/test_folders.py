@@ -15,6 +15,7 @@ import whole_logits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from processes import free_port
 from safetensors.numpy import load_file
+from tiny import leaf_bytes
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from jaxgrpo.models.api import AttentionKind, LayerKind, Rope
@@ -66,10 +67,6 @@ def folders(tmp_path_factory):
         model.save_pretrained(folder)
         folders_by_name[name] = folder, model
     return folders_by_name
-
-
-def leaf_bytes(params) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
 @pytest.mark.slow

@@ -63,17 +63,6 @@ def adapted(config: ModelConfig, settings: LoraConfig = ALL, **changes: Any) -> 
     return decoder.build(dataclasses.replace(config, lora=settings, **changes))
 
 
-def drawn(model: Model, seed: int = 1) -> Params:
-    """Parameters in which no leaf is 0 and every adapter moves the logits."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, spec):
-        is_scale = path[-1].key == "scale"
-        return jnp.asarray(is_scale + rng.normal(scale=0.2, size=spec.shape), spec.dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, model.shapes)
-
-
 def logits(model: Model, params: Params) -> jax.Array:
     return jax.jit(functools.partial(_logits, model))(params)
 
@@ -102,7 +91,7 @@ def test_merged_weights_compute_what_adapters_do(config, settings):
     with jax.enable_x64(True):
         model = adapted(config, settings, dtype="float64")
         plain = decoder.build(lora.base_config(model.config))
-        params = drawn(model)
+        params = tiny.large_params(model)
         by_adapters = logits(model, params)
         merged = logits(plain, lora.merge(model, params))
         base = logits(plain, lora.split(params)[1])
@@ -114,7 +103,7 @@ def test_merged_weights_compute_what_adapters_do(config, settings):
 @QUICK_CONFIGS
 def test_merged_layer_by_layer_they_are_the_same_weights(config, is_stacked):
     model = adapted(config)
-    params = drawn(model)
+    params = tiny.large_params(model)
     merge_per_layer = lora.make_merge_per_layer(model)
     actual = merge_per_layer(params if is_stacked else params_per_layer(model.config, params))
     expected = params_per_layer(model.config, lora.merge(model, params))
@@ -123,7 +112,7 @@ def test_merged_layer_by_layer_they_are_the_same_weights(config, is_stacked):
 
 def test_one_map_is_the_formula():
     model = adapted(tiny.UNIFORM)
-    params = drawn(model)
+    params = tiny.large_params(model)
     before, after = (
         tree["blocks"]["0"]["attention"]["out"]["kernel"][1]
         for tree in (params, lora.merge(model, params))
@@ -194,7 +183,7 @@ def test_targets_choose_the_maps():
 @pytest.mark.full
 def test_gradients_of_adapters_need_none_of_the_weights():
     model = adapted(tiny.LOCAL_GLOBAL)
-    adapter, base = lora.split(drawn(model))
+    adapter, base = lora.split(tiny.large_params(model))
 
     def loss(trainable, base):
         return jax.nn.log_softmax(logits(model, lora.join(trainable, base)))[..., 3].mean()
@@ -216,7 +205,7 @@ def test_gradients_of_adapters_need_none_of_the_weights():
 
 def test_adapters_are_laid_out_as_their_weights_and_compute_the_same():
     model = adapted(tiny.UNIFORM)
-    params = drawn(model)
+    params = tiny.large_params(model)
     mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
     layer = layout["blocks"]["0"]
@@ -243,7 +232,7 @@ def test_adapters_are_laid_out_as_their_weights_and_compute_the_same():
 
 def test_merging_rounds_once_to_the_dtype_of_the_weights():
     model = adapted(tiny.UNIFORM, dtype="bfloat16")
-    adapter, base = lora.split(drawn(model))
+    adapter, base = lora.split(tiny.large_params(model))
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), adapter)
     merged = lora.merge(model, lora.join(wide, base))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(merged)} == {"bfloat16"}

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from processes import free_port
 from safetensors.numpy import load_file, save_file
+from tiny import leaf_bytes, normal_params
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig, Rope
@@ -75,13 +75,6 @@ EVEN = ModelConfig(
 """Every dimension divides over four devices."""
 
 
-def draw(model, seed=0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda spec: jnp.asarray(rng.normal(size=spec.shape), spec.dtype), model.shapes
-    )
-
-
 def write(folder, model, params, family):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -120,10 +113,6 @@ class CountingSlice:
         return part
 
 
-def leaf_bytes(params) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
-
-
 def spoil(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -138,7 +127,7 @@ def spoil(folder, change):
 )
 def test_what_is_written_is_read_again_bit_for_bit(seed, family, dtype, tmp_path):
     model = build(drawn_config(seed, dtype=dtype))
-    params, names = draw(model), FAMILIES[family]
+    params, names = normal_params(model), FAMILIES[family]
     folder = write(tmp_path / "m", model, params, names)
     assert leaf_bytes(read(folder, model, names)) == leaf_bytes(params)
     first = load_file(folder / "model.safetensors")
@@ -150,7 +139,7 @@ def test_what_is_written_is_read_again_bit_for_bit(seed, family, dtype, tmp_path
 
 def test_a_fused_tensor_has_the_outputs_of_its_parts_one_after_another(tmp_path):
     model = build(EVEN)
-    params = draw(model)
+    params = normal_params(model)
     folder = write(tmp_path / "m", model, params, PHI)
     tensors = load_file(folder / "model.safetensors")
     layer = jax.tree.map(lambda leaf: np.asarray(leaf)[2], params["blocks"]["0"])
@@ -174,7 +163,7 @@ def test_the_rows_of_a_head_that_turn_together_stand_side_by_side(tmp_path):
             EVEN, head_dim=6, pattern=(LayerKind(AttentionKind(rope=Rope(share=0.7))),)
         )
     )
-    params = draw(model)
+    params = normal_params(model)
     folder = write(tmp_path / "m", model, params, FAMILIES["plain in pairs"])
     tensors = load_file(folder / "model.safetensors")
     attention = jax.tree.map(lambda leaf: np.asarray(leaf)[1], params["blocks"]["0"]["attention"])
@@ -191,7 +180,7 @@ def test_the_rows_of_a_head_that_turn_together_stand_side_by_side(tmp_path):
 
 def test_a_norm_over_all_heads_is_stored_flat(tmp_path):
     model = build(EVEN)
-    params = draw(model)
+    params = normal_params(model)
     folder = write(tmp_path / "m", model, params, PLAIN)
     scale = params["blocks"]["0"]["attention"]["query_norm"]["scale"]
     assert scale.shape == (4, 8, 4)
@@ -213,7 +202,7 @@ LAYOUTS = {  # logical axis -> mesh axes
 def test_each_part_is_read_once_and_is_that_of_its_device(rules, family, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "PIECE", 10)  # so that every matrix is read in pieces
     model, names = build(EVEN), FAMILIES[family]
-    params = draw(model)
+    params = normal_params(model)
     folder = write(tmp_path / "m", model, params, names)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     shardings = jax.tree.map(
@@ -266,7 +255,7 @@ def test_pieces_are_plain_slices_that_make_up_just_the_part_that_is_asked_for(se
 
 def test_a_fused_tensor_of_another_shape_or_dtype_is_refused_as_a_whole(tmp_path):
     model = build(EVEN)
-    folder = write(tmp_path / "m", model, draw(model), PHI)
+    folder = write(tmp_path / "m", model, normal_params(model), PHI)
     name = "model.layers.1.mlp.gate_up_proj.weight"
     spoil(folder, lambda tensors: tensors.update({name: tensors[name][:-1].copy()}))
     with pytest.raises(InputError, match=r"1\.mlp\.gate_up_proj\.weight has shape \(23, 16\).*24"):
@@ -279,7 +268,7 @@ def test_a_fused_tensor_of_another_shape_or_dtype_is_refused_as_a_whole(tmp_path
 @pytest.mark.parametrize("place", [(0, 0), (23, 15), (12, 7)])
 def test_a_value_that_is_not_finite_is_found_by_the_device_that_reads_it(place, tmp_path):
     model = build(EVEN)
-    folder = write(tmp_path / "m", model, draw(model), PHI)
+    folder = write(tmp_path / "m", model, normal_params(model), PHI)
     name = "model.layers.3.mlp.gate_up_proj.weight"
 
     def change(tensors):
@@ -297,7 +286,7 @@ def test_a_value_that_is_not_finite_is_found_by_the_device_that_reads_it(place, 
 def test_a_head_that_differs_from_the_embedding_in_its_last_value_is_refused(tmp_path):
     config = dataclasses.replace(EVEN, vocab_size=40_000, tie_embeddings=True, num_layers=1)
     model = build(config)
-    folder = write(tmp_path / "m", model, draw(model), PLAIN)
+    folder = write(tmp_path / "m", model, normal_params(model), PLAIN)
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     assert config.vocab_size * config.hidden_size > weights.PIECE
     spoil(folder, lambda tensors: tensors.update({head: tensors[embed].copy()}))
@@ -348,7 +337,7 @@ except InputError as error:
 def test_every_process_ends_when_one_finds_a_wrong_value(tmp_path, python, environment):
     config = dataclasses.replace(EVEN, query_key_norm="head", attention_bias=False)
     model = build(config)
-    folders.save_model(model, draw(model), tmp_path / "m")
+    folders.save_model(model, normal_params(model), tmp_path / "m")
 
     def change(tensors):
         tensors["model.embed_tokens.weight"][-1, 3] = np.inf  # which the second process reads

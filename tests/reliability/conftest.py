@@ -8,10 +8,8 @@ from typing import Any
 
 import faulty_runs
 import pytest
-from checkpointed import small
+from checkpointed import saved as saved
 from forked import Forked
-
-from jaxgrpo.training.checkpoints import Checkpoints
 
 Start = Callable[..., Forked]
 
@@ -44,9 +42,7 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def saved(tmp_path) -> Path:
-    """A folder with the steps 1, 2 and 3 of `small`."""
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, small(step), {"step": step})
-    return tmp_path
+def space() -> Iterator[None]:
+    """Files may again be of any size behind the test."""
+    yield
+    faulty_runs.limit_files()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -11,6 +10,7 @@ import sys
 import jax
 import pytest
 import small_run
+from faulty_runs import limit_files
 from quick import full_but
 
 from jaxgrpo.cli.main import main
@@ -24,17 +24,7 @@ pytestmark = pytest.mark.fault(17)
 
 def fill() -> None:
     """From now on files of more bytes than the texts of a run have fail, as on a full disk."""
-    limit(40_000)
-
-
-def limit(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-@pytest.fixture
-def space():
-    yield
-    limit(resource.RLIM_INFINITY)
+    limit_files(40_000)
 
 
 def raise_(error: BaseException) -> None:

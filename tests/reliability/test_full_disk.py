@@ -6,7 +6,6 @@ import contextlib
 import errno
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import small_run
 from checkpointed import small_run_state
+from faulty_runs import limit_files
 
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
@@ -26,21 +26,10 @@ from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import TensorBoard
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault(13)]
+pytestmark = [pytest.mark.slow, pytest.mark.fault(13), pytest.mark.usefixtures("space")]
 
 NOTHING = 100  # bytes that a file may have: every file of a run is larger
 TEXTS = 40_000  # the arrays of a checkpoint are larger, a few lines of metrics are not
-
-
-def limit(size: int) -> None:
-    """Files of more than `size` bytes fail as on a full disk; resource.RLIM_INFINITY: none do."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-@pytest.fixture(autouse=True)
-def space():
-    yield
-    limit(resource.RLIM_INFINITY)
 
 
 def config(folder: Path, steps: int, **changes: Any) -> Any:
@@ -55,9 +44,9 @@ def filling(folder: Path, size: int, first: int, last: int | None = None) -> Any
         step = trainer_state.global_step + 1
         if step == first:
             wait_for(folder / "checkpoints" / str(first - 1) / "manifest.json")
-            limit(size)
+            limit_files(size)
         if last is not None and step == last + 1:
-            limit(resource.RLIM_INFINITY)
+            limit_files()
         return [float(len(text)) for text in completions]
 
     return letters
@@ -101,7 +90,7 @@ def test_a_disk_that_stays_full_ends_the_run_after_some_saves_in_one_line(tmp_pa
     assert line.startswith("error: step ")
     assert "could not be saved" in line
     assert line.endswith("make space and go on by --resume auto")
-    limit(resource.RLIM_INFINITY)
+    limit_files()
     steps = [entry["step"] for entry in small_run.metrics(tmp_path / "r")]
     assert steps == list(range(1, steps[-1] + 1))
     assert 6 <= steps[-1] <= 7  # whether Orbax fails at once or in the background

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from processes import starting, together
+from processes import come_to, starting, together
 
 from jaxgrpo.training.processes import peers
 from jaxgrpo.training.processes import process as runtime
@@ -61,11 +61,6 @@ def pair(begin, place: int, *special: str, usual: tuple[str, ...] = ()) -> list[
         begin(*(special if index == place else usual), **variables)
         for index, variables in enumerate(together())
     ]
-
-
-def come_to(process: subprocess.Popen, place: str) -> None:
-    assert process.stdout is not None
-    assert any(line == f"{place}\n" for line in process.stdout)
 
 
 def ends(processes) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import starting, together
+from processes import come_to, end, starting, together
 from rich.console import Console
 from rich.text import Text
 
@@ -69,17 +69,6 @@ def two(begin, *times: str) -> list[subprocess.Popen]:
     """Two processes of one run: the first waits for the second."""
     first, second = together()
     return [begin(*times, "waits", **first), begin(*times, **second)]
-
-
-def come_to(process: subprocess.Popen, place: str) -> None:
-    """Waits for the process to print it; other libraries print too."""
-    assert process.stdout is not None
-    assert any(line == f"{place}\n" for line in process.stdout)
-
-
-def end(process: subprocess.Popen) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
 
 
 @pytest.mark.parametrize("how", ["deaf", pytest.param("hears", marks=pytest.mark.full)])

@@ -31,16 +31,11 @@ def settings(**changes) -> SamplingSettings:
     return SamplingSettings(24, 1.0, (tiny.END,), tiny.PAD, 8)._replace(**changes)
 
 
-def params(config):
-    shapes = tiny.model(config).shapes
-    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), tiny.params(), shapes)
-
-
 @functools.cache
 def run(config=tiny.UNIFORM, **changes):
     prompts = tiny.prompts(8)
     engine = make_engine(tiny.model(config), settings(**changes), prompts)
-    return draw_all(engine, params(config), prompts, KEY, 4)
+    return draw_all(engine, tiny.cast_params(config), prompts, KEY, 4)
 
 
 def rows(rollouts):

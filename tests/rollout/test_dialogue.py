@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 import time
@@ -19,7 +18,6 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.conversations import Conversation, Conversations
 from jaxgrpo.environments.partners import Opening, make_kind
-from jaxgrpo.models import decoder
 from jaxgrpo.rewards import Reward
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.batch import draw
@@ -68,14 +66,6 @@ class Random:
         return float(self.random.integers(10))
 
 
-@functools.cache
-def model():
-    config = dataclasses.replace(tiny.UNIFORM, vocab_size=len(chatting.tokenizer()))
-    built = decoder.build(config)
-    params = jax.jit(built.init)(jax.random.key(0))
-    return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 15, params["head"])}
-
-
 class Renewed(SlotEngine):
     """Its weights are renewed while it draws: each token has the version after that before it."""
 
@@ -94,7 +84,7 @@ def talk(
     engine_type: Any = SlotEngine,
 ) -> Any:
     """A batch that has been drawn: rollouts, its dialogue, the slot-steps."""
-    built, params = model()
+    built, params = tiny.model_and_params(len(chatting.tokenizer()))
     rows = [{"prompt": "abcdef"[: number + 1], "answer": "1"} for number in range(PROMPTS)]
     if style is not None:
         rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]

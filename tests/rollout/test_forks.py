@@ -25,7 +25,7 @@ from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.conversations import Conversations
 from jaxgrpo.environments.games import guess_rules
 from jaxgrpo.environments.partners import make_kind
-from jaxgrpo.models import decoder, sequences
+from jaxgrpo.models import sequences
 from jaxgrpo.models.api import stacked_params
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import FORK, ThreadedDialogue, Turns
@@ -70,11 +70,8 @@ def tokenizer() -> Any:
     return character_tokenizer([*string.ascii_lowercase[:21], *string.digits, *MARKS])
 
 
-@functools.cache
 def model():
-    built = decoder.build(dataclasses.replace(tiny.UNIFORM, vocab_size=len(tokenizer())))
-    params = jax.jit(built.init)(jax.random.key(0))
-    return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 5, params["head"])}
+    return tiny.model_and_params(len(tokenizer()), 5.0)
 
 
 def chat(name: str) -> Chat:

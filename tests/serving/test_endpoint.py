@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
 import threading
@@ -24,7 +22,6 @@ from jaxgrpo.config import files, world
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.serving import endpoint
-from jaxgrpo.models import decoder
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -47,17 +44,9 @@ def ask(base_url, path: Any = "/completions", **fields) -> Any:
         return json.load(answer)
 
 
-@functools.cache
-def model():
-    config = dataclasses.replace(tiny.UNIFORM, vocab_size=len(chatting.tokenizer()))
-    built = decoder.build(config)
-    params = jax.jit(built.init)(jax.random.key(0))
-    return built, {**params, "head": jax.tree.map(lambda leaf: leaf * 15, params["head"])}
-
-
 def play(program, style=None, slots=0, seconds=20.0, forks=False) -> Any:
     """A batch whose samples a program has asked for: (rollouts, dialogue, rewards [P, G])."""
-    built, params = model()
+    built, params = tiny.model_and_params(len(chatting.tokenizer()))
     rows = [{"prompt": "abcdef"[: number + 1], "answer": "1"} for number in range(PROMPTS)]
     rollout = RolloutKeys(
         prompts_per_step=PROMPTS,

@@ -1,24 +1,70 @@
-"""Rollouts that an engine of slots draws, and a step on them, in one call each."""
+"""Small steps for tests: what computes them, rollouts that an engine draws, and an update."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import tiny
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Params, Prompts, Rollouts
-from jaxgrpo.models.api import Model
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import Steps
+
+CLIPPED = losses.Objective(losses.clip(), losses.token_mean())
+
+
+def cpu_mesh(*sizes: int) -> Mesh:
+    """A mesh of the first CPU devices, by the sizes of the first of its axes."""
+    return sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)])
+
+
+def make_blueprint(
+    config: ModelConfig,
+    sizes: Sequence[int],
+    tokens: int,
+    *,
+    mesh: Sequence[int] = (),
+    rate: float = 1.0,
+    temperature: float = 1.0,
+    geometry_options: Mapping[str, Any] = {},
+    **changes: Any,
+) -> Blueprint:
+    """A blueprint of grpo by SGD, on clipped ratios.
+
+    Args:
+      sizes: prompts, samples of each, and the most tokens of a prompt and of a sample.
+      tokens: of a micro-batch.
+      mesh: as `cpu_mesh` takes it.
+      geometry_options, changes: further fields of the geometry, other ones of the blueprint.
+    """
+    grid = cpu_mesh(*mesh)
+    fields: dict[str, Any] = {
+        "model": decoder.build(config, constrain=sharding.constrain(grid)),
+        "chain": advantages.build("grpo"),
+        "objective": CLIPPED,
+        "optimizer": optax.inject_hyperparams(optax.sgd)(learning_rate=rate),
+        "geometry": Geometry(*sizes, sharding.num_bins(grid), tokens, **geometry_options),
+        "sampling": SamplingSettings(sizes[-1], temperature, (tiny.END,), tiny.PAD),
+        "mesh": grid,
+    }
+    return Blueprint(**{**fields, **changes})
 
 
 def make_engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,11 @@ def digits(completions, trainer_state, **columns):
     return [(1 + sum(c.isdigit() for c in text)) / (2 + len(text)) for text in completions]
 '''
 LONGEST_ERRORS = 50  # lines on stderr of a run that ends in order
+
+
+def limit_files(size: int = resource.RLIM_INFINITY) -> None:
+    """Files of more than `size` bytes fail as on a full disk; by default none do."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def make_base(path: Path) -> Path:

@@ -11,6 +11,8 @@ from jaxgrpo.training.processes import process
 
 
 class Letters:
+    """A tokenizer of letters: token 1 is "a"."""
+
     def batch_decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
         return ["".join(chr(96 + token) for token in row) for row in ids]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +17,6 @@ from jaxgrpo.environments.conversations import Conversations
 from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.environments.rules import Answering, Rules, number_columns
-from jaxgrpo.models import decoder
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Dialogue, ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -53,14 +50,6 @@ class Played(NamedTuple):
     engine: SlotEngine
 
 
-@functools.cache
-def model(words: int, sharpness: float) -> Any:
-    """A random model that prefers some tokens."""
-    built = decoder.build(dataclasses.replace(tiny.UNIFORM, vocab_size=words))
-    params = jax.jit(built.init)(jax.random.key(0))
-    return built, {**params, "head": jax.tree.map(lambda leaf: leaf * sharpness, params["head"])}
-
-
 def play(
     game: Game,
     *,
@@ -86,7 +75,7 @@ def play(
     if has_template:
         rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
         texts = [f"<user>{text}<end><assistant>" for text in texts]
-    built, params = model(len(tokenizer), 6.0)
+    built, params = tiny.model_and_params(len(tokenizer), 6.0)
     settings = SamplingSettings(steps, 1.0, (end,), tiny.PAD, 4, slots=slots)
     history = History(chat, frozenset([end]))
     if in_jax:

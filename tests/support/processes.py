@@ -26,6 +26,17 @@ def together(count: int = 2) -> list[dict[str, str]]:
     return [{**shared, "JAX_PROCESS_ID": str(index)} for index in range(count)]
 
 
+def come_to(process: Any, place: str) -> None:
+    """Waits until a process prints a line; other libraries print too."""
+    assert any(line == f"{place}\n" for line in process.stdout)
+
+
+def end(process: Any) -> tuple[int, str]:
+    """The exit code of a process, and what it wrote to stderr."""
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
 @contextlib.contextmanager
 def starting(
     program: str, environment: Callable[..., dict[str, str]], server: ForkServer | None = None

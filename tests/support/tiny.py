@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgrpo.core.types import Prompts, Rollouts
+from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.sequences import call_alone
@@ -73,6 +73,41 @@ def params(config: ModelConfig = UNIFORM, seed: int = 0, scale: float = 15.0):
     slower = lambda path, leaf: leaf - 4 if path[-1].key == "log_rate" else leaf  # noqa: E731
     values = jax.tree_util.tree_map_with_path(slower, values)
     return {**values, "head": jax.tree.map(lambda leaf: leaf * scale, values["head"])}
+
+
+@functools.cache
+def model_and_params(words: int, sharpness: float = 15.0) -> tuple[Model, Params]:
+    """A model of so many tokens that prefers some of them, and its parameters."""
+    config = dataclasses.replace(UNIFORM, vocab_size=words)
+    return model(config), params(config, scale=sharpness)
+
+
+def large_params(model: Model) -> Params:
+    """Parameters so large that every layer and every adapter moves the logits; no leaf is 0."""
+    rng = np.random.default_rng(1)
+
+    def draw(path, spec):
+        is_scale = path[-1].key == "scale"
+        return jnp.asarray(is_scale + rng.normal(scale=0.2, size=spec.shape), spec.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, model.shapes)
+
+
+def normal_params(model: Model, seed: int = 0) -> Params:
+    """Parameters that are standard normal draws."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda spec: jnp.asarray(rng.normal(size=spec.shape), spec.dtype), model.shapes
+    )
+
+
+def cast_params(config: ModelConfig) -> Params:
+    """The parameters of UNIFORM, in the dtypes of `config`."""
+    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params(), model(config).shapes)
+
+
+def leaf_bytes(params: Params) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
 def prompts(count: int = 4, width: int = 6, seed: int = 0, step: int = 0) -> Prompts:

@@ -13,7 +13,7 @@ import time
 import jax
 import pytest
 from jax._src.clusters import K8sCluster, cloud_tpu_cluster
-from processes import starting, together
+from processes import end, starting, together
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
@@ -58,11 +58,6 @@ def two(begin, *of_second: str) -> list[subprocess.Popen]:
 def first_line(process: subprocess.Popen) -> str:
     assert process.stdout is not None
     return process.stdout.readline()
-
-
-def end(process: subprocess.Popen) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
 
 
 def test_the_first_line_names_the_devices():

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small_run
+from judging_program import Letters
 
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
@@ -220,13 +221,6 @@ def test_a_metric_logged_under_a_name_of_the_trainer_is_refused():
             RewardError, match=f"log_metric\\('{name}', ...\\), the name of a metric"
         ):
             with_logged({"reward": 0.5}, log)
-
-
-class Letters:
-    """A tokenizer of letters: token 1 is "a"."""
-
-    def batch_decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
-        return ["".join(chr(96 + token) for token in row) for row in ids]
 
 
 def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():

@@ -8,19 +8,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import make_blueprint
 
-from jaxgrpo import advantages, losses
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo import advantages
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
-from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.preparing import Preparer
 
@@ -45,19 +43,16 @@ def preparer(
     recipe=None,
     cuts=4,
 ):
-    sizes = dict(zip(sharding.AXES, mesh, strict=True))
-    grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     return Preparer(
-        Blueprint(
-            model=decoder.build(config, constrain=sharding.constrain(grid)),
+        make_blueprint(
+            config,
+            (P, G, width, steps),
+            tokens,
+            mesh=mesh,
+            temperature=TEMPERATURE,
             chain=recipe
             or advantages.build("dro_r3", {"masked_thought": masked, "scorer": scorer}),
             answer_cuts=cuts,
-            objective=losses.Objective(losses.clip(), losses.token_mean()),
-            optimizer=optax.sgd(0.1),
-            geometry=Geometry(P, G, width, steps, sharding.num_bins(grid), tokens),
-            sampling=SamplingSettings(steps, TEMPERATURE, (tiny.END,), tiny.PAD),
-            mesh=grid,
         )
     )
 

@@ -5,20 +5,17 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import LoraConfig
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import sketches
 from jaxgrpo.update.atlas import Atlas, Atlases, Contender, even_out
-from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.preparing import Preparer
 from jaxgrpo.update.step import build_steps
 
@@ -35,17 +32,15 @@ WAYS = {
 
 def blueprint(config=tiny.UNIFORM, mesh=(1, 1, 1, 1), way="grpo"):
     recipe, surrogate, reduction = WAYS[way]
-    sizes = dict(zip(sharding.AXES, mesh, strict=True))
-    grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
-    model = decoder.build(config, constrain=sharding.constrain(grid))
-    return Blueprint(
-        model=model,
+    return make_blueprint(
+        config,
+        (4, 4, 6, 5),
+        100,
+        mesh=mesh,
+        temperature=0.8,
+        geometry_options={"recurs": config.recurs},
         chain=advantages.build(recipe),
         objective=losses.Objective(surrogate, MEANS[reduction]),
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), 100).for_models([model]),
-        sampling=SamplingSettings(5, 0.8, (tiny.END,), tiny.PAD),
-        mesh=grid,
     )
 
 

@@ -13,13 +13,12 @@ import checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
-from engines import take_step
+from engines import cpu_mesh, make_blueprint, take_step
 
 import jaxgrpo
-from jaxgrpo import advantages, losses
+from jaxgrpo import advantages
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.records import EXPERTS, no_record
 from jaxgrpo.models import decoder, lora, routing, sharding
@@ -33,10 +32,9 @@ from jaxgrpo.models.api import (
     memory_per_layer,
 )
 from jaxgrpo.models.attention import causal
-from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
+from jaxgrpo.rollout.engine import record_shapes
 from jaxgrpo.update.balance import Balance, make_balance
-from jaxgrpo.update.forward import Blueprint, param_layout
-from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.forward import param_layout
 from jaxgrpo.update.step import build_steps
 
 pytestmark = pytest.mark.slow
@@ -133,17 +131,15 @@ def drawn(config):
 
 @functools.cache
 def steps(config, balance=LOSS, mesh=(1, 1, 1), tokens=64, remat: Any = "full"):
-    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
-    mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
-    sizes = PROMPTS, GROUP, WIDTH, STEPS, sharding.num_bins(mesh)
-    blueprint = Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(mesh), remat=remat),
-        chain=advantages.build("reinforce"),
-        objective=losses.Objective(losses.clip(), losses.token_mean()),
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        geometry=Geometry(*sizes, tokens=tokens, records=record_shapes(config.kinds, 0)),
-        sampling=SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD),
+    constrain = sharding.constrain(cpu_mesh(*mesh))
+    blueprint = make_blueprint(
+        config,
+        (PROMPTS, GROUP, WIDTH, STEPS),
+        tokens,
         mesh=mesh,
+        geometry_options={"records": record_shapes(config.kinds, 0)},
+        model=decoder.build(config, constrain=constrain, remat=remat),
+        chain=advantages.build("reinforce"),
         balance=balance,
     )
     return build_steps(blueprint), blueprint

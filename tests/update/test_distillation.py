@@ -12,10 +12,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
 import torch
+from engines import cpu_mesh, make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
@@ -23,13 +23,11 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import SCORES, Score, at_student_tokens, choice_field, prompt_field
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LoraConfig
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint, Teacher, param_layout, params_of
-from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.forward import Teacher, param_layout, params_of
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 P, G, WIDTH, STEPS, K = 4, 4, 6, 5, 3
 RATE, TEMPERATURE, SHARE = 0.1, 0.8, 0.6
@@ -39,12 +37,6 @@ LARGER = dataclasses.replace(WIDE, hidden_size=48, num_layers=3, head_dim=12)
 FIRST, SECOND = "models/first", "models/second"
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 CHOICE = np.array([0, 1, 1, 0], np.int32)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @functools.cache
@@ -98,18 +90,18 @@ MEAN = losses.token_mean()
 
 def updated(method, config=WIDE, mesh=(1, 1, 1, 1), tokens=100, k=K, logits=None):
     """(the step of SGD on all parameters, divided by the rate; metrics of update and `prepare`)."""
-    sizes = dict(zip(sharding.AXES, mesh, strict=True))
-    grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
+    grid = cpu_mesh(*mesh)
     build = lambda config: decoder.build(config, constrain=sharding.constrain(grid))  # noqa: E731
     chain, objective = method
-    blueprint = Blueprint(
-        model=build(config),
+    blueprint = make_blueprint(
+        config,
+        (P, G, WIDTH, STEPS),
+        tokens,
+        mesh=mesh,
+        rate=RATE,
+        temperature=TEMPERATURE,
         chain=chain,
         objective=objective,
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=RATE),
-        geometry=Geometry(P, G, WIDTH, STEPS, sharding.num_bins(grid), tokens),
-        sampling=SamplingSettings(STEPS, TEMPERATURE, (tiny.END,), tiny.PAD),
-        mesh=grid,
         scores=at_student_tokens(scores(k), objective.at_student_tokens),
         logits_per_chunk=logits,
         teachers={FIRST: Teacher(build(LARGER)), SECOND: Teacher(build(WIDE))},

@@ -11,21 +11,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.evaluation.rescoring import make_rescorer
-from jaxgrpo.models import decoder, sequences, sharding
+from jaxgrpo.models import sequences, sharding
 from jaxgrpo.models.api import ModelConfig, params_per_layer
 from jaxgrpo.models.attention import Kernel
 from jaxgrpo.models.kernels import splash
 from jaxgrpo.rollout.dialogue import FORK
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.packing import Geometry, abstract_batch
+from jaxgrpo.update.packing import abstract_batch
 from jaxgrpo.update.step import build_steps
 
 REWARDS = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 1, 0]], np.float32)
@@ -80,16 +78,14 @@ def plain_logp(model, params, rollouts):
 
 
 def blueprint(config: ModelConfig, objective, tokens: int, axes=(1, 1)):
-    sizes = dict(zip(("data", "context"), axes, strict=True))
-    mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: axes[0] * axes[1]])
-    return Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(mesh)),
+    return make_blueprint(
+        config,
+        (4, 3, WIDTH, STEPS),
+        tokens,
+        mesh=(axes[0], 1, 1, axes[1]),
+        geometry_options={"has_forks": True},
         chain=advantages.build("dr_grpo"),
         objective=objective,
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        geometry=Geometry(4, 3, WIDTH, STEPS, sharding.num_bins(mesh), tokens, has_forks=True),
-        sampling=SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD),
-        mesh=mesh,
     )
 
 

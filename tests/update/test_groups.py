@@ -13,22 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models import lora
 from jaxgrpo.models.api import LoraConfig
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import Blueprint, param_layout, params_of
+from jaxgrpo.update.forward import param_layout, params_of
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 TRUNCATED = np.zeros((4, 4), bool)
@@ -38,12 +37,6 @@ ADAPTED = dataclasses.replace(WIDE, lora=LoraConfig(rank=2, alpha=4.0))
 TEMPERATURE, RATE, BETA = 0.8, 0.1, 0.3
 CHAIN = [{"use": "sum_rewards"}, {"use": "mask_truncated"}, {"use": "subtract_group_mean"}]
 GVPO = losses.Objective(losses.gvpo(BETA), losses.sequence_sum())
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @functools.cache
@@ -59,19 +52,17 @@ def rollouts():
 
 @functools.cache
 def built(mesh=(1, 1, 1, 1), tokens=100, minibatches=1, num_iterations=1, **changes):
-    config = changes.pop("config", WIDE)
-    sizes = dict(zip(sharding.AXES, mesh, strict=True))
-    grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
-    blueprint = Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(grid)),
-        chain=advantages.build(CHAIN),
-        objective=GVPO,
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=RATE),
-        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens, minibatches),
-        sampling=SamplingSettings(5, TEMPERATURE, (tiny.END,), tiny.PAD),
-        mesh=grid,
+    blueprint = make_blueprint(
+        changes.pop("config", WIDE),
+        (4, 4, 6, 5),
+        tokens,
+        mesh=mesh,
+        rate=RATE,
+        temperature=TEMPERATURE,
+        geometry_options={"minibatches": minibatches},
         num_iterations=num_iterations,
-    )._replace(**changes)
+        **{"chain": advantages.build(CHAIN), "objective": GVPO, **changes},
+    )
     return blueprint, build_steps(blueprint)
 
 

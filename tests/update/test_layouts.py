@@ -11,17 +11,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import CLIPPED, make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.models import sharding
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint, param_layout
-from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.forward import param_layout
 from jaxgrpo.update.step import build_steps
 
 pytestmark = pytest.mark.slow
@@ -37,17 +35,14 @@ _programs: dict = {}
 def blueprint(
     recipe: str, beta: float, tokens: int, compact: bool = True, config=WIDE, objective=None
 ):
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
     penalties = (losses.k2(beta),) if beta else ()
-    step_objective = objective or losses.Objective(losses.clip(), losses.token_mean(), penalties)
-    return Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(mesh)),
+    return make_blueprint(
+        config,
+        (4, 4, 6, 5),
+        tokens,
+        temperature=0.8,
         chain=advantages.build(recipe),
-        objective=step_objective,
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        geometry=Geometry(4, 4, 6, 5, 1, tokens),
-        sampling=SamplingSettings(5, 0.8, (tiny.END,), tiny.PAD),
-        mesh=mesh,
+        objective=objective or CLIPPED._replace(penalties=penalties),
         compact=compact,
     )
 
@@ -202,12 +197,13 @@ def test_the_sequence_may_be_split_over_devices(sizes):
     """Prompts and completions of 8 tokens, so that they divide."""
     moved = []
     for mesh in (sizes, (1, 1, 1, 1)):
-        grid = sharding.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
-        step_blueprint = blueprint("sign", 0.0, 32, config=tiny.UNIFORM)._replace(
-            model=decoder.build(tiny.UNIFORM, constrain=sharding.constrain(grid)),
-            geometry=Geometry(4, 4, 8, 8, sharding.num_bins(grid), 32),
-            sampling=SamplingSettings(8, 0.8, (tiny.END,), tiny.PAD),
-            mesh=grid,
+        step_blueprint = make_blueprint(
+            tiny.UNIFORM,
+            (4, 4, 8, 8),
+            32,
+            mesh=mesh,
+            temperature=0.8,
+            chain=advantages.build("sign"),
         )
         steps, layout = (
             build_steps(step_blueprint),
@@ -217,7 +213,7 @@ def test_the_sequence_may_be_split_over_devices(sizes):
         learner = first_learner(step_blueprint, params, 8, ("reward",))
         before = jax.tree.map(np.asarray, learner.trainable)
         rollouts = tiny.rollouts(REWARDS, steps=8, width=8)
-        learner, prepared = steps.prepare(learner, spread(rollouts, grid))
+        learner, prepared = steps.prepare(learner, spread(rollouts, step_blueprint.mesh))
         learner, _ = steps.update(learner, prepared.batches)
         moved.append(jax.tree.map(lambda new, old: new - old, learner.trainable, before))
     for a, b in zip(*map(jax.tree.leaves, moved), strict=True):

@@ -8,18 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import Learner
-from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint, param_layout
-from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.forward import param_layout
 from jaxgrpo.update.preparing import Preparer
 
 P, G, T = 4, 4, 5
@@ -30,17 +27,14 @@ MEAN = advantages.subtract_group_mean()
 
 
 def build_preparer(recipe, tail=()) -> Preparer:
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
     return Preparer(
-        Blueprint(
-            model=decoder.build(tiny.UNIFORM, constrain=sharding.constrain(mesh)),
+        make_blueprint(
+            tiny.UNIFORM,
+            (P, G, 6, T),
+            25,
             chain=advantages.extend(recipe, *tail),
             recipe=recipe,
             objective=losses.Objective(losses.build_surrogate("reinforce"), losses.constant(T)),
-            optimizer=optax.sgd(0.1),
-            geometry=Geometry(P, G, 6, T, 1, 25, 1),
-            sampling=SamplingSettings(T, 1.0, (tiny.END,), tiny.PAD),
-            mesh=mesh,
         )
     )
 

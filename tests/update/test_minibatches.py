@@ -12,51 +12,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import CLIPPED, make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import Blueprint, param_layout
+from jaxgrpo.update.forward import param_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 MIXED = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 ONE_LIVE = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], np.float32)
 WIDE = dataclasses.replace(tiny.UNIFORM, dtype="float64")
 TEMPERATURE = 0.8
 RATE = 0.3  # so large that the second iteration is beyond the bounds of the ratio
-CLIP = losses.Objective(losses.clip(), losses.token_mean())
 
 _programs: dict = {}
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 def built(minibatches=2, num_iterations=1, **changes):
     """The functions of a step; one update program for all that differ in iterations only."""
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    blueprint = Blueprint(
-        model=decoder.build(WIDE, constrain=sharding.constrain(mesh)),
-        chain=advantages.build("dr_grpo"),
-        objective=CLIP,
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=RATE),
-        geometry=Geometry(4, 4, 6, 5, 1, 100, minibatches),
-        sampling=SamplingSettings(5, TEMPERATURE, (tiny.END,), tiny.PAD),
-        mesh=mesh,
+    blueprint = make_blueprint(
+        WIDE,
+        (4, 4, 6, 5),
+        100,
+        rate=RATE,
+        temperature=TEMPERATURE,
+        geometry_options={"minibatches": minibatches},
         num_iterations=num_iterations,
-    )._replace(**changes)
+        **{"chain": advantages.build("dr_grpo"), **changes},
+    )
 
     def share(name, make):
         key = (name, minibatches, blueprint.objective) if name == "update" else object()
@@ -171,7 +161,7 @@ def test_the_norm_of_the_weights_is_that_after_the_last_update_and_growth_the_la
 
 
 def test_weights_are_normalised_over_the_prompts_of_an_update_empty_samples_too():
-    _, steps = built(objective=CLIP._replace(reduction=losses.sequence_mean(count_empty=True)))
+    _, steps = built(objective=CLIPPED._replace(reduction=losses.sequence_mean(count_empty=True)))
     mask = np.asarray(on_policy().token_mask).copy()
     mask[1, 2] = False  # a sample without a token: one of 8 sequences of its update, not of 16
     prompts = np.array([1, 3], np.int32)
@@ -184,7 +174,7 @@ def test_weights_are_normalised_over_the_prompts_of_an_update_empty_samples_too(
 def test_what_chain_and_loss_need_is_scored_on_all_samples_of_all_minibatches():
     chain = advantages.build("dr_grpo")
     chain = chain._replace(needs=chain.needs | {"trainer_logp"})
-    objective = CLIP._replace(penalties=(losses.k2(0.1),))
+    objective = CLIPPED._replace(penalties=(losses.k2(0.1),))
     blueprint, steps = built(chain=chain, objective=objective)
     rollouts = on_policy()
     learner = first_learner(blueprint, tiny.params(WIDE), 8, ("reward",))

@@ -23,17 +23,13 @@ from jaxgrpo.update.optimizer import decay_mask, make_optimizer
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 MIXED = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 FLAT = np.ones((4, 4), np.float32)
 REWARDS = (FLAT, MIXED, FLAT, FLAT, MIXED, FLAT)
 WIDE = dataclasses.replace(tiny.UNIFORM, dtype="float64")
 RATE, DECAY = 0.01, 0.3
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def trained(

@@ -8,13 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
-from engines import draw_all, make_engine, take_step
+from engines import draw_all, make_blueprint, make_engine, take_step
 from flax import nnx
 
-from jaxgrpo import advantages, losses
 from jaxgrpo.core.records import EXPERTS, NONE
 from jaxgrpo.models import decoder, routing, sharding
 from jaxgrpo.models.api import Caller, ExpertsKind, LayerKind
@@ -22,8 +20,6 @@ from jaxgrpo.models.attention import causal
 from jaxgrpo.models.experts import Experts
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
 pytestmark = pytest.mark.slow
@@ -56,19 +52,9 @@ def drawn(config=CONFIG, width=WIDTH):
 
 @functools.cache
 def steps(config=CONFIG, routed=True, mesh=(1, 1, 1), width=WIDTH):
-    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
-    mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
-    sizes = PROMPTS, GROUP, width, STEPS, sharding.num_bins(mesh)
-    records = record_shapes(config.kinds, 0, routed)
-    blueprint = Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(mesh)),
-        chain=advantages.build("grpo"),
-        objective=losses.Objective(losses.clip(), losses.token_mean()),
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        geometry=Geometry(*sizes, tokens=40, records=records),
-        sampling=SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD),
-        mesh=mesh,
-    )
+    sizes = PROMPTS, GROUP, width, STEPS
+    recorded = {"records": record_shapes(config.kinds, 0, routed)}
+    blueprint = make_blueprint(config, sizes, 40, mesh=mesh, geometry_options=recorded)
     return build_steps(blueprint), blueprint
 
 

@@ -8,19 +8,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import cpu_mesh, make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.scores import SCORES, Score, prompt_field
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint, Teacher
-from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.forward import Teacher
 from jaxgrpo.update.preparing import Preparer
 from jaxgrpo.update.spectrum import effective_rank, ranks_along
 
@@ -48,24 +46,22 @@ def weights(path):
 
 
 def preparer(*names, late=(), mesh=(1, 1, 1, 1), tokens=25):
-    sizes = dict(zip(sharding.AXES, mesh, strict=True))
-    grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     reader = advantages.transform(lambda signal, rollouts: signal, name="reader")
     chain = advantages.chain(advantages.sum_rewards(), reader)
     chain = chain._replace(needs=frozenset(names))
     objective = losses.Objective(losses.clip()._replace(needs=frozenset(late)), losses.token_mean())
-    build = lambda config: decoder.build(config, constrain=sharding.constrain(grid))  # noqa: E731
+    teacher = decoder.build(LARGER, constrain=sharding.constrain(cpu_mesh(*mesh)))
     return Preparer(
-        Blueprint(
-            model=build(WIDE),
+        make_blueprint(
+            WIDE,
+            (P, G, WIDTH, STEPS),
+            tokens,
+            mesh=mesh,
+            temperature=0.8,
             chain=chain,
             objective=objective,
-            optimizer=optax.sgd(0.1),
-            geometry=Geometry(P, G, WIDTH, STEPS, sharding.num_bins(grid), tokens),
-            sampling=SamplingSettings(STEPS, 0.8, (tiny.END,), tiny.PAD),
-            mesh=grid,
             scores=SCORES | ADDED,
-            teachers={TEACHER: Teacher(build(LARGER))},
+            teachers={TEACHER: Teacher(teacher)},
         )
     )
 

@@ -9,18 +9,16 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from engines import CLIPPED, make_blueprint
 
 from benchmarks.programs import compilations
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import LoraConfig
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
 pytestmark = pytest.mark.slow
@@ -31,18 +29,17 @@ TEMPERATURE = 0.8
 BETA = 0.3
 RATE = 10.0  # large, so that steps stand out of the rounding of parameters near 1
 
-CLIP = losses.Objective(losses.clip(), losses.token_mean())
-WITH_KL = CLIP._replace(penalties=(losses.k2(BETA),))
-WITH_FULL_KL = CLIP._replace(penalties=(losses.full_kl(BETA),))
-WITH_BONUS = CLIP._replace(penalties=(losses.entropy_bonus(BETA),))
-WITH_CONTROL = CLIP._replace(
+WITH_KL = CLIPPED._replace(penalties=(losses.k2(BETA),))
+WITH_FULL_KL = CLIPPED._replace(penalties=(losses.full_kl(BETA),))
+WITH_BONUS = CLIPPED._replace(penalties=(losses.entropy_bonus(BETA),))
+WITH_CONTROL = CLIPPED._replace(
     penalties=(losses.adaptive_entropy(target=3.0, coefficient=BETA, delta=0.01),)
 )
 
 
 @functools.cache
 def blueprint(
-    objective=CLIP,
+    objective=CLIPPED,
     config=tiny.UNIFORM,
     recipe="grpo",
     mesh=(1, 1, 1, 1),
@@ -53,17 +50,16 @@ def blueprint(
     num_iterations=1,
     on_no_live_sample="step",
 ):
-    sizes = dict(zip(sharding.AXES, mesh, strict=True))
-    devices = jax.devices()[: int(np.prod(mesh))]
-    grid = sharding.make_mesh(**sizes, devices=devices)
-    return Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(grid)),
+    return make_blueprint(
+        config,
+        (4, 4, 6, 5),
+        tokens,
+        mesh=mesh,
+        temperature=TEMPERATURE,
+        geometry_options={"minibatches": minibatches},
         chain=advantages.build(recipe),
         objective=objective,
         optimizer=optax.inject_hyperparams(getattr(optax, optimizer))(learning_rate=RATE),
-        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens, minibatches),
-        sampling=SamplingSettings(5, TEMPERATURE, (tiny.END,), tiny.PAD),
-        mesh=grid,
         compact=compact,
         num_iterations=num_iterations,
         on_no_live_sample=on_no_live_sample,
@@ -293,9 +289,9 @@ def test_an_update_that_is_skipped_leaves_the_entropy_control_as_it_was():
 @pytest.mark.parametrize(
     "objective",
     [
-        CLIP,
-        CLIP._replace(reduction=losses.sequence_mean()),
-        CLIP._replace(reduction=losses.constant(5)),
+        CLIPPED,
+        CLIPPED._replace(reduction=losses.sequence_mean()),
+        CLIPPED._replace(reduction=losses.constant(5)),
     ],
     ids=["token_mean", "sequence_mean", "constant"],
 )
@@ -360,7 +356,7 @@ def test_penalties_over_the_vocabulary_are_the_same_with_the_vocabulary_split(ob
 
 @pytest.mark.full
 def test_a_ratio_of_sequences_is_the_same_where_gradients_are_added_up_after_the_loop():
-    objective = CLIP._replace(surrogate=losses.gspo())
+    objective = CLIPPED._replace(surrogate=losses.gspo())
     assert not objective.per_token
     many = in_float64(mesh=(2, 2, 1, 1), tokens=25, objective=objective)
     assert_same_step(many, in_float64(objective=objective), 1e-9)
@@ -423,7 +419,7 @@ def test_ratios_are_1_when_behavior_and_trainer_agree():
 
 
 def test_the_trainer_can_score_its_own_proximal_policy():
-    metrics = run(objective=CLIP._replace(proximal="trainer"))[3]
+    metrics = run(objective=CLIPPED._replace(proximal="trainer"))[3]
     np.testing.assert_allclose(metrics["ratio_max"], 1, atol=1e-6)
     assert metrics["sampling/sampling_logp_difference/max"] > 0.1  # the random behaviour policy
 
@@ -469,4 +465,4 @@ def test_padding_carries_nothing_into_the_update():
 
 def test_a_surrogate_may_go_by_a_reward_as_a_part_of_a_chain_may():
     by_reward = losses.by_sample("reward", "clip", "clip")
-    assert_same_step(run(objective=CLIP._replace(surrogate=by_reward)), run())
+    assert_same_step(run(objective=CLIPPED._replace(surrogate=by_reward)), run())

@@ -9,12 +9,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
-from engines import draw_all, make_engine, take_step
+from engines import draw_all, make_blueprint, make_engine, take_step
 
-from jaxgrpo import advantages, losses
+from jaxgrpo import losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.models import decoder, sharding
@@ -22,7 +21,6 @@ from jaxgrpo.rollout.batch import Batch
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import forward, packing
-from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -53,19 +51,11 @@ def drawn(settings=REPLAYS, prefix=False):
 
 @functools.cache
 def steps(replays=True, mesh=(1, 1, 1)):
-    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
-    mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     settings, config = REPLAYS if replays else SETTINGS, tiny.UNIFORM
-    records = record_shapes(config.kinds, settings.support)
-    sizes = PROMPTS, GROUP, WIDTH, STEPS, sharding.num_bins(mesh)
-    blueprint = Blueprint(
-        model=decoder.build(config, constrain=sharding.constrain(mesh)),
-        chain=advantages.build("grpo"),
-        objective=losses.Objective(losses.clip(), losses.token_mean()),
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        geometry=Geometry(*sizes, tokens=40, records=records),
-        sampling=settings,
-        mesh=mesh,
+    sizes = PROMPTS, GROUP, WIDTH, STEPS
+    recorded = {"records": record_shapes(config.kinds, settings.support)}
+    blueprint = make_blueprint(
+        config, sizes, 40, mesh=mesh, geometry_options=recorded, sampling=settings
     )
     return build_steps(blueprint), blueprint
 

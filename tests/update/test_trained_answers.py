@@ -12,25 +12,23 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import CLIPPED, make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import ANSWERED, REACHED
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
 from jaxgrpo.update.atlas import Contender, refuse
-from jaxgrpo.update.forward import Blueprint, param_layout, params_of
-from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.forward import param_layout, params_of
 from jaxgrpo.update.step import build_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 P, G, WIDTH, STEPS, RATE = 4, 4, 6, 8, 0.1
 PREFIX, ANSWER = [2, 0, 1, 2], [2, 1, 3, 2]
@@ -41,12 +39,6 @@ UNREACHED, CUT = [(0, 2), (3, 0)], [(3, 2)]
 """(prompt, sample): ended by themselves without an answer; cut by the limit"""
 WIDE = dataclasses.replace(tiny.UNIFORM, dtype="float64")
 WEIGHT = 0.7
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @functools.cache
@@ -92,17 +84,15 @@ def written():
 
 
 def blueprint(mesh=(1, 1, 1, 1), tokens=200, recipe="verifree"):
-    sizes = dict(zip(sharding.AXES, mesh, strict=True))
-    grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
     options = {"weights": {"reward": 0.0}, "answer": WEIGHT}
-    return Blueprint(
-        model=decoder.build(WIDE, constrain=sharding.constrain(grid)),
+    return make_blueprint(
+        WIDE,
+        (P, G, WIDTH, STEPS),
+        tokens,
+        mesh=mesh,
+        rate=RATE,
         chain=advantages.build(recipe, options),
-        objective=losses.Objective(losses.clip(), losses.sequence_sum()),
-        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=RATE),
-        geometry=Geometry(P, G, WIDTH, STEPS, sharding.num_bins(grid), tokens),
-        sampling=SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD),
-        mesh=grid,
+        objective=CLIPPED._replace(reduction=losses.sequence_sum()),
     )
 
 

@@ -16,25 +16,22 @@ import chatting
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
+from engines import make_blueprint
 
-from jaxgrpo import advantages, losses
+from jaxgrpo import advantages
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.environments.calls import hermes
 from jaxgrpo.environments.conversations import Conversations
 from jaxgrpo.environments.partners import make_kind
-from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training.parameters import first_learner
-from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
 pytestmark = pytest.mark.slow
@@ -144,16 +141,9 @@ def off_policy() -> Rollouts:
 def test_the_update_is_the_gradient_of_passes_over_whole_conversations(tokens):
     conversations()
     with jax.enable_x64(True):
-        mesh = sharding.make_mesh(devices=jax.devices()[:1])
-        blueprint = Blueprint(
-            model=decoder.build(WIDE, constrain=sharding.constrain(mesh)),
-            chain=advantages.build("dr_grpo"),
-            objective=losses.Objective(losses.clip(), losses.token_mean()),
-            optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-            geometry=Geometry(P, G, WIDTH, STEPS, 1, tokens),
-            sampling=SamplingSettings(STEPS, 1.0, (END,), tiny.PAD),
-            mesh=mesh,
-        )
+        sizes, chain = (P, G, WIDTH, STEPS), advantages.build("dr_grpo")
+        settings = SamplingSettings(STEPS, 1.0, (END,), tiny.PAD)
+        blueprint = make_blueprint(WIDE, sizes, tokens, chain=chain, sampling=settings)
         steps = build_steps(blueprint)
         learner = first_learner(blueprint, tiny.params(WIDE), P, ("reward",))
         before = jax.tree.map(np.asarray, learner.trainable)

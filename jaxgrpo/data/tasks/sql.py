@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.data.tasks.base import END, Task, Worked, refuse_unknown_split
+from jaxgrpo.data.tasks.base import END, Task, Worked, is_for_tests, refuse_unknown_split
 from jaxgrpo.data.tasks.templates import TOOL_MARKS, TOOL_TEMPLATE
 
 CALL = '<tool_call>{"name": "query", "arguments": {"sql": "', '"}}</tool_call>'
@@ -44,7 +43,6 @@ SPLITS = {"train": 2048, "test": 512}
 EMPTY = ([(None,)], [(0,)])  # of an aggregate of no rows
 COPIES = (0, 1)  # of a database: what the tool answers from, and the other values
 QUESTIONS = 8192  # of the corpus
-TEST_FRACTION = 5  # one way to deal the columns in so many is for tests
 LOOKS, RIGHT_LOOK, RIGHT_COPY = 0.5, 0.8, 0.9
 """Of the base's samples where tools are shown: the share that looks a column up, of these the share
 that looks for the right one, and of what follows the share that names the table it reads."""
@@ -190,12 +188,6 @@ def _schema(columns: dict[str, str]) -> str:
     return "\n".join(f"CREATE TABLE {table}({','.join(names)})" for table, names in columns.items())
 
 
-def is_test(tables: str) -> bool:
-    """Whether databases with these tables, as SQL, belong to the test split, by a hash."""
-    digest = hashlib.blake2b(tables.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % TEST_FRACTION == 0
-
-
 def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """`count` questions, half of each level, each to a database of its own.
 
@@ -215,7 +207,7 @@ def _row(random: np.random.Generator, test: bool) -> dict[str, Any]:
     while True:
         database, level = int(random.integers(2**31)), int(random.choice(LEVELS))
         tables = schema(database)
-        if is_test(tables) != test:
+        if is_for_tests(tables) != test:
             continue
         columns = _columns(np.random.default_rng([database, 8]))
         question, table = _ask(random, columns, level)
@@ -264,7 +256,7 @@ def _deals(random: np.random.Generator) -> Iterator[dict[str, str]]:
     count = 0
     while count < QUESTIONS:
         columns = _columns(random)
-        if not is_test(_schema(columns)):
+        if not is_for_tests(_schema(columns)):
             count += 1
             yield columns
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import flat, to_tables
 from jaxgrpo.config.scoring import make_scores
-from jaxgrpo.core.errors import ConfigError, InputError, refusing
+from jaxgrpo.core.errors import ConfigError, InputError, differing_names, refusing
 from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.core.types import Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
@@ -119,8 +119,7 @@ def is_finished(case: Case) -> bool:
         saved_keys.pop(key, None)
     changes = [
         f"\n  {key}: {saved_keys.get(key, 'not set')} -> {case_keys.get(key, 'not set')}"
-        for key in sorted(saved_keys.keys() | case_keys.keys())
-        if saved_keys.get(key) != case_keys.get(key)
+        for key in differing_names(saved_keys, case_keys)
     ]
     if changes:
         raise InputError(

@@ -285,22 +285,22 @@ def live_tokens(
 
 
 def lucky_share(
-    correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int, below: float = HARD
+    correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int
 ) -> Float[Array, ""]:
     """Of mixed groups, the share that are a hard prompt's with a single success.
 
-        sum_{x: c_x / n_x < below} one_success_x / sum_x mixed_x
+        sum_{x: c_x / n_x < HARD} one_success_x / sum_x mixed_x
 
     Such a success, the right answer by whatever way, is all that its group learns from. The rate is
-    that of the same samples, so a prompt must have more than 1 / below of them to be hard and yet
+    that of the same samples, so a prompt must have more than 1 / HARD of them to be hard and yet
     succeed once.
 
-    Returns: NaN if no prompt has more than 1 / below samples and at least G, or none is mixed.
+    Returns: NaN if no prompt has more than 1 / HARD samples and at least G, or none is mixed.
     Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
     """
-    usable = (samples >= group_size) & (samples > int(1 / below))
+    usable = (samples >= group_size) & (samples > int(1 / HARD))
     shares = group_shares(correct, samples, group_size)
-    hard = usable & (_rate(correct, samples) < below)
+    hard = usable & (_rate(correct, samples) < HARD)
     lone_successes = jnp.where(hard, shares.one_success, 0).sum()
     mixed = jnp.where(usable, shares.mixed, 0).sum()
     return jnp.where(mixed > 0, lone_successes / jnp.where(mixed > 0, mixed, 1), jnp.nan)

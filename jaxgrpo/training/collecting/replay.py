@@ -21,7 +21,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core import records
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, differing_names
 from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.core.types import (
     ARRAYS,
@@ -198,9 +198,7 @@ def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:
         return np.inf
     with contextlib.suppress(InputError):
         file_keys = decisive_keys(configs.flat(configs.to_tables(configs.load(home))))
-        names = {
-            name for name in {*run_keys, *file_keys} if run_keys.get(name) != file_keys.get(name)
-        }
+        names = differing_names(run_keys, file_keys)
         at_start = any(name.startswith(OF_THE_START) for name in names)
         return 0 if at_start else 1 if names else np.inf
     return 0

@@ -149,7 +149,7 @@ def read_text(file: Place) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): put back what "
-            "the run wrote there, or set run.dir to another folder"
+            "the run wrote there, or name another folder"
         ) from None
 
 
