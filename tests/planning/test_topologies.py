@@ -61,13 +61,13 @@ class Silent(topologies.StandIn):
 
 
 def test_a_gpu_that_does_not_say_its_memory_has_not_that_of_its_host(monkeypatch):
-    def memory_of(kind: str) -> int:
+    def memory_needed(kind: str) -> int:
         return memory.device_bytes(sharding.make_mesh(devices=[Silent(0, "gpu", kind, 0)]))
 
-    assert memory_of("NVIDIA H200") == CHIPS["h200"].memory
+    assert memory_needed("NVIDIA H200") == CHIPS["h200"].memory
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     with pytest.raises(InputError, match=r"NVIDIA L4: its memory is not known.*: unset that"):
-        memory_of("NVIDIA L4")
+        memory_needed("NVIDIA L4")
 
 
 def test_what_a_gpu_has_no_room_for_may_have_room_in_a_larger_share_of_it(monkeypatch):

@@ -141,11 +141,11 @@ def save(keeper: Keeper, step: int, value: float | None = None, is_full: bool = 
     """Saves a step to its end; with a value it is the best one."""
     if value is not None:
         keeper.progress.replace_best(step, value)
-    limit(TEXTS if is_full else resource.RLIM_INFINITY)
+    limit_files(TEXTS) if is_full else limit_files()
     keeper.save(*small_run_state(step), step, must=False)
     if keeper.checkpoints._pending:
         wait([keeper.checkpoints._pending])
-    limit(resource.RLIM_INFINITY)
+    limit_files()
 
 
 def test_a_best_step_that_was_not_saved_leaves_the_one_before_it(keeper, capsys):

@@ -37,7 +37,7 @@ def cpu_mesh(*sizes: int) -> Mesh:
 
 def make_blueprint(
     config: ModelConfig,
-    sizes: Sequence[int],
+    sizes: tuple[int, int, int, int],
     tokens: int,
     *,
     mesh: Sequence[int] = (),
@@ -60,7 +60,7 @@ def make_blueprint(
         "chain": advantages.build("grpo"),
         "objective": CLIPPED,
         "optimizer": optax.inject_hyperparams(optax.sgd)(learning_rate=rate),
-        "geometry": Geometry(*sizes, sharding.num_bins(grid), tokens, **geometry_options),
+        "geometry": Geometry(*sizes, sharding.num_bins(grid), tokens)._replace(**geometry_options),
         "sampling": SamplingSettings(sizes[-1], temperature, (tiny.END,), tiny.PAD),
         "mesh": grid,
     }

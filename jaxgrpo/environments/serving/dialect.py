@@ -352,11 +352,9 @@ def _read_message(value: Any, where: str) -> Message:
     message = {name: entry for name, entry in value.items() if entry is not None and entry != []}
     content, calls = message.get("content", ""), message.get("tool_calls", [])
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
             raise Refusal(400, f"{where}.content: only parts of type text are read", where)
         content = "".join(texts)
     if not isinstance(content, str) or ("content" not in message and not calls):
