@@ -281,7 +281,7 @@ LINES = {
     "update": 2452,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2321,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 704,  # with how two judgements agree
-    "training": 8103,  # 127 of it faults around a run; conversations, damaged runs, texts of data
+    "training": 8110,  # 127 of it faults around a run; conversations, damaged runs, texts of data
     "planning": 1773,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4025,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3493,  # with saved samples judged again, queries answered, small models of 33 families

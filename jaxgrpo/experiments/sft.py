@@ -23,7 +23,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Learner, Rollouts, only_tokens
+from jaxgrpo.core.types import Learner, Rollouts, Stream, only_tokens
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.models.sequences import token_is_likeliest
@@ -122,9 +122,15 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
             _say(console, problem)
         opening.begin_folder(run, folder, saved_step)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
-        keeper = _make_keeper(run, folder, checkpoints, input_facts)
-        learner, line = _take_steps(console, run, keeper, batch, saved_step or 0)
         last, pretrained = config.train.steps, run.inputs.pretrained
+        adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
+        display, progress = Display(last, 0, process.is_main()), Progress.from_meta({})
+        state = folder, checkpoints, display, progress, input_facts
+        keeper = Keeper(config.source, 0, *state, adapters=adapters)
+        numbers = range((saved_step or 0) + 1, last + 1)
+        step = lambda learner, number: _step(run, learner, batch(number - 1))  # noqa: E731
+        begin, every = (run.learner, run.stream), config.checkpoint.every
+        learner, line = _take_steps(console, step, begin, keeper, numbers, every)
         # A run that was finished before has the metrics of its last step in its file.
         line = line or process.broadcast(lambda: [{}, *read_metrics(folder.path)][-1])
         summary = {"step": last, **line, "model": str(folder.place / "model")}
@@ -140,34 +146,28 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     return summary
 
 
-def _make_keeper(
-    run: Setup, folder: RunFolder, checkpoints: Checkpoints, input_facts: dict[str, Any]
-) -> Keeper:
-    pretrained = run.inputs.pretrained
-    display = Display(run.config.train.steps, 0, process.is_main())
-    adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
-    state = folder, checkpoints, display, Progress.from_meta({}), input_facts
-    return Keeper(run.config.source, 0, *state, adapters=adapters)
-
-
 def _take_steps(
     console: Console,
-    run: Setup,
+    step: Callable[[Learner, int], tuple[Learner, dict[str, float]]],
+    begin: tuple[Learner, Stream],
     keeper: Keeper,
-    batch: Callable[[int], Rollouts],
-    finished_steps: int,
+    numbers: range,
+    every: int,
 ) -> tuple[Learner, dict[str, float]]:
-    """The learner after the last step, and the metrics of that; {} where none was left to take."""
-    learner, line, last = run.learner, {}, run.config.train.steps
-    for number in range(finished_steps + 1, last + 1):
-        learner, line = _step(run, learner, batch(number - 1))
+    """The learner after the last step, and the metrics of that; {} where none was left to take.
+
+    Args: every: after so many steps one is saved, and after the last.
+    """
+    (learner, stream), line, last = begin, {}, numbers.stop - 1
+    for number in numbers:
+        learner, line = step(learner, number)
         with contextlib.suppress(OSError):  # it waits for space, and no step is saved without
             keeper.folder.write_metrics(number, line)
         if number == last or number % -(-last // LINES) == 0:
             _say(console, f"step {number} of {last}: {_words(line)}")
         stop = process.stop_requested(number)
-        if stop or number == last or number % run.config.checkpoint.every == 0:
-            keeper.save(learner, run.stream, number, must=bool(stop) or number == last)
+        if stop or number == last or number % every == 0:
+            keeper.save(learner, stream, number, must=bool(stop) or number == last)
         if stop and number < last:
             raise StopRequested(
                 f"stopped after step {number} of {last}, saved in {keeper.folder.place}; continue "

@@ -72,7 +72,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
                 config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
             ),
             **_sizes(config.rollout, config.train, geometry, slots),
-            **attention_lines(run.blueprint, run.engine),
+            **attention_lines(run.blueprint.kernel, run.blueprint.teachers, run.engine),
             "data": f"{len(prompts.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * config.rollout.prompts_per_step}",

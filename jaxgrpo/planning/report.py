@@ -151,7 +151,7 @@ def _head(plan: Plan) -> dict[str, str]:
         f"{geometry.max_completion_tokens} tokens, {blueprint.sampling.slots} decoded at once",
         "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins x "
         f"{geometry.tokens} tokens, remat {blueprint.remat}",
-        **attention_lines(blueprint, plan.run.engine),
+        **attention_lines(blueprint.kernel, blueprint.teachers, plan.run.engine),
     }
 
 

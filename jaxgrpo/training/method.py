@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import Mesh
@@ -22,7 +22,7 @@ from jaxgrpo.training.pretrained import Pretrained, check_recurrent
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import packing, step
 from jaxgrpo.update.balance import make_balance
-from jaxgrpo.update.forward import Blueprint, trained
+from jaxgrpo.update.forward import Blueprint, Teacher, trained
 from jaxgrpo.update.optimizer import make_optimizer
 
 DIVIDED = {
@@ -199,13 +199,15 @@ def _choose_kernel(
     )
 
 
-def attention_lines(blueprint: Blueprint, engine: SlotEngine) -> dict[str, str]:
+def attention_lines(
+    kernel: attention.Kernel, taught_by: Mapping[str, Teacher], engine: SlotEngine
+) -> dict[str, str]:
     """Stage -> the kernel of its attention, or why it has none; without stages that need no word,
     since XLA computes them as on any platform."""
     kernels: dict[str, attention.Kernel | attention.Decoding] = {
-        "attention": blueprint.kernel,
+        "attention": kernel,
         "decoding": engine.programs.attention,
-        **{f"attention of {path}": teacher.kernel for path, teacher in blueprint.teachers.items()},
+        **{f"attention of {path}": teacher.kernel for path, teacher in taught_by.items()},
     }
     return {
         stage: f"by {kernel.name}" + (f": {kernel.why}" if kernel.why else "")

@@ -251,7 +251,9 @@ def say_start(
     base = parameters.base_line(pretrained.adapter_path, pretrained.path, pretrained.revision)
     for line in filter(None, (unread, base)):
         display.say(line)
-    for stage, line in attention_lines(run.blueprint, run.engine).items():
+    for stage, line in attention_lines(
+        run.blueprint.kernel, run.blueprint.teachers, run.engine
+    ).items():
         display.say(f"{stage} {line}")
     for name, prompts in {"": inputs.prompts, "eval.data: ": inputs.held_out}.items():
         if prompts and prompts.dropped:

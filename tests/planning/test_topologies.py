@@ -129,10 +129,10 @@ def test_gpus_are_hosts_and_the_gpus_of_each(name, hosts, devices):
 def test_what_computes_attention_on_a_gpu_that_is_not_here_is_known_with_the_reason():
     devices, mesh = topologies.stand_ins("h200:1x1", 1), {"fsdp": 1, "tensor": 1}
     run = planned.run(devices=devices, mesh=mesh)
-    lines = attention_lines(run.blueprint, run.engine)
+    lines = attention_lines(run.blueprint.kernel, run.blueprint.teachers, run.engine)
     assert lines == {"attention": "by cudnn", "decoding": "by pallas"}
     run = planned.run(devices=devices, mesh=mesh, **{"model.dtype": "float32"})
-    lines = attention_lines(run.blueprint, run.engine)
+    lines = attention_lines(run.blueprint.kernel, run.blueprint.teachers, run.engine)
     assert lines["attention"].startswith("by xla: cudnn cannot: model.dtype = float32")
     assert lines["decoding"].startswith("by xla: pallas cannot: model.dtype = float32")
 
