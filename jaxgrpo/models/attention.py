@@ -113,6 +113,16 @@ class Kernel(NamedTuple):
     causal: Callable[[Array, Array], Attend]
     rows_with_prefix: Callable[..., Attend]
     why: str = ""  # "auto" took it and not the platform's, which cannot compute this
+    choose_again: Callable[..., Kernel] | None = None  # for other rows; None: it computes any
+
+    def for_rows(self, row: int, samples_per_row: int | None) -> Kernel:
+        """The kernel for the rows of a pass that has others, as `choose_kernel` takes them.
+
+        Raises: InputError where the kernel that was asked for cannot compute them.
+        """
+        if self.choose_again is None:
+            return self
+        return self.choose_again(row=row, samples_per_row=samples_per_row)
 
 
 XLA = Kernel("xla", causal, rows_with_prefix)
@@ -157,14 +167,14 @@ def choose_kernel(
         return XLA._replace(why=f"{name} cannot: {'; '.join(problems)}")
     title = f'model.attention = "{name}" cannot compute this run; set it to "xla":'
     refuse_all(title, problems)
+    attends, most = [module.causal, module.rows_with_prefix], samples_per_row or 1
     if name == "splash":
-        on_mesh = functools.partial(functools.partial, mesh=mesh)
-        return Kernel(name, on_mesh(module.causal), on_mesh(module.rows_with_prefix))
-    most = samples_per_row or 1  # which is known, or it was refused
-    if most == 1:
-        return Kernel(name, module.causal, module.rows_with_prefix)
-    packed = functools.partial(load("cudnn_packed")[0].rows_with_prefix, most=most)
-    return Kernel(name, module.causal, packed)
+        attends = [functools.partial(attend, mesh=mesh) for attend in attends]
+    elif most > 1:  # it is known, or it was refused
+        packed = load("cudnn_packed")[0].rows_with_prefix
+        attends[1] = functools.partial(packed, most=most)
+    again = functools.partial(choose_kernel, setting, platform, config, mesh=mesh)
+    return Kernel(name, *attends, choose_again=again)
 
 
 class Decoding(NamedTuple):

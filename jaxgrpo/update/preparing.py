@@ -358,7 +358,9 @@ class Preparer:
         """The named scores, of one pass, as in `score_batch`."""
         scores = {name: self.blueprint.scores[name] for name in names}
         settings = self.blueprint.score_pass(scores[names[0]], policy)
-        return score_batch(settings._replace(tokens=geometry.tokens), params, batch, scores)
+        kernel = settings.kernel.for_rows(geometry.longest, geometry.samples_per_row)
+        settings = settings._replace(tokens=geometry.tokens, kernel=kernel)
+        return score_batch(settings, params, batch, scores)
 
 
 def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:

@@ -85,6 +85,20 @@ def test_cudnn_takes_what_the_gpu_can(capability, samples_per_row, head_dim, rea
     assert kernel.why == ("" if reason is None else f"cudnn cannot: {reason}")
 
 
+def test_a_pass_with_other_rows_has_a_kernel_for_these():
+    config = dataclasses.replace(MODEL, pattern=(LayerKind(),))
+    for most in (8, 1):
+        kernel = choose_kernel("auto", "gpu", config, row=64, samples_per_row=most)
+        wider: Any = kernel.for_rows(80, 33)
+        assert wider.rows_with_prefix.keywords == {"most": 33}
+    windows = choose_kernel("auto", "gpu", MODEL, row=64, samples_per_row=1)
+    assert "windows in rows of several samples" in windows.for_rows(64, 2).why
+    splash = choose_kernel("auto", "tpu", config, row=64)
+    assert splash.for_rows(80, 33).name == "splash"
+    assert splash.for_rows(2**17, 33).name == "xla"
+    assert XLA.for_rows(2**17, None) is XLA
+
+
 def test_xla_computes_everything_everywhere():
     for platform in ("cpu", "tpu", "gpu"):
         assert choose_kernel("xla", platform, CAPPED, row=10**6) is XLA

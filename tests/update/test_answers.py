@@ -15,7 +15,7 @@ from engines import make_blueprint
 from jaxgrpo import advantages
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Caller
-from jaxgrpo.models.attention import causal
+from jaxgrpo.models.attention import XLA, causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
@@ -157,6 +157,20 @@ def test_answers_are_scored_as_in_one_plain_pass_per_sample(tokens):
     np.testing.assert_allclose(
         got["answer_logp"][1], np.broadcast_to(got["masked_answer_logp"][1], (G, 4)), atol=1e-9
     )
+
+
+def test_the_kernel_of_the_pass_is_for_as_many_samples_in_a_row_as_its_groups_have():
+    sizes = []
+
+    def choose_again(row, samples_per_row):
+        sizes.append((row, samples_per_row))
+        return XLA
+
+    blueprint = preparer(tiny.UNIFORM).blueprint
+    prepare = Preparer(blueprint._replace(kernel=XLA._replace(choose_again=choose_again)))
+    scored(prepare, full_rollouts(), tiny.UNIFORM)
+    answer = max(map(sum, zip(PREFIX, LENGTHS, strict=True)))
+    assert set(sizes) == {(blueprint.geometry.max_completion_tokens + answer, G + 1)}
 
 
 @pytest.mark.parametrize(
