@@ -76,7 +76,10 @@ def find_collapse(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def format_metrics(
-    texts: Texts, success: np.ndarray, formats: Mapping[str, str]
+    texts: Texts,
+    success: np.ndarray,
+    formats: Mapping[str, str],
+    scored: np.ndarray | None = None,
 ) -> dict[str, float]:
     """How completions are written, by named formats.
 
@@ -90,8 +93,9 @@ def format_metrics(
 
     Args:
       formats: name -> regular expression, as `find_format` takes them.
+      scored: which samples an accuracy counts; None: all, and what could not be scored is wrong.
 
-    Shapes: texts [N][n], success [N, n].
+    Shapes: texts [N][n], success and scored [N, n].
     Source: Zhao et al. 2025 (Echo Chamber), arXiv 2504.07912, for shares, tagged in a fixed order.
     """
     tags = np.array([[find_format(text, formats) for text in row] for row in texts])
@@ -102,8 +106,10 @@ def format_metrics(
         has_format = tags == name
         share = float(has_format.mean())
         metrics[f"format/{name}"] = share
+        judged = success[has_format if scored is None else has_format & scored]
+        if judged.size:
+            metrics[f"format/{name}/accuracy"] = float(judged.mean())
         if share:
-            metrics[f"format/{name}/accuracy"] = float(success[has_format].mean())
             entropy -= share * np.log(share)
         number = has_format.sum(1)
         alike += number * (number - 1)

@@ -200,7 +200,8 @@ def _format(
             [answer is not None for row in final_answers for answer in row]
         )
     if formats:
-        metrics["formats"] = diversity.format_metrics(answers.texts, answers.right, formats)
+        judged = answers.right, formats, answers.scored
+        metrics["formats"] = diversity.format_metrics(answers.texts, *judged)
     return metrics | {
         "mean_tokens": float(lengths.mean()),
         "mean_tokens_right": _nan_mean(lengths[answers.right]),

@@ -111,6 +111,15 @@ def test_diversity_and_format_are_counted_over_texts():
     assert numbers["format"]["formats"]["format/seven"] == pytest.approx(5 / 8)
 
 
+def test_the_accuracy_of_a_format_is_of_its_samples_that_were_scored():
+    texts = [["7", "7", "8", "8"]]
+    scored = answers([[1, NAN, NAN, NAN]], texts)
+    formats = measure(scored, questions(seven="7"), prompts_per_step=1)["format"]["formats"]
+    assert formats["format/seven"] == formats["format/other"] == 0.5
+    assert formats["format/seven/accuracy"] == 1, "of the one that was scored"
+    assert "format/other/accuracy" not in formats
+
+
 def test_agreement_is_measured_over_sampled_tokens():
     lengths = np.array([[1, 3], [2, 2]])
     apart = np.array([[[0.5, 9, 9], [0.5] * 3], [[-0.1, -0.1, 9], [-0.1, -0.1, 9]]])
