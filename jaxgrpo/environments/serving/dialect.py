@@ -352,11 +352,9 @@ def _read_message(value: Any, where: str) -> Message:
     message = {name: entry for name, entry in value.items() if entry is not None and entry != []}
     content, calls = message.get("content", ""), message.get("tool_calls", [])
     if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        if len(texts) < len(content):
+        if not all(map(_is_text_part, content)):
             raise Refusal(400, f"{where}.content: only parts of type text are read", where)
-        content = "".join(texts)
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str) or ("content" not in message and not calls):
         raise Refusal(400, f"{where}.content: expected a text, or a list of parts of text", where)
     if not isinstance(calls, list):
@@ -365,6 +363,11 @@ def _read_message(value: Any, where: str) -> Message:
     if calls:
         message["tool_calls"] = [_read_call(call, where) for call in calls]
     return message
+
+
+def _is_text_part(part: Any) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _read_call(value: Any, where: str) -> dict[str, Any]:
