@@ -17,6 +17,7 @@ from engines import draw_all, make_engine
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.planning import plan, topologies
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.slots.drawing import block_width
 from jaxgrpo.rollout.slots.driver import SlotEngine
 
@@ -54,12 +55,7 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
         model = decoder.build(config, constrain=sharding.constrain(mesh))
         layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
         params = jax.device_put(tiny.params(config), layout)
-        prompts = jax.tree.map(
-            lambda leaf, mesh=mesh: sharding.put(
-                leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)])
-            ),
-            tiny.prompts(4, 6),
-        )
+        prompts = put_prompts(mesh, tiny.prompts(4, 6))
         drawn.append(draw_all(make_engine(model, settings, prompts, mesh), params, prompts, KEY, 3))
     single, two = drawn
     np.testing.assert_array_equal(single.completion_tokens, two.completion_tokens)

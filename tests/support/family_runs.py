@@ -32,6 +32,7 @@ from jaxgrpo.models.api import AttentionKind, Caller, DeltaKind, Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.recurrence import DeltaInputs
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
@@ -79,12 +80,7 @@ class Run(NamedTuple):
 
     def spread(self, tree: Any) -> Any:
         """Arrays of prompts, over the bins of the mesh."""
-
-        def put(leaf: Any) -> Array:
-            axes = ("bins", None, None)[: np.ndim(leaf)]
-            return sharding.put(leaf, sharding.named(self.blueprint.mesh, *axes))
-
-        return jax.tree.map(put, tree)
+        return put_prompts(self.blueprint.mesh, tree)
 
 
 def run(

@@ -17,6 +17,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import XLA, causal
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
 from jaxgrpo.update.packing import Geometry
@@ -86,12 +87,7 @@ def scored(prepare, rollouts, config=WIDE, scale=1.0):
     learner = first_learner(blueprint, params, 8, ("reward",))
     trainable = jax.tree.map(lambda leaf: scale * leaf, learner.trainable)
     learner = dataclasses.replace(learner, trainable=trainable)
-    rollouts = jax.tree.map(
-        lambda leaf: sharding.put(
-            leaf, sharding.named(blueprint.mesh, *("bins", None, None)[: leaf.ndim])
-        ),
-        rollouts,
-    )
+    rollouts = put_prompts(blueprint.mesh, rollouts)
     fields = prepare.with_fields(learner, rollouts, blueprint.chain.needs)[0].fields
     return {
         name: np.asarray(fields[name])

@@ -23,6 +23,7 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import SCORES, Score, at_student_tokens, choice_field, prompt_field
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LoraConfig
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Teacher, param_layout, params_of
 from jaxgrpo.update.step import build_steps
@@ -114,21 +115,13 @@ def updated(method, config=WIDE, mesh=(1, 1, 1, 1), tokens=100, k=K, logits=None
     params = jax.device_put(tiny.params(config), param_layout(blueprint.model, grid))
     learner = first_learner(blueprint, params, 8, ("reward",), frozen)
     before = jax.tree.map(np.asarray, params_of(learner))
-    learner, prepared = steps.prepare(learner, placed(grid))
+    learner, prepared = steps.prepare(learner, put_prompts(grid, rollouts()))
     pieces = int(prepared.batches[0].num_live) * sharding.num_bins(grid)
     assert pieces > (tokens < 100) or not prepared.live.any()
     learner, metrics = steps.update(learner, prepared.batches)
     after = jax.tree.map(np.asarray, params_of(learner))
     step = jax.tree.map(lambda old, new: (old - new) / RATE, before, after)
     return step, finalise(metrics), finalise(prepared.metrics)
-
-
-def placed(mesh):
-    def put(leaf):
-        names = ("bins", *[None] * leaf.ndim)[: leaf.ndim]
-        return sharding.put(np.asarray(leaf), sharding.named(mesh, *names))
-
-    return jax.tree.map(put, rollouts())
 
 
 def behind_shown():

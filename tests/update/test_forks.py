@@ -22,6 +22,7 @@ from jaxgrpo.models.api import ModelConfig, params_per_layer
 from jaxgrpo.models.attention import Kernel
 from jaxgrpo.models.kernels import splash
 from jaxgrpo.rollout.dialogue import FORK
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.packing import abstract_batch
 from jaxgrpo.update.step import build_steps
@@ -116,13 +117,7 @@ def updated(name: str, tokens: int, config=tiny.UNIFORM, axes=(1, 1)):
             return jnp.where(mask, weight * value, 0).sum()
 
         gradient = jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(before))
-        placed = jax.tree.map(
-            lambda leaf: sharding.put(
-                leaf, sharding.named(run.mesh, *("bins", None, None)[: leaf.ndim])
-            ),
-            rollouts,
-        )
-        learner, prepared = steps.prepare(learner, placed)
+        learner, prepared = steps.prepare(learner, put_prompts(run.mesh, rollouts))
         (batch,) = prepared.batches
         learner, _ = steps.update(learner, prepared.batches)
         moved = jax.tree.map(lambda old, new: old - np.asarray(new), before, learner.trainable)

@@ -17,7 +17,7 @@ from engines import CLIPPED, make_blueprint
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.models import sharding
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import param_layout
 from jaxgrpo.update.step import build_steps
@@ -178,15 +178,6 @@ def test_a_gradient_taken_with_the_log_probs_is_that_of_a_second_pass(name):
     assert_equal(first, second)
 
 
-def spread(rollouts, mesh):
-    """Rollouts with their groups over the bins of a mesh."""
-
-    def put(leaf):
-        return sharding.put(leaf, sharding.named(mesh, *("bins", None, None)[: leaf.ndim]))
-
-    return jax.tree.map(put, rollouts)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
@@ -213,7 +204,7 @@ def test_the_sequence_may_be_split_over_devices(sizes):
         learner = first_learner(step_blueprint, params, 8, ("reward",))
         before = jax.tree.map(np.asarray, learner.trainable)
         rollouts = tiny.rollouts(REWARDS, steps=8, width=8)
-        learner, prepared = steps.prepare(learner, spread(rollouts, step_blueprint.mesh))
+        learner, prepared = steps.prepare(learner, put_prompts(step_blueprint.mesh, rollouts))
         learner, _ = steps.update(learner, prepared.batches)
         moved.append(jax.tree.map(lambda new, old: new - old, learner.trainable, before))
     for a, b in zip(*map(jax.tree.leaves, moved), strict=True):

@@ -17,6 +17,7 @@ from jaxgrpo.core.scores import SCORES, Score, prompt_field
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.forward import Teacher
 from jaxgrpo.update.preparing import Preparer
@@ -84,16 +85,8 @@ def begin(prepare):
     return first_learner(prepare.blueprint, params, 8, ("reward",), {TEACHER: teacher})
 
 
-def placed(prepare, rollouts):
-    mesh = prepare.blueprint.mesh
-    return jax.tree.map(
-        lambda leaf: sharding.put(leaf, sharding.named(mesh, *("bins", None, None)[: leaf.ndim])),
-        rollouts,
-    )
-
-
 def scored(prepare, rollouts):
-    rollouts, learner = placed(prepare, rollouts), begin(prepare)
+    rollouts, learner = put_prompts(prepare.blueprint.mesh, rollouts), begin(prepare)
     fields = prepare.with_fields(learner, rollouts, prepare.blueprint.chain.needs)[0].fields
     return {name: np.asarray(fields[name]) for name in prepare.blueprint.chain.needs}
 
@@ -178,7 +171,8 @@ def test_what_only_the_loss_reads_is_scored_on_live_samples():
         rollouts, hints = hinted_rollouts()
         rewards = {"reward": np.where(np.arange(P)[:, None] < 2, 0, rollouts.rewards["reward"])}
         rollouts = dataclasses.replace(rollouts, rewards=rewards)
-        _, prepared = prepare.prepare(begin(prepare), placed(prepare, rollouts))
+        on_mesh = put_prompts(prepare.blueprint.mesh, rollouts)
+        _, prepared = prepare.prepare(begin(prepare), on_mesh)
         expected_fields, live = expected(rollouts, hints), prepared.live
     assert live[2:].any()
     assert not live[:2].any()  # no baseline: a sample with reward 0 is dead

@@ -17,6 +17,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import LoraConfig
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.step import build_steps
@@ -104,12 +105,7 @@ def stepped(
     if behavior == "nan":
         poisoned = rollouts.behavior_logp.at[0, 0, 0].set(jnp.nan)
         rollouts = dataclasses.replace(rollouts, behavior_logp=poisoned)
-    rollouts = jax.tree.map(
-        lambda leaf: sharding.put(
-            leaf, sharding.named(step_blueprint.mesh, *("bins", None, None)[: leaf.ndim])
-        ),
-        rollouts,
-    )
+    rollouts = put_prompts(step_blueprint.mesh, rollouts)
     if measured is not None:
         control = learner.objective_state["adaptive_entropy"] | {"entropy": jnp.float32(measured)}
         learner = dataclasses.replace(learner, objective_state={"adaptive_entropy": control})

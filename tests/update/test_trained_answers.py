@@ -20,8 +20,8 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import ANSWERED, REACHED
-from jaxgrpo.models import sharding
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
+from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update import answers
 from jaxgrpo.update.atlas import Contender, refuse
@@ -100,16 +100,11 @@ def updated(**changes):
     """(the step of SGD on all parameters, divided by the rate; what `prepare` gave)."""
     sizes = blueprint(**changes)
     steps = build_steps(sizes)
-
-    def put(leaf):
-        names = ("bins", *[None] * leaf.ndim)[: leaf.ndim]
-        return sharding.put(np.asarray(leaf), sharding.named(sizes.mesh, *names))
-
     params = jax.device_put(tiny.params(WIDE), param_layout(sizes.model, sizes.mesh))
     learner = first_learner(sizes, params, 8, ("reward",))
     before = jax.tree.map(np.asarray, params_of(learner))
     behaved = dataclasses.replace(rollouts(), behavior_logp=sampled_logp())
-    learner, prepared = steps.prepare(learner, jax.tree.map(put, behaved))
+    learner, prepared = steps.prepare(learner, put_prompts(sizes.mesh, behaved))
     learner, _ = steps.update(learner, prepared.batches)
     after = jax.tree.map(np.asarray, params_of(learner))
     return jax.tree.map(lambda old, new: (old - new) / RATE, before, after), prepared
