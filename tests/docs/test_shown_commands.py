@@ -176,7 +176,7 @@ def test_a_wrong_key_is_found_and_a_right_one_is_not():
 
 
 def test_the_lines_of_blocks_are_read_as_a_shell_does():
-    page = "```\n$ jaxgrpo train a \\\n --set x.y=1  # jaxgrpo c\nB=1 jaxgrpo fit b | jq\nd\n```\n"
+    page = "```\n$ jaxgrpo train a \\\n --set x.y=1  # jaxgrpo c\nB=1 jaxgrpo fit b | jq .c\n```\n"
     lines = list(shell_lines(page))
     assert [words for line in lines for words in calls(line, "jaxgrpo")] == [
         ["train", "a", "--set", "x.y=1"],
