@@ -274,9 +274,9 @@ LINES = {
     "losses": 1350,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 698,  # with what launches and short collectives take
     "data": 2521,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8132,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
+    "models": 8137,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2398,  # with two sandboxes, what runs in one of them, and forks for calls
-    "environments": 2513,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
+    "environments": 2514,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4491,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 2452,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2321,  # with tools and environments, other methods by name, scores of several models
