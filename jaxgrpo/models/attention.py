@@ -167,14 +167,13 @@ def choose_kernel(
         return XLA._replace(why=f"{name} cannot: {'; '.join(problems)}")
     title = f'model.attention = "{name}" cannot compute this run; set it to "xla":'
     refuse_all(title, problems)
-    attends, most = [module.causal, module.rows_with_prefix], samples_per_row or 1
+    causal_rows, rows, most = module.causal, module.rows_with_prefix, samples_per_row or 1
     if name == "splash":
-        attends = [functools.partial(attend, mesh=mesh) for attend in attends]
+        causal_rows, rows = (functools.partial(attend, mesh=mesh) for attend in (causal_rows, rows))
     elif most > 1:  # it is known, or it was refused
-        packed = load("cudnn_packed")[0].rows_with_prefix
-        attends[1] = functools.partial(packed, most=most)
+        rows = functools.partial(load("cudnn_packed")[0].rows_with_prefix, most=most)
     again = functools.partial(choose_kernel, setting, platform, config, mesh=mesh)
-    return Kernel(name, *attends, choose_again=again)
+    return Kernel(name, causal_rows, rows, choose_again=again)
 
 
 class Decoding(NamedTuple):
