@@ -96,6 +96,7 @@ def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(repository
     assert names(distributions.wheel) == expected
 
 
+@pytest.mark.full
 def test_an_installed_package_finds_its_configs(distributions, tmp_path, python, environment):
     with zipfile.ZipFile(distributions.wheel) as archive:
         archive.extractall(tmp_path)

@@ -48,6 +48,7 @@ def answer(fields, p, g=None):
     return row[fields["answer_mask"][p]].astype(np.float64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("over", ["mean", "product"])
 @pytest.mark.parametrize("masked_thought", [False, True])
 def test_a_known_answers_probability_is_a_reward(fields, over, masked_thought):
@@ -105,6 +106,7 @@ def test_places_by_perplexity_are_those_of_sorting(fields, efficiency):
     assert value[0, 0] == value[0, 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("efficiency", [0.0, 0.7])
 def test_a_sample_without_an_answer_has_0_and_no_place(fields, efficiency):
     fields["answer_reached"][1, [0, 2]] = fields["answer_reached"][0, 1:] = False
@@ -129,6 +131,7 @@ def test_a_sample_without_an_answer_has_probability_0(fields):
     np.testing.assert_array_equal(value, expected * fields["answer_reached"])
 
 
+@pytest.mark.full
 def test_verifree_holds_a_sample_that_never_answers_against_itself():
     """Rewards 1, 0 instead of 0.5, and 0.5: the mean of the others is taken off."""
     logp = np.log([[[1.0], [0.5], [0.5]]])
@@ -167,6 +170,7 @@ def test_answers_are_trained_by_their_probability(fields):
         assert float(value[p, g, t]) == pytest.approx(expected * bool(mask[p, g, t]), rel=1e-5)
 
 
+@pytest.mark.full
 def test_both_terms_are_the_gradient_of_the_probability_of_the_answer():
     """A thought of one token of three, then an answer of one of two; groups of two, enumerated."""
     theta = np.array([0.3, -0.2, 0.5]), np.array([[0.1, 0.4], [-0.6, 0.2], [0.9, 0.3]])
@@ -192,6 +196,7 @@ def test_both_terms_are_the_gradient_of_the_probability_of_the_answer():
     np.testing.assert_allclose(slope[1], by_answer, atol=1e-7)
 
 
+@pytest.mark.full
 def test_groups_that_differ_less_than_of_late_leave():
     """RLPR's filter over three batches: the threshold is half the mean deviation so far."""
     part = adv.chain(adv.sum_rewards(), adv.mask_below_running_deviation(0.5, decay=0.9))

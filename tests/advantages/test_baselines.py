@@ -272,6 +272,7 @@ def test_wrong_options_are_refused_where_they_are_given(message):
         REFUSED[message]()
 
 
+@pytest.mark.full
 def test_flat_groups_are_normalised_as_if_virtual_rewards_were_in_them():
     """NumPy on the group with the virtual rewards behind it; mixed groups are GRPO's."""
     rewards = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, np.nan, np.nan, np.nan]])

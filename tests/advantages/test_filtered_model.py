@@ -149,6 +149,7 @@ def test_leaving_oneself_out_does_not_change_the_expected_gradient():
         np.testing.assert_allclose(expected, -0.5 * divergence_slope(game, *amari(0.5)), atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_samples_of_another_policy_give_the_same_expected_gradient():
     """All pairs drawn from q; alpha 0 with Z known is GDC++: p / q - pi / q for a sample alone."""
@@ -324,6 +325,7 @@ def test_at_the_filtered_model_nothing_is_pushed():
             np.testing.assert_allclose(value, 0, atol=1e-12, err_msg=str(name))
 
 
+@pytest.mark.full
 def test_long_sequences_stay_in_logs_and_the_cap_holds():
     policy = np.full((1, 3, 1000), -3.0, np.float32)
     base = policy - np.array([[[2.0], [-2.0], [0.0]]], np.float32)  # ratios of e^-2000, e^2000, 1
@@ -389,6 +391,7 @@ def test_wrong_options_are_refused():
         adv.evaluate(transform, [[0.0, 1.0]], **wrong)
 
 
+@pytest.mark.full
 def test_a_schedule_that_arrives_at_one_is_leave_one_out():
     logp = jnp.full((1, 3, 2), -1.0)
     fields = {"token_mask": jnp.ones((1, 3, 2), bool), "base_logp": logp, "behavior_logp": 2 * logp}
@@ -397,6 +400,7 @@ def test_a_schedule_that_arrives_at_one_is_leave_one_out():
     np.testing.assert_allclose(value, [[1.0, -0.5, -0.5]], rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [adv.alpha_dpg, adv.f_dpg])
 def test_a_prompt_whose_base_rate_is_not_known_has_no_target_and_is_masked(part):

@@ -66,6 +66,7 @@ def test_its_expected_gradient_is_that_of_kl_control_and_the_baseline_is_free():
     np.testing.assert_allclose(gradient, jax.grad(objective)(policy), rtol=0, atol=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("tail", ["add_kl_return", "kl_in_reward"])
@@ -171,6 +172,7 @@ def test_a_sample_pays_for_what_is_to_come_less_what_the_others_pay_there():
     assert (wide.mask == mask).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_values_of_tokens_stay_and_the_kl_comes_on_top():
     rollouts = laws.make_rollouts(np.float64)
@@ -245,6 +247,7 @@ def test_a_base_that_is_there_already_or_never_succeeds_gives_the_highest_beta()
         assert np.isfinite(np.asarray(signal.value)).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_field_gives_the_base_rates_where_it_is_named():
     rollouts = laws.make_rollouts(np.float64)

@@ -118,6 +118,7 @@ def test_truncated_samples_leave_statistics_only_before_the_baseline():
     assert mask.tolist() == [[True, True, True, False]]
 
 
+@pytest.mark.full
 def test_zero_variance_groups_leave_the_mask_wherever_the_step_stands():
     rewards = [[0.1, 0.1, 0.1], [0.0, 1.0, NAN], [NAN, NAN, 1.0]]
     first = chain(sum_rewards(), mask_zero_variance(), subtract_group_mean())
@@ -169,6 +170,7 @@ def drop_first(signal, rollouts):
     return dataclasses.replace(signal, mask=signal.mask.at[:, 0].set(False))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [stretch, drop_first])
 def test_a_deviation_is_that_of_the_values_which_the_step_before_it_left(step):
     rewards = np.random.default_rng(1).normal(size=(3, 4))

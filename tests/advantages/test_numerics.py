@@ -133,6 +133,7 @@ def test_weighted_sums_are_flat_where_their_exact_totals_are():
     assert trapped > 0  # the trap: plain sums of them differ
 
 
+@pytest.mark.full
 def test_a_sum_changes_no_totals_but_those_that_rounding_sets_apart():
     random = np.random.default_rng(0)
     terms = [jnp.asarray(random.normal(size=(50, 6)), jnp.float32) for _ in range(3)]
@@ -151,6 +152,7 @@ def test_a_sum_changes_no_totals_but_those_that_rounding_sets_apart():
     assert stats.added(cancelled, everything[:1, :2]).tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.full
 def test_large_rewards_that_differ_by_little_are_centred_first():
     """1e8 and 1e8 + 8 are neighbours in float32, and their mean lies between them."""
     rewards = jnp.asarray([[1e8, 1e8 + 8, 1e8, 1e8]], jnp.float32)

@@ -74,6 +74,7 @@ def oracle(logp, tokens, kind, share=0.5, masked=None, gamma=0.0):
     return score @ weight, weight @ sigma**2, sigma.max()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_r3_and_its_filter_are_the_papers_formulas(kind):
     logp, tokens, _ = table()
@@ -168,6 +169,7 @@ def test_the_propagation_factor_goes_from_the_earlier_tokens_probability_to_one(
     assert (half <= 0).all()
 
 
+@pytest.mark.full
 def test_positions_where_nothing_varies_weigh_exactly_nothing():
     logp, _, _ = table()
     logp[:, :, 2] = -0.1
@@ -368,6 +370,7 @@ def by_loop(reward, logp, thought, token_mask, alpha, beta, clip):
     return value
 
 
+@pytest.mark.full
 def test_gains_of_parts_are_added_as_a_loop_over_tokens_does():
     random = np.random.default_rng(4)
     lengths = random.integers(1, 8, (3, 4))
@@ -387,6 +390,7 @@ def test_gains_of_parts_are_added_as_a_loop_over_tokens_does():
     np.testing.assert_array_equal(mask, token_mask)
 
 
+@pytest.mark.full
 def test_a_sample_with_a_nan_gets_no_gain_and_gives_none():
     fields = {
         "cut_answer_logp": [[[-3.0, -2.0], [-3.0, -1.0], [np.nan, -1.0]]],

@@ -71,6 +71,7 @@ def oracle(batches, kappa, gain, decay):
     return after
 
 
+@pytest.mark.full
 def test_ranks_shape_advantages_as_a_loop_over_the_samples_does():
     batches = [draw_batch() for _ in range(4)]
     part = adv.shape_by_effective_rank(kappa=3.0, gain=2.0, decay=0.25)
@@ -123,6 +124,7 @@ def test_the_mean_of_a_score_is_a_reward():
         )
 
 
+@pytest.mark.full
 def test_only_the_tokens_of_the_highest_entropy_keep_an_advantage():
     tokens = np.array([[[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 0, 0, 0]]], bool)
     entropy = np.where(tokens, RANDOM.permutation(16).reshape(2, 2, 4), 99.0)
@@ -164,6 +166,7 @@ def test_a_sample_without_a_teacher_learns_from_rewards_or_leaves(share):
     assert mask[0].tolist() == [[True] * 2, [share < 1] * 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to_go", [False, True])
 def test_the_token_baseline_weighs_samples_by_their_gradients_so_far(to_go):
     tokens = np.arange(T) < RANDOM.integers(2, T + 1, (P, G, 1))

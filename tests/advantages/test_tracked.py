@@ -163,6 +163,7 @@ def test_a_drift_that_was_not_measured_keeps_the_most():
     np.testing.assert_allclose(states[1]["alpha"][:3], [4.0, 3.0, 4.0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [adv.subtract_tracked_success, adv.ema_baseline])
 def test_the_baseline_leaves_the_expected_gradient_that_of_the_success_rate(make):
     """Every pair of actions of a softmax policy, weighted by its probability."""

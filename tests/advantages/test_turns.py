@@ -71,6 +71,7 @@ def assert_tokens(value, case, per_turn):
     np.testing.assert_allclose(value, expected, atol=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 @pytest.mark.parametrize("baseline", ["turn", "none"])
 def test_a_turn_gets_what_is_earned_from_it_on(gamma, baseline):
@@ -125,6 +126,7 @@ def test_without_turns_that_meet_it_is_grpo():
     np.testing.assert_allclose(value, np.where(tokens, plain[..., None], 0), atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weight", [1.0, 0.1, 0.0])
 def test_turns_earn_as_much_as_the_sum_gives_the_environment(weight):
     fields = {"turn": [[[0, 1], [0, 1]]], "turn_reward": [[[1.0, 0.0], [0.0, 0.0]]]}
@@ -152,6 +154,7 @@ def test_an_environment_without_a_weight_is_refused():
         build("gigpo", {"weights": {"game": 1.0, "format": 0.2}, "environment": "gane"})
 
 
+@pytest.mark.full
 def test_what_answers_a_sample_has_no_value_and_is_not_read():
     case = drawn(3)
     number, turn, mask, reward, state, scored, total = case
@@ -173,6 +176,7 @@ def test_values_of_tokens_and_unknown_baselines_are_refused():
         evaluate([to_tokens(), turn_returns()], np.zeros((1, 2)), **fields)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["first", "last", "both", "cut"])
 @pytest.mark.parametrize("before", [(), (to_tokens(),), (turn_returns(baseline="none"),)])
 def test_turns_that_are_left_out_are_masked_and_nothing_else_changes(part, before):

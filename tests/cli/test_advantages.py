@@ -108,6 +108,7 @@ def test_value_and_mask_are_those_after_each_step(capsys):
     assert steps["alive"] == [[True, True, True, False], [False] * 4]
 
 
+@pytest.mark.full
 def test_several_rewards_are_named_and_weighed(capsys):
     rewards = ("--rewards", "correct=1,0", "style=.5,.25")
     weights = ("--option", "weights={correct=1, style=2}")
@@ -252,6 +253,7 @@ def counted():
 """
 
 
+@pytest.mark.full
 def test_what_an_own_step_does_wrong_is_named_with_its_place(capsys, tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(ODD)

@@ -38,6 +38,7 @@ INSTALLED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -181,6 +182,7 @@ def test_a_line_names_what_is_missing_as_far_as_it_has_room():
     assert "jaxgrpo is not installed" in text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flax", "transformers", "datasets"])
 def test_it_works_where_a_package_of_the_trainer_is_missing(python, environment, name):

@@ -51,6 +51,7 @@ def test_numbers_are_numbers_and_what_is_not_finite_is_null():
     assert text.endswith("}\n")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_own_code_and_its_processes_print_goes_to_stderr(
     python, environment, repository, tmp_path

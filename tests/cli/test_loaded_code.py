@@ -88,6 +88,7 @@ def home(tmp_path_factory) -> Path:
     return home
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", RUNS)
 def test_a_command_runs_the_own_code_that_the_list_says(command, home, monkeypatch, repository):
     def stop(*_: object) -> None:

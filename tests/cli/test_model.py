@@ -100,6 +100,7 @@ def test_a_gemma_without_a_tokenizer(saved, show):
     assert "limit       none" in output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_index", [False, True])
 def test_a_folder_without_weights_says_what_its_config_says(saved, show, tmp_path, with_index):
     """An index of weights in shards is fetched from the hub with the other texts."""
@@ -127,6 +128,7 @@ def test_keys_and_values_are_counted_in_the_dtype_that_they_are_kept_in(saved, s
     assert "take twice the memory and change no sample; leave it out" in output
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_bytes_are_those_of_a_device_of_a_mesh_that_is_not_here(saved, show):
     alone = show(saved / "gemma3_text")[2]["bytes"]

@@ -51,6 +51,7 @@ def on_a_terminal(*command: str, **options) -> str:
     return text.decode()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="how a terminal ends differs elsewhere")
 @pytest.mark.parametrize("program", PROGRAMS)

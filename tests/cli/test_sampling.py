@@ -82,6 +82,7 @@ def test_an_interrupted_file_ends_byte_for_byte_as_one_that_was_not(sample, tmp_
     assert (tmp_path / "s.jsonl").stat().st_mtime_ns == written
 
 
+@pytest.mark.full
 def test_samples_are_drawn_at_the_temperature_of_the_config(sample, tmp_path):
     code, output = sample("--set", "rollout.temperature=0.5", prompts=PROMPTS[:1])
     assert code == 0, output

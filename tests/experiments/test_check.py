@@ -220,6 +220,7 @@ def test_a_kl_of_the_wrong_direction_is_named():
     assert penalty["bias"] < 1e-9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "climbs", "says"),
     [
@@ -243,6 +244,7 @@ def test_a_penalty_that_pulls_the_wrong_way_or_not_at_all_is_named(name, climbs,
     assert says in line
 
 
+@pytest.mark.full
 def test_an_entropy_beside_a_kl_does_not_hide_that_it_pulls_as_one():
     parts = (
         build_penalty({"use": "k2", "beta": 0.1}),
@@ -277,6 +279,7 @@ def by_the_step(signal, rollouts):
     return dataclasses.replace(signal, value=signal.value / rollouts.step)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("step", "target"),
     [(best_of_pairs, "pass@2"), (adv.divide_by_group_mean(), "log success to order G")],
@@ -290,6 +293,7 @@ def test_a_target_of_the_size_of_the_smallest_group_is_named(step, target):
     np.testing.assert_allclose([row.bias[target] for row in main], 0, atol=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stale", [False, True])
 def test_stale_samples_are_of_the_step_before(stale):
     game, method = GAMES["bandit"], make_method("plain")
@@ -312,6 +316,7 @@ def by_age():
     return Surrogate("by_age", lambda tokens: (tokens.logp, {}), frozenset({"sampled_now"}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("step", "laws"),
     [(earlier_deviation, set()), (by_the_step, {SCALE, SHIFT, "every step"})],
@@ -329,6 +334,7 @@ def test_a_mean_over_the_sequence_is_no_ratio_of_tokens(name):
         assert set(broken(check_laws(read_method(name)))) == {SCALE, "stale ratio"}
 
 
+@pytest.mark.full
 def test_a_wrong_sign_descends_in_text_json_and_figure(tmp_path, capsys):
     file, figure = tmp_path / "out.json", tmp_path / "out.svg"
     words = ["check", f"{MISTAKES}:wrong_sign", "--json", str(file), "--figure", str(figure)]

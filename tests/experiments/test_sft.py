@@ -107,6 +107,7 @@ def test_a_warm_start_that_is_continued_ends_as_one_that_was_not(trained, tmp_pa
     assert "rows" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.fault(13)
 def test_a_warm_start_on_a_full_disk_ends_in_a_line_and_is_continued(trained, tmp_path, capsys):
     file, size = write(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -71,6 +71,7 @@ def seen_on_plain_arrays(penalty, entropies):
     return history
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
     penalty = adaptive_entropy(1.0, coefficient=0.3, delta=0.1)

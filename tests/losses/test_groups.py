@@ -106,6 +106,7 @@ def test_gvpo_is_its_formula_on_plain_arrays_packed_or_not(float64, layout):
     np.testing.assert_allclose(gradient.reshape(P, G, T)[2, 0], 0, atol=1e-15)
 
 
+@pytest.mark.full
 def test_a_groups_mean_may_be_given_to_the_loss_of_a_part_of_it(float64):
     tokens, group = tokens_in(LAYOUTS["rows"])
     mean = group_log_ratio(tokens, jnp.asarray(group), P)

@@ -122,6 +122,7 @@ def test_by_sample_gives_each_token_its_own_surrogate():
         mixed.compute(dataclasses.replace(tokens, fields={}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["rewards_as_labels", "kl_cov", "gvpo"])
 def test_what_by_sample_reads_of_the_batch_is_of_its_samples_alone(part):
     random = np.random.default_rng(1)
@@ -154,6 +155,7 @@ def test_what_by_sample_reads_of_the_batch_is_of_its_samples_alone(part):
     np.testing.assert_allclose(together, apart, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
     log_ratio = jnp.log(jnp.array([[2.0, 4.0, 4.0]]))
     tokens = Tokens.from_ratios(jnp.ones((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]))
@@ -221,6 +223,7 @@ def test_the_surrogate_of_the_examples_is_importance_sampling_at_power_1(reposit
     np.testing.assert_allclose(slope(tokens.logp), [-2.0, 0.5], rtol=1e-6)  # -A rho^power
 
 
+@pytest.mark.full
 def test_the_penalty_of_the_examples_pulls_no_harder_beyond_its_limit(repository):
     make = own_code.load(f"{repository}/examples/own_penalty.py:huber_kl")
     penalty = build_penalty({"use": make, "beta": 0.5, "limit": 2.0})
@@ -343,6 +346,7 @@ def test_a_reduction_gives_a_float_for_each_token(weights, message):
         Objective(build_surrogate("clip"), Reduction("mine", weights)).trace()
 
 
+@pytest.mark.full
 def test_examples_in_docstrings_hold():
     results = doctest.testmod(registry)
     assert results.attempted

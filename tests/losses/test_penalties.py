@@ -296,6 +296,7 @@ def test_a_policy_that_is_its_reference_feels_no_pull():
         assert (np.asarray(gradient) == 0).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_plain_arrays_are_given_their_penalties_with_their_fields():
     unit, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)

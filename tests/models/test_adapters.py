@@ -123,6 +123,7 @@ def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(case, tmp_pa
     np.testing.assert_array_equal(checkpoints.transformers_logits(wrapped, *BATCH), case.expected)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_merged_model_is_an_ordinary_folder(case, tmp_path):
     from transformers import AutoModelForCausalLM
@@ -182,6 +183,7 @@ PHI = dataclasses.replace(
 )
 
 
+@pytest.mark.full
 def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
     from safetensors.numpy import load_file
 
@@ -221,6 +223,7 @@ def test_a_part_of_a_fused_tensor_has_no_adapter_of_its_own(tmp_path, fused, tar
         assert "lora_a" in adapter["blocks"]["0"]["attention"]["query"]
 
 
+@pytest.mark.full
 def test_tensors_that_do_not_fit_are_refused_and_a_foreign_folder_stays(tmp_path):
     def built(rank: int) -> Model:
         return decoder.build(

@@ -65,6 +65,7 @@ def test_rows_are_the_plain_formula_with_its_gradients(block_bytes):
         assert all(np.abs(output - earlier).max() > 1e-2 for earlier in outputs[:i])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
     with jax.enable_x64(True):
@@ -87,6 +88,7 @@ def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
         assert_same(jax.jit(lambda: all_kinds(attend))(), all_kinds(expected))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_chunk_of_a_prompt_is_the_plain_formula(block_bytes):
     with jax.enable_x64(True):

@@ -110,6 +110,7 @@ def test_initial_weights_have_the_standard_deviation_of_these_families(uniform):
             assert abs(np.mean(leaf)) < 0.002
 
 
+@pytest.mark.full
 def test_the_same_key_gives_bfloat16_weights_that_are_the_float32_ones_rounded(uniform):
     wide = build(CONFIG)
     narrow = build(dataclasses.replace(CONFIG, dtype="bfloat16"))

@@ -187,6 +187,7 @@ def test_rows_that_share_a_prompt_give_the_logits_of_one_causal_pass(logits):
     np.testing.assert_allclose(logits("rows"), logits("one pass"), atol=2e-5)
 
 
+@pytest.mark.full
 def test_what_stands_in_padding_has_no_influence(logits):
     for form in ("one pass", "decode", "rows"):
         np.testing.assert_array_equal(logits(form, 0), logits(form, 9))
@@ -215,6 +216,7 @@ def test_the_gradient_reaches_parameters_through_the_prompts_keys_and_values(nam
             assert distance < 1e-11, (path, distance)
 
 
+@pytest.mark.full
 def test_unrolled_layers_give_what_the_scan_gives(model, params):
     tokens, position = jnp.asarray([PROMPTS[0]]), jnp.arange(7)[None]
     attend = causal(position, position >= 0)
@@ -235,6 +237,7 @@ def test_unrolled_layers_give_what_the_scan_gives(model, params):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
 
 
+@pytest.mark.full
 def test_the_window_and_the_base_frequency_of_a_layer_kind_matter():
     model = build(LOCAL_GLOBAL)
     patterns = [(GLOBAL,) * 3, (LOCAL, LOCAL, LayerKind())]
@@ -269,6 +272,7 @@ def test_the_program_does_not_grow_with_depth():
     assert abs(deep - shallow) <= 0.02 * shallow
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [UNIFORM, LOCAL_GLOBAL], ids=["uniform", "local"])
 def test_layers_unrolled_give_the_values_and_the_memory_of_layers_scanned(config):
@@ -291,6 +295,7 @@ def test_layers_unrolled_give_the_values_and_the_memory_of_layers_scanned(config
 REMATS = ("full", "attention", "dots", "none")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_recomputing_activations_changes_no_gradient_and_saves_memory():
     config = dataclasses.replace(UNIFORM, num_layers=12)

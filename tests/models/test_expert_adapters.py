@@ -176,6 +176,7 @@ def single_experts(folder, theirs, **changes: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_adapters_of_single_experts_are_read_as_peft_joins_them(base, tmp_path):
     from peft import PeftModel
@@ -205,6 +206,7 @@ def test_adapters_of_single_experts_are_read_as_peft_joins_them(base, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, lora.split(read)[0], adapter)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_all_linear_maps_beside_a_shared_expert_and_dense_layers_are_loaded_by_peft(tmp_path):
     """PEFT would take target_modules that end in gate_proj for experts: they are parameters."""

@@ -262,6 +262,7 @@ def test_positions_are_there_in_the_fields_of_transformers_4_too(family, older):
     assert families.model_config(exported_fields, "a test") == config
 
 
+@pytest.mark.full
 def test_tensors_keep_the_dtype_that_the_base_has_them_in(tmp_path):
     """Some in float32 beside bfloat16, as Qwen3.5 is published."""
     changes = {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "dtype": "bfloat16"}

@@ -113,6 +113,7 @@ OFF = {"mscale": 1.0, **dict.fromkeys(("mscale_all_dim", "beta_slow", "llama_4_s
 OF_DEVSTRAL = {**checkpoints.GROWING, **OFF}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
@@ -129,6 +130,7 @@ def test_fields_that_transformers_does_not_read_change_nothing(family, changes, 
     assert outcome("", fields, tmp_path, {}) == "equal"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     [
@@ -143,6 +145,7 @@ def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_pa
     assert outcome("", fields, tmp_path, {}) == "equal"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{"linear_key_head_dim": 4}, {"linear_value_head_dim": 32}])
 def test_filters_that_transformers_has_cut_into_equal_parts_are_read_as_they_were_meant(
     changes, tmp_path
@@ -152,6 +155,7 @@ def test_filters_that_transformers_has_cut_into_equal_parts_are_read_as_they_wer
     assert outcome("", fields, tmp_path, {}) == "equal"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_field_that_is_left_out_is_what_transformers_assumes(family):
     """Beside the sizes that transformers assumes, or a small model's where we refuse these; without

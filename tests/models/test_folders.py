@@ -69,6 +69,7 @@ def folders(tmp_path_factory):
     return folders_by_name
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_our_logits_are_those_of_transformers_and_so_are_those_of_what_we_save(

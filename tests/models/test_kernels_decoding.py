@@ -79,6 +79,7 @@ def make_sharing(place: np.ndarray) -> Sharing:
     return Sharing(jnp.asarray(slot), jnp.asarray(place))
 
 
+@pytest.mark.full
 def test_numbers_of_16_bits_are_summed_in_32():
     inputs: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), draw_inputs(3, 2))
     sharing = Sharing(None, None)
@@ -113,6 +114,7 @@ def test_a_step_is_the_plain_formula_and_writes_one_token_of_each_slot(kv_heads,
         np.testing.assert_array_equal(actual, oracle)
 
 
+@pytest.mark.full
 def test_lines_in_fp8_are_widened_as_they_are_read():
     *inputs, memory = draw_inputs(2, 2)
     fp8 = functools.partial(narrowed, dtype=jnp.dtype(FP8))
@@ -205,6 +207,7 @@ def run(kernel: Decoding | None, devices: int = 1, **changes):
     return draw_all(engine, tiny.params(KERNEL_SIZED), prompts, KEY, GROUP)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "slots",
     [0, pytest.param(8, marks=pytest.mark.full)],
@@ -216,6 +219,7 @@ def test_the_engine_draws_what_it_draws_without_them(slots, temperature):
     assert_same(run(INTERPRETED, **options), run(None, **options))
 
 
+@pytest.mark.full
 def test_on_a_mesh_each_device_attends_to_what_it_holds():
     assert_same(run(INTERPRETED, devices=4, temperature=0.0), run(None, temperature=0.0))
 

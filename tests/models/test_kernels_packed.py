@@ -76,6 +76,7 @@ def backward(query, key, value, spans, out, sums, slope):
 FORMULAS = Parts(forward, backward)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "packed", [SEVERAL, APART, ALONE, EMPTY], ids=["several", "apart", "one", "empty"]
 )
@@ -108,6 +109,7 @@ def test_rows_whose_samples_are_in_pieces_or_out_of_order_give_nan_and_leave_oth
     assert np.isfinite(out[0, :2]).all()
 
 
+@pytest.mark.full
 def test_samples_stay_at_their_place_in_what_cudnn_keeps_of_rows_with_fewer():
     length = jnp.asarray([[3, 2, 0, 0], [1, 0, 0, 0], [2, 2, 2, 2]], jnp.int32)
     start = jnp.cumsum(length, 1, dtype=jnp.int32) - length
@@ -122,6 +124,7 @@ def test_samples_stay_at_their_place_in_what_cudnn_keeps_of_rows_with_fewer():
     np.testing.assert_array_equal(counted[2].reshape(-1)[: first.size], first * 4 * 16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", ["packed", "sequences"])
 def test_sequences_of_odd_lengths_are_computed_with_a_place_more(kernel):
     widths = []

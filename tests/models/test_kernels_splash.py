@@ -34,6 +34,7 @@ class Placed(NamedTuple):
 interpreted = functools.partial(splash.rows_with_prefix, interpret=True)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDS, ids=attended.name)
 def test_rows_are_the_plain_ones_with_their_gradients(kind):
@@ -45,6 +46,7 @@ def test_rows_are_the_plain_ones_with_their_gradients(kind):
     assert_same(actual, expected, 2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENDS, ids=attended.name)
 def test_segments_that_are_alone_see_no_prompt(kind):
     """As rows of another prompt, one without a token, whichever kernel computes them."""
@@ -75,6 +77,7 @@ def test_segments_that_are_alone_see_no_prompt(kind):
         assert_same(with_gradients(function, cotangent, *inputs), expected, 2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(AttentionKind(), marks=pytest.mark.full), BOTH], ids=attended.name
@@ -88,6 +91,7 @@ def test_rows_of_several_blocks_are_the_plain_ones(kind):
     assert_same(actual, expected, 5e-5)
 
 
+@pytest.mark.full
 def test_prompts_are_the_plain_ones_with_their_gradients():
     query, key, value, *_, cotangent = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     position = jnp.broadcast_to(jnp.arange(12), (1, 3, 12))
@@ -141,6 +145,7 @@ def test_blocks_beyond_a_window_are_left_out():
     np.testing.assert_array_equal(computed, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("break_it", ["position", "segment"])
 def test_a_row_that_is_not_in_order_gives_nan_and_leaves_others_alone(break_it):
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
@@ -152,6 +157,7 @@ def test_a_row_that_is_not_in_order_gives_nan_and_leaves_others_alone(break_it):
     np.testing.assert_array_equal(out[0, 1:], good[0, 1:])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_on_a_mesh_every_device_computes_its_bins_and_heads():
     kind, devices = AttentionKind(window=4), jax.devices()

@@ -126,6 +126,7 @@ def small(tmp_path: Path, **fields: Any) -> Any:
     return theirs, *jaxgrpo.load_model(tmp_path)
 
 
+@pytest.mark.full
 def test_latents_as_keys_give_what_each_heads_keys_do(tmp_path):
     """With adapters on all maps."""
     _, model, params = small(tmp_path)

@@ -88,6 +88,7 @@ def test_values_equal_numpy_in_float64(dtype, atol):
             np.testing.assert_allclose(got, want, atol=atol)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", CHUNKS.values(), ids=CHUNKS)
 def test_gradients_equal_those_of_the_unchunked_form_in_float64(limit):

@@ -203,6 +203,7 @@ def test_gradients_of_adapters_need_none_of_the_weights():
     assert flops[0] < 0.85 * flops[1]
 
 
+@pytest.mark.full
 def test_adapters_are_laid_out_as_their_weights_and_compute_the_same():
     model = adapted(tiny.UNIFORM)
     params = tiny.large_params(model)

@@ -70,6 +70,7 @@ def test_chunks_are_tokens_one_by_one_with_their_gradients(dtype):
         assert furthest(chunks, tokens) < EXACT[dtype]
 
 
+@pytest.mark.full
 def test_gradients_of_rows_of_chunks_are_computed_at_the_size_of_real_heads():
     """XLA's YNN on a CPU ended the process here: arrays of 7 dimensions, the first of size 1."""
     random = np.random.default_rng(0)
@@ -93,6 +94,7 @@ full = pytest.mark.full
 CUTS = [pytest.param(cut, marks=full) for cut in (CHUNK, CHUNK + 1, 1, CHUNK - 1, 149)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut", [3, *CUTS])
 def test_a_sequence_goes_on_from_the_state_of_its_beginning(cut):
     example = inputs(2, 150)
@@ -107,6 +109,7 @@ def test_a_sequence_goes_on_from_the_state_of_its_beginning(cut):
     assert furthest((jnp.concatenate([first, second], 1), state), expected) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [1, 2, pytest.param(6, marks=full)])
 def test_segments_of_a_row_know_nothing_of_one_another(number):
     """Lengths round the borders of chunks; behind each, and in its chunk, other numbers."""
@@ -137,6 +140,7 @@ def changed(example: DeltaInputs, lengths: list[int]) -> DeltaInputs:
     return example._replace(value=value)
 
 
+@pytest.mark.full
 def test_keys_that_repeat_lose_no_digits():
     """Powers of a triangle of ones grow to 1e17, where its inverse has ones alone."""
     triangle = np.tri(CHUNK, k=-1, dtype=np.float32)

@@ -93,6 +93,7 @@ def transformers_rope(rope_fields: dict[str, Any]) -> tuple[np.ndarray, float]:
     return frequency.numpy(), scale
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_frequencies_and_scale_are_those_of_transformers(case):
     fields = Fields({"rope_parameters": CASES[case]})

@@ -47,6 +47,7 @@ def test_what_is_no_whole_number_is_no_token():
             check_tokens("tokens", tokens, np.ones((1, 2), bool), 8)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_padding_may_be_any_token_and_traced_ones_are_not_looked_at(function):

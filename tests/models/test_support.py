@@ -83,6 +83,7 @@ def in_one_pass(floats, case, chunk):
     return loss, (logp, entropy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("values", [in_two_passes, in_one_pass])
 @pytest.mark.parametrize("chunk", [LENGTH, 4])
 def test_values_and_gradients_equal_those_of_a_masked_softmax_in_float64(values, chunk):

@@ -145,6 +145,7 @@ def test_what_was_trained_is_in_the_full_model_of_an_export(case, tmp_path):
     assert not (before[changed] == after[changed]).all()
 
 
+@pytest.mark.full
 def test_both_ways_of_writing_the_names_are_read_and_kept(case, tmp_path):
     """As modules are called today, and as they were before transformers 4.52 and are on the hub."""
     old = wrapped.SPELLINGS[1]
@@ -165,6 +166,7 @@ def test_both_ways_of_writing_the_names_are_read_and_kept(case, tmp_path):
     np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), case.expected)
 
 
+@pytest.mark.full
 @FEW
 def test_without_the_key_one_line_names_it(case, capsys):
     with pytest.raises(InputError, match=r"set model\.text_only = true to train its text part"):
@@ -191,6 +193,7 @@ def test_a_run_reads_the_text_part(case):
     assert teacher.model.config.text_only
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "is_text", [True, pytest.param(False, marks=pytest.mark.full)], ids=["text", "endings"]
@@ -230,6 +233,7 @@ def test_adapters_have_the_names_that_peft_gives_them(case, is_text, tmp_path):
     assert tensors(tmp_path / "merged").keys() == tensors(case.folder).keys()
 
 
+@pytest.mark.full
 @FEW
 def test_peft_finds_the_full_model_of_an_adapter_and_adapts_its_text(case, tmp_path):
     auto = pytest.importorskip("peft").AutoPeftModelForCausalLM

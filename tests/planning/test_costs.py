@@ -206,6 +206,7 @@ def test_a_full_update_takes_the_micro_batches_that_its_samples_fill(geometry, f
     assert costs.full_batch(geometry)[0] == full <= geometry.micro_batches
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [0, pytest.param(4, marks=pytest.mark.full)])
 def test_sampling_calls_its_programs_as_often_as_it_says(slots, monkeypatch):

@@ -92,6 +92,7 @@ def assert_alike(abstract: Any, real: Any, placed: bool = True) -> None:
             assert actual.sharding.is_equivalent_to(expected.sharding, expected.ndim), where
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "mesh"),

@@ -166,6 +166,7 @@ def test_a_file_of_own_code_that_cannot_be_loaded_is_one_message(key, name, tmp_
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "problem"),

@@ -108,6 +108,7 @@ def test_tensorboard_whose_thread_has_ended_is_opened_again_and_blocks_nothing(t
     assert sum(file.stat().st_size > 1000 for file in (tmp_path / "tensorboard").iterdir()) == 1
 
 
+@pytest.mark.full
 def test_a_reward_may_change_the_working_directory_of_a_run_in_a_relative_folder(
     tmp_path, monkeypatch
 ):
@@ -148,6 +149,7 @@ def save(keeper: Keeper, step: int, value: float | None = None, is_full: bool = 
     limit_files()
 
 
+@pytest.mark.full
 def test_a_best_step_that_was_not_saved_leaves_the_one_before_it(keeper, capsys):
     save(keeper, 2, 0.5)
     save(keeper, 4, 0.9, is_full=True)

@@ -96,6 +96,7 @@ def test_what_cannot_be_launched_is_refused(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_launcher_loads_no_jax(environment):
     program = (
         "import sys; from jaxgrpo.cli import launch;"
@@ -123,6 +124,7 @@ def test_a_process_is_named_by_all_three_options_or_by_none(capsys, monkeypatch)
         del os.environ[name]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_output_of_process_0_is_shown_as_it_is_and_of_others_where_they_fail(environment):
     run = start("doctor", environment=environment)

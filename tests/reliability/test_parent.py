@@ -179,6 +179,7 @@ def test_a_command_that_has_nothing_to_save_obeys_at_once(begin, number, code):
     assert "asked to stop" not in errors  # it need not be killed when its grace is over
 
 
+@pytest.mark.full
 def test_a_command_is_killed_with_its_parent(begin):
     process = begin("sleeps")
     child = child_process(process)

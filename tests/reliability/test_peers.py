@@ -73,6 +73,7 @@ def ends(processes) -> list[tuple[int, str]]:
     return endings
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("how", ["guarded", "bare"])
@@ -155,6 +156,7 @@ def test_a_failure_is_told_with_its_process_and_a_loss_without_an_exit_code():
     assert peers.LOST in runtime.EXIT_CODES
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_stranger_who_connects_is_no_process_of_the_run():
     listener = peers._listen("127.0.0.1")

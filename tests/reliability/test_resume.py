@@ -21,6 +21,7 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.fault(9)
 def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     tmp_path, monkeypatch, capsys

@@ -27,6 +27,7 @@ def outputs(count, mode, python, environment):
     return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
 
 
+@pytest.mark.full
 def test_every_process_gets_all_scores_and_all_that_was_logged(python, environment):
     (first_output, code_one), (second_output, code_two) = outputs(
         2, "unscored", python, environment
@@ -48,6 +49,7 @@ def test_every_process_gets_all_scores_and_all_that_was_logged(python, environme
     assert "completion = 'f`a'" in log["messages"]["breaks"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "error"),
     [("raise", "OSError"), pytest.param("exit", "SystemExit", marks=pytest.mark.full)],

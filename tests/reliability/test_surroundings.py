@@ -206,6 +206,7 @@ print(jax.device_count())
 """
 
 
+@pytest.mark.full
 def test_processes_find_each_other_where_a_proxy_is_set(start):
     """gRPC would ask it, and it does not answer."""
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "grpc_proxy")

@@ -111,6 +111,7 @@ def test_log_probs_are_those_of_rounded_keys_and_values():
     assert exact > 8  # of 32 samples
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_log_probs_differ_from_the_trainers_by_less_than_rounding_can_move_them():
     """Each key and value x is kept as x (1 + e) with |e| <= 2^-8, so that to first order

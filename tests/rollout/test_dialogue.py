@@ -126,6 +126,7 @@ def test_samples_do_not_depend_on_slots():
     assert_same(talk(slots=4, delay=0.05)[0], expected()[0])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_whatever_time_tools_take_all_is_the_same_bit_for_bit():
     rollouts, _, slot_steps = talk(delay=0.1)
@@ -184,6 +185,7 @@ def test_environments_that_say_something_else_to_each_sample():
     assert_same(talk(Random, (), slots=4)[0], rollouts)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_token_has_the_version_that_drew_it():
     rollouts, _, _ = talk(engine_type=Renewed)
@@ -211,6 +213,7 @@ def test_turns_that_their_limit_cut_are_told_from_those_that_ended():
     assert 0 < cut.sum() < (turn.max(-1) + 1).sum()
 
 
+@pytest.mark.full
 def test_a_sample_ends_at_its_last_turn_or_where_a_reply_leaves_no_room():
     rollouts, dialogue, _ = talk(steps=26)
     turns = rollouts.fields["turn"].max(-1) + 1
@@ -249,6 +252,7 @@ def test_rewards_of_turns_and_hashes_of_states_are_fields():
     np.testing.assert_array_equal(np.reshape(total, (PROMPTS, GROUP)), reward.sum(-1))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_sample_whose_environment_breaks_is_not_scored_and_the_others_go_on():
     class Fragile(Random):

@@ -70,6 +70,7 @@ SOON = [("top_p", True)]
 """One way to draw; the others in `make test-all`."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "tied"),
     [

@@ -73,6 +73,7 @@ def test_requests_that_come_while_others_decode_are_drawn_as_by_themselves(slots
     assert_same(turns, expected)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_groups_of_any_size_are_drawn_side_by_side():
     some_requests = requests(tiny.prompts(6))
@@ -124,6 +125,7 @@ def test_one_engine_serves_batches_of_several_group_sizes():
         np.testing.assert_allclose(rollouts.behavior_logp, expected, atol=3e-5)
 
 
+@pytest.mark.full
 def test_a_prompt_that_is_there_twice_is_drawn_once(monkeypatch):
     prompts = jax.tree.map(np.copy, tiny.prompts(4))
     for name in ("prompt_tokens", "prompt_mask", "ordinal", "row"):

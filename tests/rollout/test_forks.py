@@ -112,6 +112,7 @@ def plain_logp(ids):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_turn_follows_the_conversation_as_the_template_writes_it_and_is_scored_behind_it():
     rollouts, dialogue = talk("forgetful", True)
@@ -168,6 +169,7 @@ def test_a_conversation_that_leaves_no_room_when_it_is_rewritten_ends():
     assert rollouts.fields[FORK].any()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_template_that_fails_on_what_was_said_breaks_its_sample_alone():
     rollouts, dialogue = talk("picky", True)

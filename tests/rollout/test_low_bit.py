@@ -197,6 +197,7 @@ def test_the_copy_is_the_samplers_own_and_has_no_leaf_of_the_parameters():
     jax.tree.map(np.testing.assert_array_equal, copy, again)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_keys_and_values_in_fp8_move_log_probs_by_what_they_are_rounded():
     narrow, wide = (drawn(tiny.UNIFORM, tiny.params(), kv_cache_dtype=d) for d in ("fp8", "auto"))
@@ -237,6 +238,7 @@ def blueprint(kv_cache_dtype: str, weight_dtype: str) -> Blueprint:
     )
 
 
+@pytest.mark.full
 def test_their_bytes_are_foretold():
     wide = memory.count(blueprint("auto", "auto"), ())
     tokens = 64 * 192 * (4 + 4)  # tokens and log-probs

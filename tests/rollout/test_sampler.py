@@ -56,6 +56,7 @@ def test_logps_are_those_of_a_plain_pass_over_the_whole_sequence(config, tempera
     assert float(jnp.abs(want).max()) > 0.5
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_greedy_takes_the_likeliest_token_and_states_its_probability_at_temperature_1():
     rollouts = run(temperature=0.0)
@@ -66,6 +67,7 @@ def test_greedy_takes_the_likeliest_token_and_states_its_probability_at_temperat
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [0, pytest.param(5, marks=pytest.mark.full)])
 def test_the_last_samples_of_each_group_may_take_the_likeliest_tokens(slots):
@@ -78,6 +80,7 @@ def test_the_last_samples_of_each_group_may_take_the_likeliest_tokens(slots):
             np.testing.assert_allclose(part, want, atol=tolerance)
 
 
+@pytest.mark.full
 def test_draws_follow_the_softmax():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=37) * 1.5, jnp.float32)
     count = 40_000
@@ -134,6 +137,7 @@ def test_a_sample_depends_on_nothing_that_stands_beside_it():
     np.testing.assert_array_equal(part.completion_tokens, full_batch.completion_tokens[order])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "sizes"),
@@ -163,6 +167,7 @@ def test_the_number_of_slots_changes_no_token(config, sizes):
     assert not np.asarray(want.truncated).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_prompts_that_wait_for_a_row_of_the_cache_are_sampled_like_others():
     prompts = tiny.prompts(12, seed=7)
@@ -171,6 +176,7 @@ def test_prompts_that_wait_for_a_row_of_the_cache_are_sampled_like_others():
     np.testing.assert_array_equal(rollouts.completion_tokens, want.completion_tokens)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
@@ -184,6 +190,7 @@ def test_a_prompt_of_several_chunks_is_sampled_as_from_one_plain_pass(config):
     np.testing.assert_allclose(rollouts.behavior_logp, want, atol=3e-5)
 
 
+@pytest.mark.full
 def test_samples_begin_with_the_tokens_that_are_forced():
     prompts = tiny.prompts()
     forced = np.full((4, GROUP, 3), -1, np.int32)
@@ -221,6 +228,7 @@ def test_prompts_with_tokens_that_the_model_does_not_have_are_refused():
         run(dataclasses.replace(prompts, prompt_tokens=tokens))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_no_sample_ends_before_its_fewest_tokens():
     prompts = tiny.prompts(24, seed=5)
@@ -277,6 +285,7 @@ def test_100_000_draws_follow_the_distribution_that_their_log_probs_state(name):
     np.testing.assert_allclose(np.asarray(rollouts.behavior_logp).ravel(), stated, atol=2e-4)
 
 
+@pytest.mark.full
 def test_one_row_drawn_twice_gets_different_samples():
     prompts = tiny.prompts(2)
     same = jax.tree.map(np.copy, prompts)
@@ -285,6 +294,7 @@ def test_one_row_drawn_twice_gets_different_samples():
     assert (tokens[0] != tokens[1]).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "segment",
     [pytest.param(1, marks=pytest.mark.full), 5, pytest.param(64, marks=pytest.mark.full)],

@@ -38,6 +38,7 @@ def test_the_peer_has_our_model_and_counts_what_it_generates(ragged):
     np.testing.assert_array_equal(prompt_tokens, prompts.prompt_tokens[0][prompts.prompt_mask[0]])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OF_KINDS)
 def test_models_with_states_or_experts_do_the_work_of_the_dense_one(name):
     work = WORKLOADS["A"]

@@ -141,6 +141,7 @@ def test_samples_end_exactly_with_a_stop_string(changes):
     np.testing.assert_array_equal(stopped.truncated, plain.truncated & ~ended)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_forced_prefix_holds_no_stop_string():
     prompts = tiny.prompts()

@@ -14,6 +14,7 @@ from jaxgrpo.models.hf import folders
 RATES = [0.0, 0.4, 0.9, 1.0, 0.015]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_prompt_has_its_success_rate_and_an_answer_is_followed_by_the_end(tmp_path):
     folder = tables.write_model(tmp_path / "model", RATES)

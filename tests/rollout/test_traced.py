@@ -40,6 +40,7 @@ def conversations(played):
     return played.dialogue.spoken(range(playing.PROMPTS), playing.GROUP)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @BOTH
 def test_both_forms_give_the_same_tokens_turns_rewards_and_words(name):
@@ -69,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_both_forms_bound_samples_alike(name, options):

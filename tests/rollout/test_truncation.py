@@ -35,6 +35,7 @@ def kept_by_sorting(logits, top_k, top_p):
     return in_top_k
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("top_k", "top_p"), CUTS)
 def test_what_stays_is_what_sorting_finds(top_k, top_p):
     cut = np.asarray(jax.jit(truncate, static_argnums=(1, 2))(LOGITS, top_k, top_p))
@@ -76,6 +77,7 @@ def test_the_sampler_cuts_and_the_likeliest_token_of_top_1_has_probability_1():
     np.testing.assert_allclose(cut.behavior_logp, 0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_of_ties_at_the_limit_those_of_lower_ids_are_named():
     """Every second row has whole logits, so that the 5 likeliest are often more."""
     several = 0

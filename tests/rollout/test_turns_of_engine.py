@@ -117,6 +117,7 @@ def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(monkeypatch, s
     assert_same(converse(4, delay, slots=slots)[0])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "config"),
@@ -151,6 +152,7 @@ def test_windows_reach_back_over_turns():
     assert_same(converse(4, 2, config, slots=6)[0], config)
 
 
+@pytest.mark.full
 def test_slots_become_fewer_as_conversations_end():
     all_slots = PROMPTS * GROUP
     spoken, _, slot_steps = converse(4, 6, slots=all_slots)
@@ -231,6 +233,7 @@ def test_tokens_in_chunks_are_refused_where_the_settings_have_none(changes, reas
         engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])
 
 
+@pytest.mark.full
 def test_the_fewest_tokens_count_those_that_a_row_holds():
     strings = StopStrings(Letters(), ["FG"])
     sampling = settings(stop_strings=strings, own_rows=True, min_completion_tokens=6)

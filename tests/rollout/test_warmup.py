@@ -90,6 +90,7 @@ def plain_run():
     return run()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [4, pytest.param(64, marks=pytest.mark.full)])
 def test_samples_end_below_the_percentile_of_the_first_ones_of_their_prompt(slots):
@@ -130,6 +131,7 @@ def test_samples_that_equal_the_first_ones_do_not_end_by_rounding():
     np.testing.assert_array_equal(stopped.token_mask, plain.token_mask)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_groups_that_are_no_larger_than_the_warmup_are_drawn_as_without_it(group):
@@ -149,6 +151,7 @@ def test_no_later_batch_compiles_whatever_waits():
     assert not seconds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [1, 3, 40])
 def test_a_threshold_is_of_the_least_windows_that_votes_weigh_by(window):
     random = np.random.default_rng(0)

@@ -56,6 +56,7 @@ def test_2000_tokens_at_temperature_2_all_have_text_and_the_log_probs_of_those_a
     np.testing.assert_allclose(rollouts.behavior_logp, want, atol=3e-5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -110,6 +111,7 @@ def test_a_vocabulary_over_two_devices_gives_the_same_tokens():
     np.testing.assert_allclose(split.behavior_logp, single.behavior_logp, atol=3e-5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_confidence_is_of_tokens_with_text():
     # Where one token without text was among them each confidence would be above 1e18.
@@ -117,6 +119,7 @@ def test_a_confidence_is_of_tokens_with_text():
     assert (drawn(early_stop=stop).token_mask.sum(-1) == 1).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_evaluation_measures_over_tokens_with_text():
     few = dataclasses.replace(tiny.UNIFORM, without_text=((2, 5), (14, tiny.VOCAB)))

@@ -162,6 +162,7 @@ def chatter(log, style):
     return chat
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["closed", pytest.param("thinking", marks=pytest.mark.full)])
 def test_a_chat_goes_on_behind_what_was_drawn_whatever_its_template_rewrites(style):
@@ -176,6 +177,7 @@ def test_a_chat_goes_on_behind_what_was_drawn_whatever_its_template_rewrites(sty
     assert roles[:3] == ["assistant", "user", "assistant"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_text_goes_on_behind_the_token_that_ended_a_turn_though_it_does_not_show_it():
     log = Log()
@@ -197,6 +199,7 @@ def test_a_text_goes_on_behind_the_token_that_ended_a_turn_though_it_does_not_sh
     assert any(ends)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("style", [None, pytest.param("closed", marks=pytest.mark.full)])
 def test_a_program_may_rewrite_its_history_where_a_run_forks(style):
     log = []
@@ -258,6 +261,7 @@ def message_in(error: Any) -> str:
         return json.load(error)["error"]["message"]
 
 
+@pytest.mark.full
 def test_a_program_that_asks_beyond_its_last_turn_is_told_and_may_end():
     messages = []
 
@@ -275,6 +279,7 @@ def test_a_program_that_asks_beyond_its_last_turn_is_told_and_may_end():
     assert (rollouts.fields["turn"].max(-1) == TURNS - 1).all()
 
 
+@pytest.mark.full
 def test_a_program_whose_words_leave_no_room_is_told():
     def talk_much(base_url, prompt):
         ids = chatting.ids(prompt)
@@ -338,6 +343,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.__name__)
 def test_a_program_that_breaks_leaves_its_samples_unscored(program):
@@ -349,6 +355,7 @@ def test_a_program_that_breaks_leaves_its_samples_unscored(program):
     assert dialogue.unscored(PROMPTS, GROUP).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_async_program_is_run_and_one_that_returns_none_gives_nothing():
     assert (play(waits)[2] == 1).all()
@@ -356,6 +363,7 @@ def test_an_async_program_is_run_and_one_that_returns_none_gives_nothing():
     assert all(math.isnan(value) for value in rewards.flat)
 
 
+@pytest.mark.full
 def test_what_a_turn_of_a_sample_cannot_be_asked_for():
     messages = {}
 

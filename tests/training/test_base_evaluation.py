@@ -112,6 +112,7 @@ def test_the_kl_to_the_base_is_measured_unless_the_config_holds_the_model(tmp_pa
     assert not small_run.config(tmp_path / "r", **EVAL).measures_kl_to_base  # says false
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["all", "adapters"])
 def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_path, lora):
     changes = {**EVAL, "eval.kl_to_base": True, **lora}

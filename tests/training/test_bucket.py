@@ -144,6 +144,7 @@ def test_a_damaged_checkpoint_is_passed_over(bucket):
         assert checkpoints._intact(4) == 4
 
 
+@pytest.mark.full
 def test_rows_come_from_a_bucket(bucket):
     rows = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -191,6 +192,7 @@ def test_a_run_that_another_host_writes_is_refused_and_a_dead_one_is_taken(bucke
     assert not mirror.is_held("gs://bucket/run")
 
 
+@pytest.mark.full
 def test_a_run_whose_lock_was_taken_writes_no_more(bucket, monkeypatch):
     monkeypatch.setattr(mirror, "BEAT", 0.2)
     with folder.RunFolder("gs://bucket/run") as run_folder:

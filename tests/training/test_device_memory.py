@@ -83,6 +83,7 @@ def sharded() -> Blueprint:
 
 
 # With few slots a third is a second copy of one layer's cache, made between segments.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("slots", "above", "kv_cache_dtype"),
     [
@@ -117,6 +118,7 @@ def test_what_decoding_takes_covers_what_xla_plans_and_little_more(
     assert counted.decode > SMALL.num_layers * layer_cache
 
 
+@pytest.mark.full
 def test_what_an_update_takes_is_what_xla_plans(sharded):
     program = build_steps(sharded).update_program
     params = on(param_layout(sharded.model, sharded.mesh), sharded.model.shapes)
@@ -302,6 +304,7 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
     assert fitting(-1e3) == packing.default_tokens(sizes, 1, 0) >= wide.geometry.widest
 
 
+@pytest.mark.full
 def test_the_dtype_of_a_runs_cache_is_that_of_its_sampler_and_of_what_is_counted(tmp_path):
     counted = []
     for dtype in ("auto", "bfloat16"):
@@ -327,6 +330,7 @@ def test_a_dry_run_for_more_devices_than_there_are_plans_its_mesh(tmp_path, caps
         loop.train(small_run.config(tmp_path / "r", mesh={"fsdp": 8}))
 
 
+@pytest.mark.full
 def test_what_a_planned_mesh_takes_is_what_the_mesh_takes(tmp_path):
     config = small_run.config(tmp_path / "r", mesh={"fsdp": 2, "tensor": 1, "data": 2})
     run = setup.setup(config)

@@ -75,6 +75,7 @@ def divergence(**options):
     }
 
 
+@pytest.mark.full
 def test_a_teacher_by_row_scores_the_rows_that_name_it_and_is_counted(tmp_path):
     run = setup(small_run.config(tmp_path, **by_row(tmp_path)))
     _, collected = by_hand.collect(run, run.learner, run.stream)
@@ -197,6 +198,7 @@ def test_feedback_stands_before_each_sample_and_none_leaves_it_out(tmp_path):
     assert np.isfinite(sharding.to_host(prepared.advantage)).all()
 
 
+@pytest.mark.full
 def test_a_mean_over_taught_samples_leaves_the_others_out(tmp_path):
     (score,) = sibling(name="teacher_top", quantity="likeliest", policy="base")["scores"]
     changes = divergence(top="student", alpha=0.5) | {"scores": [score]}
@@ -235,6 +237,7 @@ def texts(tmp_path, **columns):
     }
 
 
+@pytest.mark.full
 def test_texts_of_the_data_take_the_place_of_samples(tmp_path):
     run = setup(small_run.config(tmp_path, **divergence(), **texts(tmp_path)))
     _, collected = by_hand.collect(run, run.learner, run.stream)
@@ -269,6 +272,7 @@ def test_texts_bring_the_policy_nearer_to_its_teacher(tmp_path):
     assert np.mean(distance[-3:]) < 0.7 * distance[0]
 
 
+@pytest.mark.full
 def test_what_cannot_teach_is_refused_before_a_run_begins(tmp_path):
     def refused(changes, **more):
         with pytest.raises(InputError) as caught:

@@ -92,6 +92,7 @@ def test_the_command_trains_with_experience(tmp_path):
     assert small_run.metrics(tmp_path / "r")[0]["experience/samples"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -95,6 +95,7 @@ def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model, count):
         )
 
 
+@pytest.mark.full
 def test_rewards_get_texts_for_texts_although_a_template_wraps_them(tmp_path, model):
     received = {}
 
@@ -200,6 +201,7 @@ def test_dropped_prompts_are_said_at_the_start_and_in_the_summary(tmp_path, mode
     assert finished.summary["dropped_prompts"] == 2
 
 
+@pytest.mark.full
 def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsys):
     rows = [{"question": "[b]How many?[/b] :smile:", "answer": "2"}] * 4
     file = tmp_path / "rows.jsonl"
@@ -236,6 +238,7 @@ def test_a_dry_run_runs_an_own_advantage_on_the_shapes_of_the_data(tmp_path, mod
     assert "got (2,) and (4,)" in str(refused.value)
 
 
+@pytest.mark.full
 def test_a_model_is_saved_with_the_template_it_was_trained_with(tmp_path, model):
     file = tmp_path / "chat.jinja"
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")

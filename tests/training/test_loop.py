@@ -106,6 +106,7 @@ def test_training_moves_the_parameters(run):
     assert folder_hash(config.model.path) != finished.summary["parameter_hash"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "control", ["zero reward", pytest.param("learning rate 0", marks=pytest.mark.full)]
 )
@@ -164,6 +165,7 @@ def test_own_parts_of_the_examples_train(tmp_path, repository):
     }
 
 
+@pytest.mark.full
 def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
     colours = []
 
@@ -184,6 +186,7 @@ def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
     assert "rewards/count/mean" in small_run.metrics(finished.path)[0]
 
 
+@pytest.mark.full
 def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(tmp_path, capsys):
     def spoiled(signal, rollouts):
         value = jnp.where(rollouts.step > 0, jnp.nan, signal.value)
@@ -219,6 +222,7 @@ def test_a_method_that_needs_what_nobody_produces_is_refused(tmp_path):
         loop.train(small_run.config(tmp_path / "r"), advantage=jg.chain(jg.sum_rewards(), needy))
 
 
+@pytest.mark.full
 def test_a_numeric_column_of_the_data_is_a_field_of_the_method(tmp_path):
     import jaxgrpo as jg
 
@@ -304,6 +308,7 @@ def test_the_best_step_by_an_evaluation_stays_and_is_exported(tmp_path):
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.full
 def test_a_best_step_by_an_unknown_metric_is_refused_before_training(tmp_path):
     changes = {
         "eval": {"data": "task:arithmetic:test", "every": 1, "prompts": 4, "samples": 4},
@@ -411,6 +416,7 @@ def test_every_end_token_ends_a_sample_and_what_is_written_has_the_files_of_the_
         assert (folder / "chat_template.jinja").read_text() == template.read_text()
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
     def live_bytes(completions, log_metric, **columns):
         log_metric(

@@ -58,6 +58,7 @@ def test_adapters_move_and_weights_and_reference_do_not(finished):
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_adapters_merged_to_sample_as_on_a_gpu_draw_and_train_the_same(
     finished, tmp_path, monkeypatch
@@ -251,6 +252,7 @@ def test_commands_say_what_is_trained_and_what_stays(tmp_path, capsys):
     assert "lora.rank, lora.alpha: the adapter of lora.path says this itself" in output
 
 
+@pytest.mark.full
 def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
     plain, base = folders.load_model(small_run.base())
     settings = adapters.read_config(finished.path / "adapter", plain.config)

@@ -43,6 +43,7 @@ def collected(folder, *rewards, overlap=True):
     return collection, ended[0]
 
 
+@pytest.mark.full
 def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path):
     calls = []
 
@@ -68,6 +69,7 @@ def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path)
     assert overlapped.reward_log.numbers() == sequential.reward_log.numbers()
 
 
+@pytest.mark.full
 def test_a_reward_that_compares_samples_gets_the_whole_step_beside_one_that_does_not(tmp_path):
     calls = []
 

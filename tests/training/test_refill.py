@@ -176,6 +176,7 @@ def test_groups_of_successes_are_live_where_the_method_tells_them_apart(tmp_path
     assert max(line["refill/discarded_groups"] for line in lines) > 0
 
 
+@pytest.mark.full
 def test_a_spent_budget_is_logged_and_the_step_is_taken_on_what_there_is(workspace):
     folder, changes = workspace
     scarce = {"rewards": [{"use": f"{__file__}:few"}], "train.steps": 2}

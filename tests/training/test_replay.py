@@ -118,6 +118,7 @@ def test_log_probs_of_another_distribution_make_ratios(files, tmp_path):
     assert line[GAP] is None
 
 
+@pytest.mark.full
 def test_where_other_weights_have_sampled_no_version_is_that_of_the_run(files, tmp_path):
     """The numbers of steps in a run's own files are those of its weights, not of these."""
     base = shutil.copytree(small_run.base(), tmp_path / "base")

@@ -81,6 +81,7 @@ def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm
         jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
 
 
+@pytest.mark.full
 def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(warm):
     run, learner, stream = warm
     copy = jax.tree.map(lambda leaf: leaf + 0 if isinstance(leaf, jax.Array) else leaf, learner)
@@ -211,6 +212,7 @@ def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
         resetter("base")
 
 
+@pytest.mark.full
 def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
     def decided(line, *chain, **changes) -> bool:
         """Whether a step whose metrics are `line` brings a reset."""

@@ -73,6 +73,7 @@ def test_the_length_limit_of_the_run_is_that_of_the_length_reward(run):
         assert row["rewards"]["length"] == pytest.approx(min(0, (24 - 10 - tokens) / 10))
 
 
+@pytest.mark.full
 def test_an_unscored_failure_is_shown_once(tmp_path, capsys):
     rewards = [
         {"use": "arithmetic"},
@@ -84,6 +85,7 @@ def test_an_unscored_failure_is_shown_once(tmp_path, capsys):
     assert 'left unscored, as on_error = "unscored" says' in shown
 
 
+@pytest.mark.full
 def test_an_exception_ends_the_run_by_default_and_saves_what_is_done(tmp_path):
     changes = {"rewards": [{"use": f"{OWN}:logging"}], "run.samples_every": 0}
     config = small_run.config(tmp_path / "r", **changes)
@@ -127,6 +129,7 @@ def kinds(value):
     return [type(value), *(kinds(entry) for entry in first)]
 
 
+@pytest.mark.full
 def test_the_preview_calls_rewards_as_step_1_does(tmp_path):
     calls = []
 
@@ -244,6 +247,7 @@ def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
     }
 
 
+@pytest.mark.full
 def test_the_trainer_state_follows_the_run(tmp_path):
     states = []
 

@@ -34,6 +34,7 @@ def overrides():
     return [f"{key}={value}" for key, value in changes.items()]
 
 
+@pytest.mark.full
 def test_the_config_as_it_is_shipped_would_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "scale_rl", "--dry-run", "--set", f"model.path={small_run.base()}"]) == 0

@@ -100,6 +100,7 @@ def test_the_mean_of_the_policies_follows_the_trained_one_and_is_resumed(tmp_pat
     assert max(moved) > 0
 
 
+@pytest.mark.full
 def test_one_step_of_the_mean_is_its_formula(tmp_path):
     changes = {"advantage": [*GRPO, EMA], "reference.ema_decay": 0.25, "train.steps": 1}
     config = small_run.config(tmp_path, **changes)
@@ -260,6 +261,7 @@ def other_tokenizer(tmp_path):
     return str(folder)
 
 
+@pytest.mark.full
 def test_what_cannot_score_is_refused_in_one_line(tmp_path):
     def refused(**changes):
         with pytest.raises(InputError) as caught:

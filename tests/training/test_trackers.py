@@ -50,6 +50,7 @@ def test_only_finite_numbers_reach_a_chart():
     assert numbers(metrics) == {"a": 1.0, "f": 0.5}
 
 
+@pytest.mark.full
 def test_weights_and_biases_gets_the_metrics_with_their_step(tmp_path):
     run = WandB(tmp_path, {"project": "p", "mode": "offline"}, {"train": {"steps": 3}})
     run.write(1, {"reward": 0.5, "kl": None})
@@ -79,6 +80,7 @@ def kill_process_of_wandb() -> None:
                 os.kill(int(place.name), signal.SIGKILL)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="its process is found in /proc")
 def test_weights_and_biases_whose_process_is_killed_ends_no_run(tmp_path):
     options = {"project": "p", "mode": "offline"}

@@ -275,6 +275,7 @@ def test_saved_rollouts_that_were_rewritten_are_trained_on_as_in_their_run(tmp_p
     assert replayed.summary["parameter_hash"] == run.summary["parameter_hash"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_scores_of_whole_samples_are_refused_where_conversations_are_rewritten(
     tmp_path, mine, forks
@@ -414,6 +415,7 @@ def test_commands_that_ask_a_run_answer_its_samples_too(tmp_path, mine):
     assert {row["completion"][:2] for row in rows}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dry_run_with_an_environment_alone_shows_what_would_be_trained(tmp_path, mine, capsys):
     tables = options(tmp_path, mine, environment=f"{mine}:Count")

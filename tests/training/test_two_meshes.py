@@ -117,6 +117,7 @@ def test_each_stage_has_its_own_mesh(tmp_path):
     assert tokens.sharding.shard_shape(tokens.shape)[1] == tokens.shape[1] // 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tensor", [0, 1])
 def test_without_a_sampling_mesh_or_with_the_same_there_is_one(tensor, tmp_path):
     blueprint = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": tensor})).blueprint

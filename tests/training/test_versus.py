@@ -18,6 +18,7 @@ from jaxgrpo.models.hf import folders
 TINY = Workload(prompts=4, samples=4, shortest=4, longest=8, completion=8, ragged=True, flat=0.5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_files_hold_the_prompts_and_sizes_of_the_workload(tmp_path):
     written = files.write("S/C", tmp_path)

@@ -71,6 +71,7 @@ def test_a_resumed_run_ends_as_another(runs, tmp_path):
     assert resumed.summary["parameter_hash"] == uninterrupted.summary["parameter_hash"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dry_run_says_what_the_keys_need(tmp_path, capsys):
     file = small_run.write(tmp_path / "warmup.toml", tmp_path / "r", **CHANGES, **STOP)

@@ -138,6 +138,7 @@ def plain(rollouts, config=WIDE):
     return {"answer_logp": logps[0], "masked_answer_logp": logps[1]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [25, 200])
 def test_answers_are_scored_as_in_one_plain_pass_per_sample(tokens):
     with jax.enable_x64(True):
@@ -202,6 +203,7 @@ def behind_parts(rollouts, cuts, config=WIDE):
     return logps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cuts", "mesh"), [(1, (1, 1, 1, 1)), pytest.param(3, (2, 2, 1, 1), marks=pytest.mark.full)]
 )
@@ -235,6 +237,7 @@ def test_text_behind_the_thought_changes_nothing():
         np.testing.assert_array_equal(left[name], right[name])
 
 
+@pytest.mark.full
 def test_equal_thoughts_of_a_group_have_the_answers_log_probs_of_the_first_bit_for_bit():
     """What rounding makes of another place in a micro-batch would be divided by its own spread."""
     rollouts, sizes = full_rollouts(), preparer(tiny.UNIFORM).blueprint
@@ -270,6 +273,7 @@ def test_the_pass_has_room_for_the_longest_answer_whatever_the_update_computes_a
     assert answers.answer_geometry(small._replace(tokens=64), 8, 1, False, mesh).tokens == 64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scorer", ["base", "reference"])
 def test_a_frozen_policy_scores_with_weights_of_its_own(scorer):
     """A lagged one is the reference, which resets change. The trained policy is far from both."""
@@ -283,6 +287,7 @@ def test_a_frozen_policy_scores_with_weights_of_its_own(scorer):
         np.testing.assert_allclose(values[f"{scorer}_{name}"], value, atol=1e-9)
 
 
+@pytest.mark.full
 def test_a_chain_without_a_baseline_adds_no_sample():
     prepare = preparer(tiny.UNIFORM, masked=False)
     assert scored(prepare, full_rollouts(), tiny.UNIFORM).keys() == {"answer_logp"}

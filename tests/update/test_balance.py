@@ -194,6 +194,7 @@ def compare_with_formula(config, tolerance):
     assert_close(moved, gradient, tolerance)
 
 
+@pytest.mark.full
 def test_value_and_gradient_of_routers_are_those_of_transformers(tmp_path):
     """Of each layer by itself: transformers adds up the layers first, here they are averaged."""
     import torch
@@ -232,6 +233,7 @@ def test_four_devices_make_the_update_of_one(mesh):
     assert_close(moved, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [BIASED, pytest.param(MIXED, marks=pytest.mark.full)])
 def test_corrections_move_by_the_sign_of_what_their_expert_lacks_of_the_mean(config):
     """Of live tokens alone; and nothing else moves."""

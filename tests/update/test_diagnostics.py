@@ -81,6 +81,7 @@ def test_rewards_of_several_tasks_are_counted_as_the_chain_adds_them_up():
     assert np.isnan(group_results(rewards, weights)["reward"])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_reward_has_its_own_mean_deviation_and_share_of_unscored():
     right = jnp.array([[0.0, 1.0], [1.0, NAN]])
@@ -202,6 +203,7 @@ def test_for_pairs_the_gap_is_twice_the_sample_variance_of_given_prompts():
     assert iid == pytest.approx(np.mean(pairs), abs=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_prompts_with_too_few_samples_leave_the_gap_and_too_few_prompts_give_none():
     correct, samples = jnp.array([4, 1, 0, 3]), jnp.array([4, 2, 3, 4])
@@ -223,6 +225,7 @@ def test_the_gap_stays_in_range_for_many_prompts_and_large_groups():
     assert jensen_gap(jnp.full(50, 8), jnp.full(50, 8), 8)[1] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_of_a_step_measured_degeneracy_is_what_difficulty_and_chance_add_up_to():
     reward = np.random.default_rng(1).binomial(1, [[0.1], [0.9], [0.5], [0.1], [1.0]], (5, 4))
@@ -279,6 +282,7 @@ def test_lucky_single_successes_and_flat_groups_own_their_share_of_the_advantage
     assert nothing["advantage/abs_max"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_sample_owns_the_mean_over_its_tokens_whatever_its_length():
     tokens = jnp.arange(3) < jnp.array([1, 3, 2, 0])[:, None]

@@ -235,6 +235,7 @@ def test_an_update_by_the_teachers_advantage_is_pytorchs(name, layout):
     assert_near(step, slope)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "alpha", "layout"), cases(("teacher", 0.0), ("several", 1.0), ("shown", 0.5))
 )
@@ -245,6 +246,7 @@ def test_an_update_by_a_divergence_is_pytorchs(name, alpha, layout):
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "alpha", "layout"),
     [
@@ -294,6 +296,7 @@ def test_a_policy_that_teaches_itself_by_a_divergence_moves_nothing(alpha, confi
     assert metrics["kl"] == 0
 
 
+@pytest.mark.full
 def test_a_policy_that_teaches_itself_gives_advantages_of_0():
     method = advantages.build("opd", {"teacher": "self"}), by_advantage("self")[1]
     step, _, prepared = updated(method, tokens=25)

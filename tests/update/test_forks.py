@@ -136,6 +136,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), CASES)
 def test_the_gradient_is_that_of_a_plain_pass_over_each_rewritten_conversation(name, tokens):
@@ -165,6 +166,7 @@ def test_the_batch_is_the_one_that_is_planned_for():
     assert batch.fields[FORK].dtype == planned.fields[FORK].dtype
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_evaluation_scores_each_rewritten_conversation():
     rollouts, mesh = forked(), sharding.make_mesh(devices=jax.devices()[:1])

@@ -120,6 +120,7 @@ def assert_same_step(before, after, want, tolerance=1e-6):
         assert np.linalg.norm(new - expected) <= tolerance * np.linalg.norm(expected - old)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "splits"),
     [
@@ -164,6 +165,7 @@ def test_no_unmasked_sample_is_dead_though_its_advantage_is_0():
     assert not clipped[1].prepare(learner, flat)[1].live.any()
 
 
+@pytest.mark.full
 def test_means_are_of_the_parameters_of_each_update_and_of_its_prompts():
     prepared, before, after, metrics = stepped(minibatches=2, num_iterations=2, tokens=10)
     lengths = jax.tree.map(np.asarray, packing.measure_lengths(rollouts()))

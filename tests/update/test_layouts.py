@@ -125,6 +125,7 @@ RECIPES = ["grpo", "sign", "alpha_dpg"]
 BETAS = [0.0, pytest.param(0.05, marks=pytest.mark.full)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
@@ -144,6 +145,7 @@ def test_packed_samples_with_shared_prompts_make_the_gradient_of_samples_alone(r
     assert numbers[-1] >= 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(
     "recipe", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.full) for name in RECIPES[1:])]
@@ -211,6 +213,7 @@ def test_the_sequence_may_be_split_over_devices(sizes):
         assert np.linalg.norm(a - np.asarray(b)) <= 1e-5 * np.linalg.norm(b)
 
 
+@pytest.mark.full
 def test_a_token_of_one_completion_reaches_no_other():
     """Bit for bit: neither through a shared row, nor through the prompt's keys."""
     step_blueprint = blueprint("sign", 0.05, 50, config=tiny.UNIFORM)

@@ -102,6 +102,7 @@ def test_what_loss_kl_and_loss_mismatch_add_is_not_asked():
     assert judge(recipe, rewards, tail) == [True, False, False, True]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_where_a_recipe_reads_a_pass_groups_are_judged_behind_it_and_trained_on_as_judged():
     forced = np.array([[5, 6], [7, 8], [9, 10], [11, 12]], np.int32)

@@ -111,6 +111,7 @@ def assert_same_step(after, want):
         assert np.linalg.norm(new - expected) <= 1e-5 * np.linalg.norm(expected - old)
 
 
+@pytest.mark.full
 def test_minibatches_are_updates_on_their_prompts_one_after_the_other():
     parts = dealt(MIXED)
     assert [sorted(part.tolist()) for part in parts] != [[0, 1], [2, 3]]  # dealt, not cut
@@ -171,6 +172,7 @@ def test_weights_are_normalised_over_the_prompts_of_an_update_empty_samples_too(
     assert not weight[[0, 2]].any()
 
 
+@pytest.mark.full
 def test_what_chain_and_loss_need_is_scored_on_all_samples_of_all_minibatches():
     chain = advantages.build("dr_grpo")
     chain = chain._replace(needs=chain.needs | {"trainer_logp"})

@@ -48,6 +48,7 @@ def moments(state):
     return [leaf for leaf in jax.tree.leaves(state) if leaf.shape in shapes]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("use", "options"),
@@ -73,6 +74,7 @@ def test_moments_are_held_in_half_the_bytes_and_make_the_same_updates_but_for_ro
         assert 0 < error < (2**-7 if use == "adamw" else 2**-4)
 
 
+@pytest.mark.full
 def test_a_second_moment_moves_by_steps_that_rounding_to_the_nearest_would_lose():
     transform = in_bfloat16(optax.adam(1e-3, b2=0.999))
     params = {"w": jnp.zeros(4096)}

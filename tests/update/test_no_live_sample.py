@@ -111,6 +111,7 @@ def test_flat_and_mixed_updates_are_those_of_torch():
             np.testing.assert_allclose(leaf, value.detach().numpy(), rtol=0, atol=1e-8)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "state_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)]

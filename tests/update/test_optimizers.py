@@ -25,6 +25,7 @@ def test_matrices_decay_and_norms_and_biases_do_not():
         assert decays == (path[-1].key in ("kernel", "table")), jax.tree_util.keystr(path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("use", "state_dtype"),
     [
@@ -185,6 +186,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(settings, message):
         make_optimizer(tiny.model().axes, learning_rate=0.1, updates=2, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use", ["sgd", "lion", "lars", "ademamix", "adopt"])
 def test_factories_of_optax_and_of_its_contributions_make_updates(use):
     optimizer = make_optimizer(tiny.model().axes, use=use, learning_rate=0.1, updates=2)

@@ -181,6 +181,7 @@ def test_a_step_of_more_tokens_than_int32_tells_apart_is_refused():
 SIZES = [(4, 4, 1, 100), (4, 4, 2, 50), (4, 4, 2, 25), (4, 4, 2, 10), (6, 4, 2, 50), (4, 3, 4, 12)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "size", [SIZES[-1], *(pytest.param(size, marks=pytest.mark.full) for size in SIZES[:-1])]
@@ -202,6 +203,7 @@ def test_gather_then_scatter_gives_back_every_token(size):
     np.testing.assert_array_equal(targets, rollouts.completion_tokens * mask)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_sample_opens_with_the_last_prompt_token_and_predicts_its_own_targets():
     rollouts = tiny.rollouts(np.ones((2, 2)))
@@ -224,6 +226,7 @@ def test_a_sample_opens_with_the_last_prompt_token_and_predicts_its_own_targets(
     assert batch.prompt_length[0, 0, batch.row_prompt[0, 0, row]] == length - 1
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_forced_text_between_sampled_tokens_stays_in_the_row():
     mask = jnp.array([[[True, False, True, False, False]]])

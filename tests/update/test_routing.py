@@ -86,6 +86,7 @@ def plain_experts(config, values, rollouts):
     return expected
 
 
+@pytest.mark.full
 def test_the_sampler_records_the_experts_of_what_each_token_is_drawn_from():
     rollouts = drawn()
     record = rollouts.fields[EXPERTS]
@@ -137,6 +138,7 @@ def test_what_was_not_recorded_is_routed_afresh():
     jax.tree.map(np.testing.assert_array_equal, gradient, expected)
 
 
+@pytest.mark.full
 def test_a_changed_token_changes_no_other_sample():
     rollouts = drawn()
     tokens = rollouts.completion_tokens.copy()
@@ -172,6 +174,7 @@ def test_four_devices_make_the_update_of_one(mesh):
         assert np.linalg.norm(leaf - single) < 2e-4 * np.linalg.norm(single)
 
 
+@pytest.mark.full
 def test_a_replayed_gradient_is_that_of_the_chosen_experts_written_out():
     """Of one layer of experts, whose record is not what its router would choose."""
     feed = ExpertsKind(number=3, top_k=2, size=4)

@@ -146,6 +146,7 @@ def rank_by_numpy(states):
     return float(np.exp(-(share * np.log(share)).sum()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -164,6 +165,7 @@ def test_scores_are_those_of_one_plain_pass_per_sample(mesh):
             )
 
 
+@pytest.mark.full
 def test_what_only_the_loss_reads_is_scored_on_live_samples():
     with jax.enable_x64(True):
         names = ("teacher_logp", "hinted_logp")
@@ -184,6 +186,7 @@ def test_what_only_the_loss_reads_is_scored_on_live_samples():
         np.testing.assert_allclose(np.sort(values), plain_values, atol=1e-9)
 
 
+@pytest.mark.full
 def test_effective_ranks_are_those_of_their_closed_forms():
     rank = lambda states, mask: float(effective_rank(jnp.asarray(states), jnp.asarray(mask)))  # noqa: E731
     directions = np.eye(6, 8)

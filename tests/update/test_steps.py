@@ -177,6 +177,7 @@ def oracle_step(config, beta=0.0, reference=0, penalty="k2"):
     return value, jax.tree.map(lambda leaf: np.asarray(-RATE * leaf), gradient)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config",
     [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
@@ -198,6 +199,7 @@ def test_a_penalty_acts_on_every_sample_from_reference_logps_scored_by_the_train
     assert_near(moved(result), want, 1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("objective", "penalty"),
     [(WITH_FULL_KL, "full_kl"), pytest.param(WITH_BONUS, "bonus", marks=pytest.mark.full)],

@@ -91,6 +91,7 @@ def tables(rollouts):
     return tiny.whole_tables(tiny.UNIFORM, tiny.params(), rollouts, TEMPERATURE)
 
 
+@pytest.mark.full
 def test_the_sampler_records_what_each_token_is_drawn_among():
     rollouts = drawn()
     record, table = rollouts.fields[SUPPORT], np.asarray(tables(rollouts))
@@ -116,6 +117,7 @@ def test_the_samples_are_those_of_a_run_that_records_nothing():
     np.testing.assert_array_equal(rollouts.behavior_logp, plain.behavior_logp)
 
 
+@pytest.mark.full
 def test_what_is_given_has_no_support():
     rollouts = drawn(prefix=True)
     recorded = (rollouts.fields[SUPPORT] >= 0).any(-1)
@@ -124,6 +126,7 @@ def test_what_is_given_has_no_support():
     assert rollouts.token_mask[:, 1, 1].all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("top_k", marks=pytest.mark.full), "top_p"])
 def test_ratios_at_the_weights_that_drew_are_1_under_replay_alone(name):
     settings = SETTINGS._replace(top_p=1.0, min_p=0.0, min_completion_tokens=0)
@@ -177,6 +180,7 @@ def test_four_devices_make_the_update_of_one(mesh):
         assert np.linalg.norm(leaf - single) < 2e-4 * np.linalg.norm(single)
 
 
+@pytest.mark.full
 def test_an_engine_that_gives_no_support_is_refused():
     prompts = tiny.prompts(PROMPTS, WIDTH)
     engine, batch = make_engine(tiny.model(), SETTINGS, prompts), Batch(prompts, 1, REPLAYS)

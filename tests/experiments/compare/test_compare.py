@@ -81,6 +81,7 @@ def test_noise_flips_training_and_never_evaluation(compared):
     assert sum(rewards) / 6 == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.full
 def test_a_run_is_the_same_config_run_by_train(compared, tmp_path):
     _, cases, _ = compared
     for case in (cases[0], cases[3], cases[-1]):
@@ -150,6 +151,7 @@ def test_a_second_start_touches_no_finished_run_and_writes_the_same(compared, ca
     assert texts == [(folder / name).read_bytes() for name in ("tables.md", "results.csv")]
 
 
+@pytest.mark.full
 def test_the_result_is_one_document_with_the_numbers_of_the_tables(compared, capsys):
     experiment, cases, outcomes = compared
     assert main(["compare", str(experiment.source), "--json"]) == 0

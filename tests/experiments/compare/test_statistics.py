@@ -198,6 +198,7 @@ def test_a_noisier_arm_is_called_different_too_often_unless_tuning_seeds_choose_
     assert rejected(noise=5, seeds=6, tuning=3, rounds=400) <= 0.05 + 3 * math.sqrt(0.05 / 400)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("rates", [1, 3])
 def test_ten_arms_that_are_the_same_are_found_to_differ_no_oftener_than_the_level(rates):

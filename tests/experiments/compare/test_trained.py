@@ -50,6 +50,7 @@ def take(page: Any, folder: Path, base_steps: int | None = None, **changes: dict
     return trained.take(place(page, folder, **changes), page.TASK, folder / "base")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.NAME)
 def test_the_files_of_experiments_are_right(page, tmp_path):

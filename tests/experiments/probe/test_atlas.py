@@ -78,6 +78,7 @@ def test_the_command_compares_each_pair_and_draws_them(tmp_path, capsys):
     assert "image/svg+xml" in page  # names are in the picture alone
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_logs_its_atlas_shows_it_and_trains_as_without(tmp_path):
     atlas = {"atlas.methods": ["rloo", "dr_grpo"], "atlas.every": 2}

@@ -63,6 +63,7 @@ def test_tokens_of_mixed_groups_are_those_of_all_draws():
             assert float(estimates[place]) == pytest.approx(np.mean(tokens), abs=1e-4)
 
 
+@pytest.mark.full
 def test_lucky_are_single_successes_of_prompts_that_seldom_succeed():
     correct, samples = jnp.array([1, 2, 16, 0, 8]), jnp.full(5, 16)
     share = float(lucky_share(correct, samples, 4))
@@ -73,6 +74,7 @@ def test_lucky_are_single_successes_of_prompts_that_seldom_succeed():
     assert np.isnan(lucky_share(jnp.array([0, 16]), jnp.array([16, 16]), 4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_prompts_influence_is_what_leaving_it_out_changes(size):
     """The jackknife, prompt by prompt, of which the influence is the limit of many prompts."""
