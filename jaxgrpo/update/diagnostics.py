@@ -310,22 +310,24 @@ def drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) ->
     return jnp.where(samples >= draws, (alike_left / samples_left).prod(axis=1), jnp.nan)
 
 
-def repetition(tokens: Int[Array, "P G T"], mask: Bool[Array, "P G T"]) -> Float[Array, "P G"]:
-    """The share of a completion's runs of N_GRAM tokens that stood in it before.
+def repetition(
+    tokens: Int[Array, "P G T"], mask: Bool[Array, "P G T"], n: int = N_GRAM
+) -> Float[Array, "P G"]:
+    """The share of a completion's runs of n tokens that stood in it before.
 
         1 - distinct n-grams / n-grams
 
     0: none comes twice; near 1: a loop. Only n-grams without a masked token count; NaN if there
     is none. Exact, by sorting the n-grams of each completion.
 
-    Source: a detector of degenerate behaviour, after arXiv 2605.28388; the number is ours.
+    Source: a detector of degenerate behaviour, after arXiv 2605.28388; n is ours.
     """
-    count = tokens.shape[-1] - N_GRAM + 1
+    count = tokens.shape[-1] - n + 1
     if count < 1:
         return jnp.full(tokens.shape[:-1], jnp.nan)
-    is_complete = jnp.stack([mask[..., i : i + count] for i in range(N_GRAM)]).all(0)
-    grams = [jnp.where(is_complete, tokens[..., i : i + count], -1) for i in range(N_GRAM)]
-    grams = jax.lax.sort(grams, num_keys=N_GRAM)  # what is left out comes first
+    is_complete = jnp.stack([mask[..., i : i + count] for i in range(n)]).all(0)
+    grams = [jnp.where(is_complete, tokens[..., i : i + count], -1) for i in range(n)]
+    grams = jax.lax.sort(grams, num_keys=n)  # what is left out comes first
     is_new = jnp.stack([gram[..., 1:] != gram[..., :-1] for gram in grams]).any(0)
     real = grams[0] >= 0
     distinct = real[..., 0].astype(jnp.int32) + (is_new & real[..., 1:]).sum(-1)
