@@ -278,7 +278,7 @@ LINES = {
     "rewards": 2398,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2514,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4491,  # with turns, samples that keep their slots, and experts that are recorded
-    "update": 2452,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
+    "update": 2454,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2321,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 704,  # with how two judgements agree
     "training": 8110,  # 127 of it faults around a run; conversations, damaged runs, texts of data
