@@ -10,6 +10,7 @@ from typing import Any
 
 import comparisons
 import pytest
+import quick
 import tomli_w
 
 from docs import real_methods, real_model
@@ -48,7 +49,7 @@ def test_there_are_thirty_general_questions_and_their_answers():
     assert all(row["question"].endswith("?") and row["answer"].endswith(".") for row in rows)
 
 
-@pytest.mark.full
+@quick.long
 def test_the_command_makes_runs_asks_models_probes_and_writes_the_page(
     tmp_path, monkeypatch, capsys
 ):

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import FULL, LLAMA3, SLIDING, YARN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import long_but
 
 import jaxgrpo
 from jaxgrpo.models.hf.families import FAMILIES
@@ -246,10 +247,12 @@ WINDOWLESS = (
 )
 HEADS = {"glm4_moe": (8, 16), "glm4": (8, 12, 16), **dict.fromkeys(HYBRID, (16, 24))}
 """Sizes of heads, where a part of each turns."""
+DRAWN = ("llama", "gemma3_text", "phi3", "olmo3", "cohere2", "ministral3", "granitemoehybrid")
+DRAWN += ("qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3")
+"""Families that `make test-all` draws configs of: between them they have every kind of field."""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", long_but(DRAWN, sorted(FAMILIES)))
 def test_a_drawn_config_gives_the_logits_of_transformers(family):
     @settings(
         max_examples=6,

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from family_runs import CLOSE, LONG, shortest
+from quick import LONG as RARE
 
 import jaxgrpo
 from jaxgrpo.models.hf.families import FAMILIES
@@ -17,14 +18,21 @@ DIFFERENT = {"gemma2", "olmo3"}
 """Soft caps and norms on both sides; norms after branches and two ropes."""
 
 
+KINDS = {"llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3"}
+"""Plain, capped, fused, with experts of two kinds, with states, with latents."""
+
+
 def paths(quick):
-    """Families and devices: of four devices the quick families, in `make test-all` all of both."""
+    """Families and devices: of four devices the quick families, in `make test-all` all on one and
+    the kinds on four, in `make test-long` all of both."""
+
+    def marks(family: str, devices: int):
+        if devices == 1 or family in KINDS - quick:
+            return pytest.mark.full
+        return pytest.mark.slow if family in quick else RARE
+
     return [
-        pytest.param(
-            family,
-            devices,
-            marks=pytest.mark.slow if devices == 4 and family in quick else pytest.mark.full,
-        )
+        pytest.param(family, devices, marks=marks(family, devices))
         for family in sorted(FAMILIES)
         for devices in (1, 4)
     ]

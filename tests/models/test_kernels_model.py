@@ -141,7 +141,6 @@ def marks(family: str, name: str) -> tuple[Any, ...]:
 KERNELS = {"blocks": XLA, "splash": OF_TPU, "cudnn": OF_GPU}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "name"),
     [

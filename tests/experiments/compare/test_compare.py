@@ -14,6 +14,7 @@ from typing import Any
 
 import comparisons
 import pytest
+import quick
 import tables
 from comparisons import arm_tables, write
 
@@ -188,7 +189,7 @@ def test_the_result_is_one_document_with_the_numbers_of_the_tables(compared, cap
     assert document["distance"] == {}  # its runs measure none
 
 
-@pytest.mark.full
+@quick.long
 def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(model, tmp_path):
     """The same noise share, drawn differently in each arm: by name of the reward."""
     arms = {

@@ -63,8 +63,7 @@ def test_the_files_of_experiments_are_right(page, tmp_path):
     assert patterns == expected.get(getattr(page.TASK, "name", ""), {})
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("page", FILES, ids=lambda page: page.NAME)
+@pytest.mark.parametrize("page", quick.long_but([x5_shortcut], FILES), ids=lambda page: page.NAME)
 def test_a_smoke_fills_every_part_of_its_page_and_draws_its_figure(page, tmp_path):
     steps, prompts = {"steps": 2}, {"prompts": 8, "samples": 16, "every": 0}
     result = page.result(take(page, tmp_path, 40, train=steps, eval=prompts))
