@@ -40,7 +40,8 @@ EXIT_CODES = {
     "`plan`: the run does not fit",
     2: "what was given cannot be used; the message says why; of `doctor`: JAX cannot use the "
     "devices of the machine",
-    3: "a reward failed in a run under way; the steps before are saved",
+    3: "a reward failed in a run under way; the steps before are saved, in an "
+    "evaluation those up to the newest checkpoint",
     4: "stuck, or a reward did not end at its timeout; the last checkpoint stands",
     5: "diverged: weights or gradients are not finite any more; the last good checkpoint stands",
     peers.LOST: "another process of the run was killed, is frozen or out of reach; the message says"
