@@ -131,8 +131,7 @@ def refuse_changed_base(
     """
     changed = set[str]()
     for kind, new in _model_facts(run_inputs, chat_template).items():
-        old = old_inputs[kind]
-        names = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+        names = differing_names(old_inputs[kind], new)
         changed |= {name for name in names if name in new or _is_file_of_base(name)}
     if changed:
         where = f"model.path = {run_inputs.pretrained.path}: {', '.join(sorted(changed))}"
