@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxgrpo.evaluation.intervals import finite_mean
+
 ROUNDING = 3e-7
 """A deviation from the mean of a group that is smaller, relative to the largest value, is none, and
 values whose difference is smaller are equal: rewards are float32 numbers, and weighted sums of the
@@ -45,8 +47,8 @@ def compare(old: np.ndarray, new: np.ndarray, group: np.ndarray) -> Agreement:
     return Agreement(
         samples=int(compared.sum()),
         unscored=int((~np.isfinite(new)).sum()),
-        old_mean=_mean(old),
-        new_mean=_mean(new),
+        old_mean=finite_mean(old),
+        new_mean=finite_mean(new),
         spearman=spearman(*pair),
         sign_changed=signs,
         rank_changed=orders,
@@ -116,8 +118,3 @@ def _share_changed(
         members = group == number
         changed += int((measure(old[members]) != measure(new[members])).sum())
     return changed / len(old) if len(old) else float("nan")
-
-
-def _mean(values: np.ndarray) -> float:
-    scored = values[np.isfinite(values)]
-    return float(scored.mean()) if scored.size else float("nan")

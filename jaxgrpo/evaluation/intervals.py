@@ -39,6 +39,17 @@ def bootstrap(values: np.ndarray) -> np.ndarray:
     return np.percentile(values[indices].mean(1), [2.5, 97.5])
 
 
+def finite_mean(values: Any) -> float:
+    """The mean of the values that are finite; NaN where none is.
+
+    >>> finite_mean([1.0, float("nan"), 3.0]), finite_mean([])
+    (2.0, nan)
+    """
+    finite = np.asarray(values, float)
+    finite = finite[np.isfinite(finite)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
 def student_interval(values: np.ndarray) -> np.ndarray:
     """Student's 95% interval of the mean over the first axis, of few values: [n] or [n, m].
 

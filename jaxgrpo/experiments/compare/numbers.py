@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxgrpo.evaluation.intervals import finite_mean
 from jaxgrpo.experiments.compare import results
 from jaxgrpo.experiments.compare.experiment import Case, Experiment, differences
 from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Row, Table
@@ -108,7 +109,7 @@ def groups(runs_by_arm: RunsByArm) -> dict[str, dict[str, dict[str, float]]]:
         curves = {name: np.array([run.curves[name] for run in runs]) for name in GROUPS}
         part = max(1, len(runs[0].curves[GROUPS[0]]) // 10)
         numbers[arm] = {
-            name: {"first": _mean(shares[:, :part]), "last": _mean(shares[:, -part:])}
+            name: {"first": finite_mean(shares[:, :part]), "last": finite_mean(shares[:, -part:])}
             for name, shares in curves.items()
         }
     return numbers
@@ -148,12 +149,6 @@ def costs(runs_by_arm: RunsByArm) -> dict[str, dict[str, float]]:
         }
         for arm, runs in runs_by_arm.items()
     }
-
-
-def _mean(values: np.ndarray) -> float:
-    """Of those that are numbers."""
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if finite.size else float("nan")
 
 
 def _rows(experiment: Experiment, table: Table) -> list[dict[str, Any]]:

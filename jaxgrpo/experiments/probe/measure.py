@@ -105,7 +105,7 @@ def _groups(
 
 
 def _degeneracy(group: dict[str, Any], size: int, prompts: int, level: float) -> dict[str, Any]:
-    mean = {name: _nan_mean(value) for name, value in group.items()}
+    mean = {name: intervals.finite_mean(value) for name, value in group.items()}
     influence = group["influence"][group["usable"]]
     low, high = intervals.studentised(mean["gap"], influence, level)
     return {
@@ -132,8 +132,8 @@ def _success(correct: np.ndarray, samples: np.ndarray, width: int, level: float)
     return {
         "rate": mean["value"],
         "ci": mean["ci"],
-        "at_zero": _nan_mean(correct == 0),
-        "at_one": _nan_mean(correct == samples),
+        "at_zero": intervals.finite_mean(correct == 0),
+        "at_one": intervals.finite_mean(correct == samples),
         "histogram": np.bincount(place, minlength=width + 1),
         "unscored": float(1 - samples.sum() / (width * len(is_scored))),
     }
@@ -143,13 +143,7 @@ def _mean(values: np.ndarray, level: float) -> dict[str, Any]:
     """The mean over prompts of shares, and its interval; NaN: nothing is known of a prompt."""
     values = np.asarray(values, float)
     values = values[np.isfinite(values)]
-    return {"value": _nan_mean(values), "ci": intervals.mean_of_shares(values, level)}
-
-
-def _nan_mean(values: Any) -> float:
-    values = np.asarray(values, float)
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else float("nan")
+    return {"value": intervals.finite_mean(values), "ci": intervals.mean_of_shares(values, level)}
 
 
 def _diversity(answers: Answers, final_answers: FinalAnswers | None) -> dict[str, float]:
@@ -167,7 +161,7 @@ def _diversity(answers: Answers, final_answers: FinalAnswers | None) -> dict[str
     for name, values in rows.items():
         if values is not None:
             metrics[f"distinct_{name}s"] = diversity.distinct(values)
-            metrics[f"same_{name}"] = _nan_mean([_agreeing(row) for row in values])
+            metrics[f"same_{name}"] = intervals.finite_mean([_agreeing(row) for row in values])
     return metrics
 
 
@@ -192,11 +186,11 @@ def _format(
     lengths = answers.mask.sum(-1)
     metrics: dict[str, Any] = {
         "cut": float(answers.truncated.mean()),
-        "blank": _nan_mean([not text.strip() for text in texts]),
-        "tags": _nan_mean(has_format(texts)),
+        "blank": intervals.finite_mean([not text.strip() for text in texts]),
+        "tags": intervals.finite_mean(has_format(texts)),
     }
     if final_answers is not None:
-        metrics["answered"] = _nan_mean(
+        metrics["answered"] = intervals.finite_mean(
             [answer is not None for row in final_answers for answer in row]
         )
     if formats:
@@ -204,8 +198,8 @@ def _format(
         metrics["formats"] = diversity.format_metrics(answers.texts, *judged)
     return metrics | {
         "mean_tokens": float(lengths.mean()),
-        "mean_tokens_right": _nan_mean(lengths[answers.right]),
-        "mean_tokens_wrong": _nan_mean(lengths[answers.scored & ~answers.right]),
+        "mean_tokens_right": intervals.finite_mean(lengths[answers.right]),
+        "mean_tokens_wrong": intervals.finite_mean(lengths[answers.scored & ~answers.right]),
     }
 
 
