@@ -273,7 +273,7 @@ LINES = {
     "advantages": 4046,  # with masks, weights by turn, known answers, teachers, baselines of rows
     "losses": 1350,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 698,  # with what launches and short collectives take
-    "data": 2521,  # with four tasks of experiments, four of several turns, and reasoning-gym's
+    "data": 2539,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8137,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2398,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2514,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats

@@ -15,12 +15,11 @@ from jaxgrpo.config.files import entries
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
-from jaxgrpo.data.storage import Place
+from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
-from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.reading import read_bytes
 from jaxgrpo.training.records.report import blocks, html
 from jaxgrpo.training.records.report.record import (

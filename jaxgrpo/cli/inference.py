@@ -18,7 +18,7 @@ from jaxgrpo.config.keys import EvalKeys, LoraKeys, ModelKeys, is_path
 from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
-from jaxgrpo.data.storage import Place
+from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.evaluation.evaluate import (
     Evaluation,
     Questions,
@@ -33,7 +33,7 @@ from jaxgrpo.training import export as exporting
 from jaxgrpo.training.pretrained import find_config, find_model
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, show_whole, telling, terminal_table
-from jaxgrpo.training.records.folder import plain, write_atomically
+from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.stored_policy import (
     NO_REWARD,

@@ -23,7 +23,7 @@ from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import parse_json
-from jaxgrpo.data.storage import Place, checksum
+from jaxgrpo.data.storage import Place, checksum, write_atomically
 from jaxgrpo.evaluation.evaluate import (
     Batches,
     Questions,
@@ -36,7 +36,7 @@ from jaxgrpo.training import inputs
 from jaxgrpo.training.fingerprints import config_facts, describe_rows
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
-from jaxgrpo.training.records.folder import Closing, plain, write_atomically
+from jaxgrpo.training.records.folder import Closing, plain
 from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_policy, seed_key
 

@@ -200,9 +200,7 @@ class Mirror:
         """A name of this folder of this host, which tells its own old lock from others'."""
         file = self.folder.parent / "id"
         if not file.exists() or not file.stat().st_size:  # begun on a full disk
-            unfinished = file.with_suffix(".tmp")
-            unfinished.write_text(os.urandom(16).hex())
-            unfinished.replace(file)
+            storage.write_atomically(file, os.urandom(16).hex())
         return file.read_text()
 
     def _claim(self) -> bytes:

@@ -297,6 +297,30 @@ def remove_tree(path: Place, quietly: bool = False) -> None:
         remove(f"{os.fspath(path)}/{name}")
 
 
+def write_atomically(path: Place, content: str | bytes) -> None:
+    """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    if is_url(path):
+        write(path, data)
+        return
+    if not path.is_dir():
+        refuse_no_file(path)  # a device would be replaced as well
+    # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that died and had this number
+        with open(open_file(temporary, os.O_WRONLY | os.O_EXCL), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # on a full disk it would take what is left
+            temporary.unlink()
+        error.filename = error.filename or os.fspath(path)  # which a write does not know
+        raise
+
+
 def flush(*paths: Place) -> None:
     """Waits until files, or the names in folders, are on the disk: a power cut then leaves them.
 

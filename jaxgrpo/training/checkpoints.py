@@ -33,11 +33,11 @@ import orbax.checkpoint as ocp
 from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources, storage
-from jaxgrpo.data.storage import Place
+from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.models import sharding
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.processes import parent, process
-from jaxgrpo.training.records.folder import Closing, write_atomically
+from jaxgrpo.training.records.folder import Closing
 from jaxgrpo.training.records.reading import is_step
 
 FORMAT = 1  # of the files of a step

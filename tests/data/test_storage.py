@@ -17,8 +17,8 @@ import pytest
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, sources, storage
+from jaxgrpo.data.storage import write_atomically
 from jaxgrpo.experiments.compare import experiment
-from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_writable
 
 ROWS = "".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(3))

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training.records.folder import SAMPLE_KEYS, RunFolder, plain, write_atomically
+from jaxgrpo.data.storage import write_atomically
+from jaxgrpo.training.records.folder import SAMPLE_KEYS, RunFolder, plain
 from jaxgrpo.training.records.reading import read_metrics
 
 ROW = {

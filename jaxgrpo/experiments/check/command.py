@@ -12,13 +12,13 @@ import numpy as np
 from rich.console import Console
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.storage import write_atomically
 from jaxgrpo.experiments.check import targets
 from jaxgrpo.experiments.check.laws import LAWS, broken
 from jaxgrpo.experiments.check.method import read_method
 from jaxgrpo.experiments.check.verdict import EXACT, Report, Row, check, main_rows
 from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document, show_table
-from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw, check_writable
 
 PICTURES = (".png", ".svg")

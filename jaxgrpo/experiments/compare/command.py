@@ -23,6 +23,7 @@ from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.core.errors import ConfigError, InputError, differing_names, refusing
 from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.core.types import Params
+from jaxgrpo.data.storage import write_atomically
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import numbers, report, results
@@ -37,7 +38,6 @@ from jaxgrpo.training.collecting.growing import brought_fields, make_trees
 from jaxgrpo.training.inputs import load_rows, local_time
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
-from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw
 from jaxgrpo.training.rewarding import resolve_rewards
 from jaxgrpo.training.setup import Shared

@@ -15,7 +15,7 @@ from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.config.world import COLUMNS
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
-from jaxgrpo.data.storage import Place
+from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, make_questions
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
@@ -25,7 +25,6 @@ from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.rewards.protocol import TrainerState, reads_any
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
-from jaxgrpo.training.records.folder import write_atomically
 from jaxgrpo.training.records.report.html import check_can_draw, check_writable
 from jaxgrpo.training.rewarding import show_previews, try_rewards
 from jaxgrpo.training.stored_policy import (

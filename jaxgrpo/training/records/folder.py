@@ -12,7 +12,6 @@ The first two lines are the same bytes for the same run, apart from the metrics 
 from __future__ import annotations
 
 import abc
-import contextlib
 import errno
 import json
 import logging
@@ -28,7 +27,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage
-from jaxgrpo.data.storage import Place
+from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.training.processes.process import broadcast
 from jaxgrpo.training.records import checksums
 from jaxgrpo.training.records.lock import LOCK, give_up_lock, take_lock
@@ -87,30 +86,6 @@ def plain(value: Any, name: str = "value") -> Any:
         f"{name} is {type(value).__name__}, which JSON cannot hold: "
         "give numbers, text, lists, mappings or arrays"
     )
-
-
-def write_atomically(path: Place, content: str | bytes) -> None:
-    """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    if storage.is_url(path):
-        storage.write(path, data)
-        return
-    if not path.is_dir():
-        storage.refuse_no_file(path)  # a device would be replaced as well
-    # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # of a process that died and had this number
-        with open(storage.open_file(temporary, os.O_WRONLY | os.O_EXCL), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # on a full disk it would take what is left
-            temporary.unlink()
-        error.filename = error.filename or os.fspath(path)  # which a write does not know
-        raise
 
 
 def _refuse_other_kinds(folder: Path) -> None:

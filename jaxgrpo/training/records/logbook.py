@@ -22,10 +22,11 @@ from jaxgrpo.config.own_code import installed
 from jaxgrpo.config.ranges import wandb_problem
 from jaxgrpo.core.errors import InputError, one_line, without_passwords
 from jaxgrpo.core.types import Rollouts
+from jaxgrpo.data.storage import write_atomically
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records import alarms, rollout_files
 from jaxgrpo.training.records.console import Display, best_and_worst, warning
-from jaxgrpo.training.records.folder import Closing, RunFolder, write_atomically
+from jaxgrpo.training.records.folder import Closing, RunFolder
 from jaxgrpo.training.records.reading import is_number, read_metrics
 from jaxgrpo.training.records.report.html import write_report
 from jaxgrpo.training.records.report.record import FINISHED, STOPPED, UNDER_WAY

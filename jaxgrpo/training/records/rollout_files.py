@@ -17,9 +17,9 @@ from jaxgrpo.core import types
 from jaxgrpo.core.errors import InputError, refuse_all, refusing, suggest
 from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.core.types import Rollouts
+from jaxgrpo.data.storage import write_atomically
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.dialogue import FORK
-from jaxgrpo.training.records.folder import write_atomically
 
 FORMAT, VERSION = "jaxgrpo-rollouts", "1"
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
-from jaxgrpo.data.storage import Place
+from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training.records import console
-from jaxgrpo.training.records.folder import FILES, FOLDERS, write_atomically
+from jaxgrpo.training.records.folder import FILES, FOLDERS
 from jaxgrpo.training.records.reading import is_number
 from jaxgrpo.training.records.report import conversations
 from jaxgrpo.training.records.report.blocks import (
