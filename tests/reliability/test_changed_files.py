@@ -69,7 +69,7 @@ def test_a_step_whose_meta_says_something_twice_is_refused(saved):
 
 
 def test_the_best_step_is_read_off_numbers_and_a_meta_of_other_kinds_is_refused(saved):
-    meta = {"best": None, "best_metric": None, "base": None, "resets": {}}
+    meta = {"best": None, "best_metric": None, "base": None, "resets": {}, "not_finite": 0}
     lines = [{"step": 1, "eval/a": 0.5}, {"step": 2, "eval/a": "high"}, {"step": 3}]
     (saved / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with Checkpoints(saved) as checkpoints:

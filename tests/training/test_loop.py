@@ -204,6 +204,11 @@ def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(tmp_path, c
     assert f"is of step 1, `jaxgrpo export {tmp_path / 'r'} OUT --step 1`" in message
     assert not (tmp_path / "r" / "model").exists()
 
+    again = small_run.config(tmp_path / "again", **keys)
+    loop.train(again, advantage=chain, train={"steps": 2})
+    with pytest.raises(process.Diverged, match=r"step 3: .* 2 steps in a row"):
+        loop.train(again, advantage=chain, resume="auto")
+
     config = small_run.config(tmp_path / "large", **{"optimizer.learning_rate": 1e6})
     assert process.guard(lambda: loop.train(config) and 0) == 5
     message = capsys.readouterr().err

@@ -34,12 +34,13 @@ MAX_UNSAVED = 3
 
 @dataclasses.dataclass
 class Progress:
-    """What a run remembers beside learner and stream. Checkpoints hold the first four."""
+    """What a run remembers beside learner and stream. Checkpoints hold the first five."""
 
     best: tuple[int, float] | None  # step and value
     best_metric: str | None  # the checkpoint.keep_best that it is the best by
     base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
     resets: Resets
+    not_finite: int = 0  # steps in a row that computed something that is not finite
     # What `best` was before, the worst first.
     earlier_bests: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -47,7 +48,6 @@ class Progress:
     unsaved: int = 0  # checkpoints in a row that failed
     tokens: float = 0.0
     seconds: float = 0.0  # of steps
-    not_finite: int = 0  # steps in a row that computed something that is not finite
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Progress:
@@ -56,7 +56,8 @@ class Progress:
             return cls(None, None, None, Resets())
         try:
             best = (int(meta["best"][0]), float(meta["best"][1])) if meta["best"] else None
-            return cls(best, meta["best_metric"], meta["base"], Resets(**meta["resets"]))
+            resets, not_finite = Resets(**meta["resets"]), int(meta["not_finite"])
+            return cls(best, meta["best_metric"], meta["base"], resets, not_finite)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"the meta.json of the checkpoint is not what a run writes ({error}): choose "
@@ -74,7 +75,7 @@ class Progress:
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
-        names = ("best", "best_metric", "base")
+        names = ("best", "best_metric", "base", "not_finite")
         saved = {name: getattr(self, name) for name in names}
         resets = self.resets._asdict()
         return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
