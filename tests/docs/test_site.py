@@ -111,7 +111,6 @@ def test_what_a_reader_follows_may_lead_anywhere(repository, tmp_path):
     assert module(repository, "check").check(tmp_path) == []
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_the_table_of_papers_is_what_the_script_computes():
     assert make_papers.page() == make_papers.PAGE.read_text(), "out of date: make docs"
