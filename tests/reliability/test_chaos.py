@@ -14,7 +14,7 @@ import pytest
 
 CHAOS = Path(__file__).with_name("chaos.py")
 SEEDS = [f"{seed}" for seed in range(10)]
-STEPS = "60"  # of each; as a command it takes 100
+STEPS, EVERY = "60", "6"  # of each, and seconds between faults; as a command it takes 100 and 3
 
 
 def disturb(environment: dict[str, str], *arguments: str) -> str:
@@ -28,7 +28,7 @@ def disturb(environment: dict[str, str], *arguments: str) -> str:
 @pytest.mark.full
 @pytest.mark.fault(8)
 def test_ten_seeds_of_random_faults_end_with_equal_bits(environment, repository, tries):
-    printed = disturb(environment(), "--steps", STEPS, "--seeds", *SEEDS)
+    printed = disturb(environment(), "--steps", STEPS, "--every", EVERY, "--seeds", *SEEDS)
     (repository / ".cache" / "chaos.txt").write_text(printed)
     assert printed.count(": equal") == len(SEEDS)
     kinds = {kind for text in re.findall(r"\((.*?)\)", printed) for kind in text.split(", ")}
