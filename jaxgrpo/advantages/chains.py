@@ -395,11 +395,9 @@ def _settle(key: str, input_signal: Any, output_signal: Any) -> Any:
         }
     value, mask = base.as_arrays(key, output_signal)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        # Ranks or truth values: statistics of them are no whole numbers.
-        floating = (
-            input_signal.value.dtype if isinstance(input_signal, Signal) else jnp.result_type(float)
-        )
-        value = value.astype(floating)
+        # Ranks, lengths or truth values: statistics of them are no whole numbers.
+        before = input_signal.value if isinstance(input_signal, Signal) else jnp.zeros(())
+        value = value.astype(base.as_floats(before).dtype)
     if isinstance(input_signal, Signal):
         shape = input_signal.mask.shape
         if value.shape[: len(shape)] != shape:
