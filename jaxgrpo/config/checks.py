@@ -50,8 +50,9 @@ def check(values: Values) -> Iterator[str]:
     wrong_parts = list(_build_parts(values, parts))
     yield from _method(values, parts)
     yield from _refill(values, parts)
+    yield from _rewards(values, parts)
     checks = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
-    for find_problems in (*checks, _rewards, scoring.check, world.check, _data, _template, _lora):
+    for find_problems in (*checks, scoring.check, world.check, _data, _template, _lora):
         yield from find_problems(values)
     yield from wrong_parts
     yield from _optimizer(values)
@@ -319,16 +320,15 @@ def _resets(values: Values) -> Iterator[str]:
             yield f"reference.reset_patience: {UNEVALUATED}"
 
 
-def _rewards(values: Values) -> Iterator[str]:
+def _rewards(values: Values, parts: BuiltParts) -> Iterator[str]:
     index_by_title: dict[str, int] = {}
     entries, use = values.get("rewards", ()), values.get("recipe", ":")
     # Own code takes no weights of ours.
     own_recipe = is_reference(use if isinstance(use, str) else use["use"])
     if entries and not any(reward.weight for reward in entries) and not own_recipe:
-        yield (
-            "rewards: every weight is 0, so there is nothing to train on; give one of them another "
-            "weight, or leave it out: it is then 1"
-        )
+        part, chain = parts.get("recipe", ({}, None))
+        titles = [reward.title for reward in entries]
+        yield f"rewards: every weight is 0, {methods.without_weights(part, chain, titles)}"
     for index, reward in enumerate(entries):
         for option in reward.options:
             if near := _misspelt(option, RewardKeys):

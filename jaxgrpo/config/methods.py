@@ -52,6 +52,9 @@ WEIGHED_TWICE = (
 )
 """Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
 
+WITHOUT_REWARDS = ("distill", "add_information_gain")
+"""Parts that say what a sample is worth where all rewards are 0, beside those that add a stream."""
+
 COMPARED_GROUPS = (
     "compares the groups of a batch, so that a group that rollout.refill took for live may be flat "
     "among those that the step trains on; judge each group by itself (drop = 0, or a threshold "
@@ -157,6 +160,28 @@ def build_reduction(part: Part, max_completion_tokens: int) -> losses.Reduction:
     """The reduction of a run; `constant` divides by the longest completion by default."""
     length = {"length": max_completion_tokens} if part["use"] == "constant" else {}
     return losses.build_reduction({**length, **part})
+
+
+def without_weights(
+    recipe: Mapping[str, Any], chain: AdvantageTransform | None, rewards: Sequence[str]
+) -> str:
+    """What is wrong where no reward of a config has a weight, and what to do.
+
+    Args:
+      chain: of the recipe; None: there is none that could be built.
+    """
+    steps = [] if chain is None else [step for _, step in chain.steps]
+    if not any(step.provides or step.name in WITHOUT_REWARDS for step in steps):
+        return (
+            "so there is nothing to train on; give one of them another weight, or leave it out: it "
+            "is then 1"
+        )
+    weights = ", ".join(f"{name} = 0" for name in rewards)
+    return (
+        "and metrics and evaluations are of their weighted sum; leave the weights out, and let "
+        f"{recipe['use']} read none of them: recipe = {{ use = {json.dumps(recipe['use'])}, "
+        f"weights = {{ {weights} }} }}"
+    )
 
 
 def needed_columns(

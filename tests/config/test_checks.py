@@ -121,6 +121,19 @@ def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
     read(kl % "")
 
 
+@pytest.mark.parametrize("name", ["intuitor", "opd", "l2t"])
+def test_rewards_that_are_only_logged_have_weight_0_in_the_recipe_alone(name):
+    """The recipe has a signal without them; metrics are of the rewards' weighted sum."""
+    rewards = 'rewards=[{use="arithmetic", weight=0}]'
+    (problem,) = problems(rewards, f"recipe={name}")
+    assert problem.startswith("rewards: every weight is 0, and metrics and evaluations are of")
+    instead = f'recipe = {{ use = "{name}", weights = {{ arithmetic = 0 }} }}'
+    assert problem.endswith(instead)
+    read(instead)
+    (problem,) = problems(rewards, "recipe=top_entropy")  # which only chooses tokens
+    assert "so there is nothing to train on" in problem
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
