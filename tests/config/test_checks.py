@@ -134,6 +134,15 @@ def test_rewards_that_are_only_logged_have_weight_0_in_the_recipe_alone(name):
     assert "so there is nothing to train on" in problem
 
 
+@pytest.mark.parametrize("mask", ["mask_zero_variance", "mask_low_variance"])
+def test_what_masks_flat_groups_compares_samples_and_may_be_refilled(mask):
+    threshold = ", threshold=0.0" if mask == "mask_low_variance" else ""
+    chain = f'advantage=[{{use="sum_rewards"}}, {{use="{mask}"{threshold}}}, {{use="sign"}}]'
+    read(chain, "rollout.refill.factor=2")
+    (problem,) = problems(chain, "rollout.group_size=1")
+    assert problem.startswith(f"rollout.group_size = 1: {mask} compares the samples of a prompt")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
