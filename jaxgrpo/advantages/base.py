@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -186,6 +187,12 @@ def check(where: str, expected: str, fits: Callable[[Any], bool], **options: Any
 def check_at_least(where: str, least: float, **options: Scheduled | None) -> None:
     """Refuses numbers below `least`, and those that are not finite."""
     check(where, f"{least:g} or more", lambda value: least <= value < float("inf"), **options)
+
+
+def check_whole(where: str, **options: int | None) -> None:
+    """Refuses all but whole numbers from 1 on."""
+    fits = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and n >= 1  # noqa: E731
+    check(where, "a whole number of at least 1", fits, **options)
 
 
 def check_share(where: str, **options: Scheduled | None) -> None:

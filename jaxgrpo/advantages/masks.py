@@ -55,9 +55,8 @@ def keep_samples(count: int | None = None) -> AdvantageTransform:
     >>> evaluate(keep_samples(1), [[1.0, 0.0]])[1].tolist()
     [[True, False]]
     """
-    name, expected = "keep_samples", "a whole number of at least 1"
-    if count is not None:
-        base.check(name, expected, lambda count: type(count) is int and count >= 1, count=count)
+    name = "keep_samples"
+    base.check_whole(name, count=count)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         samples = signal.mask.shape[1]

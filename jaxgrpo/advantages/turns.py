@@ -150,8 +150,8 @@ def keep_turns(
     >>> evaluate(keep_turns(last=1), [[1.0]], **fields)[1].tolist()
     [[[False, True, True]]]
     """
-    name, expected = "keep_turns", "a whole number of at least 1"
-    base.check(name, expected, lambda n: type(n) is int and n >= 1, first=first, last=last)
+    name = "keep_turns"
+    base.check_whole(name, first=first, last=last)
     if first is None and last is None:
         raise InputError("keep_turns: neither first nor last is given: say how many turns stay")
 

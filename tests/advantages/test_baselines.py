@@ -291,6 +291,20 @@ def test_flat_groups_are_normalised_as_if_virtual_rewards_were_in_them():
         adv.normalise_with_virtual_rewards(count=0)
 
 
+@pytest.mark.parametrize("number", [0, 2.5, "2", True])
+def test_numbers_of_samples_and_tokens_are_whole(number):
+    expected = f"{number!r}, expected a whole number of at least 1"
+    for make, name in (
+        (adv.leave_one_out_pass_at_k, "leave_one_out_pass_at_k: k"),
+        (adv.normalise_with_virtual_rewards, "normalise_with_virtual_rewards: count"),
+        (adv.keep_samples, "keep_samples: count"),
+        (adv.keep_turns, "keep_turns: first"),
+    ):
+        with pytest.raises(InputError, match=f"^{name} = {expected}"):
+            make(number)
+        make(np.int64(2))
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_with_std_pass_at_k_is_normalised_over_all_subsets(k):
     """Every subset of k of 5 samples is a group that is worth its best: GRPO over subsets."""
