@@ -35,13 +35,15 @@ def chain(
     function (signal, rollouts) -> signal is taken as a step. A chain whose steps all take one
     signal may be given the streams too where there is exactly one. No gradient flows through.
 
-    Raises: InputError on an empty chain and on a step behind the sum that wants streams; at
-    trace time on several streams that nothing sums, values of the wrong rank, missing fields.
+    Raises: InputError on an empty chain, on a step behind the sum that wants streams, and on two
+    that weigh by trainer over sampler; at trace time on several streams that nothing sums, values
+    of the wrong rank, missing fields.
     """
     if not transforms:
         raise InputError(f"{name}() has no steps: begin it with sum_rewards()")
     steps = _fitted(_named(transforms))
     _check_order(name, steps)
+    _check_weights(name, steps)
     takes_streams = steps[0][1].kind != "signal->signal"
     sums = any(step.kind == "streams->signal" for _, step in steps)
 
@@ -337,6 +339,17 @@ def _check_order(name: str, steps: Steps) -> None:
             )
         if step.kind != "streams->streams" and signal_step is None:
             signal_step = key
+
+
+def _check_weights(name: str, steps: Steps) -> None:
+    """Refuses a second step that weighs by trainer over sampler."""
+    weighing = [key for key, step in steps if step.importance]
+    if len(weighing) > 1:
+        raise InputError(
+            f"{name}: {' and '.join(weighing)} each weigh by trainer over sampler, and their"
+            " weights would be multiplied: leave all but one out; what drops samples beside"
+            " weights is geometric_rejection or sequence_rejection"
+        )
 
 
 def _check_single(name: str, rewards: tuple[str, ...]) -> None:

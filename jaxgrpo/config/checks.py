@@ -143,11 +143,16 @@ def _method(values: Values, parts: BuiltParts) -> Iterator[str]:
             'each other and needs at least 2; set it to 2 or more, or take recipe = "sign"'
         )
     _, surrogate = parts.get("loss.surrogate", ({}, None))  # own code is seen when the run is built
+    in_chain = ("recipe", "advantage", "loss.mismatch")
+    weighing = [
+        (place, f"{place} = {show(part)}")
+        for place, (part, step) in parts.items()
+        if place.startswith(in_chain) and step.importance
+    ]
     if values.get("loss.proximal") == "behavior" and surrogate and surrogate.weighs:
-        for place, (part, step) in parts.items():
-            in_chain = place == "loss.mismatch" or place.startswith("advantage")
-            if in_chain and step.importance:
-                yield f"{place} = {show(part)}: {methods.WEIGHED_TWICE}"
+        yield from (f"{where}: {methods.WEIGHED_TWICE}" for _, where in weighing)
+    for _, where in weighing[1:]:
+        yield f"{where}: {weighing[0][0]} weighs by trainer over sampler too; keep one of the two"
 
 
 def _updates(values: Values) -> Iterator[str]:

@@ -101,15 +101,30 @@ def test_loads_of_experts_are_those_that_are_taken_again(key):
 def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_already():
     weights = 'loss.mismatch={use="masked_importance"}'
     chain = 'advantage=[{use="sum_rewards"}, {use="truncated_importance"}]'
-    for name in ("reinforce", "on_policy"):
-        read(weights, chain, f"loss.surrogate.use={name}")
-    assert len(problems(weights, chain)) == 2
+    for part in (weights, chain):
+        for name in ("reinforce", "on_policy"):
+            read(part, f"loss.surrogate.use={name}")
+        read(part, "loss.proximal=trainer")
+        assert len(problems(part)) == 1
     surrogate = 'loss.surrogate={use="by_sample", field="new", then="reinforce", otherwise="%s"}'
     read(weights, surrogate % "on_policy")
     assert len(problems(weights, surrogate % "cispo")) == 1
     rejection = 'advantage=[{use="sum_rewards"}, {use="sequence_rejection"}]'
     read('loss.mismatch={use="geometric_rejection"}', rejection)
-    read(weights, chain, "loss.proximal=trainer")
+    read(weights, rejection, "loss.proximal=trainer")
+
+
+def test_weights_of_trainer_over_sampler_stand_once():
+    weights = 'loss.mismatch={use="masked_importance"}'
+    for chain, place in (
+        ('advantage=[{use="sum_rewards"}, {use="truncated_importance"}]', "advantage[1]"),
+        ('recipe={use="alpha_dpg", off_policy=true}', "recipe"),
+    ):
+        (problem,) = problems(weights, chain, "loss.proximal=trainer")
+        assert problem == (
+            f'loss.mismatch = {{"use": "masked_importance"}}: {place} weighs by trainer over '
+            "sampler too; keep one of the two"
+        )
 
 
 def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
