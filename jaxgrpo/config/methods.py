@@ -22,7 +22,7 @@ from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LossKeys, Part, RolloutKeys, part_options
 from jaxgrpo.config.ranges import LARGEST
-from jaxgrpo.core.errors import InputError, call, find, refusing
+from jaxgrpo.core.errors import InputError, call, explaining_own_code, find, refusing
 from jaxgrpo.core.scores import OF_SAMPLES, SCORES, Score
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.prompts import name_row
@@ -97,7 +97,16 @@ def _build_chain(named: Part | Sequence[Part], rewards: Sequence[Reward]) -> Adv
     use, options = recipe["use"], part_options(recipe)
     if isinstance(use, str):
         return advantages.build(use, {"weights": _weights(rewards), **options})
-    return advantages.build(use(**options))
+    where = f"recipe {own_code.short_name(named['use'])}"
+    steps = call(where, use, options)
+    if not isinstance(steps, list | tuple | str):  # a transform is a tuple
+        raise InputError(
+            f"{where} returned {type(steps).__name__}, expected a chain, jaxgrpo.chain(...), or the"
+            " list of its steps; a function (signal, rollouts) -> signal is a step: advantage = "
+            f'[{{ use = "sum_rewards" }}, {{ use = "{named["use"]}" }}]'
+        )
+    with explaining_own_code(where):
+        return advantages.build(steps)
 
 
 def trace_chain(

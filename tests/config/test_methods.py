@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from decimal import Decimal
 
 import pytest
@@ -44,6 +45,35 @@ def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_witho
 def test_a_function_of_ones_own_may_correct_the_mismatch(tmp_path):
     part = {"use": f"{__file__}:halved"}
     assert steps(tmp_path, **{"loss.mismatch": part})[-1] == "halved"
+
+
+def scaled(factor=1.0):
+    return [advantages.sum_rewards(), advantages.subtract_constant(factor)]
+
+
+def broken():
+    return [advantages.sum_rewards(), 1 / 0]
+
+
+def step_alone():
+    return halved
+
+
+def test_a_recipe_of_ones_own_is_a_function_that_returns_a_chain():
+    def make(name, **options):
+        return methods.make_recipe({"use": f"{__file__}:{name}", **options}, ())
+
+    steps = [name for name, _ in make("scaled", factor=0.5).steps]
+    assert steps == ["sum_rewards", "subtract_constant"]
+    for name, message in {
+        "halved": "recipe halved: missing a required argument: 'signal'; it takes (signal, roll",
+        "step_alone": "recipe step_alone returned function, expected a chain, jaxgrpo.chain(...),",
+        "broken": "raised ZeroDivisionError: division by zero",
+    }.items():
+        with pytest.raises(InputError, match=re.escape(message)):
+            make(name)
+    with pytest.raises(InputError, match=r"recipe scaled: unknown option 'factr': did you mean 'f"):
+        make("scaled", factr=1.0)
 
 
 def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
