@@ -91,7 +91,8 @@ def _build_parts(values: Values, parts: BuiltParts) -> Iterator[str]:
         try:
             parts[where] = part, build(part)
         except (ValueError, TypeError) as error:
-            yield f"{where}: {str(error).removeprefix('advantage[0]: ')}"
+            problem = str(error).removeprefix("advantage[0]: ")
+            yield f"{where}: {problem}{methods.inner_code(part)}"
 
 
 def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:

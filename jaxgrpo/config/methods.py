@@ -52,6 +52,9 @@ WEIGHED_TWICE = (
 )
 """Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
 
+INNER_PARTS = ("then", "otherwise", "transform")
+"""Options that are parts themselves."""
+
 WITHOUT_REWARDS = ("distill", "add_information_gain")
 """Parts that say what a sample is worth where all rewards are 0, beside those that add a stream."""
 
@@ -279,6 +282,20 @@ def build_tail(
     return (*control, *([_correction(mismatch)] if mismatch else []))
 
 
+def inner_code(part: Mapping[str, Any]) -> str:
+    """What to do where a part should take own code for a part inside it; "" where it does not."""
+    for option in INNER_PARTS:
+        inner = part.get(option)
+        steps = inner if isinstance(inner, Sequence) and not isinstance(inner, str) else [inner]
+        names = [step.get("use") if isinstance(step, Mapping) else step for step in steps]
+        if any(isinstance(name, str) and own_code.is_reference(name) for name in names):
+            return (
+                f"; {option} takes built-in parts: write a function of yours that returns "
+                f"{part['use']}({option}=...) with the part, and name that function"
+            )
+    return ""
+
+
 def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proximal: str) -> None:
     """Raises InputError if chain and surrogate both weigh by trainer over sampler."""
     if proximal == "behavior" and surrogate.weighs and chain.importance:
@@ -367,5 +384,8 @@ def _naming(step: str) -> Iterator[None]:
 
 def _correction(part: Mapping[str, Any]) -> AdvantageTransform:
     if not isinstance(part["use"], str):
-        return advantages.build([part]).steps[0][1]
+        try:
+            return advantages.build([part]).steps[0][1]
+        except InputError as error:  # the list is ours, not the user's
+            raise InputError(str(error).replace("advantage[0]", "loss.mismatch", 1)) from None
     return call(part["use"], find("mismatch", part["use"], CORRECTIONS), part_options(part))

@@ -83,6 +83,28 @@ def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, messa
     assert message in problem
 
 
+@pytest.mark.parametrize(
+    ("override", "call"),
+    [
+        (
+            'loss.surrogate={use="off_policy_mask", threshold=0.1, then="mine.py:power"}',
+            "off_policy_mask(then=...)",
+        ),
+        (
+            'loss.surrogate={use="by_sample", field="x", otherwise={use="mine:power", k=2}}',
+            "by_sample(otherwise=...)",
+        ),
+        (
+            'advantage=[{use="per_reward", transform=[{use="mine.py:step"}]}, {use="sum_rewards"}]',
+            "per_reward(transform=...)",
+        ),
+    ],
+)
+def test_own_code_inside_a_part_is_given_by_a_function(override, call):
+    (problem,) = problems(override)
+    assert f"takes built-in parts: write a function of yours that returns {call}" in problem
+
+
 @pytest.mark.parametrize("value", [0.5, ["group"], {"use": "group"}, None])
 def test_a_value_that_is_no_name_is_as_unknown_as_a_name(value):
     # What recipe = { use = "alpha_dpg", z = 0.5 } comes to; tests check types before that.

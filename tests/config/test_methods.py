@@ -45,6 +45,9 @@ def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_witho
 def test_a_function_of_ones_own_may_correct_the_mismatch(tmp_path):
     part = {"use": f"{__file__}:halved"}
     assert steps(tmp_path, **{"loss.mismatch": part})[-1] == "halved"
+    wrong = {"use": f"{__file__}:scaled", "factr": 2.0}
+    with pytest.raises(InputError, match=r"^loss.mismatch: scaled: unknown option 'factr'"):
+        steps(tmp_path, **{"loss.mismatch": wrong})
 
 
 def scaled(factor=1.0):
