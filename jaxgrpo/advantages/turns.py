@@ -76,8 +76,9 @@ def turn_returns(
         return Signal(value=value, mask=mask), {"turns": mean(valid.sum(-1), signal.mask)}
 
     needs = frozenset({turn, turn_reward})
-    relative = baseline == "turn"
-    return base.stateless("turn_returns", apply, needs=needs, levels=(2,), relative=relative)
+    has_mean = baseline == "turn"
+    part = base.stateless("turn_returns", apply, needs=needs, levels=(2,), relative=has_mean)
+    return part._replace(shrinks=has_mean)
 
 
 def turn_normalise(
@@ -124,7 +125,8 @@ def turn_normalise(
     fields, numbers = (turn, turn_reward, state), (scale, gamma, weight, eps)
     apply = functools.partial(_turn_normalised, fields, numbers, std, ddof)
     # Not relative: a sample that meets one state twice says something by itself.
-    return base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
+    part = base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
+    return part._replace(shrinks=True)
 
 
 def keep_turns(
