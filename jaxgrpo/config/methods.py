@@ -164,6 +164,12 @@ def make_objective(loss: LossKeys, max_completion_tokens: int) -> Objective:
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
+    if objective.penalties_on == "live" and objective._replace(penalties=()).acts_on_all:
+        raise InputError(
+            f'loss.penalties_on = "live": {objective.surrogate.name} keeps samples without an '
+            "advantage in the update, and penalties act on all that are in it; leave penalties_on "
+            "out, or take another surrogate"
+        )
     objective.trace()
     return objective
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from decimal import Decimal
 
+import minimal_config
 import pytest
 import small_run
 
@@ -117,6 +118,19 @@ def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
         methods.refuse_double_weights(chain, plain, "behavior")
     with pytest.raises(InputError, match="holds this weight already"):
         setup.setup(small_run.config(tmp_path), advantage=weights)
+
+
+@pytest.mark.parametrize("surrogate", ["gvpo", "mirror_descent", "kl_cov", "clip"])
+def test_penalties_on_live_samples_need_a_surrogate_that_lets_the_dead_leave(surrogate):
+    loss = minimal_config.read(
+        f"loss.surrogate.use={surrogate}", 'loss.kl={use="k2", beta=0.1}', "loss.penalties_on=live"
+    ).loss
+    if surrogate == "clip":
+        assert not methods.make_objective(loss, 8).acts_on_all
+        return
+    message = f'loss.penalties_on = "live": {surrogate} keeps samples without an advantage'
+    with pytest.raises(InputError, match=message):
+        methods.make_objective(loss, 8)
 
 
 @pytest.mark.full
