@@ -109,7 +109,7 @@ def test_a_bonus_changes_no_sign_and_leaves_flat_groups_at_0():
 
 
 def test_a_batch_that_measures_nothing_moves_no_mean():
-    """Of short samples there is no velocity and no acceleration: they say nothing about the mean."""
+    """Short samples have no velocity and no acceleration: they say nothing about the means."""
     transform = chain(sum_rewards(), adv.shape_by_effective_rank(decay=0.25))
     lengths, rewards = np.full((P, G), T), np.ones((P, G))
     long = np.zeros((P, G, T))

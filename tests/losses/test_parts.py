@@ -199,7 +199,7 @@ def test_exgrpos_function_of_the_ratio():
 def test_numbers_that_make_no_sense_are_refused():
     for make, options, message in [
         (clip, {"delta": 1.2}, "clip: delta = 1.2, expected a ratio above 1 + high = 1.2"),
-        (dual_clip, {"floor": 1.0}, "dual_clip: floor = 1.0, expected a ratio above 1 + high = 1.2"),
+        (dual_clip, {"floor": 1.0}, "dual_clip: floor = 1.0, expected a ratio above 1 + high"),
         (dual_clip, {"low": 2.0}, "dual_clip: low = 2.0, high = 0.2; expected 0 <= low <= 1"),
         (cispo, {"low": 0.3, "high": 0.2}, "cispo: low = 0.3, high = 0.2; expected 0 <= low < hi"),
         (cispo, {"high": np.nan}, "cispo: low = None, high = nan"),
