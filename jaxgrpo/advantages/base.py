@@ -237,11 +237,12 @@ def keep_groups(signal: Signal, keep: Array, **metrics: Metric) -> tuple[Signal,
 
 
 def row_state(
-    where: str, alternative: str, *names: str
+    where: str, alternative: str, *names: str, samples: int = 1
 ) -> Callable[[RolloutSpec], dict[str, Array]]:
     """The `init` of a part that keeps a number for every row of the data set under each name.
 
-    It raises InputError on a stream, which has no rows that return, and says what to take instead.
+    It raises InputError on a stream, which has no rows that return, and says what to take instead;
+    and on groups of less than `samples`, which the part would leave at 0.
     """
 
     def init(spec: RolloutSpec) -> dict[str, Array]:
@@ -249,6 +250,11 @@ def row_state(
             raise InputError(
                 f"{where} remembers every row of the data set, but this is a stream whose rows do"
                 f" not return: {alternative}"
+            )
+        if spec.group_size < samples:
+            raise InputError(
+                f"rollout.group_size = {spec.group_size}: {where} compares the samples of a group"
+                f" with each other and needs at least {samples}"
             )
         return {name: jnp.zeros(spec.num_rows, jnp.result_type(float)) for name in names}
 

@@ -301,9 +301,8 @@ def leave_one_out_pass_at_k(
         subsets of k samples were groups; then groups weigh alike, and it is no gradient of pass@k.
 
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
-    Raises: InputError on a k that is no whole number from 1 on, and before compiling on
-    k >= group_size.  Metrics: too_few, the share of groups with unmasked samples, but no more than
-    k.
+    Raises: InputError unless k is whole and from 1 to group_size - 1.  Metrics: too_few, the share
+    of groups with unmasked samples, but no more than k.
     Source: the estimator of Chen et al. 2021, arXiv 2107.03374; as a reward, arXiv 2505.15201; std:
     pass@k training, Chen et al. 2025, arXiv 2508.10751, its analytical form.
 

@@ -261,16 +261,7 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
         new_state = _with_visits(state, row, visit, group.mean, variance)
         return base.with_value(signal, smooth), new_state, metrics
 
-    rows = base.row_state(name, _INSTEAD, "visits", "mean", "squares")
-
-    def init(spec: RolloutSpec) -> dict[str, Array]:
-        if spec.group_size < 2:
-            raise InputError(
-                f"rollout.group_size = {spec.group_size}: {name} compares the samples of a group, "
-                "and one alone would always be 0; draw 2 or more, or take subtract_tracked_success"
-            )
-        return rows(spec)
-
+    init = base.row_state(name, _INSTEAD, "visits", "mean", "squares", samples=2)
     return AdvantageTransform(name, init, update, levels=(2,))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -76,9 +77,8 @@ def turn_returns(
         return Signal(value=value, mask=mask), {"turns": mean(valid.sum(-1), signal.mask)}
 
     needs = frozenset({turn, turn_reward})
-    has_mean = baseline == "turn"
-    part = base.stateless("turn_returns", apply, needs=needs, levels=(2,), relative=has_mean)
-    return part._replace(shrinks=has_mean)
+    options: Any = dict.fromkeys(("relative", "shrinks"), baseline == "turn")
+    return base.stateless("turn_returns", apply, needs=needs, levels=(2,), **options)
 
 
 def turn_normalise(
