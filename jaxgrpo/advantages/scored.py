@@ -283,7 +283,7 @@ def shape_by_effective_rank(
 
     The bonus is never negative, of failures too: their advantage comes nearer to 0, and never
     changes its sign (kappa >= 1). Flat groups stay at 0. In the first batch, which has no u, there
-    is none. A sample with too few strides for a velocity or an acceleration has x' = 0 and no x.
+    is none. A sample with too few strides for a velocity or an acceleration counts 0 for x' alone.
 
     Args:
       kappa: at least 1; the bonus is at most |a| / kappa.
