@@ -329,11 +329,11 @@ def _resets(values: Values) -> Iterator[str]:
 def _rewards(values: Values, parts: BuiltParts) -> Iterator[str]:
     index_by_title: dict[str, int] = {}
     entries, use = values.get("rewards", ()), values.get("recipe", ":")
-    # Own code takes no weights of ours.
-    own_recipe = is_reference(use if isinstance(use, str) else use["use"])
-    if entries and not any(reward.weight for reward in entries) and not own_recipe:
+    if entries and not any(reward.weight for reward in entries):
+        # Own code takes no weights of ours.
+        own_recipe = is_reference(use if isinstance(use, str) else use["use"])
         part, chain = parts.get("recipe", ({}, None))
-        titles = [reward.title for reward in entries]
+        titles = [] if own_recipe else [reward.title for reward in entries]
         yield f"rewards: every weight is 0, {methods.without_weights(part, chain, titles)}"
     for index, reward in enumerate(entries):
         for option in reward.options:

@@ -187,7 +187,11 @@ def without_weights(
 
     Args:
       chain: of the recipe; None: there is none that could be built.
+      rewards: that the recipe would weigh; none: a chain of parts or own code takes no weights.
     """
+    logged = "and metrics and evaluations are of their weighted sum; leave the weights out"
+    if not rewards:
+        return f"{logged}: what samples are worth is what the chain says"
     steps = [] if chain is None else [step for _, step in chain.steps]
     if not any(step.provides or step.name in WITHOUT_REWARDS for step in steps):
         return (
@@ -196,9 +200,8 @@ def without_weights(
         )
     weights = ", ".join(f"{name} = 0" for name in rewards)
     return (
-        "and metrics and evaluations are of their weighted sum; leave the weights out, and let "
-        f"{recipe['use']} read none of them: recipe = {{ use = {json.dumps(recipe['use'])}, "
-        f"weights = {{ {weights} }} }}"
+        f"{logged}, and let {recipe['use']} read none of them: recipe = {{ use = "
+        f"{json.dumps(recipe['use'])}, weights = {{ {weights} }} }}"
     )
 
 

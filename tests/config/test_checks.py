@@ -169,6 +169,9 @@ def test_rewards_that_are_only_logged_have_weight_0_in_the_recipe_alone(name):
     read(instead)
     (problem,) = problems(rewards, "recipe=top_entropy")  # which only chooses tokens
     assert "so there is nothing to train on" in problem
+    for chain in ('advantage=[{use="sum_rewards"}, {use="sign"}]', 'recipe="mine:chain"'):
+        (problem,) = problems(rewards, chain)
+        assert problem.endswith("out: what samples are worth is what the chain says")
 
 
 @pytest.mark.parametrize("mask", ["mask_zero_variance", "mask_low_variance"])
