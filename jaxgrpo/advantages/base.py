@@ -189,7 +189,7 @@ def check_at_least(where: str, least: float, **options: Scheduled | None) -> Non
     check(where, f"{least:g} or more", lambda value: least <= value < float("inf"), **options)
 
 
-def check_whole(where: str, **options: int | None) -> None:
+def check_whole(where: str, **options: Any) -> None:
     """Refuses all but whole numbers from 1 on."""
     fits = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and n >= 1  # noqa: E731
     check(where, "a whole number of at least 1", fits, **options)
