@@ -51,7 +51,6 @@ from jaxgrpo.core.errors import InputError, find
             'advantage[1] = {"use": "truncated_importance", "cap": 3.0}: with loss.proximal',
         ),
         ('loss.kl={use="k1_in_reward", beta=-1}', "loss.kl: k1_in_reward: beta = -1, expected"),
-        ('loss.kl={use="k2", beta="0.1"}', "loss.kl: "),
         ("reference.reset_evry=3", "did you mean reference.reset_every?"),
         (
             "reference.reset_every=3",
@@ -79,6 +78,28 @@ from jaxgrpo.core.errors import InputError, find
     ],
 )
 def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, message):
+    (problem,) = problems(override)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('recipe={use="passk", k=2, std="false"}', "passk: std = 'false': expected true or false"),
+        ('recipe={use="grpo", weights={arithmetic="x"}}', "arithmetic = 'x': expected a number"),
+        ('recipe={use="grpo", weights=1.0}', "weights = 1.0: expected a table, as { corr"),
+        ('recipe={use="sign", threshold="a"}', "sign: threshold = 'a': expected a number"),
+        ('recipe={use="spo", drift=["a"]}', "spo: drift = ['a']: expected a text"),
+        ('advantage=[{use="sum_rewards", arithmetic="x"}]', "arithmetic = 'x': expected a number"),
+        ('loss.kl={use="k2", beta="0.1"}', "penalty k2: beta = '0.1': expected a number"),
+        ('loss.surrogate={use="clip", delta="3"}', "clip: delta = '3': expected a number"),
+        ('loss.surrogate={use="cispo", low=true}', "cispo: low = True: expected a number"),
+        ('loss.reduction={use="sequence_sum", count_empty=1}', "1: expected true or false"),
+        ('loss.reduction={use="constant", length="4"}', "length = '4': expected a number"),
+        ('loss.entropy={use="bonus", coefficient={a=1}}', "{'a': 1}: expected a number"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_by_what_it_is(override, message):
     (problem,) = problems(override)
     assert message in problem
 
