@@ -161,7 +161,8 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
         total = length.sum(1, keepdims=True)
         # Weights that add up to 1 first: length times a huge reward would overflow.
         share = length / jnp.maximum(total, 1)
-        return value - jnp.where(mask, share * value, 0).sum(1, keepdims=True)
+        apart = value - jnp.where(total > 0, group.near, 0)
+        return apart - jnp.where(mask, share * apart, 0).sum(1, keepdims=True)
 
     return _unless_flat("subtract_length_weighted_mean", centred, singleton)
 
