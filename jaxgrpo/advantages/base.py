@@ -296,7 +296,7 @@ def samples(step: str, name: str | None, signal: Signal, rollouts: Rollouts) -> 
 
 
 def finite(value: Array, mask: Array | bool = True) -> Signal:
-    """The values as floats, masked where they are not finite (NaN = not scored) too, with 0 there."""
+    """The values as floats, masked where they are not finite (NaN = not scored), with 0 there."""
     value = as_floats(value)
     mask = mask & jnp.isfinite(value)
     return Signal(value=jnp.where(mask, value, 0), mask=mask)
