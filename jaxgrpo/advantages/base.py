@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -188,6 +189,12 @@ def check_at_least(where: str, least: float, **options: Scheduled | None) -> Non
     check(where, f"{least:g} or more", lambda value: least <= value < float("inf"), **options)
 
 
+def check_whole(where: str, **options: Any) -> None:
+    """Refuses all but whole numbers from 1 on."""
+    fits = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and n >= 1  # noqa: E731
+    check(where, "a whole number of at least 1", fits, **options)
+
+
 def check_share(where: str, **options: Scheduled | None) -> None:
     """Refuses numbers outside [0, 1]."""
     check(where, "a number in [0, 1]", lambda value: 0 <= value <= 1, **options)
@@ -230,11 +237,12 @@ def keep_groups(signal: Signal, keep: Array, **metrics: Metric) -> tuple[Signal,
 
 
 def row_state(
-    where: str, alternative: str, *names: str
+    where: str, alternative: str, *names: str, samples: int = 1
 ) -> Callable[[RolloutSpec], dict[str, Array]]:
     """The `init` of a part that keeps a number for every row of the data set under each name.
 
-    It raises InputError on a stream, which has no rows that return, and says what to take instead.
+    It raises InputError on a stream, which has no rows that return, and says what to take instead;
+    and on groups of less than `samples`, which the part would leave at 0.
     """
 
     def init(spec: RolloutSpec) -> dict[str, Array]:
@@ -242,6 +250,11 @@ def row_state(
             raise InputError(
                 f"{where} remembers every row of the data set, but this is a stream whose rows do"
                 f" not return: {alternative}"
+            )
+        if spec.group_size < samples:
+            raise InputError(
+                f"rollout.group_size = {spec.group_size}: {where} compares the samples of a group"
+                f" with each other and needs at least {samples}"
             )
         return {name: jnp.zeros(spec.num_rows, jnp.result_type(float)) for name in names}
 
@@ -283,7 +296,8 @@ def samples(step: str, name: str | None, signal: Signal, rollouts: Rollouts) -> 
 
 
 def finite(value: Array, mask: Array | bool = True) -> Signal:
-    """The values, masked where they are not finite (NaN = not scored) too, with 0 there."""
+    """The values as floats, masked where they are not finite (NaN = not scored), with 0 there."""
+    value = as_floats(value)
     mask = mask & jnp.isfinite(value)
     return Signal(value=jnp.where(mask, value, 0), mask=mask)
 

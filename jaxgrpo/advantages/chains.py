@@ -35,13 +35,15 @@ def chain(
     function (signal, rollouts) -> signal is taken as a step. A chain whose steps all take one
     signal may be given the streams too where there is exactly one. No gradient flows through.
 
-    Raises: InputError on an empty chain and on a step behind the sum that wants streams; at
-    trace time on several streams that nothing sums, values of the wrong rank, missing fields.
+    Raises: InputError on an empty chain, on a step behind the sum that wants streams, and on two
+    that weigh by trainer over sampler; at trace time on several streams that nothing sums, values
+    of the wrong rank, missing fields.
     """
     if not transforms:
         raise InputError(f"{name}() has no steps: begin it with sum_rewards()")
     steps = _fitted(_named(transforms))
     _check_order(name, steps)
+    _check_weights(name, steps)
     takes_streams = steps[0][1].kind != "signal->signal"
     sums = any(step.kind == "streams->signal" for _, step in steps)
 
@@ -339,6 +341,17 @@ def _check_order(name: str, steps: Steps) -> None:
             signal_step = key
 
 
+def _check_weights(name: str, steps: Steps) -> None:
+    """Refuses a second step that weighs by trainer over sampler."""
+    weighing = [key for key, step in steps if step.importance]
+    if len(weighing) > 1:
+        raise InputError(
+            f"{name}: {' and '.join(weighing)} each weigh by trainer over sampler, and their"
+            " weights would be multiplied: leave all but one out; what drops samples beside"
+            " weights is geometric_rejection or sequence_rejection"
+        )
+
+
 def _check_single(name: str, rewards: tuple[str, ...]) -> None:
     if len(rewards) != 1:
         raise InputError(
@@ -395,11 +408,9 @@ def _settle(key: str, input_signal: Any, output_signal: Any) -> Any:
         }
     value, mask = base.as_arrays(key, output_signal)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        # Ranks or truth values: statistics of them are no whole numbers.
-        floating = (
-            input_signal.value.dtype if isinstance(input_signal, Signal) else jnp.result_type(float)
-        )
-        value = value.astype(floating)
+        # Ranks, lengths or truth values: statistics of them are no whole numbers.
+        before = input_signal.value if isinstance(input_signal, Signal) else jnp.zeros(())
+        value = value.astype(base.as_floats(before).dtype)
     if isinstance(input_signal, Signal):
         shape = input_signal.mask.shape
         if value.shape[: len(shape)] != shape:

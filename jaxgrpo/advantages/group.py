@@ -161,7 +161,8 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
         total = length.sum(1, keepdims=True)
         # Weights that add up to 1 first: length times a huge reward would overflow.
         share = length / jnp.maximum(total, 1)
-        return value - jnp.where(mask, share * value, 0).sum(1, keepdims=True)
+        apart = value - jnp.where(total > 0, group.near, 0)
+        return apart - jnp.where(mask, share * apart, 0).sum(1, keepdims=True)
 
     return _unless_flat("subtract_length_weighted_mean", centred, singleton)
 
@@ -226,7 +227,7 @@ def normalise_with_virtual_rewards(
     [[1.0, -1.0], [-1.0, 0.0]]
     """
     name = "normalise_with_virtual_rewards"
-    base.check(name, "a whole number of at least 1", lambda count: count >= 1, count=count)
+    base.check_whole(name, count=count)
     base.check(name, "a finite number", lambda top: abs(top) < float("inf"), top=top)
     base.check_divisor(name, eps, ddof)
 
@@ -301,8 +302,8 @@ def leave_one_out_pass_at_k(
         subsets of k samples were groups; then groups weigh alike, and it is no gradient of pass@k.
 
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
-    Raises: InputError on k < 1, and before compiling on k >= group_size.  Metrics: too_few, the
-    share of groups with unmasked samples, but no more than k.
+    Raises: InputError unless k is whole and from 1 to group_size - 1.  Metrics: too_few, the share
+    of groups with unmasked samples, but no more than k.
     Source: the estimator of Chen et al. 2021, arXiv 2107.03374; as a reward, arXiv 2505.15201; std:
     pass@k training, Chen et al. 2025, arXiv 2508.10751, its analytical form.
 
@@ -310,7 +311,7 @@ def leave_one_out_pass_at_k(
     >>> evaluate(leave_one_out_pass_at_k(1), [[1.0, 0.0, 0.0]])[0].tolist()
     [[1.0, -0.5, -0.5]]
     """
-    base.check("leave_one_out_pass_at_k", "at least 1", lambda k: k >= 1, k=k)
+    base.check_whole("leave_one_out_pass_at_k", k=k)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("leave_one_out_pass_at_k", signal, threshold, rollouts)

@@ -32,11 +32,9 @@ def mask_zero_variance() -> AdvantageTransform:
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        group = stats.summary(signal.value, signal.mask)
-        masked = dataclasses.replace(signal, mask=signal.mask & ~group.flat)
-        return masked, {"masked_groups": mean(group.flat & (group.count > 0))}
+        return base.keep_groups(signal, ~stats.is_flat(signal.value, signal.mask))
 
-    return base.stateless("mask_zero_variance", apply, levels=(2,))
+    return base.stateless("mask_zero_variance", apply, levels=(2,), relative=True)
 
 
 def keep_samples(count: int | None = None) -> AdvantageTransform:
@@ -57,9 +55,8 @@ def keep_samples(count: int | None = None) -> AdvantageTransform:
     >>> evaluate(keep_samples(1), [[1.0, 0.0]])[1].tolist()
     [[True, False]]
     """
-    name, expected = "keep_samples", "a whole number of at least 1"
-    if count is not None:
-        base.check(name, expected, lambda count: type(count) is int and count >= 1, count=count)
+    name = "keep_samples"
+    base.check_whole(name, count=count)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         samples = signal.mask.shape[1]
@@ -203,7 +200,7 @@ def mask_low_variance(
             keep = _above_lowest(spread, scored, base.at_step(drop, rollouts, spread.dtype))
         return base.keep_groups(signal, keep, variance=mean(spread, scored))
 
-    step = base.stateless("mask_low_variance", apply, needs=needs, levels=(2,))
+    step = base.stateless("mask_low_variance", apply, needs=needs, levels=(2,), relative=True)
     return step._replace(compares_groups=callable(drop) or bool(drop))
 
 

@@ -283,7 +283,7 @@ def shape_by_effective_rank(
 
     The bonus is never negative, of failures too: their advantage comes nearer to 0, and never
     changes its sign (kappa >= 1). Flat groups stay at 0. In the first batch, which has no u, there
-    is none. A sample with too few strides for a velocity or an acceleration counts 0 for x'.
+    is none. A sample with too few strides for a velocity or an acceleration counts 0 for x' alone.
 
     Args:
       kappa: at least 1; the bonus is at most |a| / kappa.
@@ -331,12 +331,14 @@ class _Shaper(NamedTuple):
         ranks = base.read_field(_SHAPE, self.score, rollouts, tokens.shape, "[P, G, T]")
         measured = _movement(jnp.where(tokens, stats.widen(ranks), 0))
         batch = jnp.stack([*map(_mean, measured.value, measured.measurable)])
-        old = state["means"].astype(batch.dtype)
+        old, is_measured = state["means"].astype(batch.dtype), measured.measurable.any((1, 2))
         bonus = base.at_step(self.scale, rollouts, batch.dtype) * _bonus(measured, old, self.gain)
         bonus = jnp.where(has_means, jnp.maximum(bonus, 0), 0)
         bonus = bonus if value.ndim == 2 else bonus[..., None]
         added = jnp.minimum(bonus, jnp.abs(value) / self.kappa)
-        means = jnp.where(has_means, self.decay * old + (1 - self.decay) * batch, batch)
+        # 0 is the mean of what no batch has measured yet, as in `_bonus`.
+        mixed = jnp.where(old == 0, batch, self.decay * old + (1 - self.decay) * batch)
+        means = jnp.where(is_measured, mixed, old)
         new_state = {"means": means.astype(state["means"].dtype), "batches": state["batches"] + 1}
         sizes = zip(_MEASURED, measured.value, measured.measurable, strict=True)
         metrics: Metrics = {name: mean(x, measurable) for name, x, measurable in sizes}

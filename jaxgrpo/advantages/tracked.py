@@ -230,7 +230,7 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
       eps: added to both deviations, in units of reward; a deviation of exactly 0 gives 0.
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: visits, mean, squares (i S^2), each [rows].
-    Raises: InputError on a stream of data, whose rows never return.
+    Raises: InputError on a stream of data, whose rows never return, and on groups of one sample.
     Metrics: visits, the mean of i; flat_with_signal, the share of flat groups that teach.
     Source: smooth advantage standardisation of Dynamic Clipping Policy Optimization (DCPO), Yang et
     al. 2025, arXiv 2509.02333, with the deviations (by n - 1) of its code, which has no eps.
@@ -261,7 +261,7 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
         new_state = _with_visits(state, row, visit, group.mean, variance)
         return base.with_value(signal, smooth), new_state, metrics
 
-    init = base.row_state(name, _INSTEAD, "visits", "mean", "squares")
+    init = base.row_state(name, _INSTEAD, "visits", "mean", "squares", samples=2)
     return AdvantageTransform(name, init, update, levels=(2,))
 
 

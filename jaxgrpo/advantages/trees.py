@@ -157,7 +157,7 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
             node = node_summary(value, ids, signal.mask & (ids >= 0))
             shared = (node.count > 1).astype(value.dtype)
             size = shared * (node.count.astype(value.dtype) if weighting == "size" else 1)
-            total = total + size * (value - node.mean)
+            total = total + size * node.centred(value)
             weight, subgroups = weight + size, subgroups + shared
         advantage = total / jnp.where(weight > 0, weight, 1)
         return base.with_value(signal, advantage), {"subgroups": mean(subgroups, signal.mask)}
@@ -235,6 +235,7 @@ def _steps(
 ) -> list[Array]:
     """Per depth [P, G]: what its node adds against the prompt and its parent; 0 without a node."""
     prompt_weight, parent_weight = (jnp.asarray(weight, value.dtype) for weight in weights)
+    value = value - stats.summary(value, mask).near  # exact, and means of the rest keep digits
     prompt = node_summary(value, jnp.zeros(mask.shape, jnp.int32), mask).mean
     steps, parent = [], None
     for depth in range(path.shape[-1]):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -76,8 +77,8 @@ def turn_returns(
         return Signal(value=value, mask=mask), {"turns": mean(valid.sum(-1), signal.mask)}
 
     needs = frozenset({turn, turn_reward})
-    relative = baseline == "turn"
-    return base.stateless("turn_returns", apply, needs=needs, levels=(2,), relative=relative)
+    options: Any = dict.fromkeys(("relative", "shrinks"), baseline == "turn")
+    return base.stateless("turn_returns", apply, needs=needs, levels=(2,), **options)
 
 
 def turn_normalise(
@@ -124,7 +125,8 @@ def turn_normalise(
     fields, numbers = (turn, turn_reward, state), (scale, gamma, weight, eps)
     apply = functools.partial(_turn_normalised, fields, numbers, std, ddof)
     # Not relative: a sample that meets one state twice says something by itself.
-    return base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
+    part = base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
+    return part._replace(shrinks=True)
 
 
 def keep_turns(
@@ -150,8 +152,8 @@ def keep_turns(
     >>> evaluate(keep_turns(last=1), [[1.0]], **fields)[1].tolist()
     [[[False, True, True]]]
     """
-    name, expected = "keep_turns", "a whole number of at least 1"
-    base.check(name, expected, lambda n: type(n) is int and n >= 1, first=first, last=last)
+    name = "keep_turns"
+    base.check_whole(name, first=first, last=last)
     if first is None and last is None:
         raise InputError("keep_turns: neither first nor last is given: say how many turns stay")
 

@@ -50,8 +50,9 @@ def check(values: Values) -> Iterator[str]:
     wrong_parts = list(_build_parts(values, parts))
     yield from _method(values, parts)
     yield from _refill(values, parts)
+    yield from _rewards(values, parts)
     checks = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
-    for find_problems in (*checks, _rewards, scoring.check, world.check, _data, _template, _lora):
+    for find_problems in (*checks, scoring.check, world.check, _data, _template, _lora):
         yield from find_problems(values)
     yield from wrong_parts
     yield from _optimizer(values)
@@ -90,7 +91,8 @@ def _build_parts(values: Values, parts: BuiltParts) -> Iterator[str]:
         try:
             parts[where] = part, build(part)
         except (ValueError, TypeError) as error:
-            yield f"{where}: {str(error).removeprefix('advantage[0]: ')}"
+            problem = str(error).removeprefix("advantage[0]: ")
+            yield f"{where}: {problem}{methods.inner_code(part)}"
 
 
 def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
@@ -142,11 +144,16 @@ def _method(values: Values, parts: BuiltParts) -> Iterator[str]:
             'each other and needs at least 2; set it to 2 or more, or take recipe = "sign"'
         )
     _, surrogate = parts.get("loss.surrogate", ({}, None))  # own code is seen when the run is built
+    in_chain = ("recipe", "advantage", "loss.mismatch")
+    weighing = [
+        (place, f"{place} = {show(part)}")
+        for place, (part, step) in parts.items()
+        if place.startswith(in_chain) and step.importance
+    ]
     if values.get("loss.proximal") == "behavior" and surrogate and surrogate.weighs:
-        for place, (part, step) in parts.items():
-            in_chain = place == "loss.mismatch" or place.startswith("advantage")
-            if in_chain and step.importance:
-                yield f"{place} = {show(part)}: {methods.WEIGHED_TWICE}"
+        yield from (f"{where}: {methods.WEIGHED_TWICE}" for _, where in weighing)
+    for _, where in weighing[1:]:
+        yield f"{where}: {weighing[0][0]} weighs by trainer over sampler too; keep one of the two"
 
 
 def _updates(values: Values) -> Iterator[str]:
@@ -319,16 +326,15 @@ def _resets(values: Values) -> Iterator[str]:
             yield f"reference.reset_patience: {UNEVALUATED}"
 
 
-def _rewards(values: Values) -> Iterator[str]:
+def _rewards(values: Values, parts: BuiltParts) -> Iterator[str]:
     index_by_title: dict[str, int] = {}
     entries, use = values.get("rewards", ()), values.get("recipe", ":")
-    # Own code takes no weights of ours.
-    own_recipe = is_reference(use if isinstance(use, str) else use["use"])
-    if entries and not any(reward.weight for reward in entries) and not own_recipe:
-        yield (
-            "rewards: every weight is 0, so there is nothing to train on; give one of them another "
-            "weight, or leave it out: it is then 1"
-        )
+    if entries and not any(reward.weight for reward in entries):
+        # Own code takes no weights of ours.
+        own_recipe = is_reference(use if isinstance(use, str) else use["use"])
+        part, chain = parts.get("recipe", ({}, None))
+        titles = [] if own_recipe else [reward.title for reward in entries]
+        yield f"rewards: every weight is 0, {methods.without_weights(part, chain, titles)}"
     for index, reward in enumerate(entries):
         for option in reward.options:
             if near := _misspelt(option, RewardKeys):

@@ -22,7 +22,7 @@ from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LossKeys, Part, RolloutKeys, part_options
 from jaxgrpo.config.ranges import LARGEST
-from jaxgrpo.core.errors import InputError, call, find, refusing
+from jaxgrpo.core.errors import InputError, call, explaining_own_code, find, refusing
 from jaxgrpo.core.scores import OF_SAMPLES, SCORES, Score
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.prompts import name_row
@@ -51,6 +51,12 @@ WEIGHED_TWICE = (
     "reinforce or on_policy"
 )
 """Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
+
+INNER_PARTS = ("then", "otherwise", "transform")
+"""Options that are parts themselves."""
+
+WITHOUT_REWARDS = ("distill", "add_information_gain")
+"""Parts that say what a sample is worth where all rewards are 0, beside those that add a stream."""
 
 COMPARED_GROUPS = (
     "compares the groups of a batch, so that a group that rollout.refill took for live may be flat "
@@ -94,7 +100,16 @@ def _build_chain(named: Part | Sequence[Part], rewards: Sequence[Reward]) -> Adv
     use, options = recipe["use"], part_options(recipe)
     if isinstance(use, str):
         return advantages.build(use, {"weights": _weights(rewards), **options})
-    return advantages.build(use(**options))
+    where = f"recipe {own_code.short_name(named['use'])}"
+    steps = call(where, use, options)
+    if not isinstance(steps, list | tuple | str):  # a transform is a tuple
+        raise InputError(
+            f"{where} returned {type(steps).__name__}, expected a chain, jaxgrpo.chain(...), or the"
+            " list of its steps; a function (signal, rollouts) -> signal is a step: advantage = "
+            f'[{{ use = "sum_rewards" }}, {{ use = "{named["use"]}" }}]'
+        )
+    with explaining_own_code(where):
+        return advantages.build(steps)
 
 
 def trace_chain(
@@ -149,6 +164,12 @@ def make_objective(loss: LossKeys, max_completion_tokens: int) -> Objective:
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
+    if objective.penalties_on == "live" and objective._replace(penalties=()).acts_on_all:
+        raise InputError(
+            f'loss.penalties_on = "live": {objective.surrogate.name} keeps samples without an '
+            "advantage in the update, and penalties act on all that are in it; leave penalties_on "
+            "out, or take another surrogate"
+        )
     objective.trace()
     return objective
 
@@ -157,6 +178,31 @@ def build_reduction(part: Part, max_completion_tokens: int) -> losses.Reduction:
     """The reduction of a run; `constant` divides by the longest completion by default."""
     length = {"length": max_completion_tokens} if part["use"] == "constant" else {}
     return losses.build_reduction({**length, **part})
+
+
+def without_weights(
+    recipe: Mapping[str, Any], chain: AdvantageTransform | None, rewards: Sequence[str]
+) -> str:
+    """What is wrong where no reward of a config has a weight, and what to do.
+
+    Args:
+      chain: of the recipe; None: there is none that could be built.
+      rewards: that the recipe would weigh; none: a chain of parts or own code takes no weights.
+    """
+    logged = "and metrics and evaluations are of their weighted sum; leave the weights out"
+    if not rewards:
+        return f"{logged}: what samples are worth is what the chain says"
+    steps = [] if chain is None else [step for _, step in chain.steps]
+    if not any(step.provides or step.name in WITHOUT_REWARDS for step in steps):
+        return (
+            "so there is nothing to train on; give one of them another weight, or leave it out: it "
+            "is then 1"
+        )
+    weights = ", ".join(f"{name} = 0" for name in rewards)
+    return (
+        f"{logged}, and let {recipe['use']} read none of them: recipe = {{ use = "
+        f"{json.dumps(recipe['use'])}, weights = {{ {weights} }} }}"
+    )
 
 
 def needed_columns(
@@ -243,6 +289,20 @@ def build_tail(
     """The steps behind a run's recipe or chain. Raises: InputError on wrong names and options."""
     control = [_kl_return(part_options(kl))] if kl and kl["use"] == IN_REWARD else []
     return (*control, *([_correction(mismatch)] if mismatch else []))
+
+
+def inner_code(part: Mapping[str, Any]) -> str:
+    """What to do where a part should take own code for a part inside it; "" where it does not."""
+    for option in INNER_PARTS:
+        inner = part.get(option)
+        steps = inner if isinstance(inner, Sequence) and not isinstance(inner, str) else [inner]
+        names = [step.get("use") if isinstance(step, Mapping) else step for step in steps]
+        if any(isinstance(name, str) and own_code.is_reference(name) for name in names):
+            return (
+                f"; {option} takes built-in parts: write a function of yours that returns "
+                f"{part['use']}({option}=...) with the part, and name that function"
+            )
+    return ""
 
 
 def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proximal: str) -> None:
@@ -333,5 +393,8 @@ def _naming(step: str) -> Iterator[None]:
 
 def _correction(part: Mapping[str, Any]) -> AdvantageTransform:
     if not isinstance(part["use"], str):
-        return advantages.build([part]).steps[0][1]
+        try:
+            return advantages.build([part]).steps[0][1]
+        except InputError as error:  # the list is ours, not the user's
+            raise InputError(str(error).replace("advantage[0]", "loss.mismatch", 1)) from None
     return call(part["use"], find("mismatch", part["use"], CORRECTIONS), part_options(part))

@@ -291,21 +291,54 @@ def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T
         signature.bind(**options)
     except TypeError as error:
         raise InputError(f"{where}: {error}; it takes {signature}") from None
+    parameters = signature.parameters
+    further = next((p for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
     for option, value in options.items():
-        refuse_no_number(f"{where}: {option}", value, signature.parameters.get(option))
+        refuse_another_kind(f"{where}: {option}", value, parameters.get(option, further))
     with explaining_own_code(where):
         return factory(**options)
 
 
-def refuse_no_number(where: str, value: Any, parameter: inspect.Parameter | None) -> None:
-    """Raises InputError on a text, list, table or truth value as the value of an option that is a
-    number, and on numbers that are not finite."""
-    default = parameter.default if parameter else None
-    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-    takes_text = parameter is not None and "str" in str(parameter.annotation)
+NUMBERS = frozenset(("float", "int", "Scheduled"))
+"""Annotations of options that are numbers; the last takes a function of the step too."""
+
+
+def refuse_another_kind(where: str, value: Any, parameter: inspect.Parameter | None) -> None:
+    """Refuses values of another kind than an option has by its annotation, or by its default.
+
+    Raises: InputError on a text, list, table or truth value where a number is expected, and on
+    numbers that are not finite; on anything else where a text or a truth value is, as on "false";
+    and on what is no table of numbers where rewards are weighed.
+    """
+    if parameter is None or value is None:
+        return
+    kinds, default = _kinds(parameter.annotation), parameter.default
+    has_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    if (kinds and kinds <= NUMBERS) or (has_number and "str" not in kinds):
+        _refuse_no_number(where, value, f", as {default:g}" if has_number else "")
+    elif kinds == {"str"} and not isinstance(value, str):
+        raise InputError(f"{where} = {value!r}: expected a text")
+    elif kinds == {"bool"} and not isinstance(value, bool):
+        raise InputError(f"{where} = {value!r}: expected true or false, without quotes")
+    elif kinds == {"Weights"}:
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where} = {value!r}: expected a table, as {{ correct = 1.0 }}")
+        for name, weight in value.items():
+            _refuse_no_number(f"{where}.{name}", weight)
+
+
+def _refuse_no_number(where: str, value: Any, example: str = "") -> None:
     is_odd = isinstance(value, float) and not abs(value) < float("inf")
-    if is_number and not takes_text and (is_odd or isinstance(value, (bool, str, list, Mapping))):
-        raise InputError(f"{where} = {value!r}: expected a number, as {default:g}")
+    if is_odd or isinstance(value, (bool, str, list, Mapping)):
+        raise InputError(f"{where} = {value!r}: expected a number{example}")
+
+
+def _kinds(annotation: Any) -> frozenset[str]:
+    """The names of the types that an annotation allows beside None; none where there is none."""
+    if annotation is inspect.Parameter.empty:
+        return frozenset()
+    text = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
+    return frozenset(text.replace(" ", "").split("|")) - {"None"}
 
 
 def keywords(signature: inspect.Signature) -> tuple[dict[str, bool], bool]:

@@ -131,9 +131,11 @@ def kl_cov(coefficient: float = 1.0, share: float = 2e-4) -> Surrogate:
 
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         is_chosen = _find_chosen(tokens, _PAYING, "kl_cov")
+        # Not the clamped log ratio: the price would have no slope where the policy went farthest.
+        change = tokens.log_ratio_to(tokens.proximal_logp)
         # The slope of jnp.abs at 0 is 1.
-        slope = coefficient * jax.lax.stop_gradient(jnp.sign(log_rho))
-        price = jnp.where(is_chosen, slope * log_rho, 0)
+        slope = coefficient * jax.lax.stop_gradient(jnp.sign(change))
+        price = jnp.where(is_chosen, slope * change, 0)
         shares: Metrics = {"clip_ratio/covariance_mean": mean(is_chosen, tokens.mask)}
         return price - jnp.exp(log_rho) * weight, shares
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -251,10 +252,10 @@ def top_k_divergence(
 
 
 def _check_top_k(alpha: float, k: int, top: str) -> None:
-    if not (0 <= alpha <= 1) or k < 1:
+    if not (0 <= alpha <= 1 and isinstance(k, Integral) and k >= 1):
         raise InputError(
             f"top_k_divergence: alpha = {alpha}, k = {k}; expected 0 (forward) <= alpha <= 1 "
-            "(reverse), and one token or more"
+            "(reverse), and one token or more, a whole number"
         )
     if top not in ("teacher", "student"):
         raise InputError(f'top_k_divergence: top = {top!r}; expected "teacher" or "student"')

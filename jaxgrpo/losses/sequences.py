@@ -327,13 +327,15 @@ def mirror_descent(tau: float = 0.1, level: str = "sequence") -> Surrogate:
     At ratio 1 it is `reinforce`. For rewards r and advantages r - mean r the policy of least loss
     over a sequence is the proximal one times exp(r / tau), normalised, up to what the mean over a
     group misses of the normaliser; `gvpo` centres h too and misses nothing. None needs weights,
-    whatever policy drew the samples.
+    whatever policy drew the samples. The price acts at any distance, and where A is 0 too: all
+    unmasked samples stay in the update.
 
     Args:
       tau: in units of reward per nat.
       level: "sequence" or "token".
 
-    Metrics: `ratio_metrics`, of the product of a sequence's ratios at its level.
+    Metrics: `ratio_metrics`, of the product of a sequence's ratios at its level, clamped for them
+    alone.
     Raises: InputError unless tau is positive, on another level.
     Source: Kimi k1.5, arXiv 2501.12599, section 2.3.2, a form of online policy mirror descent;
     Trinity-RFT's OPMD is another. tau is not published; 0.1 is ours. ROLL (`kimi15`) and verl
@@ -350,14 +352,17 @@ def mirror_descent(tau: float = 0.1, level: str = "sequence") -> Surrogate:
         raise InputError(f"mirror_descent: tau = {tau}, expected a positive price of a nat squared")
 
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
-        squares = 0.5 * tau * jnp.square(log_rho)
+        # Not the clamped log ratio: the price would have no slope where the policy went farthest.
+        mask, change = tokens.mask, tokens.log_ratio_to(tokens.proximal_logp)
+        number = jnp.ones_like(change)
         if level == "sequence":
-            number = segment_sum(jnp.ones_like(squares), tokens.mask, tokens.segment)
-            squares = squares / jnp.maximum(number, 1)
-        return squares - weight * tokens.unmasked(tokens.logp), {}
+            number = segment_sum(number, mask, tokens.segment)
+            change = segment_sum(change, mask, tokens.segment)
+        squares = 0.5 * tau * jnp.square(change) / jnp.maximum(number, 1)
+        return jnp.where(mask, squares, 0) - weight * tokens.unmasked(tokens.logp), {}
 
     measure = log_ratio if level == "token" else _total_log_ratio
-    return ratio_surrogate("mirror_descent", rule, measure)
+    return ratio_surrogate("mirror_descent", rule, measure)._replace(acts_on_all=True)
 
 
 def gvpo(beta: float = 0.1) -> Surrogate:

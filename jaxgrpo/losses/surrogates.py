@@ -156,11 +156,8 @@ def clip(low: float = 0.2, high: float = 0.2, delta: float | None = None) -> Sur
     [-0.5  -1.25  0.75  1.5 ]
     """
     check_bounds("clip", low, high)
-    if delta is not None and not (1 + high < delta < math.inf):
-        raise InputError(
-            f"clip: delta = {delta}, expected a ratio above 1 + high = {1 + high}: below, it would"
-            " undo the clipping; 3 or 4 is usual"
-        )
+    if delta is not None:
+        _check_limit("clip: delta", delta, high)
 
     def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, low, high, delta)
@@ -180,12 +177,15 @@ def dual_clip(low: float = 0.2, high: float = 0.2, floor: float = 3.0) -> Surrog
       low, high: as for `clip`.
       floor: the largest ratio that counts where A < 0; above 1 + high.
 
+    Raises: InputError unless 0 <= low <= 1, high >= 0 and floor > 1 + high.
     Source: Ye et al. 2020, arXiv 1912.09729, equation 5.
 
     >>> loss, _ = dual_clip(high=0.5).compute(Tokens.from_ratios([2.0, 4.0, 4.0], [-1, -1, 1]))
     >>> print(loss.round(2))
     [ 2.   3.  -1.5]
     """
+    check_bounds("dual_clip", low, high)
+    _check_limit("dual_clip: floor", floor, high)
     return clip(low, high, floor)._replace(name="dual_clip")
 
 
@@ -406,6 +406,14 @@ def check_bounds(name: str, low: float, high: float) -> None:
     if not (0 <= low <= 1 and 0 <= high < math.inf):
         raise InputError(
             f"{name}: low = {low}, high = {high}; expected 0 <= low <= 1 and high >= 0"
+        )
+
+
+def _check_limit(where: str, limit: float, high: float) -> None:
+    if not 1 + high < limit < math.inf:
+        raise InputError(
+            f"{where} = {limit}, expected a ratio above 1 + high = {1 + high}: below, it would undo"
+            " the clipping; 3 or 4 is usual"
         )
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jaxgrpo.core.errors import InputError, refuse_no_number, refusing
+from jaxgrpo.core.errors import InputError, refuse_another_kind, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.update import moments
 
@@ -207,7 +207,7 @@ def _check_options(where: str, options: Mapping[str, Any], accepted: Mapping[str
                 else f"it takes {', '.join(accepted)}"
             )
             raise InputError(f"optimizer.{name}: {where} has no such option; {hint}")
-        refuse_no_number(f"optimizer.{name}", value, accepted[name])
+        refuse_another_kind(f"optimizer.{name}", value, accepted[name])
         limit = 1 if name in RATES else math.inf
         if isinstance(value, (int, float)) and not 0 <= value < limit:
             below = ", and below 1" if name in RATES else ", and finite"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
-from jaxgrpo.advantages import compute
+from jaxgrpo.advantages import base, compute
 from jaxgrpo.core.errors import InputError
 
 SUM = adv.sum_rewards(correct=1.0, style=0.2)
@@ -289,6 +289,22 @@ def test_flat_groups_are_normalised_as_if_virtual_rewards_were_in_them():
     assert (np.asarray(value)[3, 1:] == 0).all()
     with pytest.raises(InputError, match="count = 0, expected a whole number of at least 1"):
         adv.normalise_with_virtual_rewards(count=0)
+
+
+def test_numbers_of_samples_and_turns_are_whole():
+    expected = "expected a whole number of at least 1"
+    for make, name in (
+        (adv.leave_one_out_pass_at_k, "leave_one_out_pass_at_k: k"),
+        (adv.normalise_with_virtual_rewards, "normalise_with_virtual_rewards: count"),
+        (adv.keep_samples, "keep_samples: count"),
+        (adv.keep_turns, "keep_turns: first"),
+    ):
+        with pytest.raises(InputError, match=f"^{name} = 0, {expected}"):
+            make(0)
+    for number in (2.5, 2.0, "2", True):  # that a config may hold
+        with pytest.raises(InputError, match=f"^mine: k = {number!r}, {expected}"):
+            base.check_whole("mine", k=number)
+    base.check_whole("mine", k=np.int64(2), count=None)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])

@@ -396,6 +396,21 @@ def test_ranks_and_truth_values_of_an_own_step_are_values_like_any_other():
         np.testing.assert_allclose(value, [expected], rtol=1e-6)
 
 
+def test_a_computed_stream_of_whole_numbers_is_normalised_like_any_other():
+    lengths = stream("length", lambda rollouts: -rollouts.token_mask.sum(-1))
+    short = stream("short", lambda rollouts: rollouts.token_mask.sum(-1) < 3)
+    normalise = per_reward(chain(subtract_group_mean(), divide_by_group_std(eps=0.0, ddof=0)))
+    weights = {"reward": 0.0, "length": 1.0, "short": 0.0}
+    token_mask = [[[1, 1, 1], [1, 1, 0], [1, 0, 0]]]
+    composite = chain(lengths, short, normalise, sum_rewards(**weights))
+    value, _ = evaluate(composite, [[0.0] * 3], token_mask=token_mask)
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, [[-(1.5**0.5), 0, 1.5**0.5]], rtol=1e-6)
+    centred = chain(short, per_reward(subtract_group_mean()), sum_rewards(reward=0.0, short=1.0))
+    value, _ = evaluate(centred, [[0.0] * 3], token_mask=token_mask)
+    np.testing.assert_allclose(value, [[-2 / 3, 1 / 3, 1 / 3]], rtol=1e-6)
+
+
 def test_a_computed_stream_does_not_bring_back_what_was_left_out():
     length = stream("length", lambda rollouts: rollouts.fields["length"], needs=("length",))
     composite = chain(length, sum_rewards(reward=0.0, length=1.0), subtract_group_mean())

@@ -95,15 +95,20 @@ def test_behind_each_baseline_reward_and_kl_are_scaled_alike(tail, size):
         "kl_in_reward": [adv.to_tokens("last"), adv.kl_in_reward(beta), adv.reward_to_go()],
     }[tail]
     fields = {"trainer_logp": logps(table)[groups], "reference_logp": logps(reference)[groups]}
+    turns = {"turn": np.zeros((*groups.shape, 2), int), "turn_reward": np.zeros((*groups.shape, 1))}
+    turns["state_hash"] = np.arange(groups.size).reshape(*groups.shape, 1)  # no two turns meet
     full_gradient = jax.grad(objective)(table)
+    # One turn is a whole sample: its part is Dr. GRPO's baseline, on tokens already.
+    by_turn = [[adv.turn_returns()], [adv.turn_normalise(std=False)]]
     for baseline, share in (
         ([], 1),
         ([adv.subtract_leave_one_out_mean()], 1),
         ([adv.subtract_group_mean()], 1 - 1 / size),
         ([adv.chain(adv.mask_truncated(), adv.subtract_group_mean())], 1 - 1 / size),
+        *((part, 1 - 1 / size) for part in by_turn if tail == "add_kl_return"),
     ):
         truncated = np.zeros(groups.shape, bool)
-        rollout_fields = {"token_mask": mask[groups], "truncated": truncated, **fields}
+        rollout_fields = {"token_mask": mask[groups], "truncated": truncated, **fields, **turns}
         signal, _, _ = run([*baseline, *parts], reward[groups], **rollout_fields)
         gradient = jax.grad(estimate)(table, signal.value) / size
         np.testing.assert_allclose(gradient, share * full_gradient, rtol=0, atol=1e-9)

@@ -113,12 +113,26 @@ def test_where_trainer_and_sampler_agree_nothing_changes_to_the_last_bit():
         geometric_rejection(1.0, 1.0),
         sequence_rejection(1.0, 1.0, denominator="shrink"),
     )
-    value, mask, metrics = run(to_tokens(), *every, drift=0.0)
-    np.testing.assert_array_equal(value, plain)
-    np.testing.assert_array_equal(mask, TOKENS)
-    assert metrics["weight"] == metrics["effective_sample_size"] == 1
-    assert metrics["ratio_max"] == metrics["ratio_min"] == 1
-    assert metrics["dropped_samples"] == metrics["capped"] == 0
+    for step in every:
+        value, mask, metrics = run(to_tokens(), step, drift=0.0)
+        np.testing.assert_array_equal(value, plain)
+        np.testing.assert_array_equal(mask, TOKENS)
+        assert metrics["ratio_max"] == metrics["ratio_min"] == 1
+        for name in ("weight", "effective_sample_size"):
+            assert metrics.get(name, 1) == 1
+        for name in ("dropped_samples", "dropped_tokens", "capped"):
+            assert metrics.get(name, 0) == 0
+
+
+def test_weights_of_trainer_over_sampler_stand_once_in_a_chain():
+    inner = chain(masked_importance(), name="inner")
+    for steps, names in (
+        ((truncated_importance(), inner), "truncated_importance and inner"),
+        ((inner, masked_importance()), "inner and masked_importance"),
+    ):
+        with pytest.raises(InputError, match=f"{names} each weigh by trainer over sampler"):
+            chain(sum_rewards(), *steps)
+    chain(sum_rewards(), sequence_rejection(), inner)
 
 
 def test_shrink_takes_what_is_dropped_out_of_the_mask():

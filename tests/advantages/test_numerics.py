@@ -174,6 +174,21 @@ def test_large_rewards_that_differ_by_little_are_centred_first():
     np.testing.assert_allclose(low, -4 * unit, rtol=1e-6)
 
 
+def test_means_by_length_and_of_trees_are_centred_first_too():
+    rewards = jnp.asarray([[1e8, 1e8 + 8, 1e8, 1e8]], jnp.float32)
+    fields = {"token_mask": np.ones((1, 4, 2), bool), "token_depth": np.ones((1, 4, 2), int)}
+    fields["ancestors"] = [[[0, 1], [0, 2], [0, 3], [0, 4]]]  # only the root is shared
+    centred = np.array([[-2.0, 6, -2, -2]])
+    for part, expected in (
+        (adv.subtract_length_weighted_mean(), centred),
+        (adv.tree_subgroup(), centred),
+        (adv.tree_process(), 2 * np.stack([centred] * 2, -1)),
+    ):
+        read = {name: fields[name] for name in fields if name in (*part.needs, "token_mask")}
+        value, _ = adv.evaluate(part, rewards, **read)
+        np.testing.assert_allclose(value, expected, rtol=1e-6, err_msg=part.name)
+
+
 def test_nothing_breaks_on_nan_inf_huge_or_missing_rewards():
     """Finite in every recipe that needs but rewards; what is not finite is not scored."""
     rows = [

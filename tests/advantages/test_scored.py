@@ -108,6 +108,23 @@ def test_a_bonus_changes_no_sign_and_leaves_flat_groups_at_0():
     assert (value > centred + 1e-3).any()
 
 
+def test_a_batch_that_measures_nothing_moves_no_mean():
+    """Short samples have no velocity and no acceleration: they say nothing about the means."""
+    transform = chain(sum_rewards(), adv.shape_by_effective_rank(decay=0.25))
+    lengths, rewards = np.full((P, G), T), np.ones((P, G))
+    long = np.zeros((P, G, T))
+    long[..., [2, 5, 8]] = 1.0, 2.0, 4.0  # rank 4, velocity 1.75, acceleration 1.5
+    short = np.where(np.arange(T) < 3, long, 0)
+    state, means = transform.init(adv.spec_of(rollouts(lengths, long, rewards))), []
+    for ranks in (short, long, short, 2 * long):
+        _, state, _ = adv.compute(transform, rollouts(lengths, ranks, rewards), state)
+        means.append(np.asarray(state["shape_by_effective_rank"]["means"]))
+    np.testing.assert_allclose(means[0], [1, 0, 0])
+    np.testing.assert_allclose(means[1], [0.25 + 0.75 * 4, 1.75, 1.5], rtol=1e-6)
+    np.testing.assert_allclose(means[2][1:], [1.75, 1.5], rtol=1e-6)
+    np.testing.assert_allclose(means[3][1:], [1.75 * 1.75, 1.75 * 1.5], rtol=1e-6)
+
+
 def test_the_mean_of_a_score_is_a_reward():
     score = np.array([[[1.0, 2.0, NAN], [4.0, NAN, NAN]]])
     tokens = np.array([[[1, 1, 0], [0, 0, 0]]])

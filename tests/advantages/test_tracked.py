@@ -301,6 +301,12 @@ def test_an_option_out_of_range_is_refused_when_the_part_is_made(make, options, 
         make(**options)
 
 
+def test_groups_of_which_each_is_no_visit_are_refused():
+    message = "rollout.group_size = 1: smooth_standardise compares the samples of a group"
+    with pytest.raises(InputError, match=message):
+        adv.evaluate("dcpo_smooth", [[1.0], [0.0]])
+
+
 def test_a_field_of_another_shape_is_refused():
     part = adv.subtract_tracked_success(drift="moved")
     with pytest.raises(InputError, match=r"moved has shape \(1, 1\), expected \[P\] = \(1,\)"):

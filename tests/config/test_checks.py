@@ -51,7 +51,6 @@ from jaxgrpo.core.errors import InputError, find
             'advantage[1] = {"use": "truncated_importance", "cap": 3.0}: with loss.proximal',
         ),
         ('loss.kl={use="k1_in_reward", beta=-1}', "loss.kl: k1_in_reward: beta = -1, expected"),
-        ('loss.kl={use="k2", beta="0.1"}', "loss.kl: "),
         ("reference.reset_evry=3", "did you mean reference.reset_every?"),
         (
             "reference.reset_every=3",
@@ -83,6 +82,50 @@ def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, messa
     assert message in problem
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('recipe={use="passk", k=2, std="false"}', "passk: std = 'false': expected true or false"),
+        ('recipe={use="grpo", weights={arithmetic="x"}}', "arithmetic = 'x': expected a number"),
+        ('recipe={use="grpo", weights=1.0}', "weights = 1.0: expected a table, as { corr"),
+        ('recipe={use="sign", threshold="a"}', "sign: threshold = 'a': expected a number"),
+        ('recipe={use="spo", drift=["a"]}', "spo: drift = ['a']: expected a text"),
+        ('advantage=[{use="sum_rewards", arithmetic="x"}]', "arithmetic = 'x': expected a number"),
+        ('loss.kl={use="k2", beta="0.1"}', "penalty k2: beta = '0.1': expected a number"),
+        ('loss.surrogate={use="clip", delta="3"}', "clip: delta = '3': expected a number"),
+        ('loss.surrogate={use="cispo", low=true}', "cispo: low = True: expected a number"),
+        ('loss.reduction={use="sequence_sum", count_empty=1}', "1: expected true or false"),
+        ('loss.reduction={use="constant", length="4"}', "length = '4': expected a number"),
+        ('loss.entropy={use="bonus", coefficient={a=1}}', "{'a': 1}: expected a number"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_by_what_it_is(override, message):
+    (problem,) = problems(override)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "call"),
+    [
+        (
+            'loss.surrogate={use="off_policy_mask", threshold=0.1, then="mine.py:power"}',
+            "off_policy_mask(then=...)",
+        ),
+        (
+            'loss.surrogate={use="by_sample", field="x", otherwise={use="mine:power", k=2}}',
+            "by_sample(otherwise=...)",
+        ),
+        (
+            'advantage=[{use="per_reward", transform=[{use="mine.py:step"}]}, {use="sum_rewards"}]',
+            "per_reward(transform=...)",
+        ),
+    ],
+)
+def test_own_code_inside_a_part_is_given_by_a_function(override, call):
+    (problem,) = problems(override)
+    assert f"takes built-in parts: write a function of yours that returns {call}" in problem
+
+
 @pytest.mark.parametrize("value", [0.5, ["group"], {"use": "group"}, None])
 def test_a_value_that_is_no_name_is_as_unknown_as_a_name(value):
     # What recipe = { use = "alpha_dpg", z = 0.5 } comes to; tests check types before that.
@@ -101,15 +144,30 @@ def test_loads_of_experts_are_those_that_are_taken_again(key):
 def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_already():
     weights = 'loss.mismatch={use="masked_importance"}'
     chain = 'advantage=[{use="sum_rewards"}, {use="truncated_importance"}]'
-    for name in ("reinforce", "on_policy"):
-        read(weights, chain, f"loss.surrogate.use={name}")
-    assert len(problems(weights, chain)) == 2
+    for part in (weights, chain):
+        for name in ("reinforce", "on_policy"):
+            read(part, f"loss.surrogate.use={name}")
+        read(part, "loss.proximal=trainer")
+        assert len(problems(part)) == 1
     surrogate = 'loss.surrogate={use="by_sample", field="new", then="reinforce", otherwise="%s"}'
     read(weights, surrogate % "on_policy")
     assert len(problems(weights, surrogate % "cispo")) == 1
     rejection = 'advantage=[{use="sum_rewards"}, {use="sequence_rejection"}]'
     read('loss.mismatch={use="geometric_rejection"}', rejection)
-    read(weights, chain, "loss.proximal=trainer")
+    read(weights, rejection, "loss.proximal=trainer")
+
+
+def test_weights_of_trainer_over_sampler_stand_once():
+    weights = 'loss.mismatch={use="masked_importance"}'
+    for chain, place in (
+        ('advantage=[{use="sum_rewards"}, {use="truncated_importance"}]', "advantage[1]"),
+        ('recipe={use="alpha_dpg", off_policy=true}', "recipe"),
+    ):
+        (problem,) = problems(weights, chain, "loss.proximal=trainer")
+        assert problem == (
+            f'loss.mismatch = {{"use": "masked_importance"}}: {place} weighs by trainer over '
+            "sampler too; keep one of the two"
+        )
 
 
 def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
@@ -119,6 +177,31 @@ def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
     assert problem.startswith("loss.kl: k1_in_reward: there are 2 rewards (arithmetic, format): ")
     read(two, kl % ', reward="format"')
     read(kl % "")
+
+
+@pytest.mark.parametrize("name", ["intuitor", "opd", "l2t"])
+def test_rewards_that_are_only_logged_have_weight_0_in_the_recipe_alone(name):
+    """The recipe has a signal without them; metrics are of the rewards' weighted sum."""
+    rewards = 'rewards=[{use="arithmetic", weight=0}]'
+    (problem,) = problems(rewards, f"recipe={name}")
+    assert problem.startswith("rewards: every weight is 0, and metrics and evaluations are of")
+    instead = f'recipe = {{ use = "{name}", weights = {{ arithmetic = 0 }} }}'
+    assert problem.endswith(instead)
+    read(instead)
+    (problem,) = problems(rewards, "recipe=top_entropy")  # which only chooses tokens
+    assert "so there is nothing to train on" in problem
+    for chain in ('advantage=[{use="sum_rewards"}, {use="sign"}]', 'recipe="mine:chain"'):
+        (problem,) = problems(rewards, chain)
+        assert problem.endswith("out: what samples are worth is what the chain says")
+
+
+@pytest.mark.parametrize("mask", ["mask_zero_variance", "mask_low_variance"])
+def test_what_masks_flat_groups_compares_samples_and_may_be_refilled(mask):
+    threshold = ", threshold=0.0" if mask == "mask_low_variance" else ""
+    chain = f'advantage=[{{use="sum_rewards"}}, {{use="{mask}"{threshold}}}, {{use="sign"}}]'
+    read(chain, "rollout.refill.factor=2")
+    (problem,) = problems(chain, "rollout.group_size=1")
+    assert problem.startswith(f"rollout.group_size = 1: {mask} compares the samples of a prompt")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from decimal import Decimal
 
+import minimal_config
 import pytest
 import small_run
 
@@ -44,6 +46,38 @@ def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_witho
 def test_a_function_of_ones_own_may_correct_the_mismatch(tmp_path):
     part = {"use": f"{__file__}:halved"}
     assert steps(tmp_path, **{"loss.mismatch": part})[-1] == "halved"
+    wrong = {"use": f"{__file__}:scaled", "factr": 2.0}
+    with pytest.raises(InputError, match=r"^loss.mismatch: scaled: unknown option 'factr'"):
+        steps(tmp_path, **{"loss.mismatch": wrong})
+
+
+def scaled(factor=1.0):
+    return [advantages.sum_rewards(), advantages.subtract_constant(factor)]
+
+
+def broken():
+    return [advantages.sum_rewards(), 1 / 0]
+
+
+def step_alone():
+    return halved
+
+
+def test_a_recipe_of_ones_own_is_a_function_that_returns_a_chain():
+    def make(name, **options):
+        return methods.make_recipe({"use": f"{__file__}:{name}", **options}, ())
+
+    steps = [name for name, _ in make("scaled", factor=0.5).steps]
+    assert steps == ["sum_rewards", "subtract_constant"]
+    for name, message in {
+        "halved": "recipe halved: missing a required argument: 'signal'; it takes (signal, roll",
+        "step_alone": "recipe step_alone returned function, expected a chain, jaxgrpo.chain(...),",
+        "broken": "raised ZeroDivisionError: division by zero",
+    }.items():
+        with pytest.raises(InputError, match=re.escape(message)):
+            make(name)
+    with pytest.raises(InputError, match=r"recipe scaled: unknown option 'factr': did you mean 'f"):
+        make("scaled", factr=1.0)
 
 
 def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
@@ -84,6 +118,19 @@ def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
         methods.refuse_double_weights(chain, plain, "behavior")
     with pytest.raises(InputError, match="holds this weight already"):
         setup.setup(small_run.config(tmp_path), advantage=weights)
+
+
+@pytest.mark.parametrize("surrogate", ["gvpo", "mirror_descent", "kl_cov", "clip"])
+def test_penalties_on_live_samples_need_a_surrogate_that_lets_the_dead_leave(surrogate):
+    loss = minimal_config.read(
+        f"loss.surrogate.use={surrogate}", 'loss.kl={use="k2", beta=0.1}', "loss.penalties_on=live"
+    ).loss
+    if surrogate == "clip":
+        assert not methods.make_objective(loss, 8).acts_on_all
+        return
+    message = f'loss.penalties_on = "live": {surrogate} keeps samples without an advantage'
+    with pytest.raises(InputError, match=message):
+        methods.make_objective(loss, 8)
 
 
 @pytest.mark.full

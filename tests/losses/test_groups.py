@@ -207,11 +207,12 @@ def test_without_a_group_and_with_a_beta_that_is_no_price_it_is_refused():
             gvpo(beta)
 
 
-def test_a_loss_that_sees_groups_keeps_samples_without_an_advantage():
+def test_a_loss_that_sees_groups_or_prices_ratios_keeps_samples_without_an_advantage():
     reduction = build_reduction("sequence_sum")
     for surrogate, acts_on_all in (
         (gvpo(), True),
         (build_surrogate("clip"), False),
+        (build_surrogate("mirror_descent"), True),  # its price acts on ratios alone
         (build_surrogate({"use": "by_sample", "field": "replayed", "then": "gvpo"}), True),
         (build_surrogate("clip")._replace(acts_on_all=True), True),
         (build_surrogate("clip")._replace(needs=frozenset({"group_log_ratio"})), True),

@@ -171,6 +171,24 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     np.testing.assert_array_equal(value, loss(log_ratio, clip(delta=3.0))[0])
 
 
+@pytest.mark.parametrize("distance", [-3.0, 40.0])
+def test_a_price_of_the_log_ratio_pulls_from_any_distance(distance):
+    """Also beyond the 20 nats at which ratios are clamped. A is 0: only the price has a slope."""
+    tokens = Tokens.from_ratios(jnp.ones((1, 4)), 0.0, kl_cov_tokens=1.0)
+
+    def total(logp, part):
+        return build_surrogate(part).compute(dataclasses.replace(tokens, logp=logp))[0].sum()
+
+    prices = {"use": "mirror_descent", "tau": 0.5}
+    for part, slope in (
+        (prices, 0.5 * 4 * distance),  # of the sequence's four tokens
+        ({**prices, "level": "token"}, 0.5 * distance),
+        ({"use": "kl_cov", "coefficient": 0.7}, 0.7 * np.sign(distance)),
+    ):
+        gradient = jax.grad(total)(jnp.full((1, 4), distance), part)
+        np.testing.assert_allclose(gradient, np.full((1, 4), slope), rtol=1e-5)
+
+
 def test_exgrpos_function_of_the_ratio():
     """f(1) = 1 / 1.1; it rises and never reaches 1."""
     ratio = jnp.array([[1e-8, 0.1, 1.0, 1e8]])
@@ -181,7 +199,8 @@ def test_exgrpos_function_of_the_ratio():
 def test_numbers_that_make_no_sense_are_refused():
     for make, options, message in [
         (clip, {"delta": 1.2}, "clip: delta = 1.2, expected a ratio above 1 + high = 1.2"),
-        (dual_clip, {"floor": 1.0}, "delta = 1.0, expected a ratio above"),
+        (dual_clip, {"floor": 1.0}, "dual_clip: floor = 1.0, expected a ratio above 1 + high"),
+        (dual_clip, {"low": 2.0}, "dual_clip: low = 2.0, high = 0.2; expected 0 <= low <= 1"),
         (cispo, {"low": 0.3, "high": 0.2}, "cispo: low = 0.3, high = 0.2; expected 0 <= low < hi"),
         (cispo, {"high": np.nan}, "cispo: low = None, high = nan"),
         (sapo, {"tau_negative": 0.0}, "sapo: tau_negative = 0.0, expected a positive number"),

@@ -330,5 +330,7 @@ def test_options_that_make_no_sense_are_refused():
         adaptive_entropy(0)
     with refuses("adaptive_entropy: delta = -1, expected a positive number"):
         adaptive_entropy(1.0, delta=-1)
+    with refuses("top_k_divergence: alpha = 0.0, k = 0; expected"):
+        build_penalty("top_k_divergence", {"beta": 0.1, "k": 0})
     with refuses("unknown entropy 'bonuss': did you mean 'bonus'?"):
         build_entropy("bonuss")

@@ -162,7 +162,7 @@ def intuitor(
       eps, ddof: as in `grpo`.
 
     `weights` knows the reward as "self_certainty", with weight 1 where they do not name it; the
-    paper's method has no other: give the run's rewards weight 0, and they are only logged.
+    paper's method has no other: give the run's rewards weight 0 there, and they are only logged.
     Fields: self_certainty [P, G, T], a pass of the trained policy.
     Source: Intuitor, arXiv 2505.19590, with the policy before the step as the judge.
 
