@@ -9,13 +9,14 @@ ended it is there to be read; a function of the user's last, since it gets all m
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import Array
 
-from jaxgrpo.core.errors import InputError, differing_names
+from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.limits import ending_forks
@@ -206,6 +207,20 @@ def write_log(opened: OpenRun) -> Hook:
         return step
 
     return hook
+
+
+def check_on_step(on_step: OnStep | None) -> None:
+    """Raises: InputError where it takes no step's number and metrics, or is async."""
+    called = "it is called with a step's number and its metrics, def on_step(number, metrics)"
+    if inspect.iscoroutinefunction(on_step):
+        raise InputError(f"on_step is async, and nothing awaits it: {called}")
+    try:
+        if on_step is not None:
+            inspect.signature(on_step).bind(1, {})
+    except TypeError as error:
+        raise InputError(f"on_step: {one_line(error)}: {called}") from None
+    except ValueError:  # some functions written in C have no signature
+        pass
 
 
 def call_user(on_step: OnStep) -> Hook:

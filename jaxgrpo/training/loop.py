@@ -32,7 +32,14 @@ from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
 from jaxgrpo.training.fingerprints import refuse_changed_base
-from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, make_hooks
+from jaxgrpo.training.hooks import (
+    OnStep,
+    StepEnd,
+    check_on_step,
+    is_due,
+    make_evaluations,
+    make_hooks,
+)
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.recovery import writing_results
@@ -113,6 +120,7 @@ def train(
     """
     if resume not in (None, "auto"):
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
+    check_on_step(on_step)
     config = make_config(config, overrides, rewards, advantage, tools, environment_factory)
     line = process.start(config.mesh.platform)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}

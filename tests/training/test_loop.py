@@ -433,3 +433,21 @@ def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
         sizes.append(finished.metrics[-1]["held"])
         del finished, before
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+
+
+async def follow(number, metrics):
+    return number, metrics
+
+
+@pytest.mark.parametrize(
+    ("on_step", "message"),
+    [
+        (lambda metrics: None, "on_step: too many positional arguments: it is called with a step"),
+        (5, "on_step: 5 is not a callable object: it is called with a step's number"),
+        (follow, "on_step is async, and nothing awaits it"),
+    ],
+)
+def test_a_function_that_cannot_follow_a_step_is_refused_before_the_run(tmp_path, on_step, message):
+    with pytest.raises(InputError, match=message):
+        loop.train(small_run.config(tmp_path / "r"), on_step=on_step)
+    assert not (tmp_path / "r").exists()
