@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, differing_names, one_line
@@ -80,8 +81,7 @@ def make_hooks(
     if evaluations is not None:
         hooks.append(evaluations.after_step)
     if (goals := opened.run.collector.source.goals) is not None:
-        weights = {reward.name: reward.weight for reward in opened.run.rewards}
-        hooks.append(compare_goals(goals, weights))
+        hooks.append(compare_goals(goals, opened.run.collector.summed_rewards))
     hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
     if on_step is not None:
         hooks.append(call_user(on_step))
@@ -144,14 +144,16 @@ def count_work(opened: OpenRun) -> Hook:
     return hook
 
 
-def compare_goals(goals: Goals, weights: Mapping[str, float]) -> Hook:
-    """Measures the samples of each goal. Args: weights: of the rewards."""
+def compare_goals(
+    goals: Goals, summed_rewards: Callable[[Rollouts], tuple[np.ndarray, np.ndarray]]
+) -> Hook:
+    """Measures the samples of each goal; `summed_rewards` as `Collector.summed_rewards`."""
 
     def hook(step: StepEnd) -> StepEnd:
         rollouts = step.collected.rollouts
-        arrays = rollouts.ordinal, dict(rollouts.rewards), step.advantage
-        ordinal, rewards, advantage = sharding.to_host(arrays)
-        return step.with_values(goal_metrics(goals, ordinal, rewards, advantage, weights))
+        ordinal, advantage = sharding.to_host((rollouts.ordinal, step.advantage))
+        reward, scored = summed_rewards(rollouts)
+        return step.with_values(goal_metrics(goals, ordinal, reward, scored, advantage))
 
     return hook
 

@@ -133,11 +133,11 @@ class Collector:
         if mixture is not None:
             names = [f"source_{name}" for name in mixture.names]
             number = mixture.source_numbers(sharding.to_host(rollouts.row))
-            metrics |= part_metrics(names, number, *self._summed_rewards(rollouts))
+            metrics |= part_metrics(names, number, *self.summed_rewards(rollouts))
         if prefixes is not None:
             names = [f"prefix_{number}" for number in range(len(prefixes.texts))]
             number = sharding.to_host(rollouts.fields[PREFIX])
-            metrics |= part_metrics(names, number, *self._summed_rewards(rollouts))
+            metrics |= part_metrics(names, number, *self.summed_rewards(rollouts))
         return metrics
 
     def _staleness(self, rollouts: Rollouts, version: int) -> Mean:
@@ -212,11 +212,11 @@ class Collector:
         def judge(rollouts: Rollouts) -> refill.Verdict:
             with phase("prepare"):
                 live = live_groups(put_prompts(self.mesh, rollouts))
-            return refill.Verdict(live, *self._summed_rewards(rollouts))
+            return refill.Verdict(live, *self.summed_rewards(rollouts))
 
         return judge
 
-    def _summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    def summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
         """The weighted sum of each sample's rewards and whether it was scored, [P, G], on the
         host."""
         rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
