@@ -136,7 +136,8 @@ def config_for(
         tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
         source = None
     replacements = {name: value for name, value in (changes or {}).items() if value is not None}
-    if "eval.data" in replacements:  # subset and split are those of the data before
+    names = configs.flat(replacements)  # they may be nested
+    if "eval.data" in names:  # subset and split are those of the data before
         eval_keys = tables.get("eval", {})
         tables["eval"] = {name: eval_keys[name] for name in eval_keys.keys() - {"subset", "split"}}
 
@@ -146,7 +147,7 @@ def config_for(
 
     config = config_with()
     if is_model:
-        named_keys = {*replacements, *(text.partition("=")[0].strip() for text in overrides)}
+        named_keys = {*names, *(text.partition("=")[0].strip() for text in overrides)}
         positions = find_config(config.model, fetch_weights=False)[1].longest
         return config_with(**_fitting(config.rollout, positions, named_keys))
     return config
@@ -405,6 +406,13 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
         return evaluate_and_forget
 
     return share("evaluator", make)
+
+
+def source_or_rows(data: str | Place | Rows | None) -> tuple[str | None, Rows | None]:
+    """What `data` of a call from Python is: the name of a source, or rows."""
+    if isinstance(data, (str, os.PathLike)):
+        return os.fspath(data), None
+    return None, data
 
 
 def is_run(target: str | Place) -> bool:

@@ -36,6 +36,7 @@ from jaxgrpo.training.stored_policy import (
     resolve_judge,
     say_dropped,
     seed_key,
+    source_or_rows,
 )
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
@@ -44,7 +45,7 @@ PURPOSE = 2  # folded into the key: a probe repeats the draws of neither trainin
 def probe(
     target: str | Place,
     *,
-    data: str | Rows | None = None,
+    data: str | Place | Rows | None = None,
     reward: str | RewardFunction | None = None,
     samples: int | None = None,
     prompts: int | None = None,
@@ -71,7 +72,7 @@ def probe(
     if methods:
         refuse_with_methods(samples=samples, prompts=prompts)
         return atlas.probe_atlas(target, methods, data, reward, (), overrides)
-    source, rows = (data, None) if isinstance(data, str) else (None, data)
+    source, rows = source_or_rows(data)
     judge = judge_name(reward)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
     config = _config(target, eval_keys, (), overrides, rows)
