@@ -14,6 +14,7 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.table import Table
 
+from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys, LoraKeys, ModelKeys, is_path
 from jaxgrpo.config.tables import AskOverrides
@@ -78,6 +79,7 @@ def evaluate(
     of NAME's 95% interval over prompts.
     Raises: InputError before anything is sampled, if something cannot be used.
     """
+    own_code.forget_changed()
     source, rows = source_or_rows(data)
     judge = judge_name(scorer)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}

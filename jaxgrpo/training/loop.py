@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.tables import TrainOverrides
 from jaxgrpo.config.world import Factories
@@ -121,6 +122,7 @@ def train(
     if resume not in (None, "auto"):
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     check_on_step(on_step)
+    own_code.forget_changed()
     config = make_config(config, overrides, rewards, advantage, tools, environment_factory)
     line = process.start(config.mesh.platform)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}

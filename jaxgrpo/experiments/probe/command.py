@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from rich.console import Console
 
+from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, flat
 from jaxgrpo.config.keys import DataKeys, EvalKeys
 from jaxgrpo.config.tables import AskOverrides
@@ -69,6 +70,7 @@ def probe(
     Returns: the numbers, in the structure that docs/probe.md describes, "advice" last.
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
+    own_code.forget_changed()
     if methods:
         refuse_with_methods(samples=samples, prompts=prompts)
         return atlas.probe_atlas(target, methods, data, reward, (), overrides)
