@@ -73,7 +73,7 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
 
     Raises: ConfigError if there is none, or it is no TOML.
     """
-    source, configs = Path(path), shipped()
+    source, configs = Path(os.path.expanduser(path)), shipped()
     if source.is_file():
         source = source.resolve()
     elif source.suffix or len(source.parts) > 1:

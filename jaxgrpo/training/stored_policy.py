@@ -418,7 +418,7 @@ def source_or_rows(data: str | Place | Rows | None) -> tuple[str | None, Rows | 
 def is_run(target: str | Place) -> bool:
     """Whether it is the folder of a run. Raises: InputError where a bucket does not answer."""
     if not storage.is_url(target):
-        return (Path(target) / "config.toml").exists()
+        return Path(os.path.expanduser(target), "config.toml").exists()
     try:
         return storage.read(f"{os.fspath(target).rstrip('/')}/config.toml") is not None
     except OSError as error:
@@ -433,7 +433,7 @@ def is_config(target: str | Place) -> bool:
 
 def read_run(run: str | Place) -> tuple[Place, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
-    folder = storage.place(run) if storage.is_url(run) else Path(run)
+    folder = storage.place(run) if storage.is_url(run) else Path(os.path.expanduser(run))
     file = folder / "config.toml"
     if not is_run(run) or (text := read_text(file)) is None:
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")

@@ -6,6 +6,7 @@ import json
 import runpy
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders, texts
 from jaxgrpo.planning import preview
-from jaxgrpo.training import loop
+from jaxgrpo.training import loop, stored_policy
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.processes import process
 
@@ -433,6 +434,17 @@ def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
         sizes.append(finished.metrics[-1]["held"])
         del finished, before
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+
+
+def test_a_home_folder_may_be_named_by_its_mark(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    small_run.write(tmp_path / "run.toml", tmp_path / "r")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_bytes((tmp_path / "run.toml").read_bytes())
+    assert configs.load("~/run.toml").train.steps == 3
+    assert stored_policy.is_run("~/r")
+    assert stored_policy.read_run("~/r")[0] == tmp_path / "r"
+    assert stored_policy.config_for("~/r").model.path == str(tmp_path / "r" / "model")
 
 
 async def follow(number, metrics):
