@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,10 @@ class Run(NamedTuple):
     summary: dict[str, Any]
     learner: Learner
     stream: Stream
+
+    def __repr__(self) -> str:
+        # Not its arrays: a notebook shows the value of a cell, and they may be gigabytes.
+        return f"Run({os.fspath(self.path)!r}, step {self.summary['step']})"
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

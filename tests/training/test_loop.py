@@ -436,6 +436,13 @@ def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
 
 
+def test_a_run_is_shown_without_its_arrays():
+    arrays: Any = jnp.zeros(9)
+    run = loop.Run(Path("runs", "x"), {"step": 3}, arrays, arrays)
+    assert (repr(run), f"{run}") == ("Run('runs/x', step 3)",) * 2
+    assert run._replace(summary={}).learner is arrays
+
+
 def test_a_home_folder_may_be_named_by_its_mark(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     small_run.write(tmp_path / "run.toml", tmp_path / "r")
