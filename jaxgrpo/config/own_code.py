@@ -160,7 +160,8 @@ def load(
     if place == PYTHON:
         raise InputError(
             f"{reference!r}: the run was begun from Python with the object {name}: give it again, "
-            "jaxgrpo.train(..., rewards=..., advantage=...)"
+            "jaxgrpo.train(..., rewards=..., advantage=...), jaxgrpo.evaluate(..., scorer=...) or "
+            "jaxgrpo.probe(..., reward=...)"
         )
     if not place or not name:
         raise InputError(

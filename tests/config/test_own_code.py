@@ -202,3 +202,8 @@ def test_own_code_that_a_config_names_lies_beside_it(tmp_path):
     expected = f"{tmp_path}/mine.py:score"
     uses = [config.rewards[0].use, config.loss.surrogate["use"], config.recipe]
     assert [config.eval.scorer, config.model.family, *uses] == [expected] * 5
+
+
+def test_an_object_of_python_is_asked_for_where_it_may_be_given_again():
+    with pytest.raises(InputError, match=r"object mine: give it again, .*evaluate\(\.\.\., scorer="):
+        load("python:mine")
