@@ -407,6 +407,11 @@ def refuse_other_objects(rewards: Any, advantage: Any, tools: Any) -> None:
                 f"{name} is a {type(value).__name__}: give a list, "
                 + (f"{name}=[{shown}]" if is_single else f"{name}=[*{name}]")
             )
+        if not isinstance(value, Mapping) and any(isinstance(entry, Mapping) for entry in value):
+            raise InputError(
+                f"{name} holds a table: give functions and names; tables with options and weights are "
+                f"entries of {name} in the config"
+            )
     if advantage is not None and not isinstance(advantage, AdvantageTransform):
         raise InputError(
             f"advantage is a {type(advantage).__name__}: give a chain, as "

@@ -277,6 +277,7 @@ def test_a_name_from_python_that_leads_nowhere_is_named(name):
             r"rewards is a list_iterator: give a list, rewards=\[\*rewards\]",
         ),
         ({"tools": len}, r"tools is a builtin_function_or_method: give a list, tools=\[len\]"),
+        ({"rewards": [{"use": "math"}]}, "rewards holds a table: give functions and names"),
         ({"advantage": "grpo"}, 'advantage is a str: give a chain, .* recipe="grpo"'),
         ({"advantage": lambda signal, rollouts: signal}, "advantage is a function: give a chain"),
     ],
