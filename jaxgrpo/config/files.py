@@ -124,6 +124,7 @@ def from_dict(
       name: what messages call it, if there is no source.
     """
     tables: dict[str, Any] = absolute(raw, config_folder(source))
+    drop_rivals(tables, (text.partition("=")[0] for text in overrides))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: reading.Values = {}
     wrong_values = list(_wrong_values(tables))
@@ -230,6 +231,19 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     return copy.copy(value)
+
+
+def drop_rivals(tables: dict[str, Any], names: Iterable[str]) -> None:
+    """A recipe is a whole chain: it replaces `advantage` of `tables`, which are changed, and is
+    replaced by it. Where both are given they stay, and are a problem.
+
+    Args:
+      names: of the keys that are about to be set.
+    """
+    first_names = {name.partition(".")[0].strip() for name in names}
+    for key, rival in (("recipe", "advantage"), ("advantage", "recipe")):
+        if key in first_names and rival not in first_names:
+            tables.pop(rival, None)
 
 
 def _plain(value: Any) -> Any:
@@ -409,8 +423,8 @@ def refuse_other_objects(rewards: Any, advantage: Any, tools: Any) -> None:
             )
         if not isinstance(value, Mapping) and any(isinstance(entry, Mapping) for entry in value):
             raise InputError(
-                f"{name} holds a table: give functions and names; tables with options and weights are "
-                f"entries of {name} in the config"
+                f"{name} holds a table: give functions and names; tables with options and weights "
+                f"are entries of {name} in the config"
             )
     if advantage is not None and not isinstance(advantage, AdvantageTransform):
         raise InputError(
@@ -428,6 +442,7 @@ def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) ->
 
     Raises: ConfigError where a name leads through what is no table.
     """
+    drop_rivals(tables, (name for name, value in changes.items() if value is not None))
     for key, value in changes.items():
         try:
             put(tables, key.split("."), value, folder, merge=True)

@@ -175,6 +175,27 @@ def test_a_recipe_beside_a_chain_is_a_contradiction():
     assert "both given" in problem
 
 
+def test_a_recipe_that_is_set_replaces_a_chain_and_is_replaced_by_one():
+    chain = [{"use": "sum_rewards"}, {"use": "sign"}]
+    with_chain = tables(advantage=chain)
+    for got in (
+        files.from_dict(with_chain, ["recipe = dr_grpo"]),
+        make_config(with_chain, {"recipe": "dr_grpo"}),
+    ):
+        assert (got.recipe, got.advantage) == ("dr_grpo", None)
+    set_chain = 'advantage=[{use="sum_rewards"}, {use="sign"}]'
+    for got in (
+        files.from_dict(tables(recipe="dr_grpo"), [set_chain]),
+        make_config(tables(recipe="dr_grpo"), {"advantage": chain}),
+        files.from_dict(with_chain, ["advantage.1.threshold=0.5"]),
+    ):
+        assert got.recipe is None
+        assert got.advantage is not None
+        assert [part["use"] for part in got.advantage] == ["sum_rewards", "sign"]
+    with pytest.raises(ConfigError, match="are both given"):
+        make_config(tables(), {"recipe": "grpo", "advantage": chain})
+
+
 def test_a_chain_stands_in_the_place_of_the_default_recipe():
     got = read('advantage=[{use="sum_rewards"}, {use="sign", threshold=0.5}]')
     assert got.recipe is None

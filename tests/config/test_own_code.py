@@ -205,5 +205,7 @@ def test_own_code_that_a_config_names_lies_beside_it(tmp_path):
 
 
 def test_an_object_of_python_is_asked_for_where_it_may_be_given_again():
-    with pytest.raises(InputError, match=r"object mine: give it again, .*evaluate\(\.\.\., scorer="):
+    with pytest.raises(
+        InputError, match=r"object mine: give it again, .*evaluate\(\.\.\., scorer="
+    ):
         load("python:mine")
