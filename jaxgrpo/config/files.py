@@ -263,7 +263,8 @@ def _plain(value: Any) -> Any:
 
 
 def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
-    """Sets one key of `tables`, which are changed, from "table.key=value"; yields a problem."""
+    """Sets one key of `tables`, which are changed, from "table.key=value"; "table.key=" unsets one.
+    Yields a problem."""
     name, equals, value_text = text.partition("=")
     path = [word.strip() for word in name.split(".")]
     if not equals or not all(path):
@@ -275,11 +276,20 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
         if value_text.strip().startswith(("[", "{", '"', "'")):
             yield f"--set {text}: the value is not TOML: {error}"
             return
-        value = value_text.strip()
+        value = value_text.strip() or _nothing(".".join(path))
     try:
         put(tables, path, value, Path.cwd())
     except (TypeError, AttributeError, ValueError, IndexError):
         yield f"--set {text}: {name} does not lead to a key of the config"
+
+
+def _nothing(name: str) -> str | None:
+    """What "table.key=" sets: None, where a key is unset by default and takes no empty text, and a
+    whole table; else an empty text."""
+    field = keys.KEYS.get(name)
+    is_unset = field is not None and field.default is None
+    takes_none = is_unset and not field.metadata["range"].may_be_empty
+    return None if takes_none or name in SECTIONS else ""
 
 
 def put(

@@ -270,6 +270,16 @@ def test_none_from_python_leaves_a_key_or_a_table_unset():
         make_config(before, {"evall": None})
 
 
+def test_nothing_behind_an_override_leaves_a_key_or_a_table_unset():
+    before = tables(loss={"kl": {"use": "k2", "beta": 0.1}}, eval={"data": "task:sums:test"})
+    got = files.from_dict(before, ["loss.kl=", "eval=", "data.system = ", "data.answer="])
+    assert (got.loss.kl, got.eval.data, got.data.system) == (None, None, None)
+    assert got.data.answer == ""
+    assert files.from_dict(before, ["eval.data="]).eval == keys.EvalKeys()
+    (problem,) = problems("model.dtype=")
+    assert problem.startswith('model.dtype = "": expected')
+
+
 def test_tables_of_any_kind_are_changed_key_by_key():
     raw = {
         name: types.MappingProxyType(v) if isinstance(v, dict) else v
