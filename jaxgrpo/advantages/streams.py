@@ -31,9 +31,10 @@ def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
 
         r[p, g] = sum_name weight[name] * stream[name][p, g]
 
-    Without weights every stream weighs 1. With weights each stream must be named: one that is not
-    meant to count gets weight 0, and is then not read at all. A sample that one of the summed
-    streams could not score is masked: a sum over the others would be another reward.
+    Without weights every stream weighs 1, and in the chain of a config what its reward says
+    (`weight`). With weights each stream must be named: one that is not meant to count gets weight
+    0, and is then not read at all. A sample that one of the summed streams could not score is
+    masked: a sum over the others would be another reward.
 
     Args:
       weights: name of the stream = weight, a number or a function of the step.

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -13,6 +14,7 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.table import Table
 
+from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys, LoraKeys, ModelKeys, is_path
 from jaxgrpo.config.tables import AskOverrides
@@ -46,17 +48,18 @@ from jaxgrpo.training.stored_policy import (
     resolve_judge,
     say_dropped,
     seed_key,
+    source_or_rows,
 )
 
 
 def evaluate(
     target: str | Place,
     *,
-    data: str | Rows | None = None,
+    data: str | Place | Rows | None = None,
     scorer: str | RewardFunction | None = None,
     samples: int | None = None,
     prompts: int | None = None,
-    base: str | None = None,
+    base: str | Place | None = None,
     **overrides: Unpack[AskOverrides],
 ) -> dict[str, float]:
     """What `jaxgrpo eval` measures: greedy accuracy, pass@k, majority votes, their intervals.
@@ -76,11 +79,14 @@ def evaluate(
     of NAME's 95% interval over prompts.
     Raises: InputError before anything is sampled, if something cannot be used.
     """
-    source, rows = (data, None) if isinstance(data, str) else (None, data)
+    own_code.forget_changed()
+    source, rows = source_or_rows(data)
     judge = judge_name(scorer)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
     config = config_for(target, {**overrides, **_eval_changes(eval_keys)})
-    _, evaluation = _measure(Console(highlight=False), target, config, rows, scorer, base)
+    _, evaluation = _measure(
+        Console(highlight=False), target, config, rows, scorer, base and os.fspath(base)
+    )
     return evaluation.metrics
 
 

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxgrpo.config import own_code
 from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError, refusing
@@ -76,6 +77,7 @@ def sample(
     """
     if isinstance(prompts, str):
         raise InputError(f"prompts = {prompts!r}: give a list of prompts, as [{prompts!r}]")
+    own_code.forget_changed()
     _check(samples, temperature)
     changes = {**overrides, **option_changes(None, top_k, top_p, max_tokens)}
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]

@@ -67,10 +67,8 @@ def make_contenders(
     contenders = {}
     for name in names:
         overrides = _overrides(name, f"{where}: {name}")
-        replaced = {"advantage"} if overrides[0].startswith("recipe=") else set()
-        rest = {key: value for key, value in tables.items() if key not in replaced}
         try:
-            changed = configs.from_dict(rest, overrides, source=source)
+            changed = configs.from_dict(tables, overrides, source=source)
         except ConfigError as error:
             raise InputError(f"{where}: {name}: {'; '.join(error.problems)}") from None
         recipe = methods.make_recipe(changed.named_chain, rewards)

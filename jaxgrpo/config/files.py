@@ -19,15 +19,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import checks, keys, reading
 from jaxgrpo.config.keys import SECTIONS, Config, config_folder, is_path
 from jaxgrpo.config.own_code import named_file, python_name
 from jaxgrpo.config.reading import show
-from jaxgrpo.core.errors import ConfigError, differing_names, no_text, suggest
+from jaxgrpo.core.errors import ConfigError, InputError, differing_names, no_text, suggest
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.storage import is_url
+from jaxgrpo.data.written import text_of_value
 from jaxgrpo.rewards import callable_name
 
 RESUMABLE = {
@@ -70,7 +73,7 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
 
     Raises: ConfigError if there is none, or it is no TOML.
     """
-    source, configs = Path(path), shipped()
+    source, configs = Path(os.path.expanduser(path)), shipped()
     if source.is_file():
         source = source.resolve()
     elif source.suffix or len(source.parts) > 1:
@@ -121,6 +124,7 @@ def from_dict(
       name: what messages call it, if there is no source.
     """
     tables: dict[str, Any] = absolute(raw, config_folder(source))
+    drop_rivals(tables, (text.partition("=")[0] for text in overrides))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: reading.Values = {}
     wrong_values = list(_wrong_values(tables))
@@ -202,8 +206,9 @@ def _may_change(name: str, ends_with_steps: bool, resets_by_evaluation: bool) ->
 
 
 def absolute(value: Any, folder: Path, where: str = "") -> Any:
-    """A copy in which paths of inputs and of own code are absolute, and dates of TOML, which JSON
-    does not know, are texts."""
+    """A copy in which paths of inputs and of own code are absolute, dates of TOML, which JSON does
+    not know, are texts, and values of Python are as TOML has them, see `_plain`."""
+    value = _plain(value)
     if isinstance(value, Mapping):
         return {
             name: absolute(entry, folder, f"{where}.{name}".lstrip("."))
@@ -228,8 +233,38 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     return copy.copy(value)
 
 
+def drop_rivals(tables: dict[str, Any], names: Iterable[str]) -> None:
+    """A recipe is a whole chain: it replaces `advantage` of `tables`, which are changed, and is
+    replaced by it. Where both are given they stay, and are a problem.
+
+    Args:
+      names: of the keys that are about to be set.
+    """
+    first_names = {name.partition(".")[0].strip() for name in names}
+    for key, rival in (("recipe", "advantage"), ("advantage", "recipe")):
+        if key in first_names and rival not in first_names:
+            tables.pop(rival, None)
+
+
+def _plain(value: Any) -> Any:
+    """A value from Python as TOML has it: paths as texts, numbers and arrays of NumPy and JAX as
+    numbers and lists, with floats of few bits as their shortest numbers.
+
+    >>> _plain(Path("runs", "x")), _plain(np.float32(0.1)), _plain(np.arange(2))
+    ('runs/x', 0.1, [0, 1])
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not hasattr(value, "tolist"):
+        return value
+    array = np.asarray(value)
+    is_number = array.ndim == 0 and array.dtype.kind == "f"
+    return float(text_of_value(array[()])) if is_number else array.tolist()
+
+
 def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
-    """Sets one key of `tables`, which are changed, from "table.key=value"; yields a problem."""
+    """Sets one key of `tables`, which are changed, from "table.key=value"; "table.key=" unsets one.
+    Yields a problem."""
     name, equals, value_text = text.partition("=")
     path = [word.strip() for word in name.split(".")]
     if not equals or not all(path):
@@ -241,11 +276,20 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
         if value_text.strip().startswith(("[", "{", '"', "'")):
             yield f"--set {text}: the value is not TOML: {error}"
             return
-        value = value_text.strip()
+        value = value_text.strip() or _nothing(".".join(path))
     try:
         put(tables, path, value, Path.cwd())
     except (TypeError, AttributeError, ValueError, IndexError):
         yield f"--set {text}: {name} does not lead to a key of the config"
+
+
+def _nothing(name: str) -> str | None:
+    """What "table.key=" sets: None, where a key is unset by default and takes no empty text, and a
+    whole table; else an empty text."""
+    field = keys.KEYS.get(name)
+    is_unset = field is not None and field.default is None
+    takes_none = is_unset and not field.metadata["range"].may_be_empty
+    return None if takes_none or name in SECTIONS else ""
 
 
 def put(
@@ -349,13 +393,14 @@ def make_config(
         relative paths in them begin at the working directory.
       rewards, advantage, tools, environment: objects of the call; the config records their names.
 
-    Raises: ConfigError with all problems.
+    Raises: ConfigError with all problems; InputError as `refuse_other_objects`.
     """
+    refuse_other_objects(rewards, advantage, tools)
     source = None
     if isinstance(config, Config):
         tables, source = to_tables(config), config.source
     elif isinstance(config, Mapping):
-        tables = copy.deepcopy(dict(config))
+        tables = absolute(config, Path.cwd())  # dicts alone: others would not be merged
     else:
         tables, source = read_tables(config)
     replace(tables, changes or {}, Path.cwd())
@@ -373,14 +418,46 @@ def make_config(
     return from_dict(tables, source=source)
 
 
+def refuse_other_objects(rewards: Any, advantage: Any, tools: Any) -> None:
+    """Raises: InputError where a single reward or tool stands where a list does, or a list can be
+    read only once, and where the advantage is no chain."""
+    for name, value in {"rewards": rewards, "tools": tools}.items():
+        if value is None:
+            continue
+        is_single = isinstance(value, str) or not isinstance(value, Iterable)
+        if is_single or isinstance(value, Iterator):
+            shown = repr(value) if isinstance(value, str) else callable_name(value)
+            raise InputError(
+                f"{name} is a {type(value).__name__}: give a list, "
+                + (f"{name}=[{shown}]" if is_single else f"{name}=[*{name}]")
+            )
+        if not isinstance(value, Mapping) and any(isinstance(entry, Mapping) for entry in value):
+            raise InputError(
+                f"{name} holds a table: give functions and names; tables with options and weights "
+                f"are entries of {name} in the config"
+            )
+    if advantage is not None and not isinstance(advantage, AdvantageTransform):
+        raise InputError(
+            f"advantage is a {type(advantage).__name__}: give a chain, as "
+            "jaxgrpo.chain(jaxgrpo.sum_rewards(), jaxgrpo.subtract_group_mean()), or name a recipe "
+            'by recipe="grpo"'
+        )
+
+
 def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) -> None:
     """Replaces keys of `tables`, which are changed, by nested or dotted ones; see `put`.
 
     Args:
       folder: where relative paths in `changes` begin.
+
+    Raises: ConfigError where a name leads through what is no table.
     """
+    drop_rivals(tables, (name for name, value in changes.items() if value is not None))
     for key, value in changes.items():
-        put(tables, key.split("."), value, folder, merge=True)
+        try:
+            put(tables, key.split("."), value, folder, merge=True)
+        except (TypeError, AttributeError, ValueError, IndexError):
+            raise ConfigError("changes", [f"{key}: does not lead to a key of the config"]) from None
 
 
 def _code_name(code: Any) -> str:

@@ -45,6 +45,9 @@ CORRECTIONS: dict[str, Callable[..., AdvantageTransform]] = {
     )
 }
 
+SUMS = ("sum_rewards", "sum_scored", "dvao")
+"""Parts of a chain that add rewards up; each weight is an option of the name of its reward."""
+
 WEIGHED_TWICE = (
     'with loss.proximal = "behavior" the surrogate\'s ratio begins at the sampler and holds '
     'this weight already; set loss.proximal = "trainer", or take a surrogate without a ratio, '
@@ -95,7 +98,7 @@ def make_recipe(
 
 def _build_chain(named: Part | Sequence[Part], rewards: Sequence[Reward]) -> AdvantageTransform:
     if not isinstance(named, Mapping):
-        return advantages.build([_load_part(step) for step in named])
+        return advantages.build([_load_part(with_weights(step, rewards)) for step in named])
     recipe = _load_part(named)
     use, options = recipe["use"], part_options(recipe)
     if isinstance(use, str):
@@ -110,6 +113,20 @@ def _build_chain(named: Part | Sequence[Part], rewards: Sequence[Reward]) -> Adv
         )
     with explaining_own_code(where):
         return advantages.build(steps)
+
+
+def takes_weights(part: Part) -> bool:
+    """Whether a part of a chain adds rewards up by the weights that they have in the config: it
+    names none itself."""
+    options = {"use", "eps"} if part["use"] == "dvao" else {"use"}
+    return part["use"] in SUMS and part.keys() <= options
+
+
+def with_weights(part: Part, rewards: Sequence[Reward]) -> Part:
+    """A part of a chain; where it `takes_weights`, with those of the rewards."""
+    weights = _weights(rewards)
+    is_even = all(weight == 1 for weight in weights.values())
+    return part if is_even or not takes_weights(part) else {**part, **weights}
 
 
 def trace_chain(

@@ -146,7 +146,8 @@ def load(
 ) -> Any:
     """The function that a reference names, or another thing.
 
-    A file is run once per process, however often it is named, and finds modules in its folder.
+    A file is run once per process, however often it is named, until `forget_changed`, and finds
+    modules in its folder.
 
     Args:
       folder: where a relative path of a file begins; None: the working directory.
@@ -159,7 +160,8 @@ def load(
     if place == PYTHON:
         raise InputError(
             f"{reference!r}: the run was begun from Python with the object {name}: give it again, "
-            "jaxgrpo.train(..., rewards=..., advantage=...)"
+            "jaxgrpo.train(..., rewards=..., advantage=...), jaxgrpo.evaluate(..., scorer=...) or "
+            "jaxgrpo.probe(..., reward=...)"
         )
     if not place or not name:
         raise InputError(
@@ -181,6 +183,53 @@ def load(
     return value
 
 
+_LOADED: dict[str, dict[Path, bytes]] = {}
+"""Name of a module that was loaded from a file -> this file and the modules beside it that it
+imports, and what was in them."""
+
+
+def forget_changed() -> None:
+    """Forgets own code whose file has changed since it was loaded, or that of a module beside it
+    that it imports: `load` then runs it again. For calls from Python, as in a notebook."""
+    for name, contents in list(_LOADED.items()):
+        now, (file, *neighbours) = _contents(contents), contents
+        if now == contents:
+            continue
+        del _LOADED[name]
+        sys.modules.pop(name, None)
+        # One of them that stays may have imported one that has changed.
+        changed = any(now[neighbour] != contents[neighbour] for neighbour in neighbours)
+        files = {str(file), *(map(str, neighbours) if changed else ())}
+        for module_name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) in files:
+                del sys.modules[module_name]
+
+
+def _contents(files: Iterable[Path]) -> dict[Path, bytes]:
+    """What is in files; of those that cannot be read nothing."""
+    contents = {}
+    for file in files:
+        try:
+            contents[file] = file.read_bytes()
+        except OSError:
+            contents[file] = b""
+    return contents
+
+
+def _refuse_neighbours_elsewhere(reference: str, file: Path, neighbours: Iterable[Path]) -> None:
+    """Raises: InputError where a module beside a file that it imports came from another folder,
+    whose module of that name was loaded before."""
+    for neighbour in neighbours:
+        module = sys.modules.get(neighbour.stem)
+        origin = Path(getattr(module, "__file__", None) or neighbour).resolve()
+        if neighbour.parent == file.parent and origin != neighbour.resolve() and _is_own(origin):
+            raise InputError(
+                f"{reference!r}: it imports {neighbour.stem} and would get {origin}, which this "
+                f"process has loaded under that name, and not {neighbour}: rename one of the two, "
+                "or start another process"
+            )
+
+
 def _module_of_file(reference: str, path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
@@ -198,12 +247,15 @@ def _module_of_file(reference: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: a file beside it hides no installed package
+    contents = _contents(with_imports([path]))
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+        _refuse_neighbours_elsewhere(reference, path, [*contents][1:])
     except BaseException:
         del sys.modules[name]
         raise
+    _LOADED[name] = contents
     return module
 
 

@@ -94,7 +94,8 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
 
     Yields: the problems of the others.
     """
-    tables = dict(raw)
+    # None, which Python alone can give, is as if the key were left out.
+    tables = {name: value for name, value in raw.items() if value is not None or name not in HINTS}
     yield from _rename_tables(tables)
     for section, cls in SECTIONS.items():
         table = tables.get(section, {})
@@ -150,7 +151,7 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
         default_factory: Any = field.default_factory
         has_table = default_factory is not dataclasses.MISSING
         default: Any = default_factory() if has_table else field.default
-        if name in table:
+        if name in table and not (table[name] is None and default is None):  # None: not set
             value = table[name]
             if isinstance(value, Mapping) and has_table:
                 value = {**default, **value}  # options alone: of the default part

@@ -1,8 +1,8 @@
 """The keys of a config for type checkers: what `train(..., train={"steps": 20})` takes.
 
 keys.py says what each key means, checks it when a program runs, and has its default. Editors read
-names and types here, complete them, and mark a misspelt key. A test holds both equal. None stands
-for no value: TOML has none, and a key that is left out has its default.
+names and types here, complete them, and mark a misspelt key. A test holds both equal. None is a
+key that is left out, where its default is that nothing is set: TOML has no None.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class SourceTable(TypedDict, total=False):
 
     path: str
     weight: float
-    name: str
-    subset: str
-    split: str
-    revision: str
-    prompt: str
-    answer: str
+    name: str | None
+    subset: str | None
+    split: str | None
+    revision: str | None
+    prompt: str | None
+    answer: str | None
 
 
 class ModelTable(TypedDict, total=False):
     path: str
-    revision: str
+    revision: str | None
     config: Mapping[str, Any]
-    family: str
+    family: str | None
     ignore: Sequence[str]
     text_only: bool
     dtype: Floats
@@ -53,7 +53,7 @@ class ModelTable(TypedDict, total=False):
 
 
 class LoraTable(TypedDict, total=False):
-    path: str
+    path: str | None
     rank: int
     alpha: float
     targets: str
@@ -61,38 +61,38 @@ class LoraTable(TypedDict, total=False):
 
 
 class DataTable(TypedDict, total=False):
-    path: str | Sequence[SourceTable]
-    subset: str
-    split: str
-    revision: str
+    path: str | Sequence[SourceTable] | None
+    subset: str | None
+    split: str | None
+    revision: str | None
     delimiter: str
     prompt: str
     answer: str
     answer_prefix: str
-    max_answer_tokens: int
+    max_answer_tokens: int | None
     answer_cuts: int
-    system: str
+    system: str | None
     chat_template: str
     chat_template_kwargs: Mapping[str, Any]
-    template_time: str
+    template_time: str | None
     history: Literal["exact", "fork"]
     too_long: Literal["error", "drop"]
-    completion: str
+    completion: str | None
 
 
 class LossTable(TypedDict, total=False):
     surrogate: Part
     reduction: Part
-    kl: Part
-    entropy: Part
-    mismatch: Part
+    kl: Part | None
+    entropy: Part | None
+    mismatch: Part | None
     proximal: Literal["behavior", "trainer"]
     penalties_on: Literal["all", "live"]
 
 
 class ReferenceTable(TypedDict, total=False):
     reset_every: int
-    reset_kl_above: float
+    reset_kl_above: float | None
     reset_patience: int
     reset_metric: str
     ema_decay: float
@@ -103,12 +103,12 @@ class ExperienceTable(TypedDict, total=False):
     start: float
     size: int
     per_row: int
-    reward: str
+    reward: str | None
     success: float
 
 
 class TreeTable(TypedDict, total=False):
-    branch: Branching
+    branch: Branching | None
     trees: int
     nodes: int
     continuations: int
@@ -129,9 +129,9 @@ class ScoreTable(TypedDict, total=False):
     policies: Mapping[str, str]
     choose_by: str
     quantity: Quantity
-    prompt: str
-    max_prompt_tokens: int
-    temperature: float
+    prompt: str | None
+    max_prompt_tokens: int | None
+    temperature: float | None
     stride: int
 
 
@@ -157,20 +157,20 @@ class RolloutTable(TypedDict, total=False):
     min_p: float
     min_completion_tokens: int
     stop_strings: Sequence[str]
-    early_stop: Mapping[str, float]
-    slots: int
+    early_stop: Mapping[str, float] | None
+    slots: int | None
     kv_cache_dtype: CacheDtype
     weight_dtype: WeightDtype
     overlap_rewards: bool
-    segment_tokens: int
+    segment_tokens: int | None
     prompts: Part
-    interrupt: Mapping[str, Any]
-    refill: Mapping[str, float]
-    goals: Mapping[str, float]
-    prefixes: Mapping[str, Any]
+    interrupt: Mapping[str, Any] | None
+    refill: Mapping[str, float] | None
+    goals: Mapping[str, float] | None
+    prefixes: Mapping[str, Any] | None
     staleness: int
     max_turns: int
-    max_turn_tokens: int
+    max_turn_tokens: int | None
     call_format: str
     call_timeout: float
     call_workers: int
@@ -183,7 +183,7 @@ class TrainTable(TypedDict, total=False):
     num_iterations: int
     minibatches: int
     seed: int
-    tokens_per_micro_batch: int
+    tokens_per_micro_batch: int | None
     remat: Remat
     on_no_live_sample: Literal["step", "skip"]
     stop_after_not_finite: int
@@ -194,24 +194,24 @@ class TrainTable(TypedDict, total=False):
 
 
 class EvalTable(TypedDict, total=False):
-    data: str
-    subset: str
-    split: str
+    data: str | None
+    subset: str | None
+    split: str | None
     every: int
     samples: int
-    prompts: int
-    scorer: str
+    prompts: int | None
+    scorer: str | None
     formats: Mapping[str, str]
     confidence: bool
     confidence_window: int
     confidence_kept: float
-    kl_to_base: bool
+    kl_to_base: bool | None
 
 
 class CheckpointTable(TypedDict, total=False):
     every: int
     keep: int
-    keep_best: str
+    keep_best: str | None
 
 
 class MeshTable(TypedDict, total=False):
@@ -224,13 +224,13 @@ class MeshTable(TypedDict, total=False):
 
 
 class PlanTable(TypedDict, total=False):
-    topology: str
+    topology: str | None
     slices: int
 
 
 class TrackingTable(TypedDict, total=False):
     tensorboard: bool
-    wandb: Mapping[str, Any]
+    wandb: Mapping[str, Any] | None
 
 
 class RunTable(TypedDict, total=False):

@@ -177,15 +177,17 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
 
     Raises: InputError if it is none of these or holds no rows.
     """
-    if isinstance(dataset, Mapping) and dataset and all(map(_are_rows, dataset.values())):
+    are_splits = isinstance(dataset, Mapping) and all(map(_are_rows, dataset.values()))
+    if are_splits and any(not isinstance(rows, list) or rows for rows in dataset.values()):
         dataset = _select_split(dataset, split, "dataset", "data")
     if isinstance(dataset, Mapping) or _is_frame(dataset):
         dataset = _rows_from_columns(dataset)
     is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
-    if not is_iterable or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, str) or not is_iterable or not hasattr(dataset, "__len__"):
         raise InputError(
             f"dataset is a {type(dataset).__name__}, whose rows cannot be counted or read again: "
-            "give a datasets.Dataset, a list of dicts, a dict of columns or a pandas DataFrame"
+            "give a datasets.Dataset, a list of dicts, a dict of columns or a pandas DataFrame; a "
+            "file is named by data.path"
         )
     rows = list(dataset)
     if features := getattr(dataset, "features", None):
@@ -331,7 +333,7 @@ def _exact(rows: Iterable[Row], schema: Any) -> list[Row]:
     narrow = [field for field in schema if "float" in str(field.type)]
     exact = [dict(row) for row in rows]
     for row in exact:
-        row.update({field.name: _widened(row[field.name], field.type) for field in narrow})
+        row.update({f.name: _widened(row[f.name], f.type) for f in narrow if f.name in row})
     return exact
 
 

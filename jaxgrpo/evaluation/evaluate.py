@@ -217,7 +217,8 @@ def summarise(
     if group_size <= samples:
         metrics["flat_groups"] = float(diagnostics.flat_share(successes, totals, group_size).mean())
     for column in ("level", "source"):
-        labels = np.array([str(row.get(column, "")) for row in questions.rows])
+        values = (row.get(column) for row in questions.rows)  # None: the row lacks it
+        labels = np.array(["" if value is None else str(value) for value in values])
         for label in sorted(set(labels) - {""}):
             metrics[f"accuracy/{column}_{label}"] = float(right[labels == label].mean())
     metrics["mean_length"] = float(sampled.mask.sum(-1).mean())

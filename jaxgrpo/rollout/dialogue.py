@@ -34,6 +34,9 @@ FORK = "turn:fork"  # no column of data is called so
 """Field [P, G, T] int32: how often the conversation has been rewritten up to a token. Each number
 stands for a sequence of its own: all before 1 behind the prompt, and then the rewritten
 conversation, prompt and all, and what follows it."""
+CALLS = "tools/call_frequency"
+OF_CALLS = ("tools/failure_frequency", "tools/raised_frequency")
+"""Metrics that are shares of the calls."""
 RAISED = 0.9  # share of the calls that raise, above which their first error is shown
 VERSION = "version"  # of each token that was drawn, as `Turn.version`; -1 elsewhere
 
@@ -341,12 +344,34 @@ class ThreadedDialogue:
             "turns/mean": sum(map(len, self._record.ends.values()))
             / max(1, len(self._record.ends)),
             "turns/cut": total["cut"] / samples,
-            "tools/call_frequency": calls / samples,
-            "tools/failure_frequency": failed / calls if calls else 0.0,
-            "tools/raised_frequency": total["raised"] / calls if calls else 0.0,
+            CALLS: calls / samples,
+            OF_CALLS[0]: failed / calls if calls else 0.0,
+            OF_CALLS[1]: total["raised"] / calls if calls else 0.0,
             "environment/broken": len(self._broken) / samples,
             **{f"calls/{name}": float(total[name] + endings[name]) for name in ENDINGS},
         }
+
+
+def all_rounds(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of the dialogues of a step, of all its rounds, which have as many samples each.
+
+    Calls that went wrong are added up, shares of the calls are over all calls, and all else is over
+    all samples.
+
+    >>> rounds = [{"tools/call_frequency": n, "tools/raised_frequency": n / 3} for n in (1.0, 3.0)]
+    >>> {name: round(value, 3) for name, value in all_rounds(rounds).items()}
+    {'tools/call_frequency': 2.0, 'tools/raised_frequency': 0.833}
+    """
+
+    def joined(name: str) -> float:
+        values = [counts[name] for counts in rounds]
+        if name.startswith("calls/"):
+            return sum(values)
+        weights = [counts[CALLS] if name in OF_CALLS else 1.0 for counts in rounds]
+        total = sum(weight * value for weight, value in zip(weights, values, strict=True))
+        return total / sum(weights) if any(weights) else 0.0
+
+    return {name: joined(name) for name in (rounds[0] if rounds else ())}
 
 
 def _common(group: Sequence[np.ndarray]) -> int:

@@ -103,27 +103,23 @@ def with_goals(select: Select, goals: Goals, group_size: int) -> Select:
 def goal_metrics(
     goals: Goals,
     ordinal: np.ndarray,
-    rewards: Mapping[str, np.ndarray],
+    reward: np.ndarray,
+    scored: np.ndarray,
     advantage: np.ndarray,
-    weights: Mapping[str, float],
 ) -> dict[str, float]:
     """Of each goal its share of the samples, their mean reward and their mean advantage.
 
     A group's mean is a baseline of all its goals together: under one of them the mean advantage
     need not be 0.
 
-    Args:
-      weights: of the rewards.
-
-    Shapes: ordinal [P]; rewards and advantage [P, G].
+    Shapes: ordinal [P]; reward, the weighted sum, whether it was scored, and advantage [P, G].
     """
     drawn = goals.draw(ordinal, advantage.shape[1])
-    total = np.add.reduce([weights[name] * value for name, value in rewards.items()])
     metrics: dict[str, float] = {}
     for number, name in enumerate(goals.names):
         has_goal = drawn == number
-        scored = has_goal & np.isfinite(total)
         metrics[f"goals/{name}/share"] = float(has_goal.mean())
-        for key, values, mask in (("reward", total, scored), ("advantage", advantage, has_goal)):
+        entries = ("reward", reward, has_goal & scored), ("advantage", advantage, has_goal)
+        for key, values, mask in entries:
             metrics[f"goals/{name}/{key}"] = float(values[mask].mean()) if mask.any() else np.nan
     return metrics

@@ -57,6 +57,7 @@ def export(
     Raises: InputError where the run, the step or the dtype is none, or `out` is not ours.
     """
     folder, config = read_run(run)
+    out = os.path.expanduser(out)
     home, stored = find_config(config.model)
     target = _target(out, [home, *config.bases], overwrite)
     tokenizer = make_chat(config.data, config.model.path, folders.read_tokenizer(home)).tokenizer

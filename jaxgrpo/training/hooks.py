@@ -9,13 +9,15 @@ ended it is there to be read; a function of the user's last, since it gets all m
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from jax import Array
 
-from jaxgrpo.core.errors import InputError, differing_names
+from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.limits import ending_forks
@@ -79,8 +81,7 @@ def make_hooks(
     if evaluations is not None:
         hooks.append(evaluations.after_step)
     if (goals := opened.run.collector.source.goals) is not None:
-        weights = {reward.name: reward.weight for reward in opened.run.rewards}
-        hooks.append(compare_goals(goals, weights))
+        hooks.append(compare_goals(goals, opened.run.collector.summed_rewards))
     hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
     if on_step is not None:
         hooks.append(call_user(on_step))
@@ -143,14 +144,16 @@ def count_work(opened: OpenRun) -> Hook:
     return hook
 
 
-def compare_goals(goals: Goals, weights: Mapping[str, float]) -> Hook:
-    """Measures the samples of each goal. Args: weights: of the rewards."""
+def compare_goals(
+    goals: Goals, summed_rewards: Callable[[Rollouts], tuple[np.ndarray, np.ndarray]]
+) -> Hook:
+    """Measures the samples of each goal; `summed_rewards` as `Collector.summed_rewards`."""
 
     def hook(step: StepEnd) -> StepEnd:
         rollouts = step.collected.rollouts
-        arrays = rollouts.ordinal, dict(rollouts.rewards), step.advantage
-        ordinal, rewards, advantage = sharding.to_host(arrays)
-        return step.with_values(goal_metrics(goals, ordinal, rewards, advantage, weights))
+        ordinal, advantage = sharding.to_host((rollouts.ordinal, step.advantage))
+        reward, scored = summed_rewards(rollouts)
+        return step.with_values(goal_metrics(goals, ordinal, reward, scored, advantage))
 
     return hook
 
@@ -206,6 +209,20 @@ def write_log(opened: OpenRun) -> Hook:
         return step
 
     return hook
+
+
+def check_on_step(on_step: OnStep | None) -> None:
+    """Raises: InputError where it takes no step's number and metrics, or is async."""
+    called = "it is called with a step's number and its metrics, def on_step(number, metrics)"
+    if inspect.iscoroutinefunction(on_step):
+        raise InputError(f"on_step is async, and nothing awaits it: {called}")
+    try:
+        if on_step is not None:
+            inspect.signature(on_step).bind(1, {})
+    except TypeError as error:
+        raise InputError(f"on_step: {one_line(error)}: {called}") from None
+    except ValueError:  # some functions written in C have no signature
+        pass
 
 
 def call_user(on_step: OnStep) -> Hook:

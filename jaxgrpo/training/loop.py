@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.tables import TrainOverrides
 from jaxgrpo.config.world import Factories
@@ -32,7 +34,14 @@ from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
 from jaxgrpo.training.fingerprints import refuse_changed_base
-from jaxgrpo.training.hooks import OnStep, StepEnd, is_due, make_evaluations, make_hooks
+from jaxgrpo.training.hooks import (
+    OnStep,
+    StepEnd,
+    check_on_step,
+    is_due,
+    make_evaluations,
+    make_hooks,
+)
 from jaxgrpo.training.opening import OpenRun, open_run
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.recovery import writing_results
@@ -51,6 +60,10 @@ class Run(NamedTuple):
     summary: dict[str, Any]
     learner: Learner
     stream: Stream
+
+    def __repr__(self) -> str:
+        # Not its arrays: a notebook shows the value of a cell, and they may be gigabytes.
+        return f"Run({os.fspath(self.path)!r}, step {self.summary['step']})"
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -113,6 +126,8 @@ def train(
     """
     if resume not in (None, "auto"):
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
+    check_on_step(on_step)
+    own_code.forget_changed()
     config = make_config(config, overrides, rewards, advantage, tools, environment_factory)
     line = process.start(config.mesh.platform)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}

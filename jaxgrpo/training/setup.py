@@ -166,6 +166,7 @@ def setup(
 
     Raises: InputError where parts do not fit one another.
     """
+    configs.refuse_other_objects(rewards, advantage, tools)
     run_inputs = share(
         "inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh, tools, environment)
     )

@@ -136,7 +136,8 @@ def config_for(
         tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
         source = None
     replacements = {name: value for name, value in (changes or {}).items() if value is not None}
-    if "eval.data" in replacements:  # subset and split are those of the data before
+    names = configs.flat(replacements)  # they may be nested
+    if "eval.data" in names:  # subset and split are those of the data before
         eval_keys = tables.get("eval", {})
         tables["eval"] = {name: eval_keys[name] for name in eval_keys.keys() - {"subset", "split"}}
 
@@ -146,7 +147,7 @@ def config_for(
 
     config = config_with()
     if is_model:
-        named_keys = {*replacements, *(text.partition("=")[0].strip() for text in overrides)}
+        named_keys = {*names, *(text.partition("=")[0].strip() for text in overrides)}
         positions = find_config(config.model, fetch_weights=False)[1].longest
         return config_with(**_fitting(config.rollout, positions, named_keys))
     return config
@@ -407,10 +408,17 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
     return share("evaluator", make)
 
 
+def source_or_rows(data: str | Place | Rows | None) -> tuple[str | None, Rows | None]:
+    """What `data` of a call from Python is: the name of a source, or rows."""
+    if isinstance(data, (str, os.PathLike)):
+        return os.fspath(data), None
+    return None, data
+
+
 def is_run(target: str | Place) -> bool:
     """Whether it is the folder of a run. Raises: InputError where a bucket does not answer."""
     if not storage.is_url(target):
-        return (Path(target) / "config.toml").exists()
+        return Path(os.path.expanduser(target), "config.toml").exists()
     try:
         return storage.read(f"{os.fspath(target).rstrip('/')}/config.toml") is not None
     except OSError as error:
@@ -425,7 +433,7 @@ def is_config(target: str | Place) -> bool:
 
 def read_run(run: str | Place) -> tuple[Place, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
-    folder = storage.place(run) if storage.is_url(run) else Path(run)
+    folder = storage.place(run) if storage.is_url(run) else Path(os.path.expanduser(run))
     file = folder / "config.toml"
     if not is_run(run) or (text := read_text(file)) is None:
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")

@@ -52,6 +52,7 @@ def as_json(value: Any) -> Any:
 
 def test_evaluate_gives_the_numbers_of_the_command(call_options, capsys):
     model, options, words = call_options
+    options = {**options, "data": Path(options["data"])}
     numbers = jg.evaluate(model, scorer=tables.REWARD, **options)
     assert as_json(numbers) == command(capsys, "eval", model, "--scorer", tables.REWARD, *words)
     assert numbers["accuracy"] == pytest.approx(1 / 3)  # the likeliest answers: n, n, y
@@ -61,6 +62,7 @@ def test_evaluate_gives_the_numbers_of_the_command(call_options, capsys):
 @pytest.mark.full
 def test_probe_gives_the_numbers_of_the_command(call_options, capsys):
     model, options, words = call_options
+    options = {**options, "data": Path(options["data"])}
     numbers = jg.probe(model, reward=tables.REWARD, level=0.9, **options)
     words = ("--level", "0.9", "--reward", tables.REWARD, *words)
     assert as_json(numbers) == command(capsys, "probe", model, *words)

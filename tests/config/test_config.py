@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
+import types
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from minimal_config import MINIMAL, problems, read
+from minimal_config import MINIMAL, problems, read, tables
 
 from jaxgrpo.config import files, keys
 from jaxgrpo.config.files import make_config
-from jaxgrpo.core.errors import ConfigError
+from jaxgrpo.core.errors import ConfigError, InputError
 
 
 def test_what_is_left_out_has_its_default():
@@ -172,6 +175,27 @@ def test_a_recipe_beside_a_chain_is_a_contradiction():
     assert "both given" in problem
 
 
+def test_a_recipe_that_is_set_replaces_a_chain_and_is_replaced_by_one():
+    chain = [{"use": "sum_rewards"}, {"use": "sign"}]
+    with_chain = tables(advantage=chain)
+    for got in (
+        files.from_dict(with_chain, ["recipe = dr_grpo"]),
+        make_config(with_chain, {"recipe": "dr_grpo"}),
+    ):
+        assert (got.recipe, got.advantage) == ("dr_grpo", None)
+    set_chain = 'advantage=[{use="sum_rewards"}, {use="sign"}]'
+    for got in (
+        files.from_dict(tables(recipe="dr_grpo"), [set_chain]),
+        make_config(tables(recipe="dr_grpo"), {"advantage": chain}),
+        files.from_dict(with_chain, ["advantage.1.threshold=0.5"]),
+    ):
+        assert got.recipe is None
+        assert got.advantage is not None
+        assert [part["use"] for part in got.advantage] == ["sum_rewards", "sign"]
+    with pytest.raises(ConfigError, match="are both given"):
+        make_config(tables(), {"recipe": "grpo", "advantage": chain})
+
+
 def test_a_chain_stands_in_the_place_of_the_default_recipe():
     got = read('advantage=[{use="sum_rewards"}, {use="sign", threshold=0.5}]')
     assert got.recipe is None
@@ -218,6 +242,84 @@ def test_another_optimizer_keeps_its_own_options_alone_however_it_is_written():
     for optimizer in (make_config(before, nested).optimizer, make_config(before, dotted).optimizer):
         assert optimizer.options == {"b1": 0.8}
         assert optimizer.clip_norm == 2.0
+
+
+def test_values_of_python_are_those_of_toml(tmp_path):
+    changes = {
+        "run": {"dir": tmp_path / "r"},
+        "train": {"steps": np.int64(7)},
+        "optimizer": {"learning_rate": np.float32(1e-6), "b2": jnp.asarray(0.5)},
+        "rollout.stop_strings": np.array(["a", "b"]),
+    }
+    config = make_config(tables(), changes)
+    assert config.run.dir == str(tmp_path / "r")
+    assert (config.train.steps, type(config.train.steps)) == (7, int)
+    assert (config.optimizer.learning_rate, config.optimizer.options) == (1e-6, {"b2": 0.5})
+    assert config.rollout.stop_strings == ("a", "b")
+    assert files.from_text(files.to_toml(config), "run") == config
+
+
+def test_none_from_python_leaves_a_key_or_a_table_unset():
+    before = read('loss.kl={use="k2", beta=0.1}', "eval.data=task:arithmetic:test", "eval.every=5")
+    assert make_config(before, {"loss": {"kl": None}}).loss.kl is None
+    assert make_config(before, {"eval": None, "rollout.slots": None}).eval == keys.EvalKeys()
+    assert make_config({**tables(), "recipe": None}).recipe == "grpo"
+    with pytest.raises(ConfigError, match=r"train\.steps = null: expected a whole number"):
+        make_config(before, {"train.steps": None})
+    with pytest.raises(ConfigError, match="evall: unknown key"):
+        make_config(before, {"evall": None})
+
+
+def test_nothing_behind_an_override_leaves_a_key_or_a_table_unset():
+    before = tables(loss={"kl": {"use": "k2", "beta": 0.1}}, eval={"data": "task:sums:test"})
+    got = files.from_dict(before, ["loss.kl=", "eval=", "data.system = ", "data.answer="])
+    assert (got.loss.kl, got.eval.data, got.data.system) == (None, None, None)
+    assert got.data.answer == ""
+    assert files.from_dict(before, ["eval.data="]).eval == keys.EvalKeys()
+    (problem,) = problems("model.dtype=")
+    assert problem.startswith('model.dtype = "": expected')
+
+
+def test_tables_of_any_kind_are_changed_key_by_key():
+    raw = {
+        name: types.MappingProxyType(v) if isinstance(v, dict) else v
+        for name, v in tables().items()
+    }
+    changed = make_config(raw, {"rollout": {"group_size": 2}})
+    assert changed == read("rollout.group_size=2")
+
+
+@pytest.mark.parametrize("name", ["train.steps.more", "rewards.5.weight", "rewards.first.weight"])
+def test_a_name_from_python_that_leads_nowhere_is_named(name):
+    with pytest.raises(ConfigError, match=rf"{name}: does not lead to a key of the config"):
+        make_config(read(), {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        (
+            {"rewards": len},
+            r"rewards is a builtin_function_or_method: give a list, rewards=\[len\]",
+        ),
+        ({"rewards": "math"}, r"rewards is a str: give a list, rewards=\['math'\]"),
+        (
+            {"rewards": iter([len])},
+            r"rewards is a list_iterator: give a list, rewards=\[\*rewards\]",
+        ),
+        ({"tools": len}, r"tools is a builtin_function_or_method: give a list, tools=\[len\]"),
+        ({"rewards": [{"use": "math"}]}, "rewards holds a table: give functions and names"),
+        ({"advantage": "grpo"}, 'advantage is a str: give a chain, .* recipe="grpo"'),
+        ({"advantage": lambda signal, rollouts: signal}, "advantage is a function: give a chain"),
+    ],
+)
+def test_an_object_from_python_of_another_kind_is_refused_with_what_to_write(objects, message):
+    with pytest.raises(InputError, match=message):
+        files.refuse_other_objects(
+            **{**dict.fromkeys(("rewards", "advantage", "tools")), **objects}
+        )
+    files.refuse_other_objects([len, "math"], None, ())
+    files.refuse_other_objects({"a": len}, None, ["python"])
 
 
 def test_other_keys_of_the_optimizer_are_options_of_the_factory():

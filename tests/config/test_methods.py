@@ -13,6 +13,7 @@ import small_run
 from jaxgrpo import advantages, losses
 from jaxgrpo.config import methods
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import loop, setup
 
 KL = {"use": "k1_in_reward", "beta": 0.05}
@@ -131,6 +132,35 @@ def test_penalties_on_live_samples_need_a_surrogate_that_lets_the_dead_leave(sur
     message = f'loss.penalties_on = "live": {surrogate} keeps samples without an advantage'
     with pytest.raises(InputError, match=message):
         methods.make_objective(loss, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        ({}, [0.5, 1.0]),
+        ({"right": 1.0, "short": 2.0}, [2.0, 1.0]),
+        ({"right": 0, "short": 1}, [1, 0]),
+    ],
+)
+@pytest.mark.parametrize("use", ["sum_rewards", "sum_scored"])
+def test_a_sum_in_a_chain_that_names_no_weights_takes_those_of_the_rewards(use, options, total):
+    rewards = [Reward("right", len), Reward("short", len, weight=0.5)]
+    chain = methods.make_recipe([{"use": use, **options}], rewards)
+    scores = {"right": [[0.0, 1.0]], "short": [[1.0, 0.0]]}
+    assert advantages.evaluate(chain, scores)[0].tolist() == [total]
+    even = [reward._replace(weight=1.0) for reward in rewards]
+    chain = methods.make_recipe([{"use": use}], even)
+    assert advantages.evaluate(chain, scores)[0].tolist() == [[1.0, 1.0]]
+
+
+def test_dvao_in_a_chain_takes_the_weights_of_the_rewards_beside_eps():
+    rewards = [Reward("right", len), Reward("short", len, weight=3.0)]
+    scores = {"right": [[0.0, 1.0]], "short": [[2.0, 0.0]]}
+    chain = methods.make_recipe([{"use": "dvao", "eps": 0.0}], rewards)
+    # Means 1/2 and 1, deviations 1/2 and 1: (1 (-1/2) + 3 (1)) / (1 (1/2) + 3 (1))
+    assert advantages.evaluate(chain, scores)[0].tolist() == [
+        [pytest.approx(2.5 / 3.5), pytest.approx(-2.5 / 3.5)]
+    ]
 
 
 @pytest.mark.full

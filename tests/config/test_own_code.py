@@ -11,6 +11,7 @@ import pytest
 from jaxgrpo.config.files import from_dict
 from jaxgrpo.config.own_code import (
     find_source,
+    forget_changed,
     is_reference,
     load,
     named_file,
@@ -42,6 +43,42 @@ def test_an_absolute_path_needs_no_folder(folder):
 
 def test_a_file_is_run_once_however_often_it_is_named(folder):
     assert load("mine.py:triple", folder) is load("./mine.py:triple", folder)
+
+
+def test_a_file_that_has_changed_is_run_again_once_it_is_forgotten(folder):
+    first = load("mine.py:triple", folder)
+    forget_changed()
+    assert load("mine.py:triple", folder) is first
+    (folder / "helper_of_mine.py").write_text("FACTOR = 1 + 9\n")
+    assert load("mine.py:triple", folder)(2) == 6
+    forget_changed()
+    assert load("mine.py:triple", folder)(2) == 20
+    helper = sys.modules["helper_of_mine"]
+    (folder / "mine.py").write_text(
+        "from helper_of_mine import FACTOR\ntriple = lambda x: -FACTOR\n"
+    )
+    forget_changed()
+    assert load("mine.py:triple", folder)(2) == -10
+    assert sys.modules["helper_of_mine"] is helper
+    (folder / "mine.py").unlink()
+    forget_changed()
+    with pytest.raises(InputError, match="there is no file"):
+        load("mine.py:triple", folder)
+
+
+def test_a_module_of_another_folder_is_not_taken_for_the_one_beside_a_file(folder):
+    load("mine.py:triple", folder)
+    second = folder / "second"
+    second.mkdir()
+    for name in ("mine.py", "helper_of_mine.py"):
+        (second / name).write_text((folder / name).read_text())
+    with pytest.raises(
+        InputError, match=r"imports helper_of_mine and would get .* and not .*second"
+    ):
+        load("mine.py:triple", second)
+    del sys.modules["helper_of_mine"]
+    sys.path.remove(str(folder))
+    assert load("mine.py:triple", second)(2) == 6
 
 
 def test_files_of_one_name_in_two_folders_stay_apart(folder):
@@ -165,3 +202,10 @@ def test_own_code_that_a_config_names_lies_beside_it(tmp_path):
     expected = f"{tmp_path}/mine.py:score"
     uses = [config.rewards[0].use, config.loss.surrogate["use"], config.recipe]
     assert [config.eval.scorer, config.model.family, *uses] == [expected] * 5
+
+
+def test_an_object_of_python_is_asked_for_where_it_may_be_given_again():
+    with pytest.raises(
+        InputError, match=r"object mine: give it again, .*evaluate\(\.\.\., scorer="
+    ):
+        load("python:mine")

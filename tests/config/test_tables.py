@@ -27,15 +27,15 @@ OVERRIDES: list[tuple[Callable[..., Any], Any]] = [
 
 
 def type_for_checkers(hint: Any, limits: Range) -> Any:
-    """The type of a key for checkers, from its type in keys.py: what TOML can hold of it.
+    """The type of a key for checkers, from its type in keys.py: what a call from Python takes.
 
-    A choice of texts is a Literal, a list any sequence, a table any mapping, and None nothing.
+    A choice of texts is a Literal, a list any sequence, a table any mapping, and None is None.
     """
     if isinstance(hint, types.UnionType):
-        options = [option for option in typing.get_args(hint) if option is not types.NoneType]
-        return functools.reduce(
-            operator.or_, [type_for_checkers(option, limits) for option in options]
-        )
+        options = [type_for_checkers(option, limits) for option in typing.get_args(hint)]
+        return functools.reduce(operator.or_, options)
+    if hint is types.NoneType:
+        return hint
     text = Literal[limits.choices] if limits.choices else str
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:

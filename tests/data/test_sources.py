@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -251,6 +252,12 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
     assert [row["gold"] for row in read_rows(from_python(gaps))] == [None, None, None, "2"]
 
 
+def test_a_column_that_the_format_of_a_data_set_hides_is_not_read():
+    rows = datasets.Dataset.from_dict({"prompt": ["a"], "score": np.array([0.1], np.float32)})
+    assert read_rows(from_python(rows)) == [{"prompt": "a", "score": 0.1}]
+    assert read_rows(from_python(rows.with_format(columns=["prompt"]))) == [{"prompt": "a"}]
+
+
 def test_values_of_numpy_are_of_the_kinds_of_python():
     values = [np.int64(1), 2.5, np.float32(3)], [np.bool_(True), False], [np.array(["a"]), ["b"]]
     for answers in values:
@@ -265,6 +272,9 @@ def test_values_of_numpy_are_of_the_kinds_of_python():
     ("dataset", "message"),
     [
         ([], "dataset holds no rows"),
+        ({"prompt": [], "answer": []}, "dataset holds no rows"),
+        ("rows.jsonl", "dataset is a str, .* a file is named by data.path"),
+        (Path("rows.jsonl"), "dataset is a PosixPath, .* a file is named by data.path"),
         ([{"a": 1}, ("a", 1)], "dataset, row 1 is a tuple: give a dict"),
         (
             [{"a": 1}, {"a": 1, 5: 2}],

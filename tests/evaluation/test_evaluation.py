@@ -33,6 +33,14 @@ def test_accuracy_is_greedy_and_split_by_level_and_source():
     assert metrics["accuracy/source_b"] == 1
 
 
+def test_rows_that_lack_a_level_have_no_accuracy_of_their_own():
+    some = questions(3, level=[1, None, 1], source=[None] * 3)
+    metrics = summarise(answers([[1], [1], [0]]), answers([[1, 0]] * 3), some, 2)
+    assert metrics["accuracy/level_1"] == 0.5
+    named = [name for name in metrics if name.startswith(("accuracy/level", "accuracy/source"))]
+    assert named == ["accuracy/level_1"]
+
+
 @pytest.mark.slow
 def test_pass_at_k_and_flat_groups_are_unbiased_from_the_counts():
     metrics = summarise(answers([[0], [0]]), answers([[1, 0, 0, 0], [1, 1, 1, 1]]), questions(2), 2)

@@ -402,6 +402,7 @@ def test_a_config_is_checked_with_its_loss_and_the_weights_of_its_rewards(reposi
         ({}, {"digits": 0.5, "arithmetic": 0.0}),
         ({"recipe": {"use": "grpo", "weights": LOGGED}}, {"digits": 0.7, "arithmetic": 0.0}),
         ({"advantage": [{"use": "sum_rewards", **LOGGED}]}, {"digits": 1.0, "arithmetic": 1.0}),
+        ({"advantage": [{"use": "sum_rewards"}]}, {"digits": 0.5, "arithmetic": 0.0}),
     ],
 )
 def test_the_reward_of_the_games_is_one_that_counts(tmp_path, changes, rewards):

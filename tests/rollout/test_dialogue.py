@@ -21,7 +21,7 @@ from jaxgrpo.environments.partners import Opening, make_kind
 from jaxgrpo.rewards import Reward
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rollout.batch import draw
-from jaxgrpo.rollout.dialogue import ThreadedDialogue, Turns
+from jaxgrpo.rollout.dialogue import CALLS, OF_CALLS, ThreadedDialogue, Turns, all_rounds
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.judging import Judge
 from jaxgrpo.rollout.selection import pad_prompts
@@ -348,3 +348,13 @@ def test_what_is_said_to_each_sample_alone_counts_as_its_completion_and_leaves_r
         InputError, match=r"row 0: .* 34 tokens that differ .*tokens = 34: raise it"
     ):
         talk(Apart, (), steps=34)
+
+
+def test_the_metrics_of_a_step_are_of_the_calls_and_samples_of_all_its_rounds():
+    first = {"turns/mean": 1.0, CALLS: 0.0, OF_CALLS[0]: 0.0, "calls/timed_out": 0.0}
+    second = {"turns/mean": 2.0, CALLS: 2.0, OF_CALLS[0]: 0.5, "calls/timed_out": 3.0}
+    joined = {"turns/mean": 1.5, CALLS: 1.0, OF_CALLS[0]: 0.5, "calls/timed_out": 3.0}
+    assert all_rounds([first, second]) == joined
+    assert all_rounds([first, first]) == first
+    assert all_rounds([second]) == second
+    assert all_rounds([]) == {}

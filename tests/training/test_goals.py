@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import by_hand
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import resuming
@@ -14,10 +15,11 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import sharding
-from jaxgrpo.rollout.goals import make_goals
+from jaxgrpo.rollout.goals import goal_metrics, make_goals
 from jaxgrpo.rollout.texts import decode_texts
 from jaxgrpo.training.loop import train
 from jaxgrpo.training.setup import setup
+from jaxgrpo.update import diagnostics
 
 SHARES = {"7 ": 0.75, "=": 0.25}
 TOKENIZER = character_tokenizer("0123456789+= ")
@@ -53,6 +55,19 @@ def test_goals_are_drawn_by_their_shares_whatever_else_is_drawn():
 def test_goals_that_cannot_be_are_refused(shares, message):
     with pytest.raises(InputError, match=f"rollout.goals: .*{message}"):
         make_goals(shares, TOKENIZER, 8, 0)
+
+
+def test_a_reward_without_weight_leaves_no_sample_of_a_goal_out():
+    goals = make_goals({"7 ": 3, "=": 1}, TOKENIZER, 8, seed=5)
+    assert goals is not None
+    first = goals.draw(np.arange(8), 4) == 0
+    rewards = {"right": jnp.where(first, 1.0, 0.25), "logged": jnp.full((8, 4), jnp.nan)}
+    total, scored = diagnostics.weighted_sum(rewards, {"right": 2.0, "logged": 0.0})
+    advantage = np.where(first, 1.0, -1.0)
+    values = goal_metrics(goals, np.arange(8), np.asarray(total), np.asarray(scored), advantage)
+    assert (values["goals/7/reward"], values["goals/1/reward"]) == (2.0, 0.5)
+    assert (values["goals/7/advantage"], values["goals/1/advantage"]) == (1.0, -1.0)
+    assert values["goals/7/share"] == first.mean()
 
 
 @pytest.fixture(scope="module")

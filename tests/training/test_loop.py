@@ -6,6 +6,7 @@ import json
 import runpy
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders, texts
 from jaxgrpo.planning import preview
-from jaxgrpo.training import loop
+from jaxgrpo.training import loop, stored_policy
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.processes import process
 
@@ -438,3 +439,39 @@ def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
         sizes.append(finished.metrics[-1]["held"])
         del finished, before
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+
+
+def test_a_run_is_shown_without_its_arrays():
+    arrays: Any = jnp.zeros(9)
+    run = loop.Run(Path("runs", "x"), {"step": 3}, arrays, arrays)
+    assert (repr(run), f"{run}") == ("Run('runs/x', step 3)",) * 2
+    assert run._replace(summary={}).learner is arrays
+
+
+def test_a_home_folder_may_be_named_by_its_mark(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    small_run.write(tmp_path / "run.toml", tmp_path / "r")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_bytes((tmp_path / "run.toml").read_bytes())
+    assert configs.load("~/run.toml").train.steps == 3
+    assert stored_policy.is_run("~/r")
+    assert stored_policy.read_run("~/r")[0] == tmp_path / "r"
+    assert stored_policy.config_for("~/r").model.path == str(tmp_path / "r" / "model")
+
+
+async def follow(number, metrics):
+    return number, metrics
+
+
+@pytest.mark.parametrize(
+    ("on_step", "message"),
+    [
+        (lambda metrics: None, "on_step: too many positional arguments: it is called with a step"),
+        (5, "on_step: 5 is not a callable object: it is called with a step's number"),
+        (follow, "on_step is async, and nothing awaits it"),
+    ],
+)
+def test_a_function_that_cannot_follow_a_step_is_refused_before_the_run(tmp_path, on_step, message):
+    with pytest.raises(InputError, match=message):
+        loop.train(small_run.config(tmp_path / "r"), on_step=on_step)
+    assert not (tmp_path / "r").exists()

@@ -49,6 +49,7 @@ def limits(config: files.Config) -> tuple[int, int]:
         (2048, {}, [], (1024, 1024)),
         (32_768, {}, [], (1024, 1024)),
         (64, {COMPLETION: 24}, [], (40, 24)),
+        (64, {"rollout": {"max_completion_tokens": 24}}, [], (40, 24)),
         (1100, {COMPLETION: 10}, [], (1024, 10)),
         (64, {COMPLETION: None}, [f"{PROMPT} = 8"], (8, 56)),
         (64, {}, [f"{PROMPT}=20", f"{COMPLETION}=30"], (20, 30)),

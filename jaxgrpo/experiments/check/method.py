@@ -160,15 +160,18 @@ def _read_weights(
     """Name -> weight of the rewards of a config, those of weight 0 last: the first is the game's.
 
     Args:
-      named: the recipe, or the parts of a chain, whose weights are the chain's and count as 1 here.
+      named: the recipe, or the parts of a chain; the weights that a chain names itself count as 1
+        here.
     """
     # The games' reward stands for that of an environment, which has no entry in the config.
     weights = {reward.name: reward.weight for reward in rewards} or {"reward": 1.0}
     if isinstance(named, Mapping):
         counted = weights = {n: named.get("weights", {}).get(n, w) for n, w in weights.items()}
     else:
-        sums = next((part for part in named if part["use"] == "sum_rewards"), {})
-        counted, weights = {**weights, **sums}, dict.fromkeys(weights, 1.0)
+        sums = next((part for part in named if part["use"] in methods.SUMS), {"use": ""})
+        counted = weights
+        if not methods.takes_weights(sums):
+            counted, weights = {**weights, **sums}, dict.fromkeys(weights, 1.0)
     return {name: weights[name] for name in sorted(weights, key=lambda name: counted[name] == 0)}
 
 

@@ -354,10 +354,6 @@ def _apply_changes(
     tables: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     result = copy.deepcopy(dict(tables))
-    # A recipe is a whole chain: it replaces `advantage`, and is replaced by it.
-    for key, rival in (("recipe", "advantage"), ("advantage", "recipe")):
-        if key in changes:
-            result.pop(rival, None)
     replace(result, changes, folder)
     return result
 

@@ -20,7 +20,7 @@ from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.report import blocks
 from jaxgrpo.training.records.report.maps import NOTE, Map, draw_map
 from jaxgrpo.training.setup import setup
-from jaxgrpo.training.stored_policy import NO_REWARD, config_for
+from jaxgrpo.training.stored_policy import NO_REWARD, config_for, source_or_rows
 from jaxgrpo.update.atlas import Atlas, Atlases
 from jaxgrpo.update.preparing import Preparer
 
@@ -30,7 +30,7 @@ TITLE = "cosines of updates, and lengths beside the first"
 def probe_atlas(
     target: str | Place,
     methods: Sequence[str],
-    data: str | Rows | None,
+    data: str | Place | Rows | None,
     reward: str | RewardFunction | None,
     overrides: Sequence[str],
     tables: Mapping[str, Any],
@@ -47,14 +47,15 @@ def probe_atlas(
     """
     if len(methods) < 2:
         raise InputError("--methods: give two or more, as grpo,sign,dr_grpo")
+    source, rows = source_or_rows(data)
     changes = {**tables}
-    changes |= {"data.path": data} if isinstance(data, str) else {}
+    changes |= {} if source is None else {"data.path": source}
     changes |= {"rewards": [{"use": reward}]} if isinstance(reward, str) else {}
     config = config_for(target, changes, overrides)
     functions = {callable_name(reward): reward} if callable(reward) else None
     if functions is None and NO_REWARD in [reward.use for reward in config.rewards]:
         raise InputError("nothing judges the samples; give --reward, as math")
-    run = setup(config, rewards=functions, dataset=None if isinstance(data, str) else data)
+    run = setup(config, rewards=functions, dataset=rows)
     try:
         atlases = Atlases(
             Preparer(run.blueprint),

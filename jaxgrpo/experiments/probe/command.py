@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from rich.console import Console
 
+from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config, flat
 from jaxgrpo.config.keys import DataKeys, EvalKeys
 from jaxgrpo.config.tables import AskOverrides
@@ -36,6 +37,7 @@ from jaxgrpo.training.stored_policy import (
     resolve_judge,
     say_dropped,
     seed_key,
+    source_or_rows,
 )
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
@@ -44,7 +46,7 @@ PURPOSE = 2  # folded into the key: a probe repeats the draws of neither trainin
 def probe(
     target: str | Place,
     *,
-    data: str | Rows | None = None,
+    data: str | Place | Rows | None = None,
     reward: str | RewardFunction | None = None,
     samples: int | None = None,
     prompts: int | None = None,
@@ -68,10 +70,11 @@ def probe(
     Returns: the numbers, in the structure that docs/probe.md describes, "advice" last.
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
+    own_code.forget_changed()
     if methods:
         refuse_with_methods(samples=samples, prompts=prompts)
         return atlas.probe_atlas(target, methods, data, reward, (), overrides)
-    source, rows = (data, None) if isinstance(data, str) else (None, data)
+    source, rows = source_or_rows(data)
     judge = judge_name(reward)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
     config = _config(target, eval_keys, (), overrides, rows)

@@ -23,7 +23,7 @@ from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import refill, trees
-from jaxgrpo.rollout.dialogue import Dialogue
+from jaxgrpo.rollout.dialogue import Dialogue, all_rounds
 from jaxgrpo.rollout.experience import Experiencer
 from jaxgrpo.rollout.judging import (
     Judge,
@@ -133,11 +133,11 @@ class Collector:
         if mixture is not None:
             names = [f"source_{name}" for name in mixture.names]
             number = mixture.source_numbers(sharding.to_host(rollouts.row))
-            metrics |= part_metrics(names, number, *self._summed_rewards(rollouts))
+            metrics |= part_metrics(names, number, *self.summed_rewards(rollouts))
         if prefixes is not None:
             names = [f"prefix_{number}" for number in range(len(prefixes.texts))]
             number = sharding.to_host(rollouts.fields[PREFIX])
-            metrics |= part_metrics(names, number, *self._summed_rewards(rollouts))
+            metrics |= part_metrics(names, number, *self.summed_rewards(rollouts))
         return metrics
 
     def _staleness(self, rollouts: Rollouts, version: int) -> Mean:
@@ -161,7 +161,7 @@ class Collector:
     ) -> tuple[Stream, Rollouts, RewardLog, Metrics]:
         """The rollouts of a step, what rewards logged, and metrics of turns and of
         `rollout.refill`."""
-        turns: list[Metrics] = []
+        rounds: list[dict[str, float]] = []
 
         def generate(stream: Stream) -> tuple[Stream, Rollouts, RewardLog]:
             with phase("sample"):
@@ -170,17 +170,16 @@ class Collector:
             with phase("reward"):
                 judged = self.source.reward(stream, rollouts, early, params, dialogue)
             if dialogue is not None:
-                counts = dialogue.metrics(rollouts.truncated.size)
-                turns.append({name: mean(jnp.float32(value)) for name, value in counts.items()})
+                rounds.append(dialogue.metrics(rollouts.truncated.size))
             return judged
 
         if self.source.experiencer is not None:
             return self._with_experience(self.source.experiencer, params, version, stream, phase)
         if self.max_rounds is None:
-            return *generate(stream), turns[-1] if turns else {}
+            return *generate(stream), _turn_metrics(rounds)
         judge = self._judge_live(live_groups, phase)
         filled = refill.fill(stream, generate, judge, self.max_rounds)
-        return *filled[:3], filled[3] | (turns[-1] if turns else {})
+        return *filled[:3], filled[3] | _turn_metrics(rounds)
 
     def _with_experience(
         self,
@@ -212,11 +211,11 @@ class Collector:
         def judge(rollouts: Rollouts) -> refill.Verdict:
             with phase("prepare"):
                 live = live_groups(put_prompts(self.mesh, rollouts))
-            return refill.Verdict(live, *self._summed_rewards(rollouts))
+            return refill.Verdict(live, *self.summed_rewards(rollouts))
 
         return judge
 
-    def _summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    def summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
         """The weighted sum of each sample's rewards and whether it was scored, [P, G], on the
         host."""
         rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
@@ -233,3 +232,8 @@ class Collector:
             row = np.asarray(prompts.row)
             early = judge_early(self.early_judge, drawing.ended, row, progress, drawing.dialogue)
         return drawing.finish(), early, drawing.dialogue
+
+
+def _turn_metrics(rounds: Sequence[Mapping[str, float]]) -> Metrics:
+    """Of the dialogues of a step, where samples were answered."""
+    return {name: mean(jnp.float32(value)) for name, value in all_rounds(rounds).items()}
