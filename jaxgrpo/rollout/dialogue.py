@@ -180,7 +180,9 @@ class ThreadedDialogue:
         """As `Dialogue.open`."""
         ordinals, rows = prompts.ordinal.tolist(), prompts.row.tolist()
         self._ordinals, self._rows = ordinals, dict(zip(ordinals, rows, strict=True))
-        places = {ordinal: (place, ordinal, rows[place]) for place, ordinal in enumerate(ordinals)}
+        places: dict[int, tuple[int, int, int]] = {}
+        for place, ordinal in enumerate(ordinals):  # a prompt that is there twice: at the first
+            places.setdefault(ordinal, (place, ordinal, rows[place]))
         step = int(prompts.step)
         seed = *self.seed, step
         opened = self.conversations.open([*places.values()], group_size, seed)

@@ -155,3 +155,21 @@ def test_two_processes_draw_the_samples_of_one_also_after_a_kill(
         assert file.read_bytes() == again.read_bytes()
     weights = [folders[name] / "model" / "model.safetensors" for name in ("two", "killed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.full
+def test_two_processes_evaluate_a_number_of_prompts_that_their_devices_do_not_divide(
+    tmp_path, code, python, environment
+):
+    asked = {"eval.data": "task:arithmetic:test", "eval.prompts": 3, "eval.samples": 2}
+    more = {**MESH, **asked, "train.steps": 1}
+    folders = {count: tmp_path / f"r{count}" for count in (1, 2)}
+    for count, folder in folders.items():
+        file = small_run.write(tmp_path / f"{count}.toml", folder, **changes(code, **more))
+        end(start(python, environment, file, count))
+    single, two = (small_run.metrics(folder) for folder in folders.values())
+    assert [line["step"] for line in two] == [0, 1]
+    for left, right in zip(single, two, strict=True):
+        measured = {name: value for name, value in left.items() if name.startswith("eval/")}
+        assert measured
+        assert {name: right[name] for name in measured} == pytest.approx(measured, nan_ok=True)
