@@ -334,9 +334,13 @@ number = int(number)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, number, initialization_timeout=60)
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import fingerprints
-from jaxgrpo.training.processes import process
+from jaxgrpo.models import sharding
+from jaxgrpo.training import fingerprints, memory
+from jaxgrpo.training.processes import host, process
 from jaxgrpo.training.checkpoints import Checkpoints
+
+host.memory_bytes = lambda: (8 + number) << 30
+say(memory.device_bytes(sharding.make_mesh(data=4)))
 
 def missing():
     raise InputError(f"process {number} found nothing")
@@ -365,6 +369,7 @@ def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_p
     texts = two(APART, saved, tmp_path / "another disk")
     lines, peer_lines = (text.splitlines() for text in texts)
     assert lines == peer_lines
+    assert int(lines.pop(0)) == 2 << 30, "four devices share the smaller memory of one host"
     assert lines[:3] == [
         "[1, 2, 3]",
         "process 0 found nothing",
