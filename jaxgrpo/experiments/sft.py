@@ -32,7 +32,7 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.training.fingerprints import refuse_changed_base
+from jaxgrpo.training.fingerprints import refuse_changed_base, refuse_other_start
 from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.process import StopRequested
@@ -107,6 +107,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     step is saved; NotSaved where it cannot be.
     """
     with contextlib.ExitStack() as stack:
+        refuse_other_start(config)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.broadcast(folder.config)
         config, saved_config = opening.refuse_other_config(folder.place, text, config)

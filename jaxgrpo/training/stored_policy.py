@@ -44,7 +44,7 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import memory
+from jaxgrpo.training import fingerprints, memory
 from jaxgrpo.training.inputs import (
     begin_conversations,
     dropped_line,
@@ -180,10 +180,13 @@ def find_policy(
     """
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
+    fingerprints.refuse_other_start(config)
     rollout, answers = config.rollout, (config.tools, config.environments)
     chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
+    describe = functools.partial(fingerprints.describe_rows, prompts.rows, prompts.encoded)
+    fingerprints.refuse_unless_alike(lambda: {"prompts": describe()})
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, rollout, config.train.seed, temperature, has_base

@@ -15,6 +15,8 @@ from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.rewards import RewardFunction, callable_name
+from jaxgrpo.training import fingerprints
+from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import show_table
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.report import blocks
@@ -54,7 +56,10 @@ def probe_atlas(
     functions = {callable_name(reward): reward} if callable(reward) else None
     if functions is None and NO_REWARD in [reward.use for reward in config.rewards]:
         raise InputError("nothing judges the samples; give --reward, as math")
-    run = setup(config, rewards=functions, dataset=None if isinstance(data, str) else data)
+    process.start(config.mesh.platform)
+    fingerprints.refuse_other_start(config)
+    rows = None if isinstance(data, str) else data
+    run = setup(config, rewards=functions, dataset=rows, check=fingerprints.refuse_other_rows)
     try:
         atlases = Atlases(
             Preparer(run.blueprint),
