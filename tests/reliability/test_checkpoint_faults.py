@@ -338,7 +338,10 @@ from jaxgrpo.models import sharding
 from jaxgrpo.training import fingerprints, memory
 from jaxgrpo.training.processes import host, process
 from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.records import lock
+from jaxgrpo.training.records.folder import RunFolder
 
+lock.VISIBLE = 1.0
 host.memory_bytes = lambda: (8 + number) << 30
 say(memory.device_bytes(sharding.make_mesh(data=4)))
 
@@ -355,6 +358,7 @@ with Checkpoints(folders[number]) as checkpoints:
         lambda: fingerprints.refuse_unless_alike(asked, "mend it"),
         lambda: fingerprints.refuse_unless_alike(missing if number else asked, "mend it"),
         lambda: checkpoints.restore({"weight": np.zeros(500, np.float32)}),
+        lambda: RunFolder(f"{folders[1]} {number}"),
     ):
         try:
             say(call())
@@ -378,6 +382,8 @@ def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_p
     assert lines[3].startswith("problem: process 1 has process 1 found nothing, process 0 has noth")
     assert lines[4].startswith("step 3: process 1 has none, process 0 has [")
     assert lines[4].endswith("put run.dir on a file system that all processes share")
+    assert lines[5].startswith(f"run.dir = {tmp_path / 'another disk'} 0: process 1 does not find")
+    assert not (tmp_path / "another disk 1").exists()
 
 
 @pytest.mark.full
