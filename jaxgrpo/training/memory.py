@@ -344,7 +344,7 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     if memory.peak <= limit:
         return
     parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
-    sampling = memory.sampler + memory.decode >= memory.update
+    sampling = memory.sampler + memory.decode > memory.update
     remedy = (
         "fewer rollout.slots, or shorter completions"
         if sampling

@@ -19,6 +19,8 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments import sft
 from jaxgrpo.models.hf import folders
+from jaxgrpo.training import memory
+from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +151,18 @@ def test_a_dry_run_shows_the_first_answer_and_writes_nothing(tmp_path, capsys):
     for word in ("first prompt", "its answer", "copies 0 B", "[optimizer]"):
         assert word in shown
     assert not (tmp_path / "run-sft").exists()
+
+
+def test_no_memory_is_asked_for_samples_that_a_warm_start_does_not_draw(tmp_path, monkeypatch):
+    config = sft.config_for(write(tmp_path))
+    needed, sampled = (setup(config, **{**sft.SETUP, "samples": n}).memory for n in (False, True))
+    assert needed.peak == needed.persistent < sampled.peak
+    monkeypatch.setattr(memory, "device_bytes", lambda mesh: needed.persistent)
+    setup(config, **sft.SETUP)
+    with pytest.raises(InputError, match="the run does not fit its devices"):
+        setup(config, **{**sft.SETUP, "samples": True})
+    with pytest.raises(InputError, match="the run does not fit its devices .* update: working"):
+        sft.main(str(tmp_path / "run.toml"), dry_run=True)
 
 
 def test_answers_that_are_missing_or_too_long_are_refused_before_the_first_step(tmp_path):
