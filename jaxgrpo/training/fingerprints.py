@@ -247,14 +247,18 @@ def evaluation_facts(
         for name, value in table.items()
         if name.removeprefix("eval.") not in excluded_keys
     }
-    file = find_source(scorer_name)
-    files = [] if file is None else with_imports([file])
     return {
         **decisive_keys,
         "eval.kl_to_base": measures_kl,
         "eval.data": describe_rows(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
-        "eval.scorer": [short_name(scorer_name), *file_checksums(files).values()],
+        "eval.scorer": [short_name(scorer_name), *_source_checksums(scorer_name).values()],
     }
+
+
+def _source_checksums(name: str) -> dict[str, str]:
+    """`file_checksums` of own code by its name in a config, and of what it imports."""
+    file = find_source(name)
+    return {} if file is None else file_checksums(with_imports([file]))
 
 
 def _json_checksum(value: Any) -> str:
@@ -324,7 +328,8 @@ def refuse_other_start(config: Config) -> None:
 
     def facts() -> dict[str, Any]:
         teachers = {f"scores: {path}": folders.fingerprint(path) for path in config.teachers}
-        return {**program_facts(), **config_facts(config), **teachers}
+        scorer = {"code of eval.scorer": _source_checksums(config.scorer_name)}
+        return {**program_facts(), **config_facts(config), **teachers, **scorer}
 
     refuse_unless_alike(facts)
 

@@ -178,9 +178,10 @@ def find_policy(
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
+    process.start(config.mesh.platform)
+    fingerprints.refuse_other_start(config)
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
-    fingerprints.refuse_other_start(config)
     rollout, answers = config.rollout, (config.tools, config.environments)
     chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
