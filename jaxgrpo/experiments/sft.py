@@ -34,7 +34,7 @@ from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.fingerprints import refuse_changed_base, refuse_other_start
 from jaxgrpo.training.pretrained import Pretrained
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.process import StopRequested
 from jaxgrpo.training.processes.recovery import Keeper, Progress, writing_results
 from jaxgrpo.training.records.console import Display, facts, show_config
@@ -106,6 +106,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     Raises: InputError before anything long starts; StopRequested after a stop signal, when the
     step is saved; NotSaved where it cannot be.
     """
+    peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
         refuse_other_start(config)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))

@@ -60,7 +60,7 @@ from jaxgrpo.training.pretrained import (
     run_goals,
     sampling_settings,
 )
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.records.reading import read_text
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rewarding import resolve_scorer
@@ -179,6 +179,7 @@ def find_policy(
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
     process.start(config.mesh.platform)
+    peers.set_timeout(config.run.peer_timeout)
     fingerprints.refuse_other_start(config)
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)

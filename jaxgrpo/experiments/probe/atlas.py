@@ -16,7 +16,7 @@ from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.training import fingerprints
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.records.console import show_table
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.report import blocks
@@ -57,6 +57,7 @@ def probe_atlas(
     if functions is None and NO_REWARD in [reward.use for reward in config.rewards]:
         raise InputError("nothing judges the samples; give --reward, as math")
     process.start(config.mesh.platform)
+    peers.set_timeout(config.run.peer_timeout)
     fingerprints.refuse_other_start(config)
     rows = None if isinstance(data, str) else data
     run = setup(config, rewards=functions, dataset=rows, check=fingerprints.refuse_other_rows)
