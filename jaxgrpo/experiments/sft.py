@@ -32,7 +32,11 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.training.fingerprints import refuse_changed_base, refuse_other_start
+from jaxgrpo.training.fingerprints import (
+    config_facts,
+    refuse_changed_base,
+    refuse_other_start,
+)
 from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.process import StopRequested
@@ -108,7 +112,8 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
-        refuse_other_start(config)
+        start = functools.partial(config_facts, config)
+        refuse_other_start(start, config.teachers, config.scorer_name)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.broadcast(folder.config)
         config, saved_config = opening.refuse_other_config(folder.place, text, config)

@@ -318,20 +318,26 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str = RE
             )
 
 
-def refuse_other_start(config: Config) -> None:
+def refuse_other_start(
+    facts: Callable[[], Mapping[str, Any]], teachers: Iterable[str], scorer_name: str
+) -> None:
     """Refuses processes that would not compute the same; of a single one nothing is asked.
 
     Called by all processes of a run as soon as they have joined.
 
+    Args:
+      facts: gives `config_facts`.
+      teachers, scorer_name: of the config.
+
     Raises: InputError, in every process, where one has another release, config, code or model.
     """
 
-    def facts() -> dict[str, Any]:
-        teachers = {f"scores: {path}": folders.fingerprint(path) for path in config.teachers}
-        scorer = {"code of eval.scorer": _source_checksums(config.scorer_name)}
-        return {**program_facts(), **config_facts(config), **teachers, **scorer}
+    def all_facts() -> dict[str, Any]:
+        models = {f"scores: {path}": folders.fingerprint(path) for path in teachers}
+        scorer = {"code of eval.scorer": _source_checksums(scorer_name)}
+        return {**program_facts(), **facts(), **models, **scorer}
 
-    refuse_unless_alike(facts)
+    refuse_unless_alike(all_facts)
 
 
 def refuse_other_rows(run_inputs: Inputs) -> None:

@@ -180,7 +180,8 @@ def find_policy(
     """
     process.start(config.mesh.platform)
     peers.set_timeout(config.run.peer_timeout)
-    fingerprints.refuse_other_start(config)
+    facts = functools.partial(fingerprints.config_facts, config)
+    fingerprints.refuse_other_start(facts, config.teachers, config.scorer_name)
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     rollout, answers = config.rollout, (config.tools, config.environments)

@@ -163,7 +163,7 @@ def test_no_memory_is_asked_for_samples_that_a_warm_start_does_not_draw(tmp_path
     setup(config, **sft.SETUP)
     with pytest.raises(InputError, match="the run does not fit its devices"):
         setup(config, **{**sft.SETUP, "samples": True})
-    with pytest.raises(InputError, match="the run does not fit its devices .* update: working"):
+    with pytest.raises(InputError, match=r"the run does not fit its devices .* update: working"):
         sft.main(str(tmp_path / "run.toml"), dry_run=True)
 
 

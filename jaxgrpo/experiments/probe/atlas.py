@@ -58,7 +58,8 @@ def probe_atlas(
         raise InputError("nothing judges the samples; give --reward, as math")
     process.start(config.mesh.platform)
     peers.set_timeout(config.run.peer_timeout)
-    fingerprints.refuse_other_start(config)
+    facts = functools.partial(fingerprints.config_facts, config)
+    fingerprints.refuse_other_start(facts, config.teachers, config.scorer_name)
     rows = None if isinstance(data, str) else data
     run = setup(config, rewards=functions, dataset=rows, check=fingerprints.refuse_other_rows)
     try:
