@@ -23,7 +23,7 @@ from rich.console import Console
 import jaxgrpo
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data import storage
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import host, process
 from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document
 
@@ -189,12 +189,12 @@ def _devices() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int] | None:
-    """Of the machine; None where the system does not say."""
+    """Of the machine, as far as this process may use it; None where the system does not say."""
     if "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return None
-    page = os.sysconf("SC_PAGE_SIZE")
-    names = {"total": "SC_PHYS_PAGES", "unused": "SC_AVPHYS_PAGES"}
-    return {name: os.sysconf(pages) * page for name, pages in names.items()}
+    total = host.memory_bytes()
+    unused = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return {"total": total, "unused": min(total, unused)}
 
 
 def _memory_words(machine: Mapping[str, int] | None, devices: Sequence[Mapping[str, int]]) -> str:

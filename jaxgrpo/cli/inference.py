@@ -30,8 +30,10 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.evaluation.intervals import is_end, read_interval
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
+from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import export as exporting
+from jaxgrpo.training import fingerprints
 from jaxgrpo.training.pretrained import find_config, find_model
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, show_whole, telling, terminal_table
@@ -147,6 +149,7 @@ def _measure(
     anchor, train = None, config.train
     if base_keys is not None:
         pretrained = find_model(*base_keys, config.rollout, train.remat, policy.mesh)
+        fingerprints.refuse_unless_alike(lambda: {"base": folders.fingerprint(pretrained.folder)})
         anchor = load_base(pretrained, policy.mesh, train.seed)
         anchor = anchor._replace(read=functools.cache(anchor.read))
     tokens = train.tokens_per_micro_batch

@@ -347,7 +347,7 @@ def make_batches(
     )
 
     def ask(begin: int, params: Params, key: ArrayLike, step: int) -> Answers:
-        # The last batch is filled up by repeating rows, whose answers are dropped.
+        # The last batch is filled up by repeating rows, whose answers are not judged.
         rows = np.arange(begin, begin + size) % count
         encoded = [questions.encoded[int(row)] for row in rows]
         prompts = pad_prompts(encoded, engine.width, rows, rows, step)
@@ -356,15 +356,15 @@ def make_batches(
             prompts = dataclasses.replace(prompts, forced_prefix=goal)
         drawing = draw_samples(params, prompts, key, samples)
         batch: Any = drawing.finish()
-        host = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
-        state = TrainerState(global_step=step)
-        scores, _ = judge.rollouts(rows, host[0], host[1], state, dialogue=drawing.dialogue)
         again = {} if rescore is None else rescore(params, put_prompts(mesh, batch))
-        arrays = *host, scores[questions.scorer.name], sharding.to_host(again)
+        arrays = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
+        arrays = rows, *arrays, sharding.to_host(again)
         arrays = jax.tree.map(lambda x: x[: count - begin], arrays)
-        tokens, mask, logp, truncated, scored, rescored = arrays
+        judged_rows, tokens, mask, logp, truncated, rescored = arrays
+        state, name = TrainerState(global_step=step), questions.scorer.name
+        scores, _ = judge.rollouts(judged_rows, tokens, mask, state, dialogue=drawing.dialogue)
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
-        return Answers(tokens, mask, logp, truncated, scored, texts, rescored)
+        return Answers(tokens, mask, logp, truncated, scores[name], texts, rescored)
 
     return Batches(size, ask)
 

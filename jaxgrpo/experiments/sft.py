@@ -32,9 +32,13 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import memory, opening, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.training.fingerprints import refuse_changed_base
+from jaxgrpo.training.fingerprints import (
+    config_facts,
+    refuse_changed_base,
+    refuse_other_start,
+)
 from jaxgrpo.training.pretrained import Pretrained
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.process import StopRequested
 from jaxgrpo.training.processes.recovery import Keeper, Progress, writing_results
 from jaxgrpo.training.records.console import Display, facts, show_config
@@ -64,7 +68,7 @@ def main(
     console.print(process.start(sft_config.mesh.platform), soft_wrap=True)
     if dry_run:
         refuse_unusable(sft_config.run.dir, resume == "auto")
-        _show(console, setup(sft_config, rewards={REWARD: _reward_answer}))
+        _show(console, setup(sft_config, **SETUP))
     else:
         train(console, sft_config, resume == "auto")
     return 0
@@ -106,14 +110,17 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     Raises: InputError before anything long starts; StopRequested after a stop signal, when the
     step is saved; NotSaved where it cannot be.
     """
+    peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
+        start = functools.partial(config_facts, config)
+        refuse_other_start(start, config.teachers, config.scorer_name)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.broadcast(folder.config)
         config, saved_config = opening.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         every = saved_config.checkpoint.every
         saved_step, meta = opening.newest_checkpoint(checkpoints, folder, every)
-        run, input_facts = opening.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
+        run, input_facts = opening.set_up(config, meta, SETUP)
         batch = make_answer_batches(run)
         if saved_step is not None:
             learner, stream = opening.restore(run, checkpoints, saved_step)
@@ -246,7 +253,10 @@ def _step(run: Setup, learner: Learner, rollouts: Rollouts) -> tuple[Learner, di
 
 
 def _show(console: Console, run: Setup) -> None:
-    """Prints what `train` would do: memory, the first prompt and answer, the config."""
+    """Prints what `train` would do: memory, the first prompt and answer, the config.
+
+    Raises: InputError where a device has less memory than that takes.
+    """
     config, first = run.config, sharding.to_host(make_answer_batches(run)(0))
     pretrained, rows = run.inputs.pretrained, run.inputs.prompts.rows
     update_bytes = memory.plan(
@@ -260,7 +270,7 @@ def _show(console: Console, run: Setup) -> None:
         parameters.to_save(run.learner, run.stream), config.checkpoint.every, config.train.steps
     )
     process_bytes = memory.process_bytes(pretrained.mesh, copied)
-    usage = run.memory._replace(sampler=0, decode=0, update=update_bytes, process=process_bytes)
+    usage = run.memory._replace(update=update_bytes, process=process_bytes)
     prompt, answer = (
         first.prompt_tokens[0][first.prompt_mask[0]],
         first.completion_tokens[0, 0][first.token_mask[0, 0]],
@@ -279,6 +289,7 @@ def _show(console: Console, run: Setup) -> None:
         },
     )
     show_config(console, configs.to_toml(config))
+    memory.refuse_too_large(usage, pretrained.mesh)
 
 
 def _say(console: Console, text: str) -> None:
@@ -293,3 +304,7 @@ def _words(line: Mapping[str, float]) -> str:
 def _reward_answer(completions: Sequence[Any], **columns: Any) -> list[float]:
     """The reward of a warm start: every answer is right."""
     return [1.0] * len(completions)
+
+
+SETUP: dict[str, Any] = {"rewards": {REWARD: _reward_answer}, "samples": False}
+"""What `setup` gets for a warm start beside its config."""

@@ -157,7 +157,7 @@ def planned_mesh(sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
 
     They stand for those of `plan.topology`, or else for more of those that are here.
 
-    Raises: InputError where the sizes of the mesh do not fit `plan.topology`.
+    Raises: InputError where the sizes of the mesh do not fit `plan.topology`, its slices and hosts.
     """
     real_devices = jax.devices()
     axes = (sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
@@ -173,6 +173,8 @@ def planned_mesh(sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
         )
         kind = device.platform, device.device_kind, limit
         devices = [topologies.StandIn(place, *kind) for place in range(number)]
+    if sharding.islands(devices).number > 1:
+        return sharding.make_mesh(*axes, devices=devices)
     shape = sharding.mesh_shape(*axes, len(devices))
     return Mesh(
         np.array(devices).reshape(shape), sharding.AXES, axis_types=(AxisType.Auto,) * len(shape)

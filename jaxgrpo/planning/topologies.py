@@ -111,7 +111,8 @@ class StandIn:
     platform: str
     device_kind: str
     memory: int  # bytes
-    process_index: int = 0
+    process_index: int = 0  # of GPUs their host's
+    slice_index: int = 0
     core_on_chip: int = 0
 
     @property
@@ -133,11 +134,15 @@ def not_compiled_for(name: str, slices: int) -> Topology:
 
 
 def stand_ins(name: str, slices: int) -> list[StandIn]:
-    """Devices in place of those of a topology, without a compiler for it."""
+    """Devices in place of those of a topology, in as many slices or hosts, without a compiler."""
     kind, sizes = read_name(name, slices)
-    number = math.prod(sizes) * slices * DEVICES_PER_CHIP.get(kind, 1)
-    platform = "gpu" if kind in GPUS else "tpu"
-    return [StandIn(place, platform, kind, CHIPS[kind].memory) for place in range(number)]
+    per_slice = math.prod(sizes) * DEVICES_PER_CHIP.get(kind, 1)
+    platform, memory = "gpu" if kind in GPUS else "tpu", CHIPS[kind].memory
+    per_host = sizes[-1] if kind in GPUS else slices * per_slice
+    return [
+        StandIn(place, platform, kind, memory, place // per_host, place // per_slice)
+        for place in range(slices * per_slice)
+    ]
 
 
 def quiet(environment: MutableMapping[str, str]) -> None:

@@ -97,7 +97,7 @@ class Dialogue(Protocol):
         self, scores: Mapping[str, np.ndarray], log: RewardLog
     ) -> tuple[dict[str, np.ndarray], RewardLog]:
         """The scores [P, G] without those of samples that cannot be scored, and the log with how
-        an environment of this process broke."""
+        an environment broke, of the first process in which one did."""
         ...
 
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -183,7 +183,9 @@ class ThreadedDialogue:
         """As `Dialogue.open`."""
         ordinals, rows = prompts.ordinal.tolist(), prompts.row.tolist()
         self._ordinals, self._rows = ordinals, dict(zip(ordinals, rows, strict=True))
-        places = {ordinal: (place, ordinal, rows[place]) for place, ordinal in enumerate(ordinals)}
+        places: dict[int, tuple[int, int, int]] = {}
+        for place, ordinal in enumerate(ordinals):  # a prompt that is there twice: at the first
+            places.setdefault(ordinal, (place, ordinal, rows[place]))
         step = int(prompts.step)
         seed = *self.seed, step
         opened = self.conversations.open([*places.values()], group_size, seed)
@@ -312,10 +314,9 @@ class ThreadedDialogue:
         samples = next(iter(scores.values())).shape
         talks, unscored = self.conversations, self.unscored(*samples)
         scores = {name: np.where(unscored, np.nan, value) for name, value in scores.items()}
+        raises = talks.counts["raised"] > RAISED * talks.counts["calls"]
         problem = next(iter(self._problems().values()), "")
-        messages = {"environment": problem} if problem else {}
-        if talks.counts["raised"] > RAISED * talks.counts["calls"]:
-            messages["tools"] = talks.error
+        messages = _first_messages({"environment": problem, "tools": talks.error if raises else ""})
         return scores, log._replace(messages=log.messages | messages)
 
     def fields(self, ordinals: Sequence[int], mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -372,6 +373,18 @@ def all_rounds(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return total / sum(weights) if any(weights) else 0.0
 
     return {name: joined(name) for name in (rounds[0] if rounds else ())}
+
+
+def _first_messages(messages: Mapping[str, str]) -> dict[str, str]:
+    """Of each message that of the first process that has one, and says which of several it is: a
+    file may be missing on one host alone. Called by all processes."""
+    shares, first = gather_json(messages), {}
+    for number, share in enumerate(shares):
+        where = f"process {number}: " if len(shares) > 1 else ""
+        for name, text in share.items():
+            if text:
+                first.setdefault(name, f"{where}{text}")
+    return first
 
 
 def _common(group: Sequence[np.ndarray]) -> int:

@@ -66,14 +66,14 @@ def export(
     # nor its data, rewards and method, which may have come from Python.
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         number = _number(folder, config.checkpoint.keep_best, step, checkpoints)
-        source_step = checkpoints.latest() if number is None else number
-        meta = checkpoints.meta(source_step) if source_step in checkpoints.steps() else {}
+        number = checkpoints.choose(number)
+        meta = checkpoints.meta(number)
         model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
         zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes))
         abstract = {"learner": {"step": np.zeros((), np.int32), "trainable": zeros}}
         saved, _ = checkpoints.restore(abstract, number, partial=True)
-        number, params = int(saved["learner"]["step"]), saved["learner"]["trainable"]
-        refuse_other_step(checkpoints.folder, checkpoints.newest or 0, number)
+        params = saved["learner"]["trainable"]
+        refuse_other_step(checkpoints.folder, number, int(saved["learner"]["step"]))
     if model.config.lora is not None:
         identity = parameters.adapter_identity(home, model)
         parameters.refuse_changed_adapters(config.model.path, meta, identity)

@@ -1,4 +1,4 @@
-"""What a run was given, as short texts and numbers: its config, own code, data and base model.
+"""What a run was given, as short texts and numbers: its config, own code, data and models.
 
 They tell whether two processes of a run were given the same, whether a run that is resumed reads
 what it read before, and whether it is evaluated on the same questions.
@@ -6,6 +6,7 @@ what it read before, and whether it is evaluated on the same questions.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import INPUTS, EvalKeys, RunKeys, source_paths
@@ -25,7 +27,12 @@ from jaxgrpo.data.written import without_addresses
 from jaxgrpo.models.hf import adapters, folders, replacing, texts, weights
 from jaxgrpo.training.inputs import Inputs
 
-REMEDY = "give every process of a run the same config, code, data and base model"
+REMEDY = "give every process of a run the same config, code, data, models and releases"
+OPTIONS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
+    *("jax_numpy_dtype_promotion", "jax_threefry_partitionable"),
+)
+"""Options of JAX that the environment may set and that change what is computed."""
 LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracking")
 """Keys, and a table, that may differ between machines: what is found there is compared instead."""
 
@@ -39,6 +46,17 @@ def config_facts(config: Config) -> dict[str, Any]:
     adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
     model_facts = {"model.path": base, "lora.path": file_checksums(adapter)}
     return {**facts, **model_facts, "own code": file_checksums(config.own_files)}
+
+
+def program_facts() -> dict[str, Any]:
+    """What programs are made by, and all processes of a run have to make the same: jaxgrpo with its
+    files, as of a clone at some commit, JAX, and OPTIONS."""
+    files = sorted(Path(jaxgrpo.__file__).parent.rglob("*.py"))
+    source = checksum(file.read_bytes() for file in files)
+    facts = {name: str(jax.config.values.get(name)) for name in OPTIONS}
+    release = f"{jaxgrpo.__version__}, {len(files)} files, crc32 {source}"
+    libraries = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    return {"jaxgrpo": release, **libraries, **facts}
 
 
 def file_checksums(files: Iterable[Path]) -> dict[str, str]:
@@ -229,14 +247,18 @@ def evaluation_facts(
         for name, value in table.items()
         if name.removeprefix("eval.") not in excluded_keys
     }
-    file = find_source(scorer_name)
-    files = [] if file is None else with_imports([file])
     return {
         **decisive_keys,
         "eval.kl_to_base": measures_kl,
         "eval.data": describe_rows(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
-        "eval.scorer": [short_name(scorer_name), *file_checksums(files).values()],
+        "eval.scorer": [short_name(scorer_name), *_source_checksums(scorer_name).values()],
     }
+
+
+def _source_checksums(name: str) -> dict[str, str]:
+    """`file_checksums` of own code by its name in a config, and of what it imports."""
+    file = find_source(name)
+    return {} if file is None else file_checksums(with_imports([file]))
 
 
 def _json_checksum(value: Any) -> str:
@@ -294,3 +316,30 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str = RE
                 f"{names[0]}: process {number} has {process_value}, process 0 has "
                 f"{main_value}{more}: {remedy}"
             )
+
+
+def refuse_other_start(
+    facts: Callable[[], Mapping[str, Any]], teachers: Iterable[str], scorer_name: str
+) -> None:
+    """Refuses processes that would not compute the same; of a single one nothing is asked.
+
+    Called by all processes of a run as soon as they have joined.
+
+    Args:
+      facts: gives `config_facts`.
+      teachers, scorer_name: of the config.
+
+    Raises: InputError, in every process, where one has another release, config, code or model.
+    """
+
+    def all_facts() -> dict[str, Any]:
+        models = {f"scores: {path}": folders.fingerprint(path) for path in teachers}
+        scorer = {"code of eval.scorer": _source_checksums(scorer_name)}
+        return {**program_facts(), **facts(), **models, **scorer}
+
+    refuse_unless_alike(all_facts)
+
+
+def refuse_other_rows(run_inputs: Inputs) -> None:
+    """Raises: InputError, in every process, where one reads other rows."""
+    refuse_unless_alike(lambda: row_facts(run_inputs))

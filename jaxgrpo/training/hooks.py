@@ -301,8 +301,9 @@ class Evaluations:
         )
         saved_base = progress.base or {"asked": {}, "metrics": {}}
         saved_facts, metrics = saved_base["asked"], saved_base["metrics"]
+        logged = plain(metrics)
         # A start with other questions may have been killed before it saved a step.
-        if saved_facts == facts and process.broadcast(opened.folder.base) == plain(metrics):
+        if process.broadcast(lambda: saved_facts == facts and opened.folder.base() == logged):
             return
         if step == 0:
             values = self.measure(run.params_to_evaluate(learner), 0)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
+from collections import Counter
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,9 @@ from jaxgrpo.models.api import AttentionKind, DeltaKind, Model
 from jaxgrpo.models.counts import Outputs, count_recurrence, layer_outputs
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
+from jaxgrpo.rollout.exchange import gather_json
 from jaxgrpo.rollout.slots.capacity import LOGITS, capacity
+from jaxgrpo.training.processes import host
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -46,7 +47,6 @@ ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # a variable that JAX reads, as these
 GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """The second is an older name; JAX refuses both at once."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-STATUS = Path("/proc/self/status")  # of this process, in Linux
 COMPILING = 300 * 2**20
 """What the process of a run on a CPU takes above that of its dry run, which compiles the update
 alone: 0.2 to 0.7 GiB with 8 and 30 layers (JAX 0.10.2, two cores), the more where nothing is in
@@ -344,7 +344,7 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     if memory.peak <= limit:
         return
     parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
-    sampling = memory.sampler + memory.decode >= memory.update
+    sampling = memory.sampler + memory.decode > memory.update
     remedy = (
         "fewer rollout.slots, or shorter completions"
         if sampling
@@ -359,22 +359,33 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
 
 
 def device_bytes(mesh: Mesh) -> int:
-    """The bytes of memory that a device of the mesh gives; CPU devices share the machine's.
+    """The bytes of memory that a device of the mesh gives; CPU devices share their host's.
 
-    Of others that do not say it, those of `core.chips.CHIPS`: they are compiled for and not here,
+    Of several processes the fewest, since all compile the same program: each of them calls this.
+    Of devices that do not say it, those of `core.chips.CHIPS`: they are compiled for and not here,
     or the allocator that was chosen for a GPU keeps no count.
 
     Raises: InputError where it is not in that table either.
     """
+    size, sharers = _local_bytes(mesh)
+    reported, on_host = gather_json([os.uname().nodename, size, sharers]), Counter[str]()
+    for name, _, sharers in reported:
+        on_host[name] += sharers
+    return min(size // max(1, on_host[name]) for name, size, _ in reported)
+
+
+def _local_bytes(mesh: Mesh) -> tuple[int, int]:
+    """Bytes of a device of this process, or of its host and how many of its devices share them."""
     device = mesh.local_devices[0]
     try:
         stats: Mapping[str, int] = device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:  # it is compiled for, and not here
-        return _published(device.device_kind)
-    if device.platform != "cpu" and "bytes_limit" not in stats:
-        return _published(device.device_kind)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)
-    return stats.get("bytes_limit", machine)
+        return _published(device.device_kind), 0
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"], 0
+    if device.platform != "cpu":
+        return _published(device.device_kind), 0
+    return host.memory_bytes(), len(mesh.local_devices)
 
 
 def _published(kind: str) -> int:
@@ -455,11 +466,11 @@ def process_bytes(mesh: Mesh, copy_bytes: int) -> int:
     what it has taken so far for libraries, rows, programs and compiling them, COMPILING for those
     to come, and the copy of a state that is being saved (`parameters.save_copy_bytes`). 0 on other
     devices, and where the system does not tell."""
-    if mesh.devices.flat[0].platform != "cpu" or not STATUS.exists():
+    most = host.most_taken()
+    if mesh.devices.flat[0].platform != "cpu" or most is None:
         return 0
-    (most,) = re.findall(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
-    beside_arrays = max(0, 1024 * int(most) - sum(shard.data.nbytes for shard in shards))
+    beside_arrays = max(0, most - sum(shard.data.nbytes for shard in shards))
     return (beside_arrays + COMPILING + copy_bytes) // len(mesh.local_devices)
 
 

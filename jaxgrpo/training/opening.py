@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def open_run(
       setup_options: of `setup` beside the config.
       resume, devices_line, shown: as in `loop.take`.
     """
-    fingerprints.refuse_unless_alike(lambda: fingerprints.config_facts(config))
+    start = functools.partial(fingerprints.config_facts, config)
+    fingerprints.refuse_other_start(start, config.teachers, config.scorer_name)
     folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
     text = process.broadcast(folder.config)
     config, last_config = refuse_other_config(folder.place, text, config)
@@ -161,7 +163,7 @@ def set_up(
     facts: dict[str, Any] = {}
 
     def check(inputs: Inputs) -> None:
-        fingerprints.refuse_unless_alike(lambda: fingerprints.row_facts(inputs))
+        fingerprints.refuse_other_rows(inputs)
         facts.update(
             fingerprints.input_facts(
                 inputs,

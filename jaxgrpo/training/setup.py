@@ -149,13 +149,13 @@ def setup(
     check: Callable[[Inputs], None] = lambda run_inputs: None,
     mesh: Mesh | None = None,
     make_learner: Callable[[Blueprint], Learner] | None = None,
+    samples: bool = True,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
     Args:
-      rewards, advantage, dataset: Python objects instead of what the config names. Rewards
-        are functions or built-in names, with weight 1; {name: function} names them. The data set
-        is one that `jaxgrpo.train` takes, read by the config's data keys.
+      rewards, advantage, dataset: Python objects instead of what the config names. Rewards are
+        functions or built-in names, with weight 1, or {name: function}; the rest as in `train`.
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       tools, environment: as in `jaxgrpo.train`.
@@ -163,6 +163,7 @@ def setup(
       check: gets what is read from disk, before weights are, and may raise.
       mesh, make_learner: of a run that is planned, on devices that need not be here; no weights
         are read then.
+      samples: whether the run draws any, which takes memory; a warm start does not.
 
     Raises: InputError where parts do not fit one another.
     """
@@ -181,10 +182,10 @@ def setup(
         )
     pretrained, support = run_inputs.pretrained, config.train.support
     sampling = sampling_settings(config.rollout, pretrained, run_inputs.world, support)
-    method = share(
-        "method",
-        lambda: build_method(config, pretrained, run_rewards, sampling, advantage, share),
-    )
+    parts = config, pretrained, run_rewards, sampling, advantage, share
+    method = share("method", lambda: build_method(*parts))
+    if not samples:
+        method = method._replace(memory=method.memory._replace(sampler=0, decode=0))
     return _assemble(config, run_inputs, run_rewards, method, make_learner)
 
 

@@ -44,7 +44,7 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import memory
+from jaxgrpo.training import fingerprints, memory
 from jaxgrpo.training.inputs import (
     begin_conversations,
     dropped_line,
@@ -60,7 +60,7 @@ from jaxgrpo.training.pretrained import (
     run_goals,
     sampling_settings,
 )
-from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.records.reading import read_text
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.rewarding import resolve_scorer
@@ -179,12 +179,18 @@ def find_policy(
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
+    process.start(config.mesh.platform)
+    peers.set_timeout(config.run.peer_timeout)
+    facts = functools.partial(fingerprints.config_facts, config)
+    fingerprints.refuse_other_start(facts, config.teachers, config.scorer_name)
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     rollout, answers = config.rollout, (config.tools, config.environments)
     chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
     source = rows if rows is not None else eval_source(config.eval, config.data)
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
+    describe = functools.partial(fingerprints.describe_rows, prompts.rows, prompts.encoded)
+    fingerprints.refuse_unless_alike(lambda: {"prompts": describe()})
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
     policy = _policy_with_engine(
         pretrained, settings, config.mesh, rollout, config.train.seed, temperature, has_base

@@ -100,6 +100,7 @@ def test_functions_and_rows_of_python_are_taken_as_they_are(call_options):
     )
     assert turned["pass@1"] == pytest.approx(1 - right["pass@1"])
     assert {*judged} == {"y"}
+    assert len(judged) == 3 * (4 + 1), "what fills up a batch of four devices is not judged"
     numbers = jg.probe(model, reward=wrong, **options)
     assert (numbers["reward"], numbers["data"]) == ("wrong", "rows")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments import sft
 from jaxgrpo.models.hf import folders
+from jaxgrpo.training import memory
+from jaxgrpo.training.processes import peers
+from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
 
@@ -151,14 +155,33 @@ def test_a_dry_run_shows_the_first_answer_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "run-sft").exists()
 
 
-def test_answers_that_are_missing_or_too_long_are_refused_before_the_first_step(tmp_path):
+def test_no_memory_is_asked_for_samples_that_a_warm_start_does_not_draw(tmp_path, monkeypatch):
+    config = sft.config_for(write(tmp_path))
+    needed, sampled = (setup(config, **{**sft.SETUP, "samples": n}).memory for n in (False, True))
+    assert needed.peak == needed.persistent < sampled.peak
+    monkeypatch.setattr(memory, "device_bytes", lambda mesh: needed.persistent)
+    setup(config, **sft.SETUP)
+    with pytest.raises(InputError, match="the run does not fit its devices"):
+        setup(config, **{**sft.SETUP, "samples": True})
+    with pytest.raises(InputError, match=r"the run does not fit its devices .* update: working"):
+        sft.main(str(tmp_path / "run.toml"), dry_run=True)
+
+
+def test_answers_that_are_missing_or_too_long_are_refused_before_the_first_step(
+    tmp_path, monkeypatch
+):
+    watch = SimpleNamespace(timeout=15.0)
+    monkeypatch.setattr(peers, "_watch", watch)
+
     def train(rows: Any) -> None:
-        sft.train(Console(quiet=True), sft.config_for(write(tmp_path, rows)))
+        config = sft.config_for(write(tmp_path, rows, **{"run.peer_timeout": 77}))
+        sft.train(Console(quiet=True), config)
 
     with pytest.raises(InputError, match=r"1 of 9 answers are longer .* = 24 with their end token"):
         train([*ROWS, {"prompt": "1+1=", "answer": "2" * 24}])
     with pytest.raises(InputError, match="1 of 9 rows hold no answer"):
         train([*ROWS, {"prompt": "1+1=", "answer": None}])
+    assert watch.timeout == 77, "other processes may be silent for as long as the config says"
 
 
 def test_the_config_of_a_warm_start_reads_no_method_of_the_run(tmp_path):

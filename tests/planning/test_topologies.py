@@ -11,10 +11,11 @@ import numpy as np
 import planned
 import pytest
 
+from jaxgrpo.config.keys import MeshKeys, PlanKeys
 from jaxgrpo.core.chips import CHIPS, GIB
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
-from jaxgrpo.planning import plan, topologies
+from jaxgrpo.planning import plan, preview, topologies
 from jaxgrpo.training import memory
 from jaxgrpo.training.method import attention_lines
 
@@ -95,6 +96,23 @@ def test_slices_are_islands_and_what_crosses_them_is_known():
     assert plan.islands(mesh) == {"data": 2, "fsdp": 1, "tensor": 1, "context": 1}
     mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 8, 1, 1), sharding.AXES)
     assert plan.islands(mesh) == {"data": 1, "fsdp": 2, "tensor": 1, "context": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "sizes", "message"),
+    [
+        ("v5e:2x2", 2, {"fsdp": 8}, "mesh.data = 1: the 8 devices are in 2 slices of 4"),
+        ("h100:2x4", 1, {"tensor": 8}, "the 8 devices are in 2 hosts of 4, and tensor and context"),
+    ],
+)
+def test_what_stands_in_for_devices_is_in_as_many_slices_or_hosts(name, slices, sizes, message):
+    devices = topologies.stand_ins(name, slices)
+    mesh = sharding.make_mesh(data=2, fsdp=4, devices=devices)
+    assert plan.islands(mesh) == {"data": 2, "fsdp": 1, "tensor": 1, "context": 1}
+    with pytest.raises(InputError, match=message):
+        sharding.make_mesh(**sizes, devices=devices)
+    with pytest.raises(InputError, match=message):
+        preview.planned_mesh(MeshKeys(**sizes), PlanKeys(topology=name, slices=slices))
 
 
 @pytest.mark.parametrize(

@@ -334,9 +334,16 @@ number = int(number)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, number, initialization_timeout=60)
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import fingerprints
-from jaxgrpo.training.processes import process
+from jaxgrpo.models import sharding
+from jaxgrpo.training import fingerprints, memory
+from jaxgrpo.training.processes import host, process
 from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.records import lock
+from jaxgrpo.training.records.folder import RunFolder
+
+lock.VISIBLE = 1.0
+host.memory_bytes = lambda: (8 + number) << 30
+say(memory.device_bytes(sharding.make_mesh(data=4)))
 
 def missing():
     raise InputError(f"process {number} found nothing")
@@ -351,6 +358,7 @@ with Checkpoints(folders[number]) as checkpoints:
         lambda: fingerprints.refuse_unless_alike(asked, "mend it"),
         lambda: fingerprints.refuse_unless_alike(missing if number else asked, "mend it"),
         lambda: checkpoints.restore({"weight": np.zeros(500, np.float32)}),
+        lambda: RunFolder(f"{folders[1]} {number}"),
     ):
         try:
             say(call())
@@ -365,6 +373,7 @@ def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_p
     texts = two(APART, saved, tmp_path / "another disk")
     lines, peer_lines = (text.splitlines() for text in texts)
     assert lines == peer_lines
+    assert int(lines.pop(0)) == 2 << 30, "four devices share the smaller memory of one host"
     assert lines[:3] == [
         "[1, 2, 3]",
         "process 0 found nothing",
@@ -373,6 +382,8 @@ def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_p
     assert lines[3].startswith("problem: process 1 has process 1 found nothing, process 0 has noth")
     assert lines[4].startswith("step 3: process 1 has none, process 0 has [")
     assert lines[4].endswith("put run.dir on a file system that all processes share")
+    assert lines[5].startswith(f"run.dir = {tmp_path / 'another disk'} 0: process 1 does not find")
+    assert not (tmp_path / "another disk 1").exists()
 
 
 @pytest.mark.full

@@ -144,6 +144,27 @@ def test_processes_with_other_configs_or_data_both_refuse(tmp_path, fork_server,
         assert "give every process of a run the same config" in output
 
 
+@pytest.mark.fault(20)
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["sft", "eval", "sample"])
+def test_other_commands_refuse_processes_with_other_configs_too(
+    command, tmp_path, fork_server, environment
+):
+    asks = {"eval.data": "task:arithmetic:test", "eval.prompts": 3}
+    (tmp_path / "prompts.txt").write_text("1+1=")
+    more = {"sample": ("--prompts", tmp_path / "prompts.txt", "--out", tmp_path / "out.jsonl")}
+    processes = []
+    for number, variables in enumerate(together()):
+        changes = {**MESH, **asks, "train.seed": number}
+        file = small_run.write(tmp_path / f"{number}.toml", tmp_path / "r", **changes)
+        words = (command, file, *more.get(command, ()))
+        processes.append(fork_server.start(*words, env=environment(devices=2, **variables)))
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, output
+        assert "train.seed: process 1 has 1, process 0 has 0: give every process" in output
+
+
 def rewarded(folder, name):
     """What all processes of a run judged, and how often: step, prompt, token ids of a sample."""
     files = folder.glob(f"{name}*")

@@ -320,6 +320,19 @@ def test_a_prompt_that_an_environment_makes_too_long_is_refused():
         talk(Wordy, ())
 
 
+def test_a_prompt_that_is_there_twice_is_answered_where_its_first_place_is_judged():
+    places: list[int] = []
+    kind = make_kind(None, {"look": look}, (), lambda: parse, 5.0, "tools")
+    rows = [{"prompt": "ab"}, {"prompt": "cd"}, {"prompt": "ef"}]
+    is_local = lambda place: not places.append(place)  # noqa: E731
+    talks = Conversations({"": kind}, chatting.chat(None), [END], rows, is_local)
+    numbers = np.asarray([0, 1, 2, 0])  # as an evaluation fills up its bins
+    bare = [np.asarray(chatting.ids("x"), np.int32)] * len(numbers)
+    dialogue = ThreadedDialogue(talks, Turns(TURNS, LIMIT), STEPS, (1,))
+    dialogue.open(pad_prompts(bare, WIDTH, numbers, numbers, 0), GROUP)
+    assert places == [0, 1, 2]
+
+
 def test_samples_of_a_prompt_that_begin_with_different_tokens_are_refused():
     """As programs may: the prompt of a group is what is common to its samples."""
     opened = {(0, 0): Opening([1, 2], None), (0, 1): Opening([3, 2], None)}

@@ -32,6 +32,7 @@ from jaxgrpo.rollout.slots import capacity
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.programs import make_programs
 from jaxgrpo.training import loop, memory, setup
+from jaxgrpo.training.processes import host
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.moments import in_bfloat16
@@ -196,6 +197,19 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path
     for build in (setup.setup, preview.dry_run):
         with pytest.raises(InputError, match=message):
             build(config)
+
+
+def test_a_control_group_limits_the_memory_of_a_host(tmp_path):
+    machine, membership = host.memory_bytes(tmp_path, tmp_path / "none"), tmp_path / "cgroup"
+    second, first = tmp_path / "memory.max", tmp_path / "memory" / "memory.limit_in_bytes"
+    job = tmp_path / "job_7" / "memory.max"
+    for file in (first, job):
+        file.parent.mkdir()
+    for line, file in (("0::/job_7/step_0", job), ("0::/", second), ("4:cpu,memory:/a", first)):
+        membership.write_text(f"9:pids:/a\n{line}\n")
+        for text, expected in ((f"{1 << 20}\n", 1 << 20), ("max\n", machine), ("9" * 19, machine)):
+            file.write_text(text)
+            assert host.memory_bytes(tmp_path, membership) == expected, (line, text)
 
 
 @pytest.mark.full

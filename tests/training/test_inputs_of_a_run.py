@@ -7,10 +7,12 @@ import decimal
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import small_run
 
+import jaxgrpo
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.planning import preview
 from jaxgrpo.training import fingerprints, loop, opening
@@ -227,3 +229,16 @@ def test_objects_are_not_told_apart_by_their_place_in_memory():
         fingerprints.describe_rows([{"prompt": "a", "more": object()}]) for _ in range(2)
     )
     assert first == second
+
+
+def test_processes_compare_what_their_programs_are_made_by(monkeypatch, tmp_path):
+    facts = fingerprints.program_facts()
+    assert {*fingerprints.OPTIONS} <= jax.config.values.keys(), "JAX has another name for one"
+    assert facts["jax"] == jax.__version__
+    assert facts["jaxgrpo"].startswith(f"{jaxgrpo.__version__}, ")
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(jaxgrpo, "__file__", str(tmp_path / "__init__.py"))
+    with jax.default_matmul_precision("bfloat16"):
+        changed = fingerprints.program_facts()
+    differing = {name for name in facts if facts[name] != changed[name]}
+    assert differing == {"jaxgrpo", "jax_default_matmul_precision"}

@@ -325,3 +325,18 @@ def test_an_adapter_of_another_base_is_named(tmp_path, monkeypatch, stored, base
     Path(adapters.CONFIG).write_text(json.dumps(stored))
     assert parameters.base_line(str(tmp_path), *base).endswith(line)
     assert bool(parameters.base_line(str(tmp_path), *base)) == bool(line)
+
+
+@pytest.mark.slow
+def test_an_export_reads_nothing_of_a_damaged_step(finished, tmp_path):
+    """Its meta.json says how much the adapters count."""
+    run = shutil.copytree(finished.path, tmp_path / "run")
+    meta = run / "checkpoints" / "3" / "meta.json"
+    text = meta.read_text()
+    assert '"alpha": 4.0' in text
+    meta.write_text(text.replace('"alpha": 4.0', '"alpha": 8.0'))
+    newest = export(run, tmp_path / "newest")
+    expected = export(finished.path, tmp_path / "second", step=2)
+    assert "2 of 3 steps" in (newest / "README.md").read_text()
+    files = [folder / "model.safetensors" for folder in (newest, expected)]
+    assert files[0].read_bytes() == files[1].read_bytes()

@@ -54,6 +54,15 @@ class Slow:
 
     def get_reward(self):
         return float(self.looks)
+
+
+class Lacking(Slow):
+    """Has what it reads on the first host alone."""
+
+    def get_reward(self):
+        if os.environ["JAX_PROCESS_ID"] == "1":
+            raise FileNotFoundError("boards.json")
+        return 1.0
 '''
 MESH = {"mesh": {"data": 2, "fsdp": 2}}
 LIMIT = 300  # seconds of a run
@@ -113,10 +122,12 @@ def start(python, environment, file, count: int, *arguments: str):
     ]
 
 
-def end(processes) -> None:
+def end(processes) -> list[str]:
+    """Waits for the processes. Returns their outputs."""
     outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
+    return outputs
 
 
 @pytest.mark.full
@@ -155,3 +166,33 @@ def test_two_processes_draw_the_samples_of_one_also_after_a_kill(
         assert file.read_bytes() == again.read_bytes()
     weights = [folders[name] / "model" / "model.safetensors" for name in ("two", "killed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.full
+def test_two_processes_evaluate_a_number_of_prompts_that_their_devices_do_not_divide(
+    tmp_path, code, python, environment
+):
+    evaluated = {"eval.data": "task:arithmetic:test", "eval.prompts": 3, "eval.samples": 2}
+    more = {**MESH, **evaluated, "train.steps": 1}
+    folders = {count: tmp_path / f"r{count}" for count in (1, 2)}
+    for count, folder in folders.items():
+        file = small_run.write(tmp_path / f"{count}.toml", folder, **changes(code, **more))
+        end(start(python, environment, file, count))
+    single, two = (small_run.metrics(folder) for folder in folders.values())
+    assert [line["step"] for line in two] == [0, 1]
+    for left, right in zip(single, two, strict=True):
+        measured = {name: value for name, value in left.items() if name.startswith("eval/")}
+        assert measured
+        assert {name: right[name] for name in measured} == pytest.approx(measured, nan_ok=True)
+
+
+@pytest.mark.full
+def test_the_first_process_says_how_an_environment_of_another_broke(
+    tmp_path, code, python, environment
+):
+    more = {**MESH, "environment": f"{code}:Lacking", "train.steps": 1}
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "run", **changes(code, **more))
+    output, _ = end(start(python, environment, file, 2))
+    assert "process 1: Lacking: get_reward raised FileNotFoundError: boards.json" in output
+    (line,) = small_run.metrics(tmp_path / "run")
+    assert line["environment/broken"] == 0.5

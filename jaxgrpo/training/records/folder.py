@@ -30,7 +30,7 @@ from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.training.processes.process import broadcast
 from jaxgrpo.training.records import checksums
-from jaxgrpo.training.records.lock import LOCK, give_up_lock, take_lock
+from jaxgrpo.training.records.lock import LOCK, give_up_lock, refuse_unshared, take_lock
 from jaxgrpo.training.records.reading import (
     OPTIONAL_TYPES,
     SAMPLE_TYPES,
@@ -156,7 +156,7 @@ class RunFolder(Closing):
       path: made where it is missing; or a URL.
       resume: take a folder that already holds a run; `rewind` then drops what no longer counts.
     Raises: InputError where the folder holds something and `resume` is False, where `path` is a
-      file, or where another trainer holds it.
+      file, where another trainer holds it, or where not all processes see it.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
@@ -171,6 +171,11 @@ class RunFolder(Closing):
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
         broadcast(lambda: self._take(resume))
+        try:
+            refuse_unshared(self.place, self.path, self._lock)
+        except InputError:
+            self.close()
+            raise
 
     def _take(self, resume: bool) -> None:
         refuse_unusable(self.place, resume)

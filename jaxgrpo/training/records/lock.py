@@ -17,12 +17,20 @@ import signal
 import time
 from pathlib import Path
 
+import jax
+
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import storage
+from jaxgrpo.data import mirror, storage
+from jaxgrpo.data.storage import Place
+from jaxgrpo.rollout.exchange import gather_json
+from jaxgrpo.training.processes import process
 
 LOCK = ".lock"
 PATIENCE = 30.0  # seconds that a killed holder may take to end
 TICK = 0.02  # seconds between two tries
+VISIBLE = 60.0
+"""Seconds in which other hosts have to see what the holder has written: a mounted file system may
+remember for some time what was not there."""
 PF_EXITING = 0x4  # of Linux' flags of a process
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 """How a file system says that it has none, as Lustre without the option flock, or some of NFS."""
@@ -60,6 +68,46 @@ def take_lock(folder: Path, name: object) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def refuse_unshared(place: Place, folder: Path, descriptor: int | None) -> None:
+    """Refuses the folder of a run that is another one on another host: each process writes the part
+    of a checkpoint that its devices hold, and what is not beside that of process 0 is lost.
+
+    Called by all processes, once process 0 has the lock.
+
+    Args:
+      place, folder: of the run; where it is in a bucket the folder of this host is no part of it.
+      descriptor: of the lock, in process 0; None in the others.
+
+    Raises: InputError, in every process.
+    """
+    if jax.process_count() == 1:
+        return
+    if descriptor is not None:
+        with contextlib.suppress(OSError):  # a file system that cannot flush it
+            os.fsync(descriptor)
+    where, holder = process.broadcast(lambda: [str(place), _read_holder(place, folder)])
+    over = time.monotonic() + VISIBLE
+    while not (sees := _read_holder(place, folder) == holder) and time.monotonic() < over:
+        time.sleep(1.0)
+    blind = [str(number) for number, sees in enumerate(gather_json(sees)) if not sees]
+    if blind:
+        raise InputError(
+            f"run.dir = {where}: process {', '.join(blind)} does not find there what process 0 has "
+            "written: give a folder on a file system that all processes share, or one in a bucket, "
+            "gs://"
+        )
+
+
+def _read_holder(place: Place, folder: Path) -> str:
+    """Who holds a run, as its lock says; empty where there is none, or it cannot be read."""
+    with contextlib.suppress(OSError):
+        if not storage.is_url(place):
+            return (folder / LOCK).read_text("utf-8", "replace").strip()
+        claim = mirror.read_lock(os.fspath(place))
+        return claim["id"] if claim else ""
+    return ""
 
 
 def _try_lock(lock: int) -> bool:

@@ -55,6 +55,11 @@ def test_names_that_are_no_methods_are_refused_before_anything_is_sampled(
     refused(tmp_path, methods, message)
 
 
+def test_an_atlas_is_of_the_devices_that_its_config_names(tmp_path):
+    absent = {"platform": "tpu"}
+    refused(tmp_path, ["grpo", "sign"], 'platform = "tpu": JAX found cpu devices', mesh=absent)
+
+
 def test_options_of_the_other_probe_are_refused(tmp_path):
     refused(
         tmp_path, ["grpo", "sign"], "--samples: an atlas is of the samples of a step", samples=4
