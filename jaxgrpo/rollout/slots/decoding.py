@@ -381,7 +381,7 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
         early = number < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
     remaining, support = logits, None
-    if settings.support:
+    if settings.support and settings.temperature > 0:  # the likeliest token is that among all
         remaining, support = named_support(
             logits, distribution, settings.support, parts.vocab_shards
         )
