@@ -337,8 +337,9 @@ def make_batches(
       purpose, greedy: as in `rollout.batch.draw`.
     """
     mesh, engine, count = policy.mesh, policy.engine, len(questions.rows)
-    slots = engine.slots_for(_round_to_bins(mesh, count), samples)
-    size = _round_to_bins(mesh, min(count, max(1, rounds * slots // samples)))
+    bins = sharding.num_bins(mesh)
+    slots = engine.slots_for(_rounded_up(count, bins), samples)
+    size = batch_size(count, max(1, rounds * slots // samples), bins)
     engine.expect(samples, math.ceil(count / size))
     judge = Judge(policy.tokenizer, [questions.scorer], questions.rows)
     draw_samples = functools.partial(
@@ -368,9 +369,18 @@ def make_batches(
     return Batches(size, ask)
 
 
-def _round_to_bins(mesh: Mesh, prompts: int) -> int:
-    """At least so many prompts, as many in every bin."""
-    bins = sharding.num_bins(mesh)
+def batch_size(count: int, most: int, bins: int) -> int:
+    """The size of batches of `count` questions, as many in every bin: as few batches as `most`
+    questions in each allow, all of about one size, so that the last is filled up with few.
+
+    >>> batch_size(100, 96, 1), batch_size(10, 4, 1), batch_size(10, 4, 4), batch_size(3, 96, 4)
+    (50, 4, 4, 4)
+    """
+    most = _rounded_up(min(count, most), bins)
+    return _rounded_up(math.ceil(count / math.ceil(count / most)), bins)
+
+
+def _rounded_up(prompts: int, bins: int) -> int:
     return math.ceil(prompts / bins) * bins
 
 

@@ -1,9 +1,12 @@
 """The numbers of an evaluation, by hand."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.evaluate import Answers, Questions, summarise
+from jaxgrpo.evaluation.evaluate import Answers, Questions, batch_size, summarise
 from jaxgrpo.evaluation.intervals import bootstrap, read_interval
 from jaxgrpo.rewards import Reward
 
@@ -21,6 +24,17 @@ def questions(count, extract=None, **columns):
     rows = [{"prompt": "p", **{k: v[i] for k, v in columns.items()}} for i in range(count)]
     scorer = Reward("scorer", lambda completions: [0.0] * len(completions))
     return Questions(rows, [], scorer, extract)
+
+
+@pytest.mark.parametrize("bins", [1, 3, 8])
+def test_batches_are_as_few_as_may_be_and_the_last_is_filled_up_with_few(bins):
+    for count, most in itertools.product(range(1, 60), range(1, 30)):
+        size, largest = batch_size(count, most, bins), -(-most // bins) * bins
+        batches = math.ceil(count / size)
+        assert size % bins == 0
+        assert size <= largest
+        assert batches == math.ceil(count / largest)
+        assert size * batches - count < batches * bins
 
 
 def test_accuracy_is_greedy_and_split_by_level_and_source():
