@@ -181,12 +181,20 @@ def to_sample(model: Model, mesh: Mesh) -> Model:
 
 def _exclude_textless(config: ModelConfig, logits: Array) -> Array:
     """Logits [..., V] that are NEVER for tokens without text; as they are where all have some."""
-    if not config.without_text:
+    has_text = tokens_with_text(config)
+    if has_text is None:
         return logits
+    return jnp.where(jnp.broadcast_to(has_text, logits.shape), logits, NEVER)
+
+
+def tokens_with_text(config: ModelConfig) -> np.ndarray | None:
+    """[V] bool, the tokens that can be drawn; None: all can."""
+    if not config.without_text:
+        return None
     has_text = np.ones(config.vocab_size, bool)
     for begin, end in config.without_text:
         has_text[begin:end] = False
-    return jnp.where(jnp.broadcast_to(has_text, logits.shape), logits, NEVER)
+    return has_text
 
 
 def _looked_up(embedding: Embedding, tokens: Array, constrain: Constrain | None) -> Array:

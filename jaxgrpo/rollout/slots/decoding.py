@@ -25,6 +25,7 @@ from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import AttentionKind, Caller, Constrain, DeltaKind, Model
 from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
 from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
+from jaxgrpo.models.decoder import tokens_with_text
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.models.recurrence import DeltaState
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
@@ -419,8 +420,9 @@ def _written(
 
     if settings.early_stop is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / temperature(settings, state)
-        number = min(settings.early_stop.tokens, parts.model.config.num_drawable)
-        confidence = jnp.where(drawn, confidence_from_logits(scaled, number), 0)
+        has_text = tokens_with_text(parts.model.config)
+        confidence = confidence_from_logits(scaled, settings.early_stop.tokens, has_text)
+        confidence = jnp.where(drawn, confidence, 0)
         confidence_sum, unsure = _sum_confidence(
             settings.early_stop, state, samples.confidence, confidence
         )
