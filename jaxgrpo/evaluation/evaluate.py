@@ -338,7 +338,7 @@ def make_batches(
     """
     mesh, engine, count = policy.mesh, policy.engine, len(questions.rows)
     bins = sharding.num_bins(mesh)
-    slots = engine.slots_for(_rounded_up(count, bins), samples)
+    slots = engine.slots_for(_rounded_up(count, bins), samples, rounds)
     size = batch_size(count, max(1, rounds * slots // samples), bins)
     engine.expect(samples, math.ceil(count / size))
     judge = Judge(policy.tokenizer, [questions.scorer], questions.rows)
