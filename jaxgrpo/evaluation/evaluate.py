@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxgrpo.config.keys import EvalKeys
+from jaxgrpo.core import records
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
@@ -359,7 +360,9 @@ def make_batches(
         host = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
         state = TrainerState(global_step=step)
         scores, _ = judge.rollouts(rows, host[0], host[1], state, dialogue=drawing.dialogue)
-        again = {} if rescore is None else rescore(params, put_prompts(mesh, batch))
+        # Records of experts have numbers for each layer of each token, and nothing here reads them.
+        plain = dataclasses.replace(batch, fields=records.without(batch.fields, ()))
+        again = {} if rescore is None else rescore(params, put_prompts(mesh, plain))
         arrays = *host, scores[questions.scorer.name], sharding.to_host(again)
         arrays = jax.tree.map(lambda x: x[: count - begin], arrays)
         tokens, mask, logp, truncated, scored, rescored = arrays

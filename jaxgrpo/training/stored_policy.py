@@ -256,6 +256,7 @@ def _policy_with_engine(
     temperature: float | None,
     has_base: bool = False,
 ) -> StoredPolicy:
+    settings = settings._replace(records_experts=False)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
     model = pretrained.model

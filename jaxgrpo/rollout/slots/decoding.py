@@ -95,6 +95,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
             return cache(mixer, (bins, rows), width), ring(mixer)
         return lines((bins, rows), width), lines((bins * slots,), Lines.columns(longest))
 
+    recorded = record_shapes(config.kinds, settings.support, settings.records_experts)
     by_place, none = jnp.zeros((bins, places), jnp.int32), jnp.zeros(bins, jnp.int32)
     state = DecodeState(
         sample=empty,
@@ -102,7 +103,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         pauses=Pauses(mask=empty.astype(bool), clock=empty) if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
-        samples=no_samples(settings, bins, places, record_shapes(config.kinds, settings.support)),
+        samples=no_samples(settings, bins, places, recorded),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple(memory(kind.mixer) for kind in config.kinds),
