@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import pattern_problem, refuse_all
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import (
     LAYERS,
@@ -166,7 +166,7 @@ def build(
         return _exclude_textless(config, modules["head"].bind(table).decode(hidden))
 
     # The key is made inside, so that building a model touches no device.
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0, impl=GENERATOR)))
     axes = _axes((config.lead, config.pattern), modules, shapes)
     return Model(config, init, apply, unembed, axes, shapes)
 
@@ -211,7 +211,7 @@ def _rngs(key: Array) -> nnx.Rngs:
 
 
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
-    abstract = nnx.eval_shape(lambda: make(_rngs(jax.random.key(0))))
+    abstract = nnx.eval_shape(lambda: make(_rngs(jax.random.key(0, impl=GENERATOR))))
     graph, state = nnx.split(abstract)
     axes = jax.tree.map(
         lambda param: param.get_metadata("axes"),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.records import NONE
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import AttentionKind, Caller, Constrain, DeltaKind, Model
 from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
@@ -373,7 +373,7 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
     distribution = Distribution(
         settings.temperature, settings.top_k, settings.top_p, settings.min_p
     )
-    keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
+    keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample), impl=GENERATOR)
     number = state.index
     if state.samples.start is not None:
         number += take(state.samples.start, state.sample)
