@@ -17,7 +17,7 @@ from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.scores import SCORERS, answer_field
-from jaxgrpo.core.types import Rollouts, Signal
+from jaxgrpo.core.types import GENERATOR, Rollouts, Signal
 
 _BLOCK = 32  # tokens
 _PLACES = ("all", "last")
@@ -456,7 +456,7 @@ def _entropies(mask: Array, planning: Array, rollouts: Rollouts) -> Metrics:
 
 def _shuffled(planning: Array, mask: Array, seed: int, step: Array) -> Array:
     """As many unmasked tokens of each sample [..., T], drawn at random in each step."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
+    key = jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), step)
     order = jnp.where(mask, jax.random.uniform(key, mask.shape), jnp.inf)
     rank = jnp.argsort(jnp.argsort(order, axis=-1), axis=-1)
     return mask & (rank < (planning & mask).sum(-1, keepdims=True))

@@ -20,7 +20,7 @@ from jax import Array
 
 from jaxgrpo.config.ranges import LARGEST_SEED
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import Task, character_tokenizer
 from jaxgrpo.models import decoder
@@ -246,7 +246,7 @@ def _train(
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)
     )
-    params = jax.jit(model.init)(jax.random.key(seed))
+    params = jax.jit(model.init)(jax.random.key(seed, impl=GENERATOR))
     carry = (params, jax.jit(optimizer.init)(params))
     dispatch = jax.jit(functools.partial(_dispatch, model, optimizer), donate_argnums=0)
     tokens, learned = jnp.asarray(corpus.tokens), jnp.asarray(corpus.learned)

@@ -17,7 +17,7 @@ QUANTITIES = {
     "logp": "log-prob of each token",
     "entropy": "entropy of the distribution of each token",
     "confidence": "minus the mean log-prob of the likeliest tokens in each token's place",
-    "certainty": "minus the mean log-prob of all tokens of the vocabulary in each token's place",
+    "certainty": "minus the mean log-prob of all tokens with text in each token's place",
     "collision": "chance that two draws in each token's place agree, the sum of squared chances",
     "rank": "number of tokens of the vocabulary that are likelier than each token",
     "effective_rank": "effective rank of the hidden states up to each `stride`-th token",

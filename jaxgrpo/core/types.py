@@ -21,6 +21,10 @@ from jaxgrpo.core.errors import InputError
 Params = dict[str, Any]
 """Nested dicts of arrays: all that leaves `models/` of a Flax module."""
 
+GENERATOR = "threefry2x32"
+"""What all keys are of, whatever `jax_default_prng_impl` is set to: of the others what a key draws
+depends on the keys that it is drawn beside."""
+
 Data = TypeVar("Data", bound=type)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code, one_line
+from jaxgrpo.core.types import GENERATOR
 from jaxgrpo.environments.history import Frame
 
 State = Any
@@ -131,7 +132,7 @@ def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: s
     row = _Row({name: jnp.asarray(column[0]) for name, column in columns.items()})
     try:
         with explaining_own_code(where):
-            state = jax.eval_shape(lambda: rules.reset(jax.random.key(0), row))
+            state = jax.eval_shape(lambda: rules.reset(jax.random.key(0, impl=GENERATOR), row))
             result = jax.eval_shape(
                 rules.step,
                 state,
@@ -183,7 +184,9 @@ def _form(tree: Any) -> str:
 
 
 def _reset_each(reset: Callable[..., Any], seeds: Array, columns: Mapping[str, Array]) -> Any:
-    begin = lambda seed, row: _as_words(reset(jax.random.key(seed), row))  # noqa: E731
+    def begin(seed: Array, row: Mapping[str, Array]) -> Any:
+        return _as_words(reset(jax.random.key(seed, impl=GENERATOR), row))
+
     return jax.vmap(begin)(seeds, columns)
 
 

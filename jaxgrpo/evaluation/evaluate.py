@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxgrpo.config.keys import EvalKeys
-from jaxgrpo.core.types import Params
+from jaxgrpo.core import records
+from jaxgrpo.core.types import Params, Rollouts
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
 from jaxgrpo.evaluation.intervals import bootstrap, mean_of_shares
@@ -338,8 +339,9 @@ def make_batches(
       purpose, greedy: as in `rollout.batch.draw`.
     """
     mesh, engine, count = policy.mesh, policy.engine, len(questions.rows)
-    slots = engine.slots_for(_round_to_bins(mesh, count), samples)
-    size = _round_to_bins(mesh, min(count, max(1, rounds * slots // samples)))
+    bins = sharding.num_bins(mesh)
+    slots = engine.slots_for(_rounded_up(count, bins), samples, rounds)
+    size = batch_size(count, max(1, rounds * slots // samples), bins)
     engine.expect(samples, math.ceil(count / size))
     judge = Judge(policy.tokenizer, [questions.scorer], questions.rows)
     draw_samples = functools.partial(
@@ -356,9 +358,9 @@ def make_batches(
             prompts = dataclasses.replace(prompts, forced_prefix=goal)
         drawing = draw_samples(params, prompts, key, samples)
         batch: Any = drawing.finish()
-        again = {} if rescore is None else rescore(params, put_prompts(mesh, batch))
+        again = {} if rescore is None else _second_pass(rescore, params, mesh, batch)
         arrays = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
-        arrays = rows, *arrays, sharding.to_host(again)
+        arrays = rows, *arrays, again
         arrays = jax.tree.map(lambda x: x[: count - begin], arrays)
         judged_rows, tokens, mask, logp, truncated, rescored = arrays
         state, name = TrainerState(global_step=step), questions.scorer.name
@@ -369,9 +371,27 @@ def make_batches(
     return Batches(size, ask)
 
 
-def _round_to_bins(mesh: Mesh, prompts: int) -> int:
-    """At least so many prompts, as many in every bin."""
-    bins = sharding.num_bins(mesh)
+def _second_pass(
+    rescore: Rescore, params: Params, mesh: Mesh, batch: Rollouts
+) -> dict[str, np.ndarray]:
+    """What rescoring gives for a batch, on the host."""
+    # Records of experts have numbers for each layer of each token, and nothing here reads them.
+    plain = dataclasses.replace(batch, fields=records.without(batch.fields, ()))
+    return sharding.to_host(rescore(params, put_prompts(mesh, plain)))
+
+
+def batch_size(count: int, most: int, bins: int) -> int:
+    """The size of batches of `count` questions, as many in every bin: as few batches as `most`
+    questions in each allow, all of about one size, so that the last is filled up with few.
+
+    >>> batch_size(100, 96, 1), batch_size(10, 4, 1), batch_size(10, 4, 4), batch_size(3, 96, 4)
+    (50, 4, 4, 4)
+    """
+    most = _rounded_up(min(count, most), bins)
+    return _rounded_up(math.ceil(count / math.ceil(count / most)), bins)
+
+
+def _rounded_up(prompts: int, bins: int) -> int:
     return math.ceil(prompts / bins) * bins
 
 

@@ -286,11 +286,6 @@ class ModelConfig:
     def num_rest(self) -> int:
         return (self.num_layers - len(self.lead)) % len(self.pattern)
 
-    @property
-    def num_drawable(self) -> int:
-        """Tokens that can be drawn: those with text."""
-        return self.vocab_size - sum(end - begin for begin, end in self.without_text)
-
     def holds_a(self, name: str) -> str:
         """The linear map with the A of an adapted one: itself, or the first that it is fused with.
 

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import pattern_problem, refuse_all
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import (
     LAYERS,
@@ -166,7 +166,7 @@ def build(
         return _exclude_textless(config, modules["head"].bind(table).decode(hidden))
 
     # The key is made inside, so that building a model touches no device.
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0, impl=GENERATOR)))
     axes = _axes((config.lead, config.pattern), modules, shapes)
     return Model(config, init, apply, unembed, axes, shapes)
 
@@ -181,12 +181,20 @@ def to_sample(model: Model, mesh: Mesh) -> Model:
 
 def _exclude_textless(config: ModelConfig, logits: Array) -> Array:
     """Logits [..., V] that are NEVER for tokens without text; as they are where all have some."""
-    if not config.without_text:
+    has_text = tokens_with_text(config)
+    if has_text is None:
         return logits
+    return jnp.where(jnp.broadcast_to(has_text, logits.shape), logits, NEVER)
+
+
+def tokens_with_text(config: ModelConfig) -> np.ndarray | None:
+    """[V] bool, the tokens that can be drawn; None: all can."""
+    if not config.without_text:
+        return None
     has_text = np.ones(config.vocab_size, bool)
     for begin, end in config.without_text:
         has_text[begin:end] = False
-    return jnp.where(jnp.broadcast_to(has_text, logits.shape), logits, NEVER)
+    return has_text
 
 
 def _looked_up(embedding: Embedding, tokens: Array, constrain: Constrain | None) -> Array:
@@ -203,7 +211,7 @@ def _rngs(key: Array) -> nnx.Rngs:
 
 
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
-    abstract = nnx.eval_shape(lambda: make(_rngs(jax.random.key(0))))
+    abstract = nnx.eval_shape(lambda: make(_rngs(jax.random.key(0, impl=GENERATOR))))
     graph, state = nnx.split(abstract)
     axes = jax.tree.map(
         lambda param: param.get_metadata("axes"),

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
@@ -150,6 +151,7 @@ def token_confidence(
     hidden: Float[Array, "D N E"],
     *,
     k: int = LIKELIEST,
+    has_text: np.ndarray | None = None,
     temperature: float = 1.0,
     logits_per_chunk: int | None = None,
 ) -> Float[Array, "D N"]:
@@ -165,6 +167,8 @@ def token_confidence(
     Args:
       unembed: hidden [D, n, E] -> logits [D, n, V].
       k: more than V: V, and C = log V + KL(uniform || p).
+      has_text: bool [V], the tokens that can be drawn, which alone count: V is their number. None:
+        all can.
       temperature: of the sampling distribution.
       logits_per_chunk: as in `token_logprobs`.
 
@@ -176,16 +180,24 @@ def token_confidence(
 
     def chunk_confidence(hidden: Array) -> Array:
         return confidence_from_logits(
-            scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k
+            scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k, has_text
         )
 
     return jax.lax.stop_gradient(by_chunks(chunk_confidence, chunk, hidden))
 
 
-def confidence_from_logits(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
+def confidence_from_logits(
+    logits: Float[Array, "*B V"], k: int, has_text: np.ndarray | None = None
+) -> Float[Array, "*B"]:
     """`token_confidence` of softmax(logits)."""
-    likeliest = logits if k >= logits.shape[-1] else jax.lax.top_k(logits, k)[0]
-    return jax.nn.logsumexp(logits, axis=-1) - likeliest.mean(-1)
+    number = logits.shape[-1] if has_text is None else int(has_text.sum())
+    if k < number:
+        mean = jax.lax.top_k(logits, k)[0].mean(-1)
+    elif has_text is None:
+        mean = logits.mean(-1)
+    else:  # the others have logits so low that no digit of these would be left beside them
+        mean = jnp.where(jnp.broadcast_to(has_text, logits.shape), logits, 0).sum(-1) / number
+    return jax.nn.logsumexp(logits, axis=-1) - mean
 
 
 def token_rank(

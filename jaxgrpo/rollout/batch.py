@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.records import EXPERTS, SUPPORT
-from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.core.types import GENERATOR, Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.dialogue import VERSION, Converse, Dialogue
@@ -475,7 +475,8 @@ def _sample_keys(
     key: ArrayLike, purpose: ArrayLike, step: ArrayLike, ordinals: Array, group_size: int
 ) -> Array:
     """Key data [P, G, 2]."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), purpose)
+    key = jax.random.wrap_key_data(jnp.asarray(key), impl=GENERATOR)
+    key = jax.random.fold_in(key, purpose)
     key = jax.random.fold_in(key, step)
     prompt_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ordinals)
     fold_samples = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.environments.serving.dialect import Prompted
 from jaxgrpo.environments.serving.fields import Completion, Wish
 from jaxgrpo.environments.serving.server import Refusal
@@ -197,7 +197,7 @@ def _words(seed: int) -> np.ndarray:
 @jax.jit
 def _draw_key(data: Any, number: Any, place: Any, sample: Any) -> Any:
     """Key data [2] of a sample of a prompt of a query."""
-    key = jax.random.wrap_key_data(data)
+    key = jax.random.wrap_key_data(data, impl=GENERATOR)
     for part in (number, place, sample):
         key = jax.random.fold_in(key, part)
     return jax.random.key_data(key)

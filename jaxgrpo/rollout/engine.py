@@ -58,6 +58,7 @@ class SamplingSettings(NamedTuple):
     max_turns: int = 1  # that a sample is drawn in; above 1 each is given back once it has ended
     own_rows: bool = False  # a row for each sample: some begin with their own tokens
     answering: Answering | None = None  # how the engine answers turns by itself; `max_turns` is 1
+    records_experts: bool = True  # of a model that has some; updates alone read them
 
     @property
     def turn_tokens(self) -> int:

@@ -15,7 +15,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LoraKeys, MeshKeys, ModelKeys, RolloutKeys
 from jaxgrpo.config.world import World
 from jaxgrpo.core.errors import InputError, refuse_all
-from jaxgrpo.core.types import WEIGHTS, Learner, Params
+from jaxgrpo.core.types import GENERATOR, WEIGHTS, Learner, Params
 from jaxgrpo.models import decoder, lora, sequences, sharding
 from jaxgrpo.models.api import Model, ModelConfig, in_dtype
 from jaxgrpo.models.hf import adapters, families, folders
@@ -73,7 +73,7 @@ class Pretrained(NamedTuple):
             params = lora.init(model, key)
             return params if dtype is None else jax.tree.map(lambda x: x.astype(dtype), params)
 
-        key = jax.random.fold_in(jax.random.key(seed), decoder.ADAPTER_FOLD)
+        key = jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), decoder.ADAPTER_FOLD)
         weights = folders.read_params(self.folder, lora.base_model(model), None, weight_layout)
         return lora.join(jax.jit(draw, out_shardings=adapter_layout)(key), weights)
 

@@ -21,7 +21,7 @@ from jaxgrpo.config.keys import DataKeys, MeshKeys, RewardKeys, RolloutKeys
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.config.world import World, find_parser
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import WEIGHTS, Params
+from jaxgrpo.core.types import GENERATOR, WEIGHTS, Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
@@ -263,6 +263,7 @@ def _policy_with_engine(
     temperature: float | None,
     has_base: bool = False,
 ) -> StoredPolicy:
+    settings = settings._replace(records_experts=False)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
     model = pretrained.model
@@ -332,7 +333,7 @@ def _policy(
 
 def seed_key(seed: int) -> np.ndarray:
     """The key data of a seed."""
-    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+    return np.asarray(jax.random.key_data(jax.random.key(seed, impl=GENERATOR)))
 
 
 def load_base(pretrained: Pretrained, mesh: Mesh, seed: int) -> Base:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.scores import TOKEN_DRAW
-from jaxgrpo.core.types import Rollouts
+from jaxgrpo.core.types import GENERATOR, Rollouts
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.losses.objective import with_batch_fields
 
@@ -79,6 +79,6 @@ def per_token(value: Array, rollouts: Rollouts) -> Array:
 
 def token_draw(rollouts: Rollouts) -> Array:
     """A uniform number in [0, 1) for each token, [P, G, T]."""
-    key = jax.random.fold_in(jax.random.key(0), rollouts.step)
+    key = jax.random.fold_in(jax.random.key(0, impl=GENERATOR), rollouts.step)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(rollouts.ordinal)
     return jax.vmap(lambda key: jax.random.uniform(key, rollouts.token_mask.shape[1:]))(keys)

@@ -21,7 +21,7 @@ from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import XLA, Kernel
-from jaxgrpo.models.decoder import Remat
+from jaxgrpo.models.decoder import Remat, tokens_with_text
 from jaxgrpo.models.distributions import full_kl, likeliest, shortened
 from jaxgrpo.models.logprobs import Entropy, Head, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
@@ -272,11 +272,14 @@ def token_values(
         )
         values["collision"] = jnp.exp(jnp.minimum(2 * warm - cold, 0))
     config = settings.model.config
-    few = min(logprobs.LIKELIEST, config.num_drawable)
-    numbers = {"confidence": few, "certainty": config.vocab_size}
+    numbers = {"confidence": logprobs.LIKELIEST, "certainty": config.vocab_size}
     for quantity in sorted(quantities & numbers.keys()):
         values[quantity] = logprobs.token_confidence(
-            unembed, hidden, k=numbers[quantity], temperature=temperature
+            unembed,
+            hidden,
+            k=numbers[quantity],
+            has_text=tokens_with_text(config),
+            temperature=temperature,
         )
     return values
 

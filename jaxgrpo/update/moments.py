@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from jaxgrpo.core.types import GENERATOR
+
 
 class Bfloat16State(NamedTuple):
     """The state of an optimizer whose moments are held in bfloat16."""
@@ -40,7 +42,8 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
             raise ValueError("in_bfloat16 needs the parameters: update(gradients, state, params)")
         wide = _on_moments(optimizer, _wide, state.inner, params)
         updates, new_state = optimizer.update(updates, wide, params)
-        key, number = jax.random.fold_in(jax.random.key(0), state.count), iter(range(2**31))
+        constant, number = jax.random.key(0, impl=GENERATOR), iter(range(2**31))
+        key = jax.random.fold_in(constant, state.count)
 
         def narrow(leaf: Array, param: Array) -> Array:
             return _at_random(leaf, jax.random.fold_in(key, next(number)))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
+from jaxgrpo.core.types import GENERATOR, Learner, Params, Rollouts, TrainBatch
 from jaxgrpo.models import sharding
 from jaxgrpo.update import packing
 from jaxgrpo.update.flat import fullest
@@ -124,7 +124,7 @@ class Deal(NamedTuple):
 
 def deals(params: Params) -> list[Deal]:
     """Random ones, of each array in the order of the tree."""
-    keys = jax.random.split(jax.random.key(SEED), (len(jax.tree.leaves(params)), 2))
+    keys = jax.random.split(jax.random.key(SEED, impl=GENERATOR), (len(jax.tree.leaves(params)), 2))
     return [
         Deal(
             signs=jax.random.rademacher(sign_key, (leaf.size,), jnp.int8),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.evaluation.voting import trace_confidence
+from jaxgrpo.models.api import NEVER
 from jaxgrpo.models.logprobs import token_confidence
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -63,6 +64,15 @@ def test_with_ten_tokens_that_can_be_drawn_the_confidence_is_of_these_ten(logits
     np.testing.assert_allclose(likeliest_confidence(padded, 10), expected, rtol=1e-12)
     # Among 20 are tokens without any probability: a caller asks for as many as can be drawn.
     assert (likeliest_confidence(padded, 20) == np.inf).all()
+
+
+@pytest.mark.parametrize("k", [3, 10, 16, 99])
+def test_tokens_without_text_play_no_part_however_many_are_asked_for(logits, k):
+    has_text = np.arange(16) % 3 != 0  # 10 tokens
+    padded = np.where(has_text, logits[..., :16], NEVER)
+    expected = confidence_by_numpy(logits[..., :16][..., has_text], k, 0.7)
+    confidence = likeliest_confidence(padded, k, 0.7, has_text=has_text)
+    np.testing.assert_allclose(confidence, expected, rtol=1e-12)
 
 
 def test_flat_distributions_have_the_least_confidence_and_peaked_ones_more():

@@ -1,11 +1,19 @@
 """The numbers of an evaluation, by hand."""
 
+import functools
+import itertools
+import math
+
 import numpy as np
 import pytest
+import tiny
+from engines import cpu_mesh
 
-from jaxgrpo.evaluation.evaluate import Answers, Questions, summarise
+from jaxgrpo.evaluation.evaluate import Answers, Questions, batch_size, summarise
 from jaxgrpo.evaluation.intervals import bootstrap, read_interval
 from jaxgrpo.rewards import Reward
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.capacity import fitting_slots
 
 
 def answers(scores, texts=None):
@@ -21,6 +29,25 @@ def questions(count, extract=None, **columns):
     rows = [{"prompt": "p", **{k: v[i] for k, v in columns.items()}} for i in range(count)]
     scorer = Reward("scorer", lambda completions: [0.0] * len(completions))
     return Questions(rows, [], scorer, extract)
+
+
+@pytest.mark.parametrize("bins", [1, 3, 8])
+def test_batches_are_as_few_as_may_be_and_the_last_is_filled_up_with_few(bins):
+    for count, most in itertools.product(range(1, 60), range(1, 30)):
+        size, largest = batch_size(count, most, bins), -(-most // bins) * bins
+        batches = math.ceil(count / size)
+        assert size % bins == 0
+        assert size <= largest
+        assert batches == math.ceil(count / largest)
+        assert size * batches - count < batches * bins
+
+
+def test_slots_for_many_prompts_have_room_beside_the_samples_of_a_batch_and_not_of_all():
+    settings, mesh = SamplingSettings(1024, 1.0, (tiny.END,), tiny.PAD), cpu_mesh(1)
+    slots = functools.partial(fitting_slots, tiny.model(), settings, mesh)
+    assert slots(10**7, 2, 64, 2**26) == 1
+    assert slots(10**7, 2, 64, 2**26, rounds=4) == slots(1000, 2, 64, 2**26, rounds=4) == 64
+    assert slots(10**7, 2, 64, 2**23, rounds=4) < 64
 
 
 def test_accuracy_is_greedy_and_split_by_level_and_source():

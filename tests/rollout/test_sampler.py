@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,16 @@ import pytest
 import tiny
 from engines import draw_all, make_engine
 
+import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.batch import _sample_keys
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.rollout.slots.drawing import Distribution, draw
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.training.stored_policy import seed_key
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12
@@ -283,6 +288,28 @@ def test_100_000_draws_follow_the_distribution_that_their_log_probs_state(name):
     assert statistic < 18.5  # chi-square with at most 4 degrees of freedom: p = 0.001
     stated = np.log(expected, where=possible, out=np.zeros(5))[tokens]
     np.testing.assert_allclose(np.asarray(rollouts.behavior_logp).ravel(), stated, atol=2e-4)
+
+
+def test_the_generator_that_jax_is_set_to_changes_no_draw():
+    key = seed_key(7)
+    words = np.asarray(_sample_keys(key, 1, 2, np.arange(3), 2))
+    assert words.shape == (3, 2, 2)
+    for name in ("rbg", "unsafe_rbg"):
+        with jax.default_prng_impl(name):
+            np.testing.assert_array_equal(seed_key(7), key)
+            again = _sample_keys(key, 1, 2, np.arange(3), 2)
+        np.testing.assert_array_equal(again, words)
+
+
+def test_each_key_of_the_package_names_its_generator():
+    calls = re.compile(r"jax\.random\.(?:key|wrap_key_data)\((?:[^()]|\([^()]*\))*\)")
+    all_calls = [
+        call.group()
+        for file in Path(jaxgrpo.__file__).parent.rglob("*.py")
+        for call in calls.finditer(file.read_text("utf-8"))
+    ]
+    assert len(all_calls) > 10
+    assert [call for call in all_calls if "impl=" not in call] == []
 
 
 @pytest.mark.full

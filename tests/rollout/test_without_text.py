@@ -130,7 +130,7 @@ def test_an_evaluation_measures_over_tokens_with_text():
     base = Base(tiny.model(), tiny.params)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     rescore = make_rescorer(
-        tiny.model(few), mesh, temperature=1.0, quantities={"confidence"}, base=base
+        tiny.model(few), mesh, temperature=1.0, quantities={"confidence", "certainty"}, base=base
     )
     assert rescore is not None
     measured = jax.tree.map(np.asarray, rescore(tiny.params(), rollouts))
@@ -138,7 +138,8 @@ def test_an_evaluation_measures_over_tokens_with_text():
     table = np.delete(table, [*range(2, 5), *range(14, tiny.VOCAB)], -1)
     want = np.log(np.exp(table).sum(-1)) - table.mean(-1)  # of 11 tokens, not of 20
     mask = np.asarray(rollouts.token_mask)
-    np.testing.assert_allclose(measured["confidence"][mask], want[mask], rtol=1e-4)
+    for name in ("confidence", "certainty"):
+        np.testing.assert_allclose(measured[name][mask], want[mask], rtol=1e-4)
     for name in ("kl", "clamped", "logp_gap"):
         np.testing.assert_allclose(measured[name], 0, atol=1e-5)
 

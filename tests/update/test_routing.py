@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engines import draw_all, make_blueprint, make_engine, take_step
+from engines import cpu_mesh, draw_all, make_blueprint, make_engine, take_step
 from flax import nnx
 
 from jaxgrpo.core.records import EXPERTS, NONE
@@ -19,6 +19,7 @@ from jaxgrpo.models.api import Caller, ExpertsKind, LayerKind
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.experts import Experts
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
+from jaxgrpo.rollout.slots.capacity import capacity
 from jaxgrpo.training.parameters import first_learner
 from jaxgrpo.update.step import build_steps
 
@@ -39,9 +40,11 @@ def params(config=CONFIG):
     return {**values, "blocks": {"0": {**values["blocks"]["0"], "experts": blocks}}}
 
 
+SETTINGS = SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD, 8, slots=5)
+
+
 @functools.cache
-def drawn(config=CONFIG, width=WIDTH):
-    settings = SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD, 8, slots=5)
+def drawn(config=CONFIG, width=WIDTH, settings=SETTINGS):
     prompts = tiny.prompts(PROMPTS, width)
     engine = make_engine(tiny.model(config), settings, prompts)
     rollouts = draw_all(engine, params(config), prompts, KEY, GROUP)
@@ -95,6 +98,17 @@ def test_the_sampler_records_the_experts_of_what_each_token_is_drawn_from():
     assert set(np.unique(record)) >= set(range(FEED.number))
     logp = tiny.whole_logps(CONFIG, params(), rollouts)
     np.testing.assert_allclose(rollouts.behavior_logp, logp, atol=3e-5)
+
+
+def test_a_sampler_that_is_to_record_no_experts_draws_the_same_and_takes_less_memory():
+    settings = SETTINGS._replace(records_experts=False)
+    rollouts, recorded = drawn(settings=settings), drawn()
+    assert EXPERTS not in rollouts.fields
+    np.testing.assert_array_equal(rollouts.completion_tokens, recorded.completion_tokens)
+    np.testing.assert_allclose(rollouts.behavior_logp, recorded.behavior_logp, atol=1e-5)
+    sizes = cpu_mesh(1), PROMPTS, GROUP, WIDTH
+    less, more = (capacity(tiny.model(CONFIG), s, *sizes).state for s in (settings, SETTINGS))
+    assert more - less == recorded.fields[EXPERTS].nbytes > 0
 
 
 @pytest.mark.full

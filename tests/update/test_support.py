@@ -87,8 +87,8 @@ def renormalised(table, rollouts):
     return logp
 
 
-def tables(rollouts):
-    return tiny.whole_tables(tiny.UNIFORM, tiny.params(), rollouts, TEMPERATURE)
+def tables(rollouts, temperature=TEMPERATURE):
+    return tiny.whole_tables(tiny.UNIFORM, tiny.params(), rollouts, temperature)
 
 
 @pytest.mark.full
@@ -115,6 +115,14 @@ def test_the_samples_are_those_of_a_run_that_records_nothing():
     assert SUPPORT not in plain.fields
     np.testing.assert_array_equal(rollouts.completion_tokens, plain.completion_tokens)
     np.testing.assert_array_equal(rollouts.behavior_logp, plain.behavior_logp)
+
+
+def test_at_temperature_0_the_likeliest_token_is_taken_from_all():
+    rollouts = drawn(REPLAYS._replace(temperature=0.0, min_completion_tokens=0))
+    table, mask = np.asarray(tables(rollouts, 1.0)), rollouts.token_mask
+    np.testing.assert_array_equal(rollouts.completion_tokens[mask], table.argmax(-1)[mask])
+    np.testing.assert_allclose(rollouts.behavior_logp[mask], table.max(-1)[mask], atol=3e-5)
+    assert (rollouts.fields[SUPPORT] == -1).all()
 
 
 @pytest.mark.full

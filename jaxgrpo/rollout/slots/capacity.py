@@ -149,9 +149,9 @@ def capacity(
 
 def _token_bytes(kinds: Sequence[LayerKind], settings: SamplingSettings) -> int:
     """Bytes of a sample for each of its tokens, beside keys and values."""
+    recorded = record_shapes(kinds, settings.support, settings.records_experts)
     record_bytes = sum(
-        math.prod(shape) * jnp.dtype(records.DTYPES[name]).itemsize
-        for name, shape in record_shapes(kinds, settings.support)
+        math.prod(shape) * jnp.dtype(records.DTYPES[name]).itemsize for name, shape in recorded
     )
     return PER_TOKEN + 4 * (settings.early_stop is not None) + record_bytes
 
@@ -176,20 +176,30 @@ def fitting_slots(
     group: int,
     width: int,
     free: int,
+    rounds: int = 0,
 ) -> int:
     """The most slots, over all bins, whose decoding fits into `free` bytes of each device.
 
     At least one per bin, whether it fits or not, and at most `SLOTS_OF_CPU` per bin on a CPU.
 
-    Args: prompts, group, width: as in `capacity`.
+    Args:
+      prompts, group, width: as in `capacity`.
+      rounds: only so many samples per slot are drawn at once, the prompts in batches; 0: all.
     """
     bins = sharding.num_bins(mesh)
+
+    def prompts_at_once(slots: int) -> int:
+        if not rounds:
+            return prompts
+        return min(prompts, -(-max(1, rounds * slots // group) // bins) * bins)
+
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     most = math.ceil(prompts * group / bins)
     low, high = 1, min(most, SLOTS_OF_CPU) if on_cpu else most
     while low < high:
         middle = (low + high + 1) // 2
         trial = settings._replace(slots=middle * bins)
-        fits = capacity(model, trial, mesh, prompts, group, width).total <= free
+        batch = prompts_at_once(trial.slots)
+        fits = capacity(model, trial, mesh, batch, group, width).total <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * bins

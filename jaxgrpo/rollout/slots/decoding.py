@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.records import NONE
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import AttentionKind, Caller, Constrain, DeltaKind, Model
 from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
 from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
+from jaxgrpo.models.decoder import tokens_with_text
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.models.recurrence import DeltaState
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
@@ -94,6 +95,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
             return cache(mixer, (bins, rows), width), ring(mixer)
         return lines((bins, rows), width), lines((bins * slots,), Lines.columns(longest))
 
+    recorded = record_shapes(config.kinds, settings.support, settings.records_experts)
     by_place, none = jnp.zeros((bins, places), jnp.int32), jnp.zeros(bins, jnp.int32)
     state = DecodeState(
         sample=empty,
@@ -101,7 +103,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         pauses=Pauses(mask=empty.astype(bool), clock=empty) if settings.max_turns > 1 else None,
         index=empty,
         token=empty,
-        samples=no_samples(settings, bins, places, record_shapes(config.kinds, settings.support)),
+        samples=no_samples(settings, bins, places, recorded),
         queue=Queue(place=by_place, row=by_place, reader=by_place, ready=none, next=none),
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple(memory(kind.mixer) for kind in config.kinds),
@@ -371,7 +373,7 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
     distribution = Distribution(
         settings.temperature, settings.top_k, settings.top_p, settings.min_p
     )
-    keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
+    keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample), impl=GENERATOR)
     number = state.index
     if state.samples.start is not None:
         number += take(state.samples.start, state.sample)
@@ -381,7 +383,7 @@ def _drawn(parts: Parts, state: DecodeState, logits: Array) -> tuple[Array, Arra
         early = number < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
     remaining, support = logits, None
-    if settings.support:
+    if settings.support and settings.temperature > 0:  # the likeliest token is that among all
         remaining, support = named_support(
             logits, distribution, settings.support, parts.vocab_shards
         )
@@ -419,8 +421,9 @@ def _written(
 
     if settings.early_stop is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / temperature(settings, state)
-        number = min(settings.early_stop.tokens, parts.model.config.num_drawable)
-        confidence = jnp.where(drawn, confidence_from_logits(scaled, number), 0)
+        has_text = tokens_with_text(parts.model.config)
+        confidence = confidence_from_logits(scaled, settings.early_stop.tokens, has_text)
+        confidence = jnp.where(drawn, confidence, 0)
         confidence_sum, unsure = _sum_confidence(
             settings.early_stop, state, samples.confidence, confidence
         )

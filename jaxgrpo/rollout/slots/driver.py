@@ -92,12 +92,16 @@ class SlotEngine:
         """
         self._batches[group] = max(self._batches[group], batches)
 
-    def slots_for(self, prompts: int, group: int) -> int:
-        """The slots, over all bins, that so many prompts are decoded with."""
+    def slots_for(self, prompts: int, group: int, rounds: int = 0) -> int:
+        """The slots, over all bins, that so many prompts are decoded with.
+
+        Args:
+          rounds: as in `fitting_slots`.
+        """
         if self.settings.slots or self.free is None or self.mesh is None:
             return self.settings.slots
         return fitting_slots(
-            self.model, self.settings, self.mesh, prompts, group, self.width, self.free
+            self.model, self.settings, self.mesh, prompts, group, self.width, self.free, rounds
         )
 
     def load(self, params: Params, version: int) -> None:

@@ -24,7 +24,7 @@ from jaxgrpo.core.scores import (
     choice_field,
     prompt_field,
 )
-from jaxgrpo.core.types import Params, Rollouts, Stream, Waiting
+from jaxgrpo.core.types import GENERATOR, Params, Rollouts, Stream, Waiting
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import sharding
@@ -70,7 +70,7 @@ def first_stream(source: RolloutSource, num_rows: int, seed: int) -> Stream:
     """The stream before the first step."""
     return Stream(
         cursor=np.zeros((), np.int32),
-        key=np.asarray(jax.random.key_data(jax.random.key(seed))),
+        key=np.asarray(jax.random.key_data(jax.random.key(seed, impl=GENERATOR))),
         prompt_policy_state=source.policy.init(num_rows, seed),
         waiting=source.waiting,
     )
