@@ -236,9 +236,9 @@ class Conversations:
         return Opening(ids, None)
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
-        conversation = self._running[key]
-        text = self._histories[conversation.kind].spoken(ids)
-        try:
+        conversation, text = self._running[key], ""
+        try:  # a fault that stays in a thread would leave the run waiting for ever
+            text = self._histories[conversation.kind].spoken(ids)
             if conversation.problem:
                 raise Broken(conversation.problem, conversation.ending)
             answer: Answer | BaseException = conversation.partner.answer(text)

@@ -14,6 +14,7 @@ import pytest
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.world import _environment_reward, make_world
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import limits
 from jaxgrpo.data.prompts import encode, load_rows
 from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.conversations import (
@@ -247,6 +248,26 @@ def test_an_environment_without_a_thread_is_refused(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(InputError, match=r"beside \d+ there is none .*new thread\): take fewer"):
         counter.make()
+
+
+class Narrow:
+    """A tokenizer in Python, which raises on an id of the model that it has no token for."""
+
+    def __call__(self, text, **options):
+        return chatting.tokenizer()(text, **options)
+
+    def decode(self, ids, **options):
+        raise IndexError("piece id is out of range")
+
+
+def test_a_turn_that_cannot_be_decoded_ends_the_run_and_is_not_waited_for():
+    chat = chatting.chat(None)._replace(tokenizer=Narrow())
+    rows = [{"prompt": "Count."}]
+    talks = Conversations({"": kind(Counter)}, chat, chatting.ids("<|end|>"), rows)
+    talks.open([(0, 0, 0)], 1, (1,))
+    talks.answer((0, 0), Completion(chatting.ids("up"), [0.0] * 2, "length"), 500)
+    with pytest.raises(IndexError, match="piece id is out of range"):
+        limits.within(9, talks.replies)
 
 
 def test_the_first_error_of_a_batch_is_remembered():
