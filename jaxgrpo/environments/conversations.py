@@ -230,7 +230,14 @@ class Conversations:
                 "it return what is asked, or write data.prompt"
             )
         text = chats.write(chat, prompt, f"row {row}", is_limited=False)
-        ids = list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
+        try:
+            ids = chats.encode(chat, text, special=chat.template is None)
+        except InputError as error:
+            if observation is None:
+                raise
+            conversation.prompt = self.rows[row]["prompt"]
+            conversation.take_problem(Broken(f"reset: {error}"))
+            return self._prompt(key, row, None)
         if observation is None:
             self._prompts[row] = ids
         return Opening(ids, None)

@@ -449,6 +449,21 @@ def test_what_an_environment_does_to_its_row_reaches_no_other_sample():
         check_rows({"": kind(Takes)}, [{"prompt": "Play.", "board": threading.Lock()}])
 
 
+def test_words_of_reset_with_a_token_that_the_model_lacks_break_their_sample_alone():
+    class Says(Counter):
+        def reset(self, word, **row):
+            return word
+
+    rows = [{"prompt": "Go.", "word": word} for word in "~a"]
+    chat = chatting.chat(None)._replace(vocab_size=chatting.ids("~")[0])
+    talks = Conversations({"": kind(Says)}, chat, chatting.ids("<|end|>"), rows)
+    opened = talks.open([(0, 0, 0), (1, 1, 1)], 1, (1,))
+    assert [chatting.text(opened[key, 0].tokens) for key in range(2)] == ["Go.", "Go.a"]
+    problems = [talks.spoken((key, 0)).problem for key in range(2)]
+    assert problems[0].startswith("reset: the text has the token")
+    assert problems[1] == ""
+
+
 def test_a_reward_that_is_not_given_is_none():
     class Silent(Counter):
         get_reward = None  # pyright: ignore[reportAssignmentType]
