@@ -251,11 +251,14 @@ def _entry(value: Any, *names: str) -> Any:
 
 
 def _types(schema: Any) -> list[str]:
-    """The names of JSON's types that a schema allows."""
+    """The names of JSON's types that a schema allows; what is no schema allows none."""
     declared = _entry(schema, "type")
-    names = [declared] if isinstance(declared, str) else [*(declared or ())]
+    names = declared if isinstance(declared, list) else [declared]
+    names = [name for name in names if isinstance(name, str)]
     for kind in ("anyOf", "oneOf"):
-        names += [name for choice in _entry(schema, kind) or () for name in _types(choice)]
+        choices = _entry(schema, kind)
+        for choice in choices if isinstance(choices, list) else ():
+            names += _types(choice)
     return names + ["null"] * bool(_entry(schema, "nullable"))
 
 

@@ -161,6 +161,8 @@ def test_arguments_may_be_json_in_a_text_or_be_left_out():
         ("007", "string", "007"),
         ("007", ["string", "integer"], "007"),
         ("9" * 5000, "number", "9" * 5000),
+        ("7", 7, "7"),  # no schema
+        ("7", [7, {"a": 1}, "integer"], 7),
         ("None", ["string", "null"], None),
         ("7", ["string", "integer"], 7),
         ('{"a": 1}', "object", {"a": 1}),
