@@ -14,6 +14,7 @@ import json
 import queue
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -184,7 +185,8 @@ class Sessions:
     """The sessions of this process, behind one server."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        # Kept by its partner and its program: one that broke is not used again.
+        self._sessions = weakref.WeakValueDictionary[str, Session]()
         self._server = Server(HOST, 0, self._answer, self._admit)
         self._server.start()
 
