@@ -339,8 +339,14 @@ def _arguments(program: Callable[..., Any], row: Mapping[str, Any], seed: int) -
 
 
 def is_program(factory: Any) -> bool:
-    """Whether it is a function with the argument `base_url`, and no factory of environments."""
-    if inspect.isclass(factory):
+    """Whether it is a function with the argument `base_url`, and no factory of environments, as a
+    class is, or what has an address already."""
+    function = factory
+    while isinstance(function, functools.partial):
+        if BASE_URL in function.keywords:
+            return False
+        function = function.func
+    if inspect.isclass(function):
         return False
     try:
         return BASE_URL in inspect.signature(factory).parameters
