@@ -150,13 +150,11 @@ def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: s
         raise InputError(
             f"{where}: step makes a state {_form(after)} of {before}: keep its shapes and dtypes"
         )
-    if jax.tree.structure(reply).num_leaves != 1 or reply.ndim != 1 or reply.dtype != np.int32:
+    if not _is_leaf(reply) or reply.ndim != 1 or reply.dtype != np.int32:
         raise InputError(f"{where}: step replies with {_form(reply)}: give int32 tokens [R]")
     for name, value in zip(("reply_length", "reward", "done"), scalars, strict=True):
-        if np.shape(value):
-            raise InputError(
-                f"{where}: step gives {name} of shape {np.shape(value)}: give a scalar"
-            )
+        if not _is_leaf(value) or value.shape:
+            raise InputError(f"{where}: step gives {name} as {_form(value)}: give a scalar")
 
 
 class _Row(dict[str, Array]):
@@ -176,10 +174,15 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, (int, float, np.number, bool))
 
 
+def _is_leaf(tree: Any) -> bool:
+    """Whether it is an array, and not in a list or `None`."""
+    return jax.tree.structure(tree) == jax.tree.structure(0)
+
+
 def _form(tree: Any) -> str:
     leaves, structure = jax.tree.flatten(tree)
     forms = ", ".join(f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves)
-    return f"{structure} of {forms}" if structure.num_leaves != 1 else forms
+    return forms if _is_leaf(tree) else f"{structure} of {forms or 'no array'}"
 
 
 def _reset_each(reset: Callable[..., Any], seeds: Array, columns: Mapping[str, Array]) -> Any:

@@ -183,7 +183,22 @@ BAD = {
     "a reward for each token": (
         begin,
         lambda state, tokens, n: (state, tokens, n, tokens * 1.0, n > 1),
-        r"step gives reward of shape \(4,\)",
+        r"step gives reward as float32\[4\]: give a scalar",
+    ),
+    "a state in a list": (
+        begin,
+        lambda state, *rest: ([state], *step(state, *rest)[1:]),
+        r"step makes a state PyTreeDef\(\[\*\]\) of int32\[\] of int32\[\]",
+    ),
+    "a reply in a list": (
+        begin,
+        lambda state, tokens, n: (state, [tokens], *step(state, tokens, n)[2:]),
+        r"step replies with PyTreeDef\(\[\*\]\) of int32\[4\]: give int32 tokens",
+    ),
+    "no reward": (
+        begin,
+        lambda state, tokens, n: (state, tokens, n, None, n > 1),
+        r"step gives reward as PyTreeDef\(None\) of no array: give a scalar",
     ),
     "a branch on a value": (
         begin,
