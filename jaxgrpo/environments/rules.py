@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code, one_line
+from jaxgrpo.data.written import as_lists
 from jaxgrpo.environments.history import Frame
 
 State = Any
@@ -97,12 +98,13 @@ def number_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """
     columns = {}
     for name in rows[0]:
-        values = [row.get(name) for row in rows]
+        values = [as_lists(row.get(name)) for row in rows]
         if not all(_is_numbers(value) for value in values):
             continue
         with contextlib.suppress(ValueError):  # lists of several lengths
             array = np.asarray(values)
-            narrow = array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, bool))
+            kinds = {"i": np.int32, "u": np.int32, "f": np.float32}
+            narrow = array.astype(kinds.get(array.dtype.kind, bool))
             if array.dtype.kind == "f" or (narrow == array).all():
                 columns[name] = narrow
     return columns
@@ -171,7 +173,7 @@ class _Row(dict[str, Array]):
 def _is_numbers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_numbers(entry) for entry in value)
-    return isinstance(value, (int, float, np.number, bool))
+    return isinstance(value, (int, float, np.number, np.bool_))
 
 
 def _is_leaf(tree: Any) -> bool:

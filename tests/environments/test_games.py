@@ -124,6 +124,15 @@ def test_lists_of_several_lengths_are_no_column_of_numbers():
     assert number_columns([{"edges": [1]}, {"edges": [1, 2]}]) == {}
 
 
+def test_arrays_and_numbers_of_numpy_are_columns_of_numbers():
+    row = {"board": np.arange(4, dtype=np.uint8).reshape(2, 2), "small": np.uint8(200)}
+    columns = number_columns([{**row, "is_on": np.bool_(True), "large": np.uint64(1 << 40)}] * 2)
+    types = {name: (column.dtype.name, column.shape) for name, column in columns.items()}
+    expected = {"board": ("int32", (2, 2, 2)), "small": ("int32", (2,)), "is_on": ("bool", (2,))}
+    assert types == expected
+    assert columns["small"].tolist() == [200, 200]
+
+
 def test_a_state_may_hold_keys():
     """As rules that draw would have it; on the host it is arrays."""
 
