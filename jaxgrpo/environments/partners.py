@@ -320,13 +320,18 @@ def check_arguments(where: str, function: Callable[..., Any], arguments: Iterabl
 
 
 def _is_gym(environment: Any) -> bool:
-    """Whether `step` takes an action and is described as no tool: by a type hint, a docstring of
-    its own (that of gymnasium's base class reads like one), and no tuple that it returns."""
+    """Whether `step` can be called with an action alone and is described as no tool: by a type
+    hint, a docstring of its own (that of gymnasium's base class reads like one), and no tuple that
+    it returns."""
     step = inspect.signature(environment.step)
+    try:
+        step.bind("")
+    except TypeError:
+        return False
     is_described = "Args:" in (environment.step.__doc__ or "")
     is_described &= "tuple" not in str(step.return_annotation).lower()
-    hints = [entry.annotation is not entry.empty for entry in step.parameters.values()]
-    return len(hints) == 1 and not (is_described and hints[0])
+    action, *_ = step.parameters.values()
+    return not (is_described and action.annotation is not action.empty)
 
 
 def read_words(observation: Any) -> str | None:

@@ -125,11 +125,12 @@ class Inherits(Described):
 
 
 class Typed(Described):
-    def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action: str, seconds: float = 1.0) -> tuple[str, float, bool]:
         """Acts.
 
         Args:
             action: an action
+            seconds: that it may take
         """
         return action, 1.0, True
 
