@@ -297,9 +297,9 @@ def _reset_arguments(
     reset: Callable[..., Any], row: Mapping[str, Any], seed: int, is_gym: bool
 ) -> dict[str, Any]:
     """Of TRL's protocol all columns, and a seed where one is named; of Gym's a seed, and the
-    columns that are named."""
+    columns that are named. A column of seeds comes first."""
     if is_gym:
-        return accepted(reset, row, ()) | {"seed": seed}
+        return {"seed": seed} | accepted(reset, row, ())
     return {**accepted(reset, {"seed": seed}, ("seed",)), **row}
 
 
