@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing, written
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.data.limits import Caller
@@ -354,12 +356,17 @@ def read_observation(value: Any) -> str | None:
 
 
 def read_step(outcome: Any) -> tuple[str, float, bool]:
-    """Observation, reward and whether it is over, of what `step` returned. Raises: Broken."""
+    """Observation, reward and whether it is over, of what `step` returned. Raises: Broken.
+
+    >>> [read_step(("no", 1, False, *more))[2] for more in ((True,), (True, {}), ({"steps": 3},))]
+    [True, True, False]
+    """
     if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
         kind = type(outcome).__name__
         raise Broken(f"step returned a {kind}: return observation, reward, done")
     observation, reward, *ends = outcome
-    is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
+    has_parts = len(ends) == 3 or isinstance(ends[-1], (bool, np.bool_))  # and no info
+    is_done = any(map(bool, ends[: 1 + has_parts]))
     content = "" if observation is None else writable(str(observation))
     return content, read_number("step", reward), is_done
 
