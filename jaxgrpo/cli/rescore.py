@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +14,10 @@ from jaxgrpo.cli.inference import write_rows
 from jaxgrpo.cli.samples import find_steps, read_step
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.keys import RewardKeys
-from jaxgrpo.config.world import COLUMNS
+from jaxgrpo.config.world import COLUMNS, load_environments
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import Place
+from jaxgrpo.environments.serving.endpoint import is_program
 from jaxgrpo.evaluation import agreement
 from jaxgrpo.evaluation.agreement import Agreement
 from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
@@ -95,8 +98,8 @@ def rescore(
     judges = find_judges(entries, config.rollout.max_completion_tokens, data)
     is_answered = bool(config.tools or config.environments)
     samples, left_out = _read_spoken(folder, steps, is_answered)
-    max_steps, where = config.train.steps, str(folder)
-    results = [judge_step(rows, data, judges, max_steps, where) for rows in samples]
+    _check_same(samples, data, config.environments, str(folder))
+    results = [judge_step(rows, data, judges, config.train.steps) for rows in samples]
     weigh = {name: entry.weight for name, entry in by_title.items()}
     numbers = [entry for scored in results for entry in compare_step(scored, judges, weigh)]
     if out:
@@ -164,7 +167,6 @@ def judge_step(
     data: Sequence[Row],
     judges: Sequence[Reward],
     max_steps: int,
-    where: str,
 ) -> StepScores:
     """Calls rewards once on the samples of a step, but those whose environment broke: NaN.
 
@@ -172,10 +174,7 @@ def judge_step(
       rows: of the step's file of samples.
       data: rows of the run's data set; none: rewards get no columns.
       max_steps: of the run, for the rewards' `trainer_state`.
-      where: opens messages.
     """
-    for row in rows if data else ():
-        _check_same(row, data, where)
     ordinals = list(dict.fromkeys(row["ordinal"] for row in rows))
     places = np.flatnonzero([not row.get("problem") for row in rows])
     sound = [rows[place] for place in places.tolist()]
@@ -218,20 +217,50 @@ def compare_step(
         yield {"step": scored.rows[0]["step"], "reward": name, **numbers._asdict()}
 
 
-def _check_same(row: Row, data: Sequence[Row], where: str) -> None:
-    """Raises: InputError where the data set has another prompt for a saved sample."""
-    number, saved = row["row"], row["prompt"]
-    current = data[number]["prompt"] if 0 <= number < len(data) else None
-    same = plain(current) == saved
-    if not same and current is not None and "messages" in row:  # what `reset` said joins it
-        same = shown(saved).startswith(shown(plain(current)))
-    if not same:
-        current_text = "no such row" if current is None else repr(shown(current)[:SHOWN])
-        raise InputError(
-            f"{where}: its data has another prompt in row {number} than the samples of step "
-            f"{row['step']}: {current_text} and not {shown(saved)[:SHOWN]!r}; give the data that "
-            "it was trained on, --set data.path=..."
-        )
+def _check_same(
+    samples: Sequence[Sequence[Row]],
+    data: Sequence[Row],
+    environments: Mapping[str, str],
+    where: str,
+) -> None:
+    """Raises: InputError where the data set has another prompt for a saved sample.
+
+    Args:
+      samples: of each step.
+      data: rows of the run's data set; none: they are from Python.
+      environments: of the run. What a program asks first is the prompt, whatever the row says.
+      where: opens messages.
+    """
+    rows = itertools.chain.from_iterable(samples if data else ())
+    strays = [row for row in rows if not _has_its_prompt(row, data)]
+    if strays and _has_program(environments):
+        strays = [row for row in strays if row["row"] >= len(data)]
+    if not strays:
+        return
+    row = strays[0]
+    number, current = row["row"], "no such row"
+    if 0 <= number < len(data):
+        current = repr(shown(data[number]["prompt"])[:SHOWN])
+    raise InputError(
+        f"{where}: its data has another prompt in row {number} than the samples of step "
+        f"{row['step']}: {current} and not {shown(row['prompt'])[:SHOWN]!r}; give the data that it "
+        "was trained on, --set data.path=..."
+    )
+
+
+def _has_its_prompt(row: Row, data: Sequence[Row]) -> bool:
+    """Whether a saved sample has the prompt of its row; what `reset` said may follow it."""
+    if not 0 <= row["row"] < len(data):
+        return False
+    saved, current = row["prompt"], plain(data[row["row"]]["prompt"])
+    return current == saved or ("messages" in row and shown(saved).startswith(shown(current)))
+
+
+def _has_program(environments: Mapping[str, str]) -> bool:
+    """Whether a program asks for turns; not where own code cannot be loaded any more."""
+    with contextlib.suppress(InputError):
+        return any(map(is_program, load_environments(environments).values()))
+    return False
 
 
 def _lines(scored: StepScores) -> Iterator[dict[str, Any]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.reading import Values, show
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, cut, written
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.environments import calls, history, packages, rules
 from jaxgrpo.environments.conversations import (
@@ -353,15 +353,21 @@ def find_parser(name: str, chat: Chat, stop_tokens: Sequence[int]) -> calls.Pars
             reading = function(text)
         except Exception as error:
             return calls.Reading(text, [calls.unreadable(error)])
-        if not isinstance(reading, tuple) or len(reading) != 2:
-            kind = type(reading).__name__
+        is_pair = isinstance(reading, tuple) and len(reading) == 2
+        if not is_pair or not _is_series(reading[1]):
             raise InputError(
-                f'rollout.call_format = "{name}": it returned a {kind}: return what was said and '
-                'the calls, ("It is ", [{"name": "add", "arguments": {"a": 1}}])'
+                f'rollout.call_format = "{name}": it returned {cut(written(reading))}: return what '
+                'was said and a list of calls, ("It is ", [{"name": "add", "arguments": {"a": 1}}])'
             )
-        return calls.Reading(str(reading[0]), [calls.read(entry) for entry in reading[1]])
+        content, entries = reading
+        content = "" if content is None else str(content)  # as in OpenAI's messages
+        return calls.Reading(content, [calls.read(entry) for entry in entries])
 
     return parse
+
+
+def _is_series(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
 def _environment_reward(name: str) -> Callable[..., list[float]]:

@@ -11,7 +11,9 @@ of keys and values, Llama 3.1 and later JSON alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -146,6 +148,7 @@ _SCHEMA = {"type": "function", "function": _FUNCTION_SCHEMA}
 _NAMES = {int: {"integer", "number"}, float: {"number"}, bool: {"boolean"}, type(None): {"null"}}
 """What JSON calls types of Python."""
 _NAMES |= {list: {"array"}, dict: {"object"}}
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def choose(name: str, history: History) -> Parser:
@@ -248,11 +251,14 @@ def _entry(value: Any, *names: str) -> Any:
 
 
 def _types(schema: Any) -> list[str]:
-    """The names of JSON's types that a schema allows."""
+    """The names of JSON's types that a schema allows; what is no schema allows none."""
     declared = _entry(schema, "type")
-    names = [declared] if isinstance(declared, str) else [*(declared or ())]
+    names = declared if isinstance(declared, list) else [declared]
+    names = [name for name in names if isinstance(name, str)]
     for kind in ("anyOf", "oneOf"):
-        names += [name for choice in _entry(schema, kind) or () for name in _types(choice)]
+        choices = _entry(schema, kind)
+        for choice in choices if isinstance(choices, list) else ():
+            names += _types(choice)
     return names + ["null"] * bool(_entry(schema, "nullable"))
 
 
@@ -270,7 +276,28 @@ def _value_of_type(value: Any, types: Sequence[str]) -> Any:
     parsed = _value(names.get(value.strip(), value))
     if isinstance(parsed, float) and parsed.is_integer() and "number" not in types:
         parsed = int(parsed)
-    return parsed if _NAMES.get(type(parsed), set()) & {*types} else value
+    if _NAMES.get(type(parsed), set()) & {*types}:
+        return parsed
+    return value if "string" in types else _python_value(value, types)
+
+
+def _python_value(text: str, types: Sequence[str]) -> Any:
+    """What Python reads in a text that is no JSON of these types.
+
+    >>> [_python_value(text, ["integer"]) for text in ("007", "+3", "1.5", "seven")]
+    [7, 3, '1.5', 'seven']
+    >>> _python_value(".5", ["number"]), _python_value("0", ["boolean"])
+    (0.5, False)
+    """
+    words = text.strip().lower()
+    if "boolean" in types and words in _FLAGS:
+        return _FLAGS[words]
+    readers = [int] * bool({"integer", "number"} & {*types}) + [float] * ("number" in types)
+    for read_number in readers:
+        with contextlib.suppress(ValueError):
+            number = read_number(text)
+            return number if abs(number) < math.inf else text
+    return text
 
 
 def _value(text: str) -> Any:

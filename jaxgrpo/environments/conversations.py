@@ -230,15 +230,22 @@ class Conversations:
                 "it return what is asked, or write data.prompt"
             )
         text = chats.write(chat, prompt, f"row {row}", is_limited=False)
-        ids = list(chat.tokenizer(text, add_special_tokens=chat.template is None)["input_ids"])
+        try:
+            ids = chats.encode(chat, text, special=chat.template is None)
+        except InputError as error:
+            if observation is None:
+                raise
+            conversation.prompt = self.rows[row]["prompt"]
+            conversation.take_problem(Broken(f"reset: {error}"))
+            return self._prompt(key, row, None)
         if observation is None:
             self._prompts[row] = ids
         return Opening(ids, None)
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
-        conversation = self._running[key]
-        text = self._histories[conversation.kind].spoken(ids)
-        try:
+        conversation, text = self._running[key], ""
+        try:  # a fault that stays in a thread would leave the run waiting for ever
+            text = self._histories[conversation.kind].spoken(ids)
             if conversation.problem:
                 raise Broken(conversation.problem, conversation.ending)
             answer: Answer | BaseException = conversation.partner.answer(text)

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxgrpo.core.errors import InputError, cut, explaining_own_code, refusing, written
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.data.limits import Caller
@@ -297,9 +299,9 @@ def _reset_arguments(
     reset: Callable[..., Any], row: Mapping[str, Any], seed: int, is_gym: bool
 ) -> dict[str, Any]:
     """Of TRL's protocol all columns, and a seed where one is named; of Gym's a seed, and the
-    columns that are named."""
+    columns that are named. A column of seeds comes first."""
     if is_gym:
-        return accepted(reset, row, ()) | {"seed": seed}
+        return {"seed": seed} | accepted(reset, row, ())
     return {**accepted(reset, {"seed": seed}, ("seed",)), **row}
 
 
@@ -320,13 +322,18 @@ def check_arguments(where: str, function: Callable[..., Any], arguments: Iterabl
 
 
 def _is_gym(environment: Any) -> bool:
-    """Whether `step` takes an action and is described as no tool: by a type hint, a docstring of
-    its own (that of gymnasium's base class reads like one), and no tuple that it returns."""
+    """Whether `step` can be called with an action alone and is described as no tool: by a type
+    hint, a docstring of its own (that of gymnasium's base class reads like one), and no tuple that
+    it returns."""
     step = inspect.signature(environment.step)
+    try:
+        step.bind("")
+    except TypeError:
+        return False
     is_described = "Args:" in (environment.step.__doc__ or "")
     is_described &= "tuple" not in str(step.return_annotation).lower()
-    hints = [entry.annotation is not entry.empty for entry in step.parameters.values()]
-    return len(hints) == 1 and not (is_described and hints[0])
+    action, *_ = step.parameters.values()
+    return not (is_described and action.annotation is not action.empty)
 
 
 def read_words(observation: Any) -> str | None:
@@ -349,12 +356,17 @@ def read_observation(value: Any) -> str | None:
 
 
 def read_step(outcome: Any) -> tuple[str, float, bool]:
-    """Observation, reward and whether it is over, of what `step` returned. Raises: Broken."""
+    """Observation, reward and whether it is over, of what `step` returned. Raises: Broken.
+
+    >>> [read_step(("no", 1, False, *more))[2] for more in ((True,), (True, {}), ({"steps": 3},))]
+    [True, True, False]
+    """
     if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
         kind = type(outcome).__name__
         raise Broken(f"step returned a {kind}: return observation, reward, done")
     observation, reward, *ends = outcome
-    is_done = bool(ends[0]) or (len(ends) == 3 and bool(ends[1]))
+    has_parts = len(ends) == 3 or isinstance(ends[-1], (bool, np.bool_))  # and no info
+    is_done = any(map(bool, ends[: 1 + has_parts]))
     content = "" if observation is None else writable(str(observation))
     return content, read_number("step", reward), is_done
 

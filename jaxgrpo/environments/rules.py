@@ -19,6 +19,7 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code, one_line
 from jaxgrpo.core.types import GENERATOR
+from jaxgrpo.data.written import as_lists
 from jaxgrpo.environments.history import Frame
 
 State = Any
@@ -98,12 +99,13 @@ def number_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """
     columns = {}
     for name in rows[0]:
-        values = [row.get(name) for row in rows]
+        values = [as_lists(row.get(name)) for row in rows]
         if not all(_is_numbers(value) for value in values):
             continue
         with contextlib.suppress(ValueError):  # lists of several lengths
             array = np.asarray(values)
-            narrow = array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, bool))
+            kinds = {"i": np.int32, "u": np.int32, "f": np.float32}
+            narrow = array.astype(kinds.get(array.dtype.kind, bool))
             if array.dtype.kind == "f" or (narrow == array).all():
                 columns[name] = narrow
     return columns
@@ -151,13 +153,11 @@ def check(rules: Rules, columns: Mapping[str, np.ndarray], tokens: int, where: s
         raise InputError(
             f"{where}: step makes a state {_form(after)} of {before}: keep its shapes and dtypes"
         )
-    if jax.tree.structure(reply).num_leaves != 1 or reply.ndim != 1 or reply.dtype != np.int32:
+    if not _is_leaf(reply) or reply.ndim != 1 or reply.dtype != np.int32:
         raise InputError(f"{where}: step replies with {_form(reply)}: give int32 tokens [R]")
     for name, value in zip(("reply_length", "reward", "done"), scalars, strict=True):
-        if np.shape(value):
-            raise InputError(
-                f"{where}: step gives {name} of shape {np.shape(value)}: give a scalar"
-            )
+        if not _is_leaf(value) or value.shape:
+            raise InputError(f"{where}: step gives {name} as {_form(value)}: give a scalar")
 
 
 class _Row(dict[str, Array]):
@@ -174,13 +174,18 @@ class _Row(dict[str, Array]):
 def _is_numbers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_numbers(entry) for entry in value)
-    return isinstance(value, (int, float, np.number, bool))
+    return isinstance(value, (int, float, np.number, np.bool_))
+
+
+def _is_leaf(tree: Any) -> bool:
+    """Whether it is an array, and not in a list or `None`."""
+    return jax.tree.structure(tree) == jax.tree.structure(0)
 
 
 def _form(tree: Any) -> str:
     leaves, structure = jax.tree.flatten(tree)
     forms = ", ".join(f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves)
-    return f"{structure} of {forms}" if structure.num_leaves != 1 else forms
+    return forms if _is_leaf(tree) else f"{structure} of {forms or 'no array'}"
 
 
 def _reset_each(reset: Callable[..., Any], seeds: Array, columns: Mapping[str, Array]) -> Any:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError, cut, find, one_line, written
+from jaxgrpo.core.errors import InputError, cut, find, refusing, written
 from jaxgrpo.data import limits
 from jaxgrpo.environments.calls import Call
 from jaxgrpo.environments.processes import Ended, Remote
@@ -97,18 +97,18 @@ def make_tool(function: Any, where: str) -> Tool:
         raise InputError(f"{where}: a {type(function).__name__}: give a function")
     name = getattr(function, "__name__", "")
     unnamed = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
-    if any(entry.kind in unnamed for entry in inspect.signature(function).parameters.values()):
-        raise InputError(
-            f"{where}: {name} has arguments that a call cannot name (*args, or those before /): "
-            "give each a name"
-        )
-    try:
+    problem = (
+        f"{where}: no schema can be made of {name or 'it'} ({{reason}}): give every argument a "
+        "type hint and a line under Args: in a Google docstring"
+    )
+    with refusing(problem):
+        arguments = inspect.signature(function).parameters.values()
+        if any(entry.kind in unnamed for entry in arguments):
+            raise InputError(
+                f"{where}: {name} has arguments that a call cannot name (*args, or those before "
+                "/): give each a name"
+            )
         schema = get_json_schema(function)
-    except Exception as error:
-        raise InputError(
-            f"{where}: no schema can be made of {name or 'it'} ({one_line(error)}): give every "
-            "argument a type hint and a line under Args: in a Google docstring"
-        ) from error
     return Tool(name, function, schema)
 
 

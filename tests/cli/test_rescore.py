@@ -53,6 +53,10 @@ def wants(completions, colour):
 
 def looks(completions, environments):
     return [0.0] * len(completions)
+
+
+def agent(base_url, answer):
+    return 1.0
 '''
 
 
@@ -213,6 +217,25 @@ def test_conversations_that_were_not_saved_are_left_out(run, mine, tmp_path, cap
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:4]))
     assert main(["rescore", str(run), "--rewards", "right"]) == 2
     assert "no conversation was saved" in capsys.readouterr().err
+
+
+def test_what_a_program_asked_first_is_the_prompt_whatever_its_row_says(run, mine, capsys):
+    """Before, such a run was told that its data had changed."""
+    rows = read_samples(run)
+    for row in rows:
+        row["prompt"] = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1?"}]
+        row["messages"] = [{"role": "assistant", "content": row["completion"]}]
+    file = run / "samples" / "step_4.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ("--rewards", f"{mine}:tools")
+    assert main(["rescore", str(run), *words]) == 2
+    assert "its data has another prompt in row 0" in capsys.readouterr().err
+    words += ("--set", f"environment={mine}:agent")
+    assert rescored(capsys, run, *words)["rows"][0]["samples"] == 6
+    rows[5]["row"] = 3
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["rescore", str(run), *words]) == 2
+    assert "its data has another prompt in row 3" in capsys.readouterr().err
 
 
 def saved_scores(run: Any) -> dict[str, dict[int, list[Any]]]:

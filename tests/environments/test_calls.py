@@ -151,7 +151,18 @@ def test_arguments_may_be_json_in_a_text_or_be_left_out():
         ("NaN", "number", "NaN"),
         ("True", "boolean", True),
         ("false", "boolean", False),
-        ("1", "boolean", "1"),
+        ("1", "boolean", True),
+        ("0", "boolean", False),
+        ("FALSE", "boolean", False),
+        ("2", "boolean", "2"),
+        ("007", "integer", 7),
+        ("+3", "number", 3),
+        (".5", "number", 0.5),
+        ("007", "string", "007"),
+        ("007", ["string", "integer"], "007"),
+        ("9" * 5000, "number", "9" * 5000),
+        ("7", 7, "7"),  # no schema
+        ("7", [7, {"a": 1}, "integer"], 7),
         ("None", ["string", "null"], None),
         ("7", ["string", "integer"], 7),
         ('{"a": 1}', "object", {"a": 1}),
@@ -323,3 +334,13 @@ def test_a_parser_that_raises_gives_a_call_that_cannot_be_read(tmp_path):
     assert parse("call add").calls == [Call("add", {})]
     (call,) = parse("").calls
     assert call.problem == "a tool call that cannot be read: IndexError: list index out of range"
+
+
+def test_a_parser_may_say_nothing_beside_calls_and_gives_a_list_of_them(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def parse(text):\n    return None, eval(text)\n")
+    parse = find_parser(f"{file}:parse", chatting.chat(), ())
+    assert parse("({'name': name} for name in 'ab')") == Reading("", [Call("a", {}), Call("b", {})])
+    for wrong in ("None", "'add'", "{'name': 'add'}", "3"):
+        with pytest.raises(InputError, match=r"it returned \(None, .*\): return what was said and"):
+            parse(wrong)

@@ -124,6 +124,15 @@ def test_lists_of_several_lengths_are_no_column_of_numbers():
     assert number_columns([{"edges": [1]}, {"edges": [1, 2]}]) == {}
 
 
+def test_arrays_and_numbers_of_numpy_are_columns_of_numbers():
+    row = {"board": np.arange(4, dtype=np.uint8).reshape(2, 2), "small": np.uint8(200)}
+    columns = number_columns([{**row, "is_on": np.bool_(True), "large": np.uint64(1 << 40)}] * 2)
+    types = {name: (column.dtype.name, column.shape) for name, column in columns.items()}
+    expected = {"board": ("int32", (2, 2, 2)), "small": ("int32", (2,)), "is_on": ("bool", (2,))}
+    assert types == expected
+    assert columns["small"].tolist() == [200, 200]
+
+
 def test_a_state_may_hold_keys():
     """As rules that draw would have it; on the host it is arrays."""
 
@@ -183,7 +192,22 @@ BAD = {
     "a reward for each token": (
         begin,
         lambda state, tokens, n: (state, tokens, n, tokens * 1.0, n > 1),
-        r"step gives reward of shape \(4,\)",
+        r"step gives reward as float32\[4\]: give a scalar",
+    ),
+    "a state in a list": (
+        begin,
+        lambda state, *rest: ([state], *step(state, *rest)[1:]),
+        r"step makes a state PyTreeDef\(\[\*\]\) of int32\[\] of int32\[\]",
+    ),
+    "a reply in a list": (
+        begin,
+        lambda state, tokens, n: (state, [tokens], *step(state, tokens, n)[2:]),
+        r"step replies with PyTreeDef\(\[\*\]\) of int32\[4\]: give int32 tokens",
+    ),
+    "no reward": (
+        begin,
+        lambda state, tokens, n: (state, tokens, n, None, n > 1),
+        r"step gives reward as PyTreeDef\(None\) of no array: give a scalar",
     ),
     "a branch on a value": (
         begin,

@@ -151,6 +151,13 @@ def test_a_number_is_guessed_by_halves():
     assert partner.answer("again nothing").messages == []
 
 
+def test_a_column_of_seeds_lets_all_samples_of_a_row_begin_alike():
+    partner = kind("gymnasium:Taxi-v4").make()
+    first = opening(partner, 1)
+    assert opening(partner, 2) != first
+    assert partner.open({"seed": 1}, 2) == first
+
+
 def test_a_game_depends_on_its_seed_and_not_on_games_beside_it():
     textarena()
     make = find("textarena:2048-v0-mega-easy")

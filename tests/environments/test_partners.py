@@ -14,6 +14,7 @@ import pytest
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.world import _environment_reward, make_world
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import limits
 from jaxgrpo.data.prompts import encode, load_rows
 from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.conversations import (
@@ -124,11 +125,12 @@ class Inherits(Described):
 
 
 class Typed(Described):
-    def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action: str, seconds: float = 1.0) -> tuple[str, float, bool]:
         """Acts.
 
         Args:
             action: an action
+            seconds: that it may take
         """
         return action, 1.0, True
 
@@ -247,6 +249,26 @@ def test_an_environment_without_a_thread_is_refused(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(InputError, match=r"beside \d+ there is none .*new thread\): take fewer"):
         counter.make()
+
+
+class Narrow:
+    """A tokenizer in Python, which raises on an id of the model that it has no token for."""
+
+    def __call__(self, text, **options):
+        return chatting.tokenizer()(text, **options)
+
+    def decode(self, ids, **options):
+        raise IndexError("piece id is out of range")
+
+
+def test_a_turn_that_cannot_be_decoded_ends_the_run_and_is_not_waited_for():
+    chat = chatting.chat(None)._replace(tokenizer=Narrow())
+    rows = [{"prompt": "Count."}]
+    talks = Conversations({"": kind(Counter)}, chat, chatting.ids("<|end|>"), rows)
+    talks.open([(0, 0, 0)], 1, (1,))
+    talks.answer((0, 0), Completion(chatting.ids("up"), [0.0] * 2, "length"), 500)
+    with pytest.raises(IndexError, match="piece id is out of range"):
+        limits.within(9, talks.replies)
 
 
 def test_the_first_error_of_a_batch_is_remembered():
@@ -426,6 +448,21 @@ def test_what_an_environment_does_to_its_row_reaches_no_other_sample():
     assert rows[0]["board"] == [1, 2, 3]
     with pytest.raises(InputError, match=r"the column 'board' cannot be copied \(TypeError: "):
         check_rows({"": kind(Takes)}, [{"prompt": "Play.", "board": threading.Lock()}])
+
+
+def test_words_of_reset_with_a_token_that_the_model_lacks_break_their_sample_alone():
+    class Says(Counter):
+        def reset(self, word, **row):
+            return word
+
+    rows = [{"prompt": "Go.", "word": word} for word in "~a"]
+    chat = chatting.chat(None)._replace(vocab_size=chatting.ids("~")[0])
+    talks = Conversations({"": kind(Says)}, chat, chatting.ids("<|end|>"), rows)
+    opened = talks.open([(0, 0, 0), (1, 1, 1)], 1, (1,))
+    assert [chatting.text(opened[key, 0].tokens) for key in range(2)] == ["Go.", "Go.a"]
+    problems = [talks.spoken((key, 0)).problem for key in range(2)]
+    assert problems[0].startswith("reset: the text has the token")
+    assert problems[1] == ""
 
 
 def test_a_reward_that_is_not_given_is_none():

@@ -161,6 +161,8 @@ def test_tools_that_cannot_be_tools_are_refused():
         make_tools([bare], "tools")
     with pytest.raises(InputError, match="tools: two tools are called 'add': rename one"):
         make_tools([add, add], "tools")
+    with pytest.raises(InputError, match=r"no schema can be made of max \(no signature found"):
+        make_tools([max], "tools")
     with pytest.raises(InputError, match="tools: a int: give a function"):
         make_tools([3], "tools")  # pyright: ignore[reportArgumentType]
 

@@ -14,6 +14,7 @@ import json
 import queue
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -184,7 +185,8 @@ class Sessions:
     """The sessions of this process, behind one server."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        # Kept by its partner and its program: one that broke is not used again.
+        self._sessions = weakref.WeakValueDictionary[str, Session]()
         self._server = Server(HOST, 0, self._answer, self._admit)
         self._server.start()
 
@@ -337,8 +339,14 @@ def _arguments(program: Callable[..., Any], row: Mapping[str, Any], seed: int) -
 
 
 def is_program(factory: Any) -> bool:
-    """Whether it is a function with the argument `base_url`, and no factory of environments."""
-    if inspect.isclass(factory):
+    """Whether it is a function with the argument `base_url`, and no factory of environments, as a
+    class is, or what has an address already."""
+    function = factory
+    while isinstance(function, functools.partial):
+        if BASE_URL in function.keywords:
+            return False
+        function = function.func
+    if inspect.isclass(function):
         return False
     try:
         return BASE_URL in inspect.signature(factory).parameters
