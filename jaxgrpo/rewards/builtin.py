@@ -67,6 +67,20 @@ def after_thought(text: str) -> str:
     return text.rpartition(TAGS[1])[2]
 
 
+def last_tagged(pattern: re.Pattern[str], text: str, closing: str) -> str | None:
+    """What the last match of a pattern for a pair of tags holds; None if it has none.
+
+    Text behind the last closing tag is not searched: each of many tags that nothing closes would
+    be looked for a partner up to the end, which takes the square of their number.
+
+    >>> last_tagged(re.compile("<b>(.*?)</b>"), "<b>1</b> <b>2</b> <b>3", "</b>")
+    '2'
+    """
+    before, closed, _ = text.rpartition(closing)
+    tagged = pattern.findall(before + closed)
+    return tagged[-1] if tagged else None
+
+
 def stated_confidence(completion: Any) -> float | None:
     """The number between the last pair of <confidence> tags, if it is in [0, 1].
 
@@ -82,9 +96,9 @@ def stated_confidence(completion: Any) -> float | None:
     0.8
     >>> stated_confidence("<confidence>1</confidence> no: <confidence>unsure</confidence>")
     """
-    stated = _STATED.findall(completion_text(completion))
+    stated = last_tagged(_STATED, completion_text(completion), "</confidence>")
     try:
-        confidence = float(stated[-1]) if stated else -1.0
+        confidence = -1.0 if stated is None else float(stated)
     except ValueError:
         return None
     return confidence if 0 <= confidence <= 1 else None

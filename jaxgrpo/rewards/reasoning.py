@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.reasoning import ENVIRONMENT, NAME, NEEDED, PROGRAM
-from jaxgrpo.rewards.builtin import after_thought, completion_text
+from jaxgrpo.rewards.builtin import after_thought, completion_text, last_tagged
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rewards.workers import WorkerError, check_options, find_workers
 
@@ -29,8 +29,9 @@ def read_answer(completion: str) -> str | None:
     >>> read_answer("so <answer>7</answer>, or\n<answer> 8 </answer>!"), read_answer("7 + 1\n= 8\n")
     ('8', '= 8')
     """
-    tagged = _ANSWER.findall(completion)
-    text = tagged[-1] if tagged else after_thought(completion).strip().rpartition("\n")[2]
+    text = last_tagged(_ANSWER, completion, "</answer>")
+    if text is None:
+        text = after_thought(completion).strip().rpartition("\n")[2]
     return text.strip() or None
 
 
