@@ -42,11 +42,14 @@ NUMBER = re.compile(
 )
 """A sign, a currency, digits with or without commas, decimals or a fraction."""
 
+_LABELS = "step|part|case|stage|phase|method|option|question|problem|example|section"
+_HEADING = rf"[#*_ \t]{{0,9}}(?:(?i:{_LABELS})[ \t]+[0-9]|[1-9][.)][ \t]+[*_]*[A-Z])"
 _MARKER = re.compile(
-    r"####"
+    rf"####(?!{_HEADING})"  # "#### Step 2", "#### 2. Sum up" are headings of Markdown
+    r"|<answer>"
     r"|(?i:\banswer\b[*_]*(?:\s+(?:is|was)\b|\s*[:=]))"
     r"|^[ \t]*[*_]*A[*_]*:"
-    r"|\\f?boxed\s*(?=\{)",
+    r"|\\(?:boxed|fbox)\s*(?=\{)",
     re.MULTILINE,
 )
 _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]")
@@ -67,6 +70,20 @@ def after_thought(text: str) -> str:
     return text.rpartition(TAGS[1])[2]
 
 
+def last_tagged(pattern: re.Pattern[str], text: str, closing: str) -> str | None:
+    """What the last match of a pattern for a pair of tags holds; None if it has none.
+
+    Text behind the last closing tag is not searched: each of many tags that nothing closes would
+    be looked for a partner up to the end, which takes the square of their number.
+
+    >>> last_tagged(re.compile("<b>(.*?)</b>"), "<b>1</b> <b>2</b> <b>3", "</b>")
+    '2'
+    """
+    before, closed, _ = text.rpartition(closing)
+    tagged = pattern.findall(before + closed)
+    return tagged[-1] if tagged else None
+
+
 def stated_confidence(completion: Any) -> float | None:
     """The number between the last pair of <confidence> tags, if it is in [0, 1].
 
@@ -82,9 +99,9 @@ def stated_confidence(completion: Any) -> float | None:
     0.8
     >>> stated_confidence("<confidence>1</confidence> no: <confidence>unsure</confidence>")
     """
-    stated = _STATED.findall(completion_text(completion))
+    stated = last_tagged(_STATED, completion_text(completion), "</confidence>")
     try:
-        confidence = float(stated[-1]) if stated else -1.0
+        confidence = -1.0 if stated is None else float(stated)
     except ValueError:
         return None
     return confidence if 0 <= confidence <= 1 else None
@@ -182,9 +199,10 @@ def gsm8k_answer(
     """1.0 if the completion's final number equals that of the gold answer, else 0.0.
 
     The final number is the one after the last of these marks that has one: `####`, `answer is`,
-    `answer:`, `A:` at the start of a line, `\\boxed{...}`. Behind a mark it is the number that
-    follows at once; if words or a calculation follow, the one after the last `=` of the line
-    (of the paragraph after `A:`), else its last. Without a mark it is the text's last number.
+    `answer:`, `A:` at the start of a line, `<answer>`, `\\boxed{...}`. Behind a mark it is the
+    number that follows at once; if words or a calculation follow, the one after the last `=` of the
+    line (of the paragraph after `A:`, of the inside of the tags), else its last. Without a mark it
+    is the text's last number. Headings such as `#### Step 2` and `#### 2. Sum up` are no marks.
     Only what follows a `</think>` is read, if there is one.
 
     Numbers are compared exactly, as fractions: `1,234`, `1234.00`, `$1,234`, `1{,}234`, `1234
@@ -237,14 +255,15 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _segment(text: str, marker: re.Match[str]) -> str:
-    """The text that a mark points to: the braces' inside, the paragraph of `A:`, else the line.
+    """The text that a mark points to: the inside of braces or tags, the paragraph of `A:`, else the
+    line.
 
     If nothing else is on the mark's line, it is the next line that has text.
     """
-    tail = text[marker.end() :]
-    if "boxed" in marker.group():
+    tail, mark = text[marker.end() :], marker.group()
+    if "box" in mark:
         return _braces(tail)
-    end = "\n\n" if marker.group().endswith("A:") else "\n"
+    end = TAGS[3] if mark == TAGS[2] else "\n\n" if mark.endswith("A:") else "\n"
     return tail.lstrip(" \t\r\n*_:").split(end, 1)[0]
 
 

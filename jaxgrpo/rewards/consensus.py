@@ -6,6 +6,7 @@ data with gold answers, and read the warning "consensus drifts".
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,8 +19,19 @@ from jaxgrpo.rewards.reasoning import read_answer
 AGREEMENT = "consensus/agreement"
 """The metric: the mean over prompts of the majority's share among the samples."""
 
+
+def _voting(read: Callable[[str], str]) -> Callable[[str], str | None]:
+    """A task's way to read answers, for votes: "", where a completion has none, does not vote."""
+
+    @functools.wraps(read)
+    def read_vote(completion: str) -> str | None:
+        return read(completion) or None
+
+    return read_vote
+
+
 EXTRACTORS: dict[str, Callable[[str], Hashable]] = {
-    **{task.name: task.extract_answer for task in tasks.values()},
+    **{task.name: _voting(task.extract_answer) for task in tasks.values()},
     "gsm8k_answer": final_number,
     "reasoning_gym": read_answer,
 }

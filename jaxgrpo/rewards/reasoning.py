@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.reasoning import ENVIRONMENT, NAME, NEEDED, PROGRAM
-from jaxgrpo.rewards.builtin import after_thought, completion_text
+from jaxgrpo.rewards.builtin import after_thought, completion_text, last_tagged
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rewards.workers import WorkerError, check_options, find_workers
 
@@ -26,12 +26,14 @@ _ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 def read_answer(completion: str) -> str | None:
     r"""What stands in the last pair of answer tags, else the last line; None where both are empty.
 
+    Only what follows a `</think>` is read, if there is one.
+
     >>> read_answer("so <answer>7</answer>, or\n<answer> 8 </answer>!"), read_answer("7 + 1\n= 8\n")
     ('8', '= 8')
     """
-    tagged = _ANSWER.findall(completion)
-    text = tagged[-1] if tagged else after_thought(completion).strip().rpartition("\n")[2]
-    return text.strip() or None
+    text = after_thought(completion)
+    tagged = last_tagged(_ANSWER, text, "</answer>")
+    return (text.strip().rpartition("\n")[2] if tagged is None else tagged).strip() or None
 
 
 def reasoning_gym(
@@ -46,7 +48,7 @@ def reasoning_gym(
     """What the row's generator gives for the answer: 1.0 if it is right, less or 0.0 if not.
 
     The answer stands between the last <answer> and </answer>, as the package reads it, or is the
-    last line where there are no such tags.
+    last line where there are no such tags. Thoughts before a `</think>` are not read.
 
     A completion on which the scorer takes too long is not scored; their share is the metric
     `reasoning_gym/unscored`. One that the scorer cannot read gets what there is for no answer.

@@ -117,6 +117,12 @@ def test_tags_are_read_as_the_package_reads_them(text):
     assert read_answer(text) == (extract_answer(text) or None)
 
 
+def test_tags_in_a_thought_are_not_the_answer():
+    assert read_answer("<think>maybe <answer>7</answer></think>\n8") == "8"
+    assert read_answer("<think><answer>7</answer></think>") is None
+    assert read_answer("<think><answer>7</answer></think><answer>8</answer>") == "8"
+
+
 def test_without_tags_the_last_line_is_the_answer():
     assert read_answer("first\n\n 7 \n\n") == "7"
     assert read_answer("<think>3\n4</think>") is None

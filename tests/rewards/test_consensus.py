@@ -10,6 +10,7 @@ import pytest
 import small_run
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.tasks import tasks
 from jaxgrpo.rewards import Reward, RewardError, build, call_rewards
 from jaxgrpo.rewards.consensus import AGREEMENT
 from jaxgrpo.training.checkpoints import parameter_hash
@@ -42,6 +43,12 @@ def test_it_is_the_indicator_of_the_majority_of_each_group():
 
 def test_without_any_answer_nobody_is_paid_and_nobody_agrees():
     assert called(["none", "no number"], [0, 0]) == ([0.0, 0.0], {AGREEMENT: 0.0})
+
+
+@pytest.mark.parametrize("task", tasks.values(), ids=lambda task: task.name)
+def test_texts_without_an_answer_do_not_vote_for_having_none(task):
+    """Else a policy that ends at once would earn all there is."""
+    assert called([""] * 3, [0] * 3, task.name) == ([0.0] * 3, {AGREEMENT: 0.0})
 
 
 def test_equal_answers_of_different_prompts_do_not_vote_together():

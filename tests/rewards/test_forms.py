@@ -1,10 +1,14 @@
 """The rewards of form: the tags of a completion and its length."""
 
+import time
+
 import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import build, has_format, overlong_penalty
+from jaxgrpo.data.tasks import tasks
+from jaxgrpo.rewards import build, has_format, overlong_penalty, stated_confidence
+from jaxgrpo.rewards.reasoning import read_answer
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,28 @@ from jaxgrpo.rewards import build, has_format, overlong_penalty
 def test_thoughts_then_an_answer_each_in_its_tags(text, score):
     assert has_format([text]) == [score]
     assert has_format([[{"role": "assistant", "content": text}]]) == [score]
+
+
+READERS = {
+    **{task.name: task.extract_answer for task in tasks.values()},
+    "confidence": stated_confidence,
+    "reasoning_gym": read_answer,
+}
+
+
+@pytest.mark.parametrize("piece", ["<answer>", "<confidence>", "<answer> ", "1", "1 ", " "])
+def test_no_text_of_a_model_that_repeats_itself_takes_long(piece):
+    text = piece * (100_000 // len(piece)) + "."
+    for name, read in READERS.items():
+        began = time.process_time()
+        read(text)
+        assert time.process_time() - began < 1, name
+
+
+def test_the_last_pair_of_tags_counts_and_an_open_one_behind_it_does_not():
+    text = "<confidence>0.1</confidence> <confidence>0.2</confidence> <confidence>0.3"
+    assert stated_confidence(text) == 0.2
+    assert read_answer(text.replace("confidence", "answer")) == "0.2"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,16 @@ PLACES = {
     r"\boxed{\text{72 clips}}": "72",
     r"\boxed{72": "72",
     r"The answer is: \(72\), since 6 times 12": "72",
+    r"\fbox{72}, as 70 + 2": "72",
+    "<answer>72</answer>, since 6 times 12": "72",
+    "<answer>\n72 clips\n</answer> for 2 kids": "72",
+    "<answer>She sold 70 clips\nand 2 more, so 72</answer>, not 73": "72",
+    "<answer>72": "72",
+    # Headings of Markdown are no marks.
+    "#### Step 1: May\n48\n#### **Step 2**: all\n48+24 makes 72.": "72",
+    "### Solution\n#### 2. Add both\n48+24 makes 72.": "72",
+    "#### Part 2: all\n48+24 makes 72\n#### Final answer": "72",
+    "#### 72. That is all": "72",
     # The last mark with a number counts.
     "#### 71\n#### 72": "72",
     r"\boxed{71} or \boxed{72}": "72",
@@ -167,6 +177,8 @@ def test_other_columns_are_taken_and_lists_of_two_lengths_refused():
 
 HOSTILE = [
     "####",
+    "#### 1. ",
+    "<answer>",
     "9",
     "answer is ",
     r"\boxed{",
